@@ -1,0 +1,54 @@
+"""Shaketable: shake a model with the numerical errors of other hardware, and prove that the errors were there.
+
+Names are imported when they are first used, so that plans can be read, and `--help` answered, without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shaketable.errors import InertError, ModelError, NoMatchError, PlanError, ShaketableError
+    from shaketable.inject import Injection, Ledger, inject
+    from shaketable.plan import Plan
+    from shaketable.sites.phases import phase
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Plan": "shaketable.plan",
+    "inject": "shaketable.inject.injection",
+    "Injection": "shaketable.inject.injection",
+    "Ledger": "shaketable.inject.ledger",
+    "phase": "shaketable.sites.phases",
+    "ShaketableError": "shaketable.errors",
+    "PlanError": "shaketable.errors",
+    "NoMatchError": "shaketable.errors",
+    "InertError": "shaketable.errors",
+    "ModelError": "shaketable.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shaketable' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOMES, "__version__"])
+
+
+__all__ = [
+    "InertError",
+    "Injection",
+    "Ledger",
+    "ModelError",
+    "NoMatchError",
+    "Plan",
+    "PlanError",
+    "ShaketableError",
+    "inject",
+    "phase",
+]

@@ -1,0 +1,35 @@
+"""Everything Shaketable raises on purpose. A message is one line: what was wrong, what is valid, the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShaketableError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class PlanError(ShaketableError, ValueError):
+    """The plan cannot be read, or asks for a combination that is not supported."""
+
+
+class NoMatchError(PlanError):
+    """The plan is well formed, but nothing in this model answers to it."""
+
+
+class InertError(ShaketableError, RuntimeError):
+    """The plan was active and did nothing: it never fired, or it changed no value."""
+
+
+class ModelError(ShaketableError, ValueError):
+    """The model cannot be found, read or used."""
+
+
+def nearest(name: str, valid: Iterable[str], shown: int = 8) -> str:
+    """Ends an error line: the nearest valid name and the valid ones."""
+    names = sorted(set(valid))
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    more = f", … ({len(names)} in all)" if len(names) > shown else ""
+    return f"{hint}valid: {', '.join(names[:shown])}{more}"

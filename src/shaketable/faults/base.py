@@ -1,0 +1,107 @@
+"""What every fault is: a frozen description, one pure method, and a way to read its magnitude back.
+
+A fault knows nothing of models. It is a pydantic model (so a plan is validated without importing torch: torch is
+only named in type positions here) with
+
+* `apply(x, draw)`: the faulty tensor. Pure: the same tensor and the same `Draw` give the same bits.
+* `gradient(g, x, draw)`: the vector-Jacobian product of what `apply` computes. The default is straight-through,
+  which is right for additive noise and is the convention for quantization.
+* `read_back(clean, faulty)`: the magnitude as it can be measured from one before/after pair. The ledger compares it
+  with the magnitude that was asked for, so that a plan of 5 % that arrives as 0 % cannot go unnoticed.
+
+Rejected: a registry with decorators. The union in `faults/__init__.py` is the registry; adding a fault is one class
+and its name in that union. Rejected: tensor-valued magnitudes inside the fault. A changed magnitude is a new fault
+(`with_magnitude`), which keeps every fault hashable, frozen and printable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shaketable.faults.generator import Draw
+
+Magnitude = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class FaultBase(BaseModel):
+    """A fault without a magnitude (a format). Most faults derive from `MagnitudeFault`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    random: ClassVar[bool] = False
+    """Whether two calls on the same tensor differ. Deterministic faults on weights are computed once per weight."""
+    saves_input: ClassVar[bool] = False
+    """Whether `gradient` looks at the clean input."""
+    points: ClassVar[tuple[str, ...]] = ("output",)
+    """Where the fault acts when a plan does not say."""
+
+    kind: str
+    sparsity: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    """Share of the channels that is faulty: a fixed random set, the same at every call (a broken lane stays broken)."""
+
+    @property
+    def is_off(self) -> bool:
+        """True when the fault is the identity and must cost and change nothing."""
+        return False
+
+    @property
+    def is_steady(self) -> bool:
+        """True when the same tensor always gives the same result, so that it can be kept."""
+        return not self.random
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        """The faulty tensor; `x` itself is left alone."""
+        raise NotImplementedError
+
+    def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
+        """Gradient with respect to the clean tensor, given the gradient with respect to the faulty one."""
+        return g
+
+    def reference(self, x: Tensor) -> Tensor | None:
+        """A statistic taken at first use and kept from then on (the `bias` fault's standard deviation)."""
+        return None
+
+    def asked(self) -> float | None:
+        """The magnitude that `read_back` should find; None for a fault without one."""
+        return None
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        """The magnitude measured from a before/after pair (the faulty lanes only)."""
+        return None
+
+    def text(self) -> str:
+        """The fault as the plan language writes it."""
+        parts = [f"{k}={v}" for k, v in self.params().items()]
+        return ",".join([self.kind, *parts])
+
+    def params(self) -> dict[str, Any]:
+        """Fields that differ from their defaults, without `kind` and `magnitude`."""
+        fields = type(self).model_fields
+        skip = {"kind", "magnitude"}
+        return {k: getattr(self, k) for k in fields if k not in skip and getattr(self, k) != fields[k].default}
+
+
+class MagnitudeFault(FaultBase):
+    """A fault with a magnitude; 0 is off, bit for bit."""
+
+    magnitude: Magnitude
+
+    @property
+    def is_off(self) -> bool:
+        return self.magnitude == 0
+
+    def with_magnitude(self, magnitude: float) -> Self:
+        """The same fault, stronger or weaker, validated again."""
+        return self.model_validate(self.model_dump() | {"magnitude": magnitude})
+
+    def asked(self) -> float | None:
+        return float(self.magnitude)
+
+    def text(self) -> str:
+        parts = [f"{k}={v}" for k, v in self.params().items()]
+        return ",".join([f"{self.kind}:{self.magnitude!r}".removesuffix(".0"), *parts])

@@ -1,0 +1,21 @@
+"""Blocks of the last dimension, padded per row so that no block ever straddles two rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def split_blocks(x: Tensor, block: int) -> Tensor:
+    """(…, n) to (…, ceil(n / block), block), the last block of each row filled up with zeros."""
+    from torch.nn.functional import pad
+
+    short = -x.shape[-1] % block
+    return (pad(x, (0, short)) if short else x).unflatten(-1, (-1, block))
+
+
+def join_blocks(blocks: Tensor, length: int) -> Tensor:
+    """The inverse of `split_blocks`."""
+    return blocks.flatten(-2)[..., :length]

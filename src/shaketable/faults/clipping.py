@@ -1,0 +1,98 @@
+"""Clipping: values too small to be represented vanish, values too large are cut.
+
+The threshold is a fraction of a maximum, and the maximum must say over what: `tensor` (the whole tensor), `token`
+(the last dimension) or `block` (32 values of the last dimension, as a block format would share one scale). The choice
+decides everything: 0.01 of the tensor's maximum zeroes 99.9 % of a middle layer, because a few activations are massive.
+
+The gradient is that of what is computed with the maximum held fixed: zero where the value was zeroed or cut, one
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from shaketable.faults.base import Magnitude, MagnitudeFault
+from shaketable.faults.blocks import join_blocks, split_blocks
+from shaketable.faults.noise import wide
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shaketable.faults.generator import Draw
+
+Scope = Literal["tensor", "token", "block"]
+
+
+def top(x: Tensor, scope: Scope, block: int) -> Tensor:
+    """The largest finite magnitude over the scope, broadcastable to `x`, in the type arithmetic is done in."""
+    a = wide(x.detach()).abs()
+    a = a.where(a.isfinite(), 0.0)
+    if scope == "tensor" or x.dim() == 0:
+        return a.max() if a.numel() else a.sum()
+    if scope == "token":
+        return a.amax(-1, keepdim=True)
+    parts = split_blocks(a, block)
+    return join_blocks(parts.amax(-1, keepdim=True).expand_as(parts), x.shape[-1])
+
+
+class DeadZone(MagnitudeFault):
+    """0 where |y| < magnitude·max|y|: the underflow of a format with too little range."""
+
+    kind: Literal["dead_zone"] = "dead_zone"
+    saves_input: ClassVar[bool] = True
+    magnitude: Magnitude = Field(le=1)
+    scope: Scope = "tensor"
+    """What the maximum is taken over."""
+    block: int = Field(default=32, ge=1)
+    """Values that share one maximum when the scope is `block`."""
+
+    def _dead(self, x: Tensor) -> Tensor:
+        return wide(x).abs() < top(x, self.scope, self.block) * self.magnitude
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        return x.masked_fill(self._dead(x), 0.0)
+
+    def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
+        assert x is not None
+        return g.masked_fill(self._dead(x), 0.0)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        """The largest zeroed value as a fraction of its maximum: just under the threshold."""
+        part = (wide(clean).abs() / top(clean, self.scope, self.block))[(faulty == 0) & (clean != 0)]
+        return float(part.max()) if part.numel() else None
+
+
+class Saturation(MagnitudeFault):
+    """Clamp to ±magnitude·max|y|, or to ±ceiling where an absolute ceiling is given."""
+
+    kind: Literal["saturation"] = "saturation"
+    saves_input: ClassVar[bool] = True
+    scope: Scope | Literal["absolute"] = "tensor"
+    """What the maximum is taken over; with `absolute`, the magnitude itself is the ceiling."""
+    block: int = Field(default=32, ge=1)
+    """Values that share one maximum when the scope is `block`."""
+
+    def _ceiling(self, x: Tensor) -> Tensor | float:
+        if self.scope == "absolute":
+            return float(self.magnitude)
+        return top(x, self.scope, self.block) * self.magnitude
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        w, ceiling = wide(x), self._ceiling(x)
+        return w.where(w <= ceiling, ceiling).where(w >= -ceiling, -ceiling).where(~w.isnan(), w).to(x.dtype)
+
+    def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
+        assert x is not None
+        return g.masked_fill(wide(x).abs() > self._ceiling(x), 0.0)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        cut = clean != faulty
+        if not bool(cut.any()):
+            return None
+        unit = wide(faulty).abs()
+        if self.scope != "absolute":
+            unit = unit / top(clean, self.scope, self.block)
+        return float(unit[cut].median())

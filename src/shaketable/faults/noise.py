@@ -1,0 +1,181 @@
+"""Noise, bias and gain: faults that add something to every value or scale it.
+
+Arithmetic is done in float32 (float64 for float64 tensors) and rounded once to the tensor's own type, as a faulty
+unit with a wide accumulator would. z is a standard normal keyed per element (see `generator`).
+
+Gradients are those of the formula with every statistic (a standard deviation, a maximum) held fixed: relative noise is
+linear in x, so its gradient carries the *same* z, drawn again from the same key instead of being stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import field_validator
+
+from shaketable.faults import native
+from shaketable.faults.base import MagnitudeFault
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shaketable.faults.generator import Draw
+
+
+def wide(x: Tensor) -> Tensor:
+    """The tensor in the type that arithmetic is done in."""
+    return x if x.dtype.itemsize >= 4 else x.float()
+
+
+def spread(x: Tensor) -> Tensor:
+    """Standard deviation of the finite values, as a zero-dimensional tensor."""
+    w = wide(x)
+    finite = w.isfinite()
+    count = finite.sum().clamp_min(1)
+    mean = w.where(finite, 0.0).sum() / count
+    square = (w - mean).where(finite, 0.0).square().sum()
+    return (square / count).sqrt()
+
+
+def rms(x: Tensor) -> float:
+    """Root mean square, in float64."""
+    return float(x.double().square().mean().sqrt())
+
+
+class RelativeGaussian(MagnitudeFault):
+    """y + |y|·z·magnitude: each value is off by a random fraction of itself."""
+
+    kind: Literal["relative_gaussian"] = "relative_gaussian"
+    random: ClassVar[bool] = True
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        fast = native.add_noise(x, self.magnitude, draw.key, relative=True)
+        if fast is not None:
+            return fast
+        w = wide(x)
+        return (w + w * (draw.normal(x) * self.magnitude)).to(x.dtype)
+
+    def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
+        return self.apply(g, draw)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        c, f = wide(clean).double(), wide(faulty).double()
+        ratio = ((f - c) / c)[(c != 0) & c.isfinite() & f.isfinite()]
+        return rms(ratio) if ratio.numel() else None
+
+
+class AbsoluteGaussian(MagnitudeFault):
+    """y + z·magnitude: fixed-point noise."""
+
+    kind: Literal["absolute_gaussian"] = "absolute_gaussian"
+    random: ClassVar[bool] = True
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        fast = native.add_noise(x, self.magnitude, draw.key, relative=False)
+        if fast is not None:
+            return fast
+        return (wide(x) + draw.normal(x) * self.magnitude).to(x.dtype)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        return rms(wide(faulty) - wide(clean))
+
+
+class Noise(MagnitudeFault):
+    """y + z·magnitude·std(y): noise in units of the tensor's own spread."""
+
+    kind: Literal["noise"] = "noise"
+    random: ClassVar[bool] = True
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        return (wide(x) + draw.normal(x) * (self.magnitude * spread(x))).to(x.dtype)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        return rms(wide(faulty) - wide(clean)) / max(float(spread(clean)), 1e-300)
+
+
+class SystematicBias(MagnitudeFault):
+    """y + sign(y)·magnitude: a rounding bias away from zero."""
+
+    kind: Literal["systematic_bias"] = "systematic_bias"
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        w = wide(x)
+        return (w + w.sign() * self.magnitude).to(x.dtype)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        return float((wide(faulty) - wide(clean))[clean != 0].abs().double().mean())
+
+
+class Bias(MagnitudeFault):
+    """y + magnitude·s on the faulty channels, where s is the standard deviation seen at first use."""
+
+    kind: Literal["bias"] = "bias"
+
+    def reference(self, x: Tensor) -> Tensor | None:
+        return spread(x.detach())
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        unit = draw.reference if draw.reference is not None else spread(x)
+        return (wide(x) + self.magnitude * unit.to(x.device)).to(x.dtype)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        return float((wide(faulty) - wide(clean)).double().mean()) / max(float(spread(clean)), 1e-300)
+
+
+class Gain(MagnitudeFault):
+    """y·(1 + magnitude)."""
+
+    kind: Literal["gain"] = "gain"
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        return (wide(x) * (1.0 + self.magnitude)).to(x.dtype)
+
+    def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
+        return self.apply(g, draw)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        c, f = wide(clean).double(), wide(faulty).double()
+        return float(((f - c) * c).sum() / (c * c).sum())
+
+
+class NonDeterminism(MagnitudeFault):
+    """The same input gives another output at every call; `magnitude` is the variance factor v ≥ 1.
+
+    `inconsistent` adds noise so that the variance grows v-fold; `amplified` scales the deviations from the mean so
+    that the variance grows by a factor drawn once per call from [1, v].
+    """
+
+    kind: Literal["non_determinism"] = "non_determinism"
+    random: ClassVar[bool] = True
+    mode: Literal["amplified", "inconsistent"] = "inconsistent"
+
+    @field_validator("magnitude")
+    @classmethod
+    def _is_a_variance_factor(cls, value: float) -> float:
+        if 0 < value < 1:
+            raise ValueError("non_determinism's magnitude is a variance factor: 0 (off) or at least 1")
+        return value
+
+    @property
+    def is_off(self) -> bool:
+        return self.magnitude in (0, 1)
+
+    def _factor(self, draw: Draw) -> float:
+        return math.sqrt(1.0 + draw.number() * (self.magnitude - 1.0))
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        w = wide(x)
+        if self.mode == "inconsistent":
+            return (w + draw.normal(x) * (math.sqrt(self.magnitude - 1.0) * spread(x))).to(x.dtype)
+        mean = w.mean()
+        return (mean + (w - mean) * self._factor(draw)).to(x.dtype)
+
+    def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
+        return g if self.mode == "inconsistent" else (wide(g) * self._factor(draw)).to(g.dtype)
+
+    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+        before = max(float(spread(clean)) ** 2, 1e-300)
+        if self.mode == "inconsistent":
+            return 1.0 + rms(wide(faulty) - wide(clean)) ** 2 / before
+        return 2.0 * float(spread(faulty)) ** 2 / before - 1.0

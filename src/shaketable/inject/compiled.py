@@ -1,0 +1,156 @@
+"""Taps inside torch.compile: custom operators that find their tap at run time.
+
+Dynamo traces our hooks and the operator mode; what they leave in the graph is `shaketable::strike(x, handle)`. The
+operator is opaque, so no state of ours is baked in: the switch, the magnitude, the phase and the noise are those of
+the moment of the call. Without a live tap (the injection was closed) it is the identity.
+
+In a compiled graph there are no frames. A tap counts its own calls, per phase; a call inside backward is a
+recomputation (activation checkpointing) and takes the newest moment that has not been recomputed yet.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shaketable.inject.calls import in_backward
+from shaketable.inject.taps import Blow, Tap
+from shaketable.sites.phases import current_phase
+
+_taps: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
+_handles = count()
+_pending: weakref.WeakKeyDictionary[Tap, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
+_PENDING_MAX = 64
+
+
+def register(tap: Tap) -> None:
+    """Give a tap the number under which compiled graphs know it."""
+    tap.handle = next(_handles)
+    _taps[tap.handle] = tap
+
+
+def trace(x: Tensor, tap: Tap) -> Tensor:
+    """What a hook leaves in the graph for a module-level tap."""
+    for direction in tap.site.directions:
+        x = trace_forward(x, tap.handle) if direction == "forward" else TracedEcho.apply(x, tap.handle, 0)
+    return x
+
+
+def trace_forward(x: Tensor, handle: int) -> Tensor:
+    """The faulty tensor."""
+    y, _ = torch.ops.shaketable.strike(x, handle)
+    return y  # type: ignore[no-any-return]
+
+
+def _live(handle: int) -> Tap | None:
+    tap = _taps.get(handle)
+    return tap if tap is not None and tap.is_active and not tap.injection.closed else None
+
+
+def _forward_blow(tap: Tap) -> Blow | None:
+    pending = _pending.setdefault(tap, [])
+    if in_backward() and pending:
+        moment, phase = pending.pop()
+        return tap.blow_at(moment, phase, backward=False, recomputing=True)
+    phase = current_phase(tap.injection.is_training)
+    if not tap.acts_in(phase):
+        return None
+    moment = tap.injection.calls.new_moment(1 << 40 | tap.handle, phase)
+    if torch.is_grad_enabled() or tap.injection.is_training:
+        pending.append((moment, phase))
+        del pending[:-_PENDING_MAX]
+    return tap.blow_at(moment, phase, backward=False)
+
+
+@torch.library.custom_op("shaketable::strike", mutates_args=())
+def _strike(x: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    """The faulty tensor and the key it was made with; key -1 where nothing was done."""
+    tap = _live(handle)
+    blow = _forward_blow(tap) if tap is not None else None
+    if tap is None or blow is None:
+        return x.clone(), torch.zeros(2, dtype=torch.int64)
+    return _laid_out_like(x, tap.strike(x, blow)), _pack(blow.key)
+
+
+def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
+    """A tensor of its own with the strides the graph was told to expect."""
+    return y if y is not x and y.stride() == x.stride() else torch.empty_like(x).copy_(y)
+
+
+@_strike.register_fake
+def _(x: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty(2, dtype=torch.int64)
+
+
+def _pack(key: int) -> Tensor:
+    return torch.tensor([key & 0xFFFFFFFF, (key >> 32) | 1 << 32], dtype=torch.int64)
+
+
+def _unpack(packed: Tensor) -> int | None:
+    low, high = packed.tolist()
+    return low | (high & 0xFFFFFFFF) << 32 if high else None
+
+
+@torch.library.custom_op("shaketable::pull_back", mutates_args=())
+def _pull_back(g: Tensor, x: Tensor, packed: Tensor, handle: int) -> Tensor:
+    tap, key = _taps.get(handle), _unpack(packed)
+    if tap is None or key is None or tap.straight:
+        return g.clone()
+    return _laid_out_like(g, tap.pull_back(g, x if x.numel() else None, Blow(tap.fault, key, "")))
+
+
+@_pull_back.register_fake
+def _(g: Tensor, x: Tensor, packed: Tensor, handle: int) -> Tensor:
+    return torch.empty_like(g)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.handle = inputs
+    tap = _taps.get(ctx.handle)
+    keep = tap is not None and not tap.straight and tap.fault.saves_input
+    ctx.straight = tap is None or tap.straight
+    ctx.save_for_backward(x if keep else x.new_empty(0), output[1])
+
+
+def _backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor, None]:
+    x, packed = ctx.saved_tensors
+    return (g if ctx.straight else _pull_back(g, x, packed, ctx.handle)), None
+
+
+_strike.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("shaketable::echo", mutates_args=())
+def _echo(g: Tensor, handle: int, argument: int) -> Tensor:
+    """A gradient as the tap leaves it."""
+    tap = _live(handle)
+    phase = current_phase(tap.injection.is_training) if tap is not None else ""
+    if tap is None or not tap.acts_in(phase):
+        return g.clone()
+    moment = tap.injection.calls.new_moment(1 << 41 | tap.handle << 4 | argument, phase)
+    return _laid_out_like(g, tap.strike(g, tap.blow_at(moment, phase, backward=True), backward=True))
+
+
+@_echo.register_fake
+def _(g: Tensor, handle: int, argument: int) -> Tensor:
+    return torch.empty_like(g)
+
+
+class TracedEcho(torch.autograd.Function):
+    """The tensor itself, with a faulty gradient; dynamo traces it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: int, argument: int) -> Tensor:
+        ctx.handle, ctx.argument = handle, argument
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return torch.ops.shaketable.echo(g, ctx.handle, ctx.argument), None, None
+
+
+__all__ = ["TracedEcho", "register", "trace", "trace_forward"]

@@ -1,0 +1,347 @@
+"""The ledger: what really happened, per site, and the error that was measured there.
+
+A plan's clause is a site; a site has spots (a module at a point, or an operator of a layer). Each spot counts its
+fires per phase and direction, and some of its fires are measured by comparing the tensor before and after: the 1st,
+2nd, 4th, 8th, … fire, and every fire as long as none has changed anything yet. So the cost of measuring vanishes in a
+long run, and "this changed nothing" is always a fact and never a sampling accident.
+
+Spots hold sums, not averages: ledgers of many processes are merged by adding them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from shaketable.errors import InertError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shaketable.faults import FaultBase
+    from shaketable.plan import Plan
+
+SCHEMA = "shaketable.ledger/1"
+TOLERANCE = 0.1
+"""How far the measured magnitude may be from the one asked for before the ledger says why."""
+
+
+@dataclass
+class Measured:
+    """Sums over the measured fires of one spot in one direction."""
+
+    fires: int = 0
+    square: float = 0.0
+    """Sum of squared relative RMS errors."""
+    values: int = 0
+    changed: int = 0
+    alive: int = 0
+    """Values that were not zero before."""
+    survived: int = 0
+    """Those that were not zero after."""
+    magnitudes: int = 0
+    magnitude: float = 0.0
+    """Sum of the magnitudes read back."""
+
+    def add(self, other: Measured) -> None:
+        """Add another spot's sums."""
+        for name in asdict(other):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def take(self, fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> None:
+        """Measure one before/after pair."""
+        differs = clean.ne(faulty) & ~(clean.isnan() & faulty.isnan())
+        finite = clean.isfinite() & faulty.isfinite()
+        error = (faulty.double() - clean.double()).where(finite, 0.0).square().sum()
+        size = clean.double().where(finite, 0.0).square().sum()
+        changed, alive = int(differs.sum()), clean.ne(0)
+        self.fires += 1
+        self.values += clean.numel()
+        self.changed += changed
+        self.alive += int(alive.sum())
+        self.survived += int((alive & faulty.ne(0)).sum())
+        self.square += float(error) / float(size) if float(size) > 0 else 0.0
+        self._read_back(fault, clean, faulty, lanes, changed)
+
+    def _read_back(self, fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None, changed: int) -> None:
+        if lanes is not None:
+            clean, faulty = clean[lanes.expand_as(clean)], faulty[lanes.expand_as(faulty)]
+        found = fault.read_back(clean, faulty) if changed else None
+        if found is not None and math.isfinite(found):
+            self.magnitudes += 1
+            self.magnitude += found
+
+    @property
+    def error(self) -> float | None:
+        """Relative RMS error."""
+        return math.sqrt(self.square / self.fires) if self.fires else None
+
+
+@dataclass
+class Spot:
+    """One module at one point, or one operator of one layer."""
+
+    name: str
+    layer: int | None
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    """Fires per phase: [forward, backward]."""
+    recomputed: int = 0
+    """Forward fires repeated by activation checkpointing; not among the counts."""
+    seconds: float = 0.0
+    forward: Measured = field(default_factory=Measured)
+    backward: Measured = field(default_factory=Measured)
+    lock: Any = field(default_factory=Lock, repr=False, compare=False)
+
+    def count(self, phase: str, backward: bool) -> int:
+        """Count one fire; returns how many there have been in this direction."""
+        with self.lock:
+            self.counts.setdefault(phase, [0, 0])[backward] += 1
+            return self.fires(backward)
+
+    def fires(self, backward: bool) -> int:
+        """Fires in one direction, over all phases."""
+        return sum(c[backward] for c in self.counts.values())
+
+    def add(self, other: Spot) -> None:
+        """Add the same spot of another process."""
+        for phase, (forward, backward) in other.counts.items():
+            mine = self.counts.setdefault(phase, [0, 0])
+            mine[0] += forward
+            mine[1] += backward
+        self.recomputed += other.recomputed
+        self.seconds += other.seconds
+        self.forward.add(other.forward)
+        self.backward.add(other.backward)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        sums = {k: asdict(v) for k, v in (("forward", self.forward), ("backward", self.backward)) if v.fires}
+        return {
+            "layer": self.layer,
+            "counts": {k: list(v) for k, v in self.counts.items()},
+            "recomputed": self.recomputed,
+            "seconds": self.seconds,
+            "measured": sums,
+        }
+
+    @classmethod
+    def from_dict(cls, name: str, data: dict[str, Any]) -> Spot:
+        """The inverse of `to_dict`."""
+        spot = cls(name, data["layer"], data["counts"], data["recomputed"], data["seconds"])
+        for direction, sums in data["measured"].items():
+            setattr(spot, direction, Measured(**sums))
+        return spot
+
+
+@dataclass
+class SiteLedger:
+    """What happened at one clause of the plan."""
+
+    site: str
+    fault: str
+    asked: float | None
+    spots: dict[str, Spot] = field(default_factory=dict)
+    static: bool = True
+    """Whether the spots are known beforehand (modules); operators are counted as they are met."""
+    fused: int = 0
+    """Attention calls whose inner products no backend exposed."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def matched(self) -> int:
+        """Modules matched, or operators met."""
+        return sum(1 for s in self.spots.values() if self.static or s.counts)
+
+    @property
+    def forward(self) -> int:
+        """Fires forward."""
+        return sum(s.fires(False) for s in self.spots.values())
+
+    @property
+    def backward(self) -> int:
+        """Fires backward."""
+        return sum(s.fires(True) for s in self.spots.values())
+
+    def measured(self, direction: str | None = None) -> Measured:
+        """Sums over all spots, in one direction or both."""
+        total = Measured()
+        for spot in self.spots.values():
+            for name in ("forward", "backward"):
+                if direction in (None, name):
+                    total.add(getattr(spot, name))
+        return total
+
+    @property
+    def magnitude(self) -> float | None:
+        """The magnitude as read back, averaged over the measured fires."""
+        sums = self.measured()
+        return sums.magnitude / sums.magnitudes if sums.magnitudes else None
+
+    def remark(self) -> str | None:
+        """Why the measured magnitude is not the one asked for; None when it is."""
+        found = self.magnitude
+        if not self.asked or found is None or abs(found - self.asked) <= TOLERANCE * self.asked:
+            return None
+        return f"asked for {self.asked:g}, measured {found:.3g}: the tensor's own type rounds, or the fault is data-dependent"
+
+    def by(self, what: str) -> dict[str, dict[str, int]]:
+        """Fires per `phase` or per `layer`."""
+        table: dict[str, dict[str, int]] = {}
+        for spot in self.spots.values():
+            for phase, (forward, backward) in spot.counts.items():
+                key = phase if what == "phase" else str(spot.layer)
+                row = table.setdefault(key, {"forward": 0, "backward": 0})
+                row["forward"] += forward
+                row["backward"] += backward
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: results for people, sums per spot for merging."""
+        both, forward, backward = self.measured(), self.measured("forward"), self.measured("backward")
+        return {
+            "site": self.site,
+            "fault": self.fault,
+            "matched": self.matched,
+            "forward": self.forward,
+            "backward": self.backward,
+            "recomputed": sum(s.recomputed for s in self.spots.values()),
+            "measured_error": forward.error if forward.fires else backward.error,
+            "measured_error_backward": backward.error,
+            "changed_fraction": both.changed / both.values if both.values else None,
+            "survival_rate": both.survived / both.alive if both.alive else None,
+            "asked": self.asked,
+            "measured_magnitude": self.magnitude,
+            "remark": self.remark(),
+            "seconds": sum(s.seconds for s in self.spots.values()),
+            "fused": self.fused,
+            "static": self.static,
+            "phases": self.by("phase"),
+            "layers": self.by("layer"),
+            "spots": {name: s.to_dict() for name, s in self.spots.items() if self.static or s.counts},
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SiteLedger:
+        """The inverse of `to_dict`."""
+        spots = {name: Spot.from_dict(name, s) for name, s in data["spots"].items()}
+        return cls(data["site"], data["fault"], data["asked"], spots, data["static"], data["fused"])
+
+    def add(self, other: SiteLedger) -> None:
+        """Add the same clause of another process."""
+        self.fused += other.fused
+        for name, spot in other.spots.items():
+            if name in self.spots:
+                self.spots[name].add(spot)
+            else:
+                self.spots[name] = spot
+
+
+@dataclass
+class Ledger:
+    """What a plan did: one `SiteLedger` per clause."""
+
+    plan: str
+    seed: int
+    sites: list[SiteLedger]
+    kernel: str = "torch"
+    """Who drew the noise: the compiled kernels (`native`) or plain `torch`."""
+    processes: int = 1
+
+    @classmethod
+    def for_plan(cls, plan: Plan, kernel: str) -> Ledger:
+        """An empty ledger."""
+        sites = [
+            SiteLedger(c.site.text(), c.fault.text(), c.fault.asked(), static=c.site.level != "op") for c in plan.clauses
+        ]
+        return cls(plan.text(), plan.seed, sites, kernel)
+
+    @property
+    def forward(self) -> int:
+        """Fires forward, over all sites."""
+        return sum(s.forward for s in self.sites)
+
+    @property
+    def backward(self) -> int:
+        """Fires backward, over all sites."""
+        return sum(s.backward for s in self.sites)
+
+    @property
+    def changed(self) -> int:
+        """Values seen to change in the measured fires."""
+        return sum(s.measured().changed for s in self.sites)
+
+    def inert(self) -> list[str]:
+        """One line per clause that did nothing."""
+        lines = []
+        for site in self.sites:
+            if site.forward + site.backward == 0:
+                lines.append(f"{site.fault}@{site.site} matched {site.matched} spots and never fired")
+            elif site.measured().changed == 0:
+                lines.append(f"{site.fault}@{site.site} fired {site.forward + site.backward} times and changed no value")
+        return lines
+
+    def check(self) -> None:
+        """Raise `InertError` when a clause never fired or changed nothing."""
+        if lines := self.inert():
+            raise InertError("; ".join(lines) + " (allow_inert=True accepts this)")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ledger as versioned data."""
+        return {
+            "schema": SCHEMA,
+            "plan": self.plan,
+            "seed": self.seed,
+            "kernel": self.kernel,
+            "processes": self.processes,
+            "forward": self.forward,
+            "backward": self.backward,
+            "sites": [s.to_dict() for s in self.sites],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Ledger:
+        """The inverse of `to_dict`; refuses another schema."""
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"this is not a ledger of schema {SCHEMA!r}: {data.get('schema')!r}")
+        sites = [SiteLedger.from_dict(s) for s in data["sites"]]
+        return cls(data["plan"], data["seed"], sites, data["kernel"], data["processes"])
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ledger:
+        """Read what `save` wrote."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    @classmethod
+    def merge(cls, ledgers: Iterable[Ledger]) -> Ledger:
+        """One ledger for many processes that ran the same plan."""
+        every = list(ledgers)
+        first = cls.from_dict(every[0].to_dict())
+        for other in every[1:]:
+            if (other.plan, other.seed) != (first.plan, first.seed):
+                raise ValueError(f"ledgers of different plans do not merge: {first.plan!r} and {other.plan!r}")
+            for mine, theirs in zip(first.sites, cls.from_dict(other.to_dict()).sites, strict=True):
+                mine.add(theirs)
+            first.processes += other.processes
+        first.kernel = "+".join(sorted({x.kernel for x in every}))
+        return first
+
+    def clear(self) -> None:
+        """Forget every count, keep the spots (a forked child starts from zero)."""
+        for site in self.sites:
+            site.fused = 0
+            for name, spot in site.spots.items():
+                spot.__dict__.update(Spot(name, spot.layer).__dict__)
+
+    def __str__(self) -> str:
+        from shaketable.inject.table import ledger_table
+
+        return ledger_table(self)

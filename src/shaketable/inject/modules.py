@@ -1,0 +1,56 @@
+"""Module and layer sites: forward hooks that hand one tensor to the taps of that module, in the order of the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shaketable.errors import PlanError
+from shaketable.inject import compiled
+from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.taps import Tap
+from shaketable.inject.tensors import change_first, change_input
+
+
+class ModuleTaps:
+    """The taps at one point of one module."""
+
+    def __init__(self, taps: list[Tap], calls: Calls, entry: Entry) -> None:
+        self.taps = taps
+        self.calls = calls
+        self.entry = entry
+
+    def install(self, module: nn.Module, point: str) -> RemovableHandle:
+        """Hook the module at this point."""
+        if point == "input":
+            return module.register_forward_pre_hook(self.on_input, with_kwargs=True)
+        return module.register_forward_hook(self.on_output, with_kwargs=True)
+
+    def on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook."""
+        frame = self._frame(args, kwargs)
+        args, kwargs, found = change_input(args, kwargs, lambda x: self._touch(x, frame))
+        if not found:
+            raise PlanError(f"{self.taps[0].site.label}: {self.taps[0].name} was called without a tensor to change")
+        return args, kwargs
+
+    def on_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook."""
+        frame = self._frame(args, kwargs)
+        output, found = change_first(output, lambda x: self._touch(x, frame))
+        if not found:
+            raise PlanError(f"{self.taps[0].site.label}: {self.taps[0].name} returned no tensor to change")
+        return output
+
+    def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
+        if torch.compiler.is_compiling():
+            return None
+        return self.calls.top() or self.calls.open(self.entry, args, kwargs)
+
+    def _touch(self, x: Tensor, frame: Frame | None) -> Tensor:
+        for tap in self.taps:
+            x = compiled.trace(x, tap) if frame is None else tap.touch(x, frame)
+        return x

@@ -1,0 +1,281 @@
+"""Operator sites: every covered operator, forward and backward, in the layer that called it.
+
+A TorchFunctionMode meets each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest all pass
+there, also when they were imported by name long ago. Around the real call it puts `Echo`es on the inputs that want a
+gradient (every gradient the operator produces gets its own error) and strikes the result. Dynamo traces such modes, so
+the same code serves torch.compile. Monkey-patching torch.matmul and F.linear, as the study we come from did, misses
+`@`, mm, einsum, attention and every name that was bound early.
+
+Two operators need more. An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one
+(`Entry.atomic`). Fused attention computes two matrix products and a softmax that no one can reach: where the math
+backend alone is enabled they are computed one by one and struck; elsewhere the ledger counts the call as fused.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shaketable.inject import compiled
+from shaketable.inject.calls import Entry
+from shaketable.inject.tensors import change_first, change_input
+from shaketable.plan import OPS
+from shaketable.sites.anatomy import Part
+
+if TYPE_CHECKING:
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.taps import Tap
+
+_NAMES = {
+    "matmul": (
+        "mm addmm bmm baddbmm addbmm matmul __matmul__ __rmatmul__ linear einsum mv addmv inner tensordot multi_dot "
+        "chain_matmul bilinear grouped_mm _grouped_mm grouped_mm_fallback addmm_ baddbmm_ addbmm_ addmv_"
+    ),
+    "softmax": "softmax _softmax",
+    "silu": "silu",
+    "gelu": "gelu",
+    "layer_norm": "layer_norm native_layer_norm",
+    "rms_norm": "rms_norm _fused_rms_norm",
+    "sdpa": "scaled_dot_product_attention",
+}
+_FAMILY = {name: family for family, names in _NAMES.items() for name in names.split()}
+_IN_PLACE = {"addmm_", "baddbmm_", "addbmm_", "addmv_"}
+
+
+def _covered() -> dict[Any, tuple[str, str]]:
+    """Every Python-visible function of a covered operator, with its family and name.
+
+    `torch.ops.aten.mm` is covered, its overloads (`.default`) are not: those are what compiled graphs run, after their
+    operators have been struck in the graph itself.
+    """
+    homes = (torch, torch.Tensor, F, torch.linalg, torch._C._nn, torch.special)
+    table: dict[Any, tuple[str, str]] = {}
+    for name, family in _FAMILY.items():
+        for home in homes:
+            if (func := getattr(home, name, None)) is not None:
+                table[func] = (family, name)
+        if not name.startswith("__") and hasattr(torch.ops.aten, name):
+            packet = getattr(torch.ops.aten, name)
+            table[packet] = (family, name)
+    return table
+
+
+COVERED = _covered()
+
+
+def cover_transformers() -> None:
+    """Add the grouped product of transformers' own experts, once transformers has defined it."""
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        packet = torch.ops.transformers.grouped_mm_fallback
+        COVERED[packet] = ("matmul", "grouped_mm_fallback")
+
+
+def families(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The operator families a site names."""
+    return OPS if "all" in names else names
+
+
+def atomic_family(part: Part) -> str | None:
+    """The operator that a leaf module is as a whole, when it may be written out in Python."""
+    if any(part.module.children()):
+        return None
+    kind = type(part.module).__name__.lower()
+    if part.role == "rmsnorm":
+        return "rms_norm"
+    return next((family for family in ("gelu", "silu") if family in kind), None)
+
+
+class OperatorModule:
+    """A module taken as one operator: echoes on its input and weight, strikes on its output."""
+
+    def __init__(self, injection: Injection, entry: Entry, taps: list[Tap]) -> None:
+        self.injection = injection
+        self.entry = entry
+        self.echoes = [tap for tap in taps if "backward" in tap.site.directions]
+        self.strikes = [tap for tap in taps if "forward" in tap.site.directions]
+
+    def on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook."""
+        args, kwargs, _ = change_input(args, kwargs, self._echo)
+        return args, kwargs
+
+    def on_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook."""
+        return change_first(output, self._strike)[0]
+
+    def _echo(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            for tap in self.echoes:
+                x = compiled.TracedEcho.apply(x, tap.handle, 0)
+            return x
+        frame = self.injection.calls.top()
+        for tap in self.echoes:
+            x = x if frame is None else tap.echo(x, frame)
+        return x
+
+    def _strike(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            for tap in self.strikes:
+                x = compiled.trace_forward(x, tap.handle)
+            return x
+        frame = self.injection.calls.top()
+        return x if frame is None else _strike_all(self.strikes, x, frame)
+
+
+class Operators(TorchFunctionMode):
+    """The operator clauses of one injection, active in one thread."""
+
+    def __init__(self, injection: Injection) -> None:
+        super().__init__()
+        self.injection = injection
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _open_multi_head()(*args, **kwargs)
+        operator = COVERED.get(func)
+        if operator is None:
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._traced(func, operator, args, kwargs)
+        return self._eager(func, operator, args, kwargs)
+
+    def _traced(self, func: Any, operator: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        taps = self.injection.traced_taps(operator[0])
+        if not taps:
+            return func(*args, **kwargs)
+        echoes = [tap.handle for tap in taps if "backward" in tap.site.directions]
+        strikes = [tap.handle for tap in taps if "forward" in tap.site.directions]
+        position = 0
+        changed = []
+        for value in args:
+            if isinstance(value, Tensor) and value.requires_grad:
+                for handle in echoes:
+                    value = compiled.TracedEcho.apply(value, handle, position)
+            position += 1
+            changed.append(value)
+        named = {}
+        for key, value in kwargs.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                for handle in echoes:
+                    value = compiled.TracedEcho.apply(value, handle, position)
+            position += 1
+            named[key] = value
+        result = func(*changed, **named)
+        for handle in strikes:
+            result = compiled.trace_forward(result, handle)
+        return result
+
+    def _eager(self, func: Any, operator: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        family, name = operator
+        compiled_code = _is_tracing() or ("out" in kwargs and _is_inductor(sys._getframe(2)))
+        frame = self.injection.operator_frame() if self.injection.enabled and not compiled_code else None
+        if frame is None or frame.entry.atomic == family:
+            return func(*args, **kwargs)
+        taps = self.injection.operator_taps(family, frame)
+        if family == "sdpa" and (self.injection.reaches("matmul", frame) or self.injection.reaches("softmax", frame)):
+            if _only_math():
+                with self:
+                    result = attention_in_the_open(*args, **kwargs)
+                return _strike_all(taps, result, frame)
+            self.injection.note_fused(frame)
+        if not taps:
+            return func(*args, **kwargs)
+        args, kwargs = _echo_all(taps, args, kwargs, frame)
+        result = func(*args, **kwargs)
+        if name in _IN_PLACE or kwargs.get("out") is not None:
+            return result.copy_(_strike_all(taps, result.clone(), frame))
+        return _strike_all(taps, result, frame)
+
+
+def _echo_all(taps: list[Tap], args: Any, kwargs: Any, frame: Any) -> tuple[Any, Any]:
+    """The arguments, with an echo on every tensor that wants a gradient."""
+    position = 0
+
+    def echo(value: Any) -> Any:
+        nonlocal position
+        if isinstance(value, list | tuple):
+            return type(value)([echo(v) for v in value])
+        position += 1
+        if isinstance(value, Tensor) and value.requires_grad:
+            for tap in taps:
+                if "backward" in tap.site.directions:
+                    value = tap.echo(value, frame, position)
+        return value
+
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    return tuple(echo(a) for a in args), {k: v if k == "out" else echo(v) for k, v in kwargs.items()}
+
+
+def _strike_all(taps: list[Tap], result: Tensor, frame: Any) -> Tensor:
+    for tap in taps:
+        if "forward" in tap.site.directions:
+            result = tap.forward(result, frame)
+    return result
+
+
+def _is_tracing() -> bool:
+    """Whether a graph is being made of what dynamo has already traced: those calls are on fake tensors."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def _is_inductor(caller: types.FrameType) -> bool:
+    """Whether a call comes from a file that inductor wrote: its products were struck when the graph was traced."""
+    inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return inductor is not None and caller.f_code.co_filename.startswith(inductor.cache_dir())
+
+
+def _only_math() -> bool:
+    """Whether attention is set to be computed product by product."""
+    cuda = torch.backends.cuda
+    fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    return cuda.math_sdp_enabled() and not fused
+
+
+def attention_in_the_open(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention as the math backend defines it, one covered operator after the other."""
+    root = math.sqrt(scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(query * root, (key * root).transpose(-2, -1))
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if attn_mask is not None:
+        masked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
+    weights = F.dropout(F.softmax(scores, dim=-1), dropout_p) if dropout_p else F.softmax(scores, dim=-1)
+    return torch.matmul(weights, value)
+
+
+@functools.cache
+def _open_multi_head() -> Callable[..., Any]:
+    """torch's multi-head attention without its own override check, so that the operators inside are met."""
+    original = F.multi_head_attention_forward
+    scope = {**original.__globals__, "has_torch_function": lambda _: False}
+    copy = types.FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy

@@ -1,0 +1,210 @@
+"""A tap: one fault at one place. The only code that changes a tensor, and the only code that writes to the ledger.
+
+Eager mode goes through two autograd functions: `Strike` computes the faulty tensor and has the fault's own gradient;
+`Echo` is the identity forward and puts the fault on the gradient that comes back. Their keys are fixed in forward, so
+the error of a gradient belongs to the layer and the call that caused it, whatever thread runs backward and whenever.
+
+Compiled mode goes through custom operators (`compiled.py`) that look the tap up at run time: the graph holds nothing but
+its number, so magnitude, phase, switch and noise change from call to call without a recompilation.
+
+Rejected: TorchDispatchMode, which sees more, but is thread-local, costs 7 % before anything happens, cannot be traced
+by torch.compile, and meets gradients where no one can tell which layer they belong to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shaketable.errors import PlanError
+from shaketable.faults import Draw, FaultBase
+from shaketable.faults.generator import key_of, lanes, mix64
+from shaketable.inject.calls import Frame
+
+if TYPE_CHECKING:
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.ledger import Spot
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """One application of a fault: everything that was decided when it happened."""
+
+    fault: FaultBase
+    key: int
+    phase: str
+    recomputing: bool = False
+
+
+class Tap:
+    """One fault at one place of one model."""
+
+    def __init__(self, injection: Injection, clause: int, spot: Spot, name: str, point: str) -> None:
+        self.injection = injection
+        self.clause = clause
+        self.spot = spot
+        self.name = name
+        self.point = point
+        self.site = injection.plan.clauses[clause].site
+        seed, rank = injection.plan.seed, injection.rank
+        self._keys = tuple(key_of(seed, clause, name, point, d, rank) for d in ("forward", "backward"))
+        self._lane_key = key_of(seed, clause, name, point, "lanes")
+        self._lanes: dict[tuple[int, torch.device, bool], Tensor] = {}
+        self._reference: Tensor | None = None
+        self.straight = self.site.level == "op"
+        """Whether a forward fault leaves gradients alone: an operator's backward is an operator of its own."""
+        self.transposed = False
+        """Whether the tensor is a weight stored as (in, out)."""
+        self.handle = -1
+
+    @property
+    def fault(self) -> FaultBase:
+        """The fault as it is now: its magnitude can change while the plan is active."""
+        return self.injection.faults[self.clause]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the tap would do anything now, phases aside."""
+        return self.injection.enabled and not self.fault.is_off
+
+    def acts_in(self, phase: str) -> bool:
+        """Whether the clause names this phase."""
+        return not self.site.phase or phase in self.site.phase
+
+    def touch(self, x: Tensor, frame: Frame) -> Tensor:
+        """The tensor as this tap leaves it, forward and backward as the clause says."""
+        for direction in self.site.directions:
+            x = self.forward(x, frame) if direction == "forward" else self.echo(x, frame)
+        return x
+
+    def forward(self, x: Tensor, frame: Frame) -> Tensor:
+        """The faulty tensor."""
+        if not self.is_active or not self.acts_in(frame.phase):
+            return x
+        blow = self._blow(frame, backward=False, salt=0)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return self.strike(x, blow)
+        function = StraightStrike if self.straight else Strike
+        result: Tensor = function.apply(x, self, blow)
+        return result
+
+    def echo(self, x: Tensor, frame: Frame, argument: int = 0) -> Tensor:
+        """`x` itself, whose gradient will be faulty."""
+        if not self.is_active or not self.acts_in(frame.phase) or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        result: Tensor = Echo.apply(x, self, self._blow(frame, backward=True, salt=argument))
+        return result
+
+    def _blow(self, frame: Frame, *, backward: bool, salt: int) -> Blow:
+        n = frame.count((self, backward, salt))
+        moment = mix64(frame.moment + (salt << 32) + n)
+        return Blow(self.fault, mix64(self._keys[backward] ^ moment), frame.phase, frame.recomputing)
+
+    def blow_at(self, moment: int, phase: str, *, backward: bool, recomputing: bool = False) -> Blow:
+        """A blow outside any frame (compiled graphs)."""
+        return Blow(self.fault, mix64(self._keys[backward] ^ moment), phase, recomputing)
+
+    def repeat(self, frame: Frame) -> None:
+        """Count a fire whose result was already known (a steady fault on an unchanged weight)."""
+        if frame.recomputing:
+            self.spot.recomputed += 1
+        else:
+            self.spot.count(frame.phase, False)
+
+    def strike(self, x: Tensor, blow: Blow, *, backward: bool = False) -> Tensor:
+        """Apply the fault, count and measure it."""
+        start = perf_counter()
+        if not x.is_floating_point():
+            raise PlanError(f"{self.site.label}: {self.name} {self.point} is {x.dtype}; faults act on floating tensors")
+        fault, draw, mask = blow.fault, self._draw(x, blow), self._mask(x, blow.fault)
+        sums = self.spot.backward if backward else self.spot.forward
+        if blow.recomputing and not backward:
+            y = self._apply(fault, x, draw, mask)
+            self.spot.recomputed += 1
+        else:
+            n = self.spot.count(blow.phase, backward)
+            y = self._apply(fault, x, draw, mask)
+            if n & (n - 1) == 0 or sums.changed == 0:
+                with torch.no_grad(), self.spot.lock:
+                    sums.take(fault, x.detach(), y.detach(), mask)
+        self.spot.seconds += perf_counter() - start
+        return y
+
+    def pull_back(self, g: Tensor, x: Tensor | None, blow: Blow) -> Tensor:
+        """The fault's gradient: what `Strike` does backward. Not a fire."""
+        draw, mask = self._draw(g, blow), self._mask(g, blow.fault)
+        if self.transposed:
+            turned = blow.fault.gradient(g.transpose(-1, -2), None if x is None else x.transpose(-1, -2), draw)
+            result = turned.transpose(-1, -2)
+        else:
+            result = blow.fault.gradient(g, x, draw)
+        return result if mask is None else result.where(mask, g)
+
+    def _apply(self, fault: FaultBase, x: Tensor, draw: Draw, mask: Tensor | None) -> Tensor:
+        y = fault.apply(x.transpose(-1, -2), draw).transpose(-1, -2) if self.transposed else fault.apply(x, draw)
+        return y if mask is None else y.where(mask, x)
+
+    def _draw(self, x: Tensor, blow: Blow) -> Draw:
+        if self._reference is None:
+            self._reference = blow.fault.reference(x)
+        return Draw(blow.key, self._reference)
+
+    def _mask(self, x: Tensor, fault: FaultBase) -> Tensor | None:
+        """Which channels are faulty: the last dimension of an activation, the output dimension of a weight."""
+        if fault.sparsity == 1 or x.dim() == 0:
+            return None
+        rows = self.point == "weight" and x.dim() > 1 and not self.transposed
+        channels = x.shape[-2 if rows else -1]
+        key = (channels, x.device, rows)
+        if key not in self._lanes:
+            mask = lanes(channels, fault.sparsity, self._lane_key).to(x.device)
+            self._lanes[key] = mask.unsqueeze(-1) if rows else mask
+        return self._lanes[key]
+
+
+class Strike(torch.autograd.Function):
+    """The faulty tensor, with the fault's own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tap: Tap, blow: Blow) -> Tensor:
+        ctx.tap, ctx.blow = tap, blow
+        if blow.fault.saves_input:
+            ctx.save_for_backward(x)
+        return tap.strike(x, blow)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        x = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        return ctx.tap.pull_back(g, x, ctx.blow), None, None
+
+
+class StraightStrike(torch.autograd.Function):
+    """The faulty tensor, with the gradient of the clean one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tap: Tap, blow: Blow) -> Tensor:
+        return tap.strike(x, blow)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return g, None, None
+
+
+class Echo(torch.autograd.Function):
+    """The tensor itself, with a faulty gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tap: Tap, blow: Blow) -> Tensor:
+        ctx.tap, ctx.blow = tap, blow
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.tap.strike(g, ctx.blow, backward=True), None, None

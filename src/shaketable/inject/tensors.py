@@ -1,0 +1,52 @@
+"""The tensor a module is about, inside whatever it takes and returns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def change_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
+    """`value` with its first tensor changed, and whether there was one.
+
+    A tuple's other members stay as they are: vLLM's linears return (output, bias), its fused norms
+    (normed, residual), attention (output, weights), decoder layers (hidden states, cache).
+    """
+    if isinstance(value, Tensor):
+        return change(value), True
+    if isinstance(value, tuple | list):
+        for i, member in enumerate(value):
+            if isinstance(member, Tensor):
+                return _rebuilt(value, i, change(member)), True
+        return value, False
+    if isinstance(value, Mapping):
+        for key, member in value.items():
+            if isinstance(member, Tensor):
+                changed: Any = copy.copy(value)
+                changed[key] = change(member)
+                return changed, True
+    return value, False
+
+
+def _rebuilt(value: Any, index: int, member: Tensor) -> Any:
+    members = list(value)
+    members[index] = member
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*members)
+    return type(value)(members)
+
+
+def change_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Arguments with the first tensor changed: positional ones first, then keywords in call order."""
+    for i, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return (*args[:i], change(value), *args[i + 1 :]), kwargs, True
+    for key, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return args, {**kwargs, key: change(value)}, True
+    return args, kwargs, False

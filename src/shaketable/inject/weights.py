@@ -1,0 +1,155 @@
+"""Faulty weights that never replace the real ones.
+
+A module with a weight tap gets a subclass of its own class (same name) in which the weight is a property. Outside the
+module's forward the property is the parameter itself; inside, it is the faulty tensor, made from the parameter by an
+autograd function. `_parameters` is never written to: optimizers, `state_dict`, tied modules, saving and other threads
+see the clean parameter at every moment, so there is nothing to restore and nothing to forget to restore.
+
+Rejected: swapping the tensor before forward and back after it (the gradient is then computed with another weight than
+the forward used, a raised exception leaves the noise in, and threads see each other's weights), and
+torch.nn.utils.parametrize (it renames the parameter, so checkpoints and optimizers see another model).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaketable.inject import compiled
+from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.taps import Tap
+
+_SLOT = "_shaketable_weights"
+
+
+@dataclass(frozen=True)
+class WeightTap:
+    """A tap on one parameter. As `echo_only` it belongs to an operator: the weight is clean, its gradient is not."""
+
+    name: str
+    tap: Tap
+    calls: Calls
+    entry: Entry
+    echo_only: bool = False
+
+    def touch(self, weight: Tensor, frame: Frame) -> Tensor:
+        """The weight as the module sees it."""
+        return self.tap.echo(weight, frame, 1) if self.echo_only else self.tap.touch(weight, frame)
+
+    def trace(self, weight: Tensor) -> Tensor:
+        """The same, for a graph being compiled."""
+        return compiled.TracedEcho.apply(weight, self.tap.handle, 1) if self.echo_only else compiled.trace(weight, self.tap)
+
+
+class WeightTaps:
+    """The weight taps of one module, of all injections that are active on it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.original = type(module)
+        self.taps: list[WeightTap] = []
+        self.local = threading.local()
+        self.tracing = False
+        self._cache: dict[WeightTap, tuple[object, Tensor]] = {}
+        self.hooks = [
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            module.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+        ]
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            self.tracing = True
+            return
+        values: dict[str, Tensor] = {}
+        for own in self.taps:
+            parameter = module._parameters[own.name]
+            assert parameter is not None
+            frame = own.calls.top() or own.calls.open(own.entry, args, kwargs)
+            values[own.name] = self._faulty(own, values.get(own.name, parameter), frame)
+        self.local.values = values
+
+    def _faulty(self, own: WeightTap, weight: Tensor, frame: Frame) -> Tensor:
+        """A deterministic fault on an unchanged parameter outside autograd is computed once."""
+        tap = own.tap
+        wants_gradient = torch.is_grad_enabled() and weight.requires_grad
+        if own.echo_only or wants_gradient or not tap.fault.is_steady or not isinstance(weight, nn.Parameter):
+            return own.touch(weight, frame)
+        if not tap.is_active or not tap.acts_in(frame.phase):
+            return weight
+        state = (weight._version, weight.data_ptr(), tap.fault)
+        known = self._cache.get(own)
+        if known is not None and known[0] == state:
+            tap.repeat(frame)
+            return known[1]
+        faulty = own.touch(weight, frame)
+        self._cache[own] = (state, faulty)
+        return faulty
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.tracing = False
+            return
+        self.local.__dict__.pop("values", None)
+
+    def read(self, name: str, parameter: Tensor) -> Tensor:
+        """What the module sees when it reads its weight."""
+        if torch.compiler.is_compiling():
+            if self.tracing:
+                for own in self.taps:
+                    if own.name == name:
+                        parameter = own.trace(parameter)
+            return parameter
+        values: dict[str, Tensor] = self.local.__dict__.get("values", {})
+        return values.get(name, parameter)
+
+
+def add_tap(module: nn.Module, tap: WeightTap) -> None:
+    """Make the module read a parameter through a tap."""
+    found = module.__dict__.get(_SLOT)
+    if found is None:
+        found = WeightTaps(module)
+        module.__dict__[_SLOT] = found
+    found.taps.append(tap)
+    _dress(module, found)
+
+
+def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
+    """Take taps off; the last one gives the module its own class back."""
+    found: WeightTaps | None = module.__dict__.get(_SLOT)
+    if found is None:
+        return
+    found.taps = [t for t in found.taps if t.tap not in taps]
+    if found.taps:
+        _dress(module, found)
+        return
+    for hook in found.hooks:
+        hook.remove()
+    del module.__dict__[_SLOT]
+    module.__class__ = found.original
+
+
+def _dress(module: nn.Module, found: WeightTaps) -> None:
+    module.__class__ = _subclass(found.original, tuple(sorted({t.name for t in found.taps})))
+
+
+@functools.cache
+def _subclass(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    body: dict[str, Any] = {name: _reader(name) for name in names}
+    body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return type(original.__name__, (original,), body)
+
+
+def _reader(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        parameter = self._parameters[name]
+        taps: WeightTaps | None = self.__dict__.get(_SLOT)
+        return parameter if taps is None or parameter is None else taps.read(name, parameter)
+
+    def write(self: nn.Module, value: Any) -> None:
+        raise AttributeError(f"{name} cannot be replaced by a plain tensor while a plan acts on it")
+
+    return property(read, write)

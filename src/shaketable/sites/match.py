@@ -1,0 +1,119 @@
+"""Which modules a clause of a plan means. Zero is an error, with the nearest names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shaketable.errors import NoMatchError, PlanError, nearest
+from shaketable.plan import Clause, Site, join_layers, parse_layers
+from shaketable.sites.anatomy import ROLES, Anatomy, Part
+
+ALL_ROLES = ("linear", "rmsnorm", "layernorm")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One module at one point."""
+
+    part: Part
+    point: str
+
+
+def targets(clause: Clause, anatomy: Anatomy) -> list[Target]:
+    """The modules a module or layer clause hits.
+
+    Raises:
+        NoMatchError: Nothing matches; the message has the nearest names.
+        PlanError: What matches cannot carry the fault (no weight there, integer input).
+    """
+    check_layers(clause.site, anatomy)
+    parts = _layer_parts(clause.site, anatomy) if clause.site.level == "layer" else _module_parts(clause.site, anatomy)
+    for point in clause.points:
+        _check_point(clause, parts, point)
+    return [Target(part, point) for part in parts for point in clause.points]
+
+
+def check_layers(site: Site, anatomy: Anatomy) -> None:
+    """Raise when the site names layers that the model does not have."""
+    asked = site.layers
+    if site.level == "layer":
+        asked = () if site.names == ("all",) else parse_layers("+".join(site.names))
+    if asked is None:
+        return
+    count = len(anatomy.layers)
+    if count == 0:
+        raise NoMatchError(f"{site.text()}: {type(anatomy.model).__name__} has no decoder layers")
+    if asked and asked[-1] >= count:
+        raise NoMatchError(f"{site.text()}: layer {asked[-1]} is out of range; this model has layers 0-{count - 1}")
+
+
+def is_wanted(part: Part, site: Site, anatomy: Anatomy) -> bool:
+    """Whether layers=, include= and the default exclusions let this part in."""
+    reason = anatomy.excluded(part)
+    inside = site.layers is None or part.layer in site.layers
+    return inside and (reason is None or reason in site.include)
+
+
+def _layer_parts(site: Site, anatomy: Anatomy) -> list[Part]:
+    every = range(len(anatomy.layers))
+    chosen = tuple(every) if site.names == ("all",) else parse_layers("+".join(site.names))
+    if not chosen:
+        raise NoMatchError(f"{site.text()}: {type(anatomy.model).__name__} has no decoder layers")
+    by_id = {id(p.module): p for p in anatomy.parts}
+    found = []
+    for index in chosen:
+        module = anatomy.layers[index]
+        part = by_id.get(id(module))
+        found.append(part or Part(module, f"layer.{index}", index, None))
+    return found
+
+
+def _module_parts(site: Site, anatomy: Anatomy) -> list[Part]:
+    found: list[Part] = []
+    for name in site.names:
+        wanted = [p for p in anatomy.parts if _matches(p, name, site)]
+        hits = [p for p in wanted if is_wanted(p, site, anatomy) or _is_named(p, name)]
+        if not hits:
+            raise NoMatchError(_nothing(site, name, anatomy, wanted))
+        found.extend(p for p in hits if not any(p is q for q in found))
+    return found
+
+
+def _is_named(part: Part, name: str) -> bool:
+    """A role that is left out by default can be asked for by its own name: `module.lm_head`."""
+    return part.role == name
+
+
+def _matches(part: Part, name: str, site: Site) -> bool:
+    if site.layers is not None and part.layer not in site.layers:
+        return False
+    if name in ROLES:
+        return part.role == name or (name == "linear" and part.role in site.include and part.role != "embedding")
+    if name == "all":
+        return part.role in ALL_ROLES or part.role in site.include
+    if part.name == "":
+        return False
+    by_name = fnmatchcase(part.name, name) or fnmatchcase(part.name, f"*.{name}")
+    return by_name or fnmatchcase(type(part.module).__name__, name)
+
+
+def _nothing(site: Site, name: str, anatomy: Anatomy, wanted: list[Part]) -> str:
+    model = type(anatomy.model).__name__
+    if wanted:
+        reason = anatomy.excluded(wanted[0])
+        return f"{site.text()}: {wanted[0].name!r} is left out by default ({reason}); add include={reason}"
+    names = {p.role for p in anatomy.parts if p.role} | {p.name.rsplit(".", 1)[-1] for p in anatomy.parts if p.name}
+    classes = {type(p.module).__name__ for p in anatomy.parts}
+    where = f" in layers {join_layers(site.layers)}" if site.layers else ""
+    names = {n for n in names if not n.isdigit()}
+    return f"{site.text()}: nothing in {model} matches {name!r}{where}; {nearest(name, names | classes, shown=12)}"
+
+
+def _check_point(clause: Clause, parts: list[Part], point: str) -> None:
+    bare = [p for p in parts if point == "weight" and not p.weights]
+    if bare:
+        raise PlanError(f"{clause.text()}: {bare[0].name!r} has no weight of its own; use point=input or point=output")
+    reads_ids = [p for p in parts if point == "input" and p.role == "embedding"]
+    if reads_ids:
+        raise PlanError(f"{clause.text()}: {reads_ids[0].name!r} reads integer token ids; use point=output or point=weight")

@@ -1,0 +1,51 @@
+"""What the program is doing: rollout, train or eval.
+
+The phase of a forward pass is, in this order: what `with phase("eval"):` says; `rollout` inside `model.generate`;
+`train` or `eval` as the model's own training flag says. An explicit phase wins over `generate`, because an evaluation
+that samples is an evaluation: the study we come from left its noise on during validation for want of that rule.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from shaketable.errors import PlanError, nearest
+from shaketable.plan import PHASES
+
+_explicit: ContextVar[str | None] = ContextVar("shaketable_phase", default=None)
+_generating: ContextVar[bool] = ContextVar("shaketable_generating", default=False)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Everything inside belongs to the phase `name` (rollout, train or eval)."""
+    if name not in PHASES:
+        raise PlanError(f"unknown phase {name!r}; {nearest(name, PHASES)}")
+    token = _explicit.set(name)
+    try:
+        yield
+    finally:
+        _explicit.reset(token)
+
+
+def current_phase(training: bool) -> str:
+    """The phase now, for a model whose training flag is `training`."""
+    return _explicit.get() or ("rollout" if _generating.get() else "train" if training else "eval")
+
+
+def as_rollout(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate`, marked as a rollout by itself."""
+
+    @functools.wraps(generate)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        token = _generating.set(True)
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            _generating.reset(token)
+
+    return marked
