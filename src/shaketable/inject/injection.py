@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shaketable.errors import PlanError
+from shaketable.errors import NoMatchError, PlanError
 from shaketable.faults import FaultBase, MagnitudeFault, native
 from shaketable.inject import compiled, operators, weights
 from shaketable.inject.calls import Calls, Entry, Frame
@@ -87,7 +87,9 @@ class Injection:
         self.calls = Calls(step)
         self.enabled = False
         self.closed = False
-        self.models: list[_Attached] = []
+        self.fires = 0
+        """Grows with every fire; tells whoever keeps a copy of the ledger that it is out of date."""
+        self.models: list[Attached] = []
         self.tracing: list[Entry] = []
         """The frames of the graph that is being compiled."""
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
@@ -100,7 +102,7 @@ class Injection:
 
     def attach(self, model: nn.Module) -> None:
         """Match the plan on a model, and hook it if the injection is enabled."""
-        attached = _Attached(self, model, len(self.models))
+        attached = Attached(self, model, len(self.models))
         self.models.append(attached)
         if self.enabled:
             attached.hook()
@@ -257,14 +259,23 @@ class Injection:
         self.calls.pop()
 
 
-class _Attached:
+class Attached:
     """The plan on one model: what it matches, and its hooks."""
 
-    def __init__(self, injection: Injection, model: nn.Module, owner: int) -> None:
-        _refuse(model)
+    def __init__(
+        self, injection: Injection, model: nn.Module, owner: int, skip: Container[nn.Module] = (), lenient: bool = False
+    ) -> None:
+        """Args:
+        skip: Modules that another model of this injection has hooked already.
+        lenient: Leave out clauses that match nothing here.
+        """
+        refuse(model)
         self.injection = injection
         self.model = model
         self.owner = owner
+        self.skip = skip
+        self.lenient = lenient
+        self.unmatched: list[str] = []
         self.prefix = f"model{owner}." if owner else ""
         self.anatomy = Anatomy.of(model)
         self.entries: dict[int, Entry] = {}
@@ -280,10 +291,16 @@ class _Attached:
 
     def _match(self, index: int) -> list[Target]:
         clause = self.injection.plan.clauses[index]
-        if clause.site.level == "op":
-            check_layers(clause.site, self.anatomy)
+        try:
+            if clause.site.level == "op":
+                check_layers(clause.site, self.anatomy)
+                return []
+            return [t for t in targets(clause, self.anatomy) if t.part.module not in self.skip]
+        except NoMatchError as error:
+            if not self.lenient:
+                raise
+            self.unmatched.append(str(error))
             return []
-        return targets(clause, self.anatomy)
 
     def _place(self, clause: int, target: Target) -> None:
         part, name = target.part, f"{self.prefix}{target.part.name}"
@@ -319,7 +336,8 @@ class _Attached:
         for part in self.anatomy.parts:
             atomic = operators.atomic_family(part) if self.injection.has_operators else None
             special = self.injection.has_operators and (atomic or self.anatomy.excluded(part))
-            if part.module is self.model or any(part.module.children()) or special:
+            wanted = part.module is self.model or any(part.module.children()) or special
+            if wanted and part.module not in self.skip:
                 yield part, atomic
 
     # ---- hooks
@@ -369,7 +387,7 @@ class _Attached:
         """`generate` of this model is a rollout by itself."""
         for part in self.anatomy.parts:
             module = part.module
-            if callable(getattr(type(module), "generate", None)):
+            if module not in self.skip and callable(getattr(type(module), "generate", None)):
                 self.generators.append((module, module.__dict__.get("generate")))
                 module.__dict__["generate"] = as_rollout(module.generate)
 
@@ -410,7 +428,7 @@ class _Leave:
         self.injection.leave()
 
 
-def _refuse(model: nn.Module) -> None:
+def refuse(model: nn.Module) -> None:
     """Models in which a hook would never fire."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"inject needs a torch.nn.Module, not {type(model).__name__}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -23,25 +24,17 @@ def build_table(ledger: Ledger) -> Table:
     title = f"Ledger · seed {ledger.seed} · noise by {ledger.kernel}"
     if ledger.processes > 1:
         title += f" · {ledger.processes} processes"
-    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
-    table.add_column("site", overflow="fold")
-    table.add_column("fault", overflow="fold")
-    for head in ("matched", "forward", "backward", "error", "changed", "kept", "time"):
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("plan", overflow="fold", min_width=24)
+    zones = any(s.fault.startswith("dead_zone") for s in ledger.sites)
+    for head in ("sites", "forward", "backward", "error", "changed", *(["kept"] if zones else []), "time"):
         table.add_column(head, justify="right", no_wrap=True)
     for site in ledger.sites:
         row = site.to_dict()
-        kept = _percent(row["survival_rate"]) if site.fault.startswith("dead_zone") else ""
-        table.add_row(
-            site.site,
-            site.fault,
-            f"{site.matched:,}",
-            f"{site.forward:,}",
-            f"{site.backward:,}",
-            _percent(row["measured_error"]),
-            _percent(row["changed_fraction"]),
-            kept,
-            f"{row['seconds']:.2f} s",
-        )
+        kept = [_percent(row["survival_rate"]) if site.fault.startswith("dead_zone") else ""] if zones else []
+        counts = [f"{n:,}" for n in (site.matched, site.forward, site.backward)]
+        shares = [_percent(row["measured_error"]), _percent(row["changed_fraction"])]
+        table.add_row(f"{site.fault}\n  @{site.site}", *counts, *shares, *kept, f"{row['seconds']:.2f} s")
     return table
 
 
@@ -54,7 +47,7 @@ def remarks(ledger: Ledger) -> list[str]:
 
 def ledger_table(ledger: Ledger) -> str:
     """The table and its remarks as plain text."""
-    console = Console(width=118, file=StringIO())
+    console = Console(width=110, file=StringIO())
     with console.capture() as capture:
         console.print(build_table(ledger))
     text = capture.get().rstrip()

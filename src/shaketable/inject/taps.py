@@ -119,6 +119,7 @@ class Tap:
     def strike(self, x: Tensor, blow: Blow, *, backward: bool = False) -> Tensor:
         """Apply the fault, count and measure it."""
         start = perf_counter()
+        self.injection.fires += 1
         if not x.is_floating_point():
             raise PlanError(f"{self.site.label}: {self.name} {self.point} is {x.dtype}; faults act on floating tensors")
         fault, draw, mask = blow.fault, self._draw(x, blow), self._mask(x, blow.fault)

@@ -1,0 +1,39 @@
+"""The command line: one file per verb. `--help` answers without importing torch."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from shaketable.cli.environment import env
+from shaketable.cli.inspect import inspect
+from shaketable.cli.run import run
+from shaketable.errors import ShaketableError
+
+app = typer.Typer(
+    name="shaketable",
+    help="Shake a model with the numerical errors of other hardware, and prove that the errors were there.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
+app.command()(inspect)
+app.command()(env)
+
+
+def main() -> None:
+    """Entry point: usage errors are one line and exit 2."""
+    try:
+        app()
+    except ShaketableError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_plain(str(error))}")
+        sys.exit(2)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

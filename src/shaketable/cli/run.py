@@ -1,0 +1,72 @@
+"""`shaketable run`: any program under a plan."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shaketable.errors import PlanError
+from shaketable.plan import Plan
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD …", help="The program, as you would call it.")],
+    plan: Annotated[str, typer.Option(help="A line of the plan language, or a YAML file.")],
+    seed: Annotated[int | None, typer.Option(help="Keys all noise; overrides the plan file's own.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="Folder for the ledgers; a new one under ledgers/ by default.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the merged ledger here too.")] = None,
+    allow_inert: Annotated[bool, typer.Option(help="Accept a plan that does nothing.")] = False,
+) -> None:
+    """Run any program with its models shaken, unchanged.
+
+    The plan travels by environment into children, DataLoader workers, torchrun ranks and Ray workers. Each process
+    writes its own ledger; at the end they are merged and printed.
+
+    Exits with the program's own code, or with **3** when a clause of the plan did nothing anywhere.
+
+        shaketable run --plan relative_gaussian:0.05@op.matmul --seed 0 -- python train.py --epochs 3
+    """
+    resolved = Plan.load(plan, seed=seed)
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        raise PlanError("no program to run; write: shaketable run --plan PLAN -- python train.py")
+    folder = ledger or Path("ledgers") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+    from shaketable.launch.runner import run_program
+
+    result = run_program(resolved, command, folder, allow_inert=allow_inert)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    _print(result)
+    raise typer.Exit(result.exit_code)
+
+
+def _print(result: object) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shaketable.inject.table import build_table, remarks
+    from shaketable.launch.runner import RunResult
+
+    assert isinstance(result, RunResult)
+    console = Console(stderr=True, highlight=False)
+    if result.ledger is not None:
+        console.print(build_table(result.ledger))
+        for line in remarks(result.ledger):
+            console.print(f"  ! {line}", style="yellow", markup=False)
+    if len(result.processes) > 1:
+        table = Table("process", "rank", "command", "models", "forward", "backward", title="Processes", title_justify="left")
+        for row in result.to_dict()["workers"]:
+            cells = [row["pid"], row["rank"], row["command"][:60], ", ".join(row["models"]), row["forward"], row["backward"]]
+            table.add_row(*(str(c) for c in cells))
+        console.print(table)
+    shown = set(remarks(result.ledger)) if result.ledger else set()
+    for line in result.warnings:
+        if line not in shown:
+            console.print(f"warning: {line}", style="yellow", markup=False)
+    console.print(f"ledger: {result.folder / 'ledger.json'}", style="dim", markup=False)

@@ -1,0 +1,1 @@
+"""`shaketable run`: any program, its children and workers, without a change to its code."""

@@ -1,0 +1,199 @@
+"""A plan made active in a whole process whose code never heard of us.
+
+Models are found when they are first called: a global module hook attaches the plan to every outermost module it
+meets, once. Operators are met in all threads and also outside of modules. The ledger goes to a file of this process: at
+start (so that a process that used torch and injected nothing can be named), within a twentieth of a second of any fire
+(less often when the ledger is so large that writing it would cost more than 5 %), and at exit. Writes are atomic, so
+kill -9 loses at most what happened since.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing.util
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from shaketable.inject.calls import Entry, Frame
+from shaketable.inject.injection import Attached, Injection
+from shaketable.inject.tensors import change_input
+from shaketable.plan import Plan
+from shaketable.sites.phases import current_phase
+
+PLAN, SEED, LEDGER = "SHAKETABLE_PLAN", "SHAKETABLE_SEED", "SHAKETABLE_LEDGER"
+SCHEMA = "shaketable.process/1"
+FLUSH_SECONDS = 0.05
+_LOOSE = -1
+"""The owner of operators outside of all modules."""
+
+
+class ProcessInjection(Injection):
+    """An injection on every model of the process."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, allow_inert=True)
+        self.seen: WeakSet[nn.Module] = WeakSet()
+        self.roots: WeakSet[nn.Module] = WeakSet()
+        self.names: list[str] = []
+        self.unmatched: list[str] = []
+        self._loose = Entry(0, nn.Identity(), None, _LOOSE)
+        self.make_operator_taps(_LOOSE, "", range(0))
+
+    @property
+    def is_training(self) -> bool:
+        return any(m.training for m in self.roots) or not len(self.roots)
+
+    def operator_frame(self) -> Frame | None:
+        return self.calls.top() or self._loose_frame()
+
+    def _loose_frame(self) -> Frame:
+        phase = current_phase(training=torch.is_grad_enabled())
+        return Frame(self._loose, self.calls.new_moment(0, phase), phase, None, None, recomputing=False)
+
+    def on_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Global forward pre-hook: attach the plan to a model that is called for the first time."""
+        if torch.compiler.is_compiling() or module in self.seen or self.calls.stack:
+            return None
+        before = len(module._forward_pre_hooks)
+        self._attach_root(module)
+        return self._catch_up(module, args, list(module._forward_pre_hooks.values())[before:])
+
+    def _attach_root(self, root: nn.Module) -> None:
+        attached = None
+        if any(root.children()) or any(p is not None for p in root._parameters.values()):
+            attached = Attached(self, root, len(self.names), skip=self.seen, lenient=True)
+            self.unmatched.extend(attached.unmatched)
+        if attached is not None and (attached.points or attached.weights or self.has_operators):
+            self.names.append(type(root).__name__)
+            self.roots.add(root)
+            attached.hook()
+            root.__dict__["_shaketable_attached"] = attached
+        self.seen.update(root.modules())
+
+    def _catch_up(self, module: nn.Module, args: tuple[Any, ...], hooks: list[Callable[..., Any]]) -> Any:
+        """Run the hooks that came too late for the call they were added in."""
+        has_tensor = change_input(args, {}, lambda x: x)[2]
+        for hook in hooks:
+            if not has_tensor and getattr(hook, "__name__", "") == "on_input":
+                continue
+            result = hook(module, args, {})
+            args = args if result is None else result[0]
+        return args or None
+
+
+class LedgerFile:
+    """The ledger of this process on disk."""
+
+    def __init__(self, injection: ProcessInjection, folder: Path) -> None:
+        self.injection = injection
+        self.folder = folder
+        self.fork = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.path = self.folder / f"process-{os.getpid()}-{secrets.token_hex(4)}.json"
+        self.started = time.time()
+        self._written: str | None = None
+        self._lock = threading.Lock()
+        self.flush()
+        threading.Thread(target=self._keep_flushing, name="shaketable-ledger", daemon=True).start()
+
+    def after_fork(self) -> None:
+        """A forked child has a ledger of its own, which starts from zero."""
+        self.injection.ledger.clear()
+        self.injection.calls._lock = threading.Lock()
+        self.fork = True
+        self._begin()
+
+    def _keep_flushing(self) -> None:
+        pause, seen = FLUSH_SECONDS, -1
+        while True:
+            time.sleep(pause)
+            if self.injection.fires != seen:
+                seen, start = self.injection.fires, time.perf_counter()
+                self.flush()
+                pause = max(FLUSH_SECONDS, 20 * (time.perf_counter() - start))
+
+    def flush(self) -> None:
+        """Write, if there is anything new."""
+        with self._lock:
+            text = json.dumps(self._record())
+            if text != self._written:
+                draft = self.path.with_suffix(".draft")
+                draft.write_text(text, encoding="utf-8")
+                draft.replace(self.path)
+                self._written = text
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "rank": self.injection.rank,
+            "forked": self.fork,
+            "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
+            "started": self.started,
+            "models": self.injection.names,
+            "unmatched": sorted(set(self.injection.unmatched))[:8],
+            "ledger": self._ledger(),
+        }
+
+    def _ledger(self) -> dict[str, Any]:
+        """The program goes on while we read: a dictionary that grew meanwhile is read again."""
+        for _ in range(20):
+            try:
+                return self.injection.ledger.to_dict()
+            except RuntimeError:
+                time.sleep(0.001)
+        return self.injection.ledger.to_dict()
+
+
+_active: LedgerFile | None = None
+
+
+def activate() -> None:
+    """Make the plan of the environment active in this process. Does nothing the second time."""
+    global _active
+    if _active is not None:
+        return
+    injection = ProcessInjection(Plan.parse(os.environ[PLAN], seed=int(os.environ.get(SEED, "0"))))
+    injection.enable()
+    _in_every_thread(injection)
+    register_module_forward_pre_hook(injection.on_call)
+    _active = LedgerFile(injection, Path(os.environ[LEDGER]))
+    atexit.register(_active.flush)
+    os.register_at_fork(after_in_child=_active.after_fork)
+    multiprocessing.util.register_after_fork(_active, _flush_at_exit)
+
+
+def _flush_at_exit(file: LedgerFile) -> None:
+    """Children of multiprocessing leave without atexit, but with their finalizers."""
+    multiprocessing.util.Finalize(None, file.flush, exitpriority=0)
+
+
+def _in_every_thread(injection: ProcessInjection) -> None:
+    """Operator modes belong to a thread: put ours on in each that starts from now on."""
+    if not injection.has_operators:
+        return
+    start: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def run_inner(self: threading.Thread) -> None:
+        injection._push_mode()
+        try:
+            start(self)
+        finally:
+            injection._drop_mode()
+
+    threading.Thread._bootstrap_inner = run_inner  # type: ignore[attr-defined]

@@ -1,0 +1,109 @@
+"""Run a program with a plan in its environment, then collect what its processes wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shaketable.errors import PlanError
+from shaketable.inject.ledger import Ledger
+from shaketable.plan import Plan
+
+STARTUP = Path(__file__).with_name("startup")
+NOTHING_INJECTED = 3
+
+
+@dataclass
+class RunResult:
+    """What a run left behind."""
+
+    command: list[str]
+    program_exit: int
+    folder: Path
+    ledger: Ledger | None
+    """All processes merged; None when no process imported torch."""
+    processes: list[dict[str, Any]] = field(default_factory=list)
+    allow_inert: bool = False
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each thing a reader must know."""
+        if self.ledger is None:
+            return ["nothing was injected: no process of this command imported torch"]
+        lines = [_idle(p) for p in self.processes if not p["ledger"]["forward"] + p["ledger"]["backward"]]
+        return lines + self.ledger.inert()
+
+    @property
+    def exit_code(self) -> int:
+        """The program's own, or 3 when it succeeded and a clause of the plan did nothing anywhere."""
+        inert = self.ledger is None or bool(self.ledger.inert())
+        if self.program_exit == 0 and inert and not self.allow_inert:
+            return NOTHING_INJECTED
+        return self.program_exit if self.program_exit >= 0 else 128 - self.program_exit
+
+    def to_dict(self) -> dict[str, Any]:
+        """The merged ledger, with the command and its processes."""
+        body = {"schema": None} if self.ledger is None else self.ledger.to_dict()
+        people = [{k: p[k] for k in ("pid", "parent", "rank", "forked", "command", "models")} for p in self.processes]
+        for row, p in zip(people, self.processes, strict=True):
+            row |= {"forward": p["ledger"]["forward"], "backward": p["ledger"]["backward"]}
+        extra = {"command": self.command, "program_exit": self.program_exit, "exit": self.exit_code}
+        return body | extra | {"workers": people, "warnings": self.warnings}
+
+
+def _idle(process: dict[str, Any]) -> str:
+    why = f" ({process['unmatched'][0]})" if process["unmatched"] else ""
+    return f"process {process['pid']} ({process['command']}) imported torch but injected nothing{why}"
+
+
+def run_program(plan: Plan, command: list[str], folder: Path, *, allow_inert: bool = False) -> RunResult:
+    """Run `command` under `plan`, its processes writing their ledgers into `folder`.
+
+    Raises:
+        PlanError: The folder holds another run, or the command cannot be started.
+    """
+    if (folder / "ledger.json").exists() or any(folder.glob("process-*.json")):
+        raise PlanError(f"{folder} holds the ledger of another run; name another folder, nothing is overwritten")
+    folder.mkdir(parents=True, exist_ok=True)
+    code = _run(command, environment(plan, folder.resolve()))
+    processes = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("process-*.json"))]
+    processes.sort(key=lambda p: p["started"])
+    ledgers = [Ledger.from_dict(p["ledger"]) for p in processes]
+    merged = Ledger.merge(ledgers) if ledgers else None
+    result = RunResult(command, code, folder, merged, processes, allow_inert)
+    (folder / "ledger.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def environment(plan: Plan, folder: Path) -> dict[str, str]:
+    """The variables by which a plan travels into every child."""
+    path = os.environ.get("PYTHONPATH")
+    return os.environ | {
+        "SHAKETABLE_PLAN": plan.text(),
+        "SHAKETABLE_SEED": str(plan.seed),
+        "SHAKETABLE_LEDGER": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), *([path] if path else [])]),
+    }
+
+
+def _run(command: list[str], env: dict[str, str]) -> int:
+    """The program's exit code; signals meant for it are passed on."""
+    try:
+        program = subprocess.Popen(command, env=env)
+    except OSError as error:
+        raise PlanError(f"cannot run {command[0]!r}: {error.strerror}") from None
+    before = {s: signal.signal(s, lambda n, _: program.send_signal(n)) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        while True:
+            try:
+                return program.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,38 @@
+"""Python runs this file at start-up, because `shaketable run` has put its folder in front of PYTHONPATH.
+
+It gives way to the sitecustomize that would have run without us, and then asks to be called when torch is imported.
+Without the plan in the environment this folder is on nobody's path: a normal Python start costs nothing.
+"""
+
+import importlib
+import os
+import sys
+
+
+def _give_way() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    path = list(sys.path)
+    sys.path[:] = [p for p in path if os.path.abspath(p or os.curdir) != here]
+    ours = sys.modules.pop("sitecustomize")
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        sys.modules["sitecustomize"] = ours
+    finally:
+        sys.path[:] = path
+
+
+def _watch() -> None:
+    try:
+        from shaketable.launch import watch
+    except ImportError as error:
+        sys.stderr.write(f"shaketable: cannot shake {sys.executable}: {error}. Install shaketable there.\n")
+        raise SystemExit(2) from None
+    watch.install()
+
+
+_give_way()
+if os.environ.get("SHAKETABLE_PLAN"):
+    _watch()

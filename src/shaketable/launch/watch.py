@@ -1,0 +1,65 @@
+"""Be called right after torch has been imported. Standard library only: this runs in every Python of the program."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def _on_torch(module: ModuleType) -> None:
+    from shaketable.launch.process import activate
+
+    activate()
+
+
+def _on_generate(module: ModuleType) -> None:
+    from shaketable.sites.phases import as_rollout
+
+    mixin = module.GenerationMixin
+    mixin.generate = as_rollout(mixin.generate)
+
+
+WATCHED: dict[str, Callable[[ModuleType], None]] = {
+    "torch": _on_torch,
+    "transformers.generation.utils": _on_generate,
+}
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Finds a watched module as everybody else would, and adds a call after it has run."""
+
+    def __init__(self) -> None:
+        self.busy: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in WATCHED or fullname in self.busy:
+            return None
+        self.busy.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.busy.discard(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_tell(module: ModuleType) -> None:
+            run(module)
+            WATCHED[fullname](module)
+
+        spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Begin to watch; what is imported already is told at once."""
+    sys.meta_path.insert(0, AfterImport())
+    for name, tell in WATCHED.items():
+        if name in sys.modules:
+            tell(sys.modules[name])

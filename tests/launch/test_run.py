@@ -1,0 +1,178 @@
+"""`shaketable run` on programs that never heard of Shaketable."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).with_name("programs")
+LINEAR = "relative_gaussian:0.05@module.linear"
+
+
+def shake(folder: Path, plan: str, *command: str, env: dict[str, str] | None = None) -> tuple[int, dict, str]:
+    """Run a program under a plan: exit code, merged ledger, what was printed."""
+    words = [sys.executable, "-m", "shaketable", "run", "--plan", plan, "--seed", "3", "--ledger", str(folder), "--", *command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=os.environ | (env or {}))
+    file = folder / "ledger.json"
+    return done.returncode, json.loads(file.read_text()) if file.exists() else {}, done.stdout + done.stderr
+
+
+def program(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(PROGRAMS / name), *arguments]
+
+
+def test_a_plain_loop_is_shaken_forward(tmp_path):
+    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("plain_loop.py"))
+    assert code == 0, printed
+    assert (ledger["forward"], ledger["backward"]) == (10, 0)
+    assert ledger["sites"][0]["matched"] == 2
+    assert ledger["sites"][0]["measured_error"] == pytest.approx(0.05, rel=0.2)
+    assert ledger["sites"][0]["phases"] == {"train": {"forward": 10, "backward": 0}}
+
+
+def test_operators_are_shaken_forward_and_backward(tmp_path):
+    _, ledger, _ = shake(tmp_path / "l", "relative_gaussian:0.05@op.matmul", *program("plain_loop.py"))
+    # two products a step; gradients of two weights, two biases and one activation
+    assert (ledger["forward"], ledger["backward"]) == (10, 25)
+
+
+def test_the_same_seed_gives_the_same_program(tmp_path):
+    printed = [shake(tmp_path / str(i), LINEAR, *program("plain_loop.py"))[2].splitlines()[0] for i in range(2)]
+    clean = subprocess.run(program("plain_loop.py"), capture_output=True, text=True).stdout.splitlines()[0]
+    assert printed[0] == printed[1] != clean
+
+
+def test_the_exit_code_of_the_program_is_passed_on(tmp_path):
+    assert shake(tmp_path / "l", LINEAR, *program("plain_loop.py", "7"))[0] == 7
+
+
+def test_nothing_injected_is_exit_3_and_names_the_process(tmp_path):
+    code, _, printed = shake(tmp_path / "l", "gain:0.1@module.rmsnorm", *program("plain_loop.py"))
+    assert code == 3
+    assert "plain_loop.py" in " ".join(printed.split())
+    assert "injected nothing" in " ".join(printed.split())
+
+
+def test_a_clause_that_changes_nothing_is_exit_3(tmp_path):
+    code, _, printed = shake(tmp_path / "l", f"{LINEAR};gain:0@module.linear", *program("plain_loop.py"))
+    assert code == 3
+    assert "gain:0" in printed
+
+
+def test_a_program_without_torch_is_exit_3(tmp_path):
+    code, _, printed = shake(tmp_path / "l", LINEAR, sys.executable, "-c", "print('hello')")
+    assert code == 3
+    assert "no process of this command imported torch" in printed
+
+
+@pytest.mark.parametrize(
+    ("plan", "command", "words"),
+    [
+        ("gian:1@op.matmul", ["true"], "did you mean 'gain'"),
+        ("gain:1@op.matmul", ["no-such-program-here"], "cannot run 'no-such-program-here'"),
+        ("missing.yaml", ["true"], "missing.yaml"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(tmp_path, plan, command, words):
+    code, _, printed = shake(tmp_path / "l", plan, *command)
+    assert code == 2
+    assert words in printed
+    assert len(printed.strip().splitlines()) == 1
+
+
+def test_nothing_is_overwritten(tmp_path):
+    shake(tmp_path / "l", LINEAR, *program("plain_loop.py"))
+    before = (tmp_path / "l" / "ledger.json").read_bytes()
+    code, _, printed = shake(tmp_path / "l", LINEAR, *program("plain_loop.py"))
+    assert code == 2
+    assert "another run" in printed
+    assert (tmp_path / "l" / "ledger.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(("kind", "fires", "shaken"), [("fork", 6, 3), ("spawn", 6, 3), ("loader", 6, 2), ("threads", 12, 1)])
+def test_workers_are_shaken_and_write_their_own_ledger(tmp_path, kind, fires, shaken):
+    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("workers.py", kind))
+    assert code == 0, printed
+    assert ledger["forward"] == fires
+    assert sum(1 for w in ledger["workers"] if w["forward"]) == shaken
+
+
+def test_threads_meet_operators_too(tmp_path):
+    _, ledger, _ = shake(tmp_path / "l", "gain:0.1@op.matmul", *program("workers.py", "threads"))
+    assert ledger["forward"] == 12
+
+
+def test_ranks_share_the_broken_lanes_and_not_the_noise(tmp_path):
+    plan = "relative_gaussian:0.05,sparsity=0.5@op.matmul"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(PROGRAMS / "ranks.py")]
+    code, ledger, printed = shake(tmp_path / "l", plan, *command)
+    assert code == 0, printed
+    shaken = [w for w in ledger["workers"] if w["forward"]]
+    assert [w["rank"] for w in shaken] == [0, 1]
+    assert len({w["forward"] for w in shaken}) == 1
+    records = [json.loads(p.read_text()) for p in (tmp_path / "l").glob("process-*.json")]
+    errors = [r["ledger"]["sites"][0]["measured_error"] for r in records if r["ledger"]["forward"]]
+    shares = [r["ledger"]["sites"][0]["changed_fraction"] for r in records if r["ledger"]["forward"]]
+    assert errors[0] != errors[1]
+    assert shares[0] == pytest.approx(shares[1], abs=0.02)
+
+
+def test_ray_workers_are_shaken(tmp_path):
+    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("ray_program.py"), env={"RAY_USAGE_STATS_ENABLED": "0"})
+    assert code == 0, printed
+    assert ledger["forward"] == 11
+    assert sorted(w["forward"] for w in ledger["workers"] if w["forward"]) == [3, 8]
+
+
+def test_a_hugging_face_trainer_is_shaken(tmp_path):
+    plan = "relative_gaussian:0.05@module.linear,phase=train;relative_gaussian:0.05@op.all,layers=1"
+    code, ledger, printed = shake(tmp_path / "l", plan, *program("hf_trainer.py", str(tmp_path / "out")))
+    assert code == 0, printed
+    modules, operators = ledger["sites"]
+    assert modules["matched"] == 14
+    assert modules["phases"] == {"train": {"forward": 42, "backward": 0}}
+    assert set(operators["layers"]) == {"1"}
+    assert operators["backward"] > 0
+    assert set(operators["phases"]) == {"train", "eval"}
+
+
+def test_trl_grpo_samples_in_rollout_and_learns_in_train(tmp_path):
+    plan = "relative_gaussian:0.05@module.linear,phase=rollout;noise:0.01@layer.1"
+    code, ledger, printed = shake(tmp_path / "l", plan, *program("trl_grpo.py", str(tmp_path / "out")))
+    assert code == 0, printed
+    rollout, layer = ledger["sites"]
+    assert set(rollout["phases"]) == {"rollout"}
+    assert rollout["forward"] > 0
+    assert {"rollout", "train"} <= set(layer["phases"])
+
+
+def test_a_killed_process_keeps_its_ledger(tmp_path):
+    body = "import torch, time\nm = torch.nn.Linear(4, 4)\n[m(torch.ones(1, 4)) for _ in range(50)]\nprint('done', flush=True)\ntime.sleep(60)"
+    folder = tmp_path / "l"
+    words = [sys.executable, "-m", "shaketable", "run", "--plan", LINEAR, "--ledger", str(folder), "--"]
+    runner = subprocess.Popen([*words, sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
+    assert runner.stdout is not None
+    assert runner.stdout.readline().strip() == "done"
+    time.sleep(2)
+    record = json.loads(next(folder.glob("process-*.json")).read_text())
+    os.kill(record["pid"], signal.SIGKILL)
+    assert runner.wait(30) == 128 + signal.SIGKILL
+    assert json.loads((folder / "ledger.json").read_text())["forward"] == 50
+
+
+def test_another_sitecustomize_still_runs(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
+    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("plain_loop.py"), env={"PYTHONPATH": str(tmp_path)})
+    assert code == 0
+    assert printed.startswith("theirs")
+    assert ledger["forward"] == 10
+
+
+def test_without_the_plan_python_starts_as_ever():
+    done = subprocess.run([sys.executable, "-c", "import sys; print([m for m in sys.modules if 'shaketable' in m])"], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
