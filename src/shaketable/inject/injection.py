@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Container, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -95,7 +94,6 @@ class Injection:
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self._operator_taps: dict[tuple[int, int | None, str, str | None], list[Tap]] = {}
         self._mode = operators.Operators(self) if self.has_operators else None
-        self._mode_in = threading.local()
         self._depth = 0
 
     # ---- the switch
@@ -221,22 +219,25 @@ class Injection:
     # ---- the operator mode, per thread
 
     def _push_mode(self) -> bool:
-        if self._mode is None or getattr(self._mode_in, "on", False):
+        """Put our mode on in this thread, unless it is on.
+
+        The stack itself is asked: `loss.backward()` runs through our mode and so runs with it off, and a recomputed
+        layer inside it must switch it on again.
+        """
+        if self._mode is None or self._mode in torch.overrides._get_current_function_mode_stack():
             return False
         self._mode.__enter__()
-        self._mode_in.on = True
         return True
 
     def _drop_mode(self) -> None:
         """Take our mode out of this thread's stack, wherever in it it is."""
-        if self._mode is None or not getattr(self._mode_in, "on", False):
+        if self._mode is None or self._mode not in torch.overrides._get_current_function_mode_stack():
             return
         above = []
         while (top := torch.overrides._pop_mode()) is not self._mode:
             above.append(top)
         for mode in reversed(above):
             torch.overrides._push_mode(mode)
-        self._mode_in.on = False
 
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
@@ -244,8 +245,9 @@ class Injection:
             self.tracing.append(entry)
             return
         frame = self.calls.open(entry, args, kwargs)
+        outermost = not self.calls.stack
         self.calls.push(frame)
-        if self.enabled and self._mode is not None and self._push_mode():
+        if outermost and self.enabled and self._push_mode():
             frame.counts["mode"] = 1
 
     def leave(self) -> None:

@@ -181,8 +181,8 @@ class Strike(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        x = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        return ctx.tap.pull_back(g, x, ctx.blow), None, None
+        saved = ctx.saved_tensors
+        return ctx.tap.pull_back(g, saved[0] if saved else None, ctx.blow), None, None
 
 
 class StraightStrike(torch.autograd.Function):

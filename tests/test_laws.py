@@ -1,0 +1,263 @@
+"""The laws of the house that injection must keep. Each test fails when its law is broken."""
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+
+NOISE = "relative_gaussian:0.05"
+LEVELS = [
+    f"{NOISE}@module.linear",
+    f"{NOISE}@module.linear,point=input",
+    f"{NOISE}@module.rmsnorm+linear,point=weight",
+    f"{NOISE}@layer.all",
+    f"{NOISE}@op.all",
+    "mxfp4@module.linear",
+]
+
+
+def ids(n=8):
+    return torch.arange(2 * n).view(2, n) % 64
+
+
+def step(model):
+    """Loss and gradients of one training step."""
+    model.zero_grad()
+    loss = model(ids(), labels=ids()).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# 1. No silent no-op
+
+
+def test_law_1_a_plan_that_matches_nothing_raises_at_once_and_hooks_nothing(tiny_llama):
+    with pytest.raises(st.NoMatchError, match="did you mean 'down_proj'"):
+        st.inject(tiny_llama, f"{NOISE}@module.linear;{NOISE}@module.down_prj")
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny_llama.modules())
+
+
+@pytest.mark.parametrize("plan", LEVELS)
+def test_law_1_a_plan_that_never_fires_raises_on_exit(tiny_llama, plan):
+    with pytest.raises(st.InertError, match="never fired"), st.inject(tiny_llama, plan):
+        pass
+
+
+def test_law_1_a_plan_that_changes_no_value_raises_on_exit():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(st.InertError, match="changed no value"), st.inject(layer, "saturation:1@module.linear"):
+        layer(torch.ones(1, 4))
+    with st.inject(layer, "saturation:1@module.linear", allow_inert=True) as ledger:
+        layer(torch.ones(1, 4))
+    assert ledger.forward == 1
+
+
+def test_law_1_rare_faults_are_not_taken_for_inert():
+    layer = nn.Linear(64, 64)
+    with st.inject(layer, "spike:9,rate=0.0005@module.linear", seed=4) as ledger:
+        for _ in range(200):
+            layer(torch.ones(1, 64))
+    assert 0 < ledger.sites[0].measured().changed
+
+
+def test_law_1_an_error_of_the_program_is_not_hidden(tiny_llama):
+    with pytest.raises(ZeroDivisionError), st.inject(tiny_llama, LEVELS[0]):
+        _ = 1 / 0
+
+
+# 2. Off is off
+
+
+@pytest.mark.parametrize("plan", LEVELS)
+def test_law_2_off_and_after_are_bit_identical(tiny_llama, plan):
+    clean, weights = step(tiny_llama), copy.deepcopy(tiny_llama.state_dict())
+    injection = st.inject(tiny_llama, plan).enable()
+    assert not same(step(tiny_llama), clean)
+    injection.disable()
+    assert same(step(tiny_llama), clean)
+    injection.enable()
+    assert not same(step(tiny_llama), clean)
+    injection.close()
+    assert same(step(tiny_llama), clean)
+    assert all(torch.equal(v, weights[k]) for k, v in tiny_llama.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", LEVELS)
+def test_law_2_nothing_of_us_is_left(tiny_llama, plan):
+    before = [(type(m), set(m.__dict__)) for m in tiny_llama.modules()]
+    with st.inject(tiny_llama, plan):
+        tiny_llama(ids())
+    with pytest.raises(ZeroDivisionError), st.inject(tiny_llama, plan):
+        tiny_llama(ids())
+        _ = 1 / 0
+    assert [(type(m), set(m.__dict__)) for m in tiny_llama.modules()] == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny_llama.modules())
+    assert torch.overrides._len_torch_function_stack() == 0
+
+
+def test_law_2_magnitude_zero_is_the_identity(tiny_llama):
+    clean = step(tiny_llama)
+    for site in ("module.linear", "module.linear,point=weight", "layer.all", "op.all"):
+        for fault in ("relative_gaussian:0", "dead_zone:0", "systematic_bias:0", "spike:0", "stuck_bit:0", "bias:0"):
+            with st.inject(tiny_llama, f"{fault}@{site}", allow_inert=True):
+                assert same(step(tiny_llama), clean), (fault, site)
+
+
+# 3. Own randomness
+
+
+@pytest.mark.parametrize("plan", [*LEVELS, "spike:9,rate=0.1@layer.all", "mxfp4,rounding=stochastic@module.linear"])
+def test_law_3_global_generators_are_untouched(tiny_llama, plan):
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+    with st.inject(tiny_llama, plan):
+        step(tiny_llama)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (numpy.random.get_state()[1] == states[2]).all()
+
+
+@pytest.mark.parametrize("plan", LEVELS[:5])
+def test_law_3_same_key_same_noise_other_key_other_noise(tiny_llama, plan):
+    def two_steps(**keys):
+        with st.inject(tiny_llama, plan, **keys):
+            return step(tiny_llama), step(tiny_llama)
+
+    first, second = two_steps(seed=1)
+    assert not same(first, second), "every pass has noise of its own"
+    assert same(two_steps(seed=1)[1], second)
+    assert not same(two_steps(seed=2)[0], first)
+    assert not same(two_steps(seed=1, rank=1)[0], first)
+
+
+def test_law_3_a_resumed_run_draws_what_an_uninterrupted_one_drew(tiny_llama):
+    with st.inject(tiny_llama, LEVELS[4], seed=1) as _:
+        pass_through = st.inject(tiny_llama, LEVELS[0], seed=1, allow_inert=True)
+        pass_through.close()
+        step(tiny_llama)
+    whole = st.inject(tiny_llama, LEVELS[4], seed=1).enable()
+    results = []
+    for number in range(3):
+        whole.step = number
+        results.append(step(tiny_llama))
+    whole.close()
+    resumed = st.inject(tiny_llama, LEVELS[4], seed=1, step=2).enable()
+    assert same(step(tiny_llama), results[2])
+    resumed.close()
+
+
+def test_law_3_an_evaluation_in_between_does_not_shift_the_noise_of_training(tiny_llama):
+    def train(evaluate):
+        tiny_llama.train()
+        with st.inject(tiny_llama, LEVELS[0], seed=1):
+            step(tiny_llama)
+            if evaluate:
+                with st.phase("eval"), torch.no_grad():
+                    tiny_llama(ids())
+            return step(tiny_llama)
+
+    assert same(train(evaluate=True), train(evaluate=False))
+
+
+def test_law_3_broken_lanes_stay_broken():
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 40)
+    broken = []
+    with st.inject(layer, "gain:1,sparsity=0.25@module.linear", seed=5):
+        for shape in ((1, 8), (7, 8), (2, 3, 8), (64, 8)):
+            x = torch.randn(shape)
+            y = layer(x)
+            clean = torch.nn.functional.linear(x, layer.weight, layer.bias)
+            broken.append((y != clean).flatten(0, -2).any(0))
+    assert all(torch.equal(b, broken[0]) for b in broken)
+    assert int(broken[0].sum()) == 10
+
+
+# 7. Measured equals asked
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.05, 0.5])
+@pytest.mark.parametrize("site", ["module.linear", "module.linear,point=weight", "layer.all", "op.matmul"])
+def test_law_7_measured_equals_asked(tiny_llama, scale, site):
+    with st.inject(tiny_llama, f"relative_gaussian:{scale}@{site}") as ledger:
+        step(tiny_llama)
+    record = ledger.to_dict()["sites"][0]
+    assert record["measured_magnitude"] == pytest.approx(scale, rel=0.05)
+    assert record["measured_error"] == pytest.approx(scale, rel=0.2)
+    assert record["remark"] is None
+
+
+def test_law_7_or_the_run_says_why(tiny_llama):
+    model = tiny_llama.to(torch.bfloat16)
+    with st.inject(model, "relative_gaussian:1e-3@module.linear") as ledger:
+        model(ids())
+        model(ids())
+    assert "asked for 0.001" in ledger.to_dict()["sites"][0]["remark"]
+    assert "asked for 0.001" in str(ledger)
+
+
+# 8. Forward and backward belong to the right layer
+
+
+def gradients_of_one_layer(model, layer):
+    """Which decoder layers' parameters get another gradient when only `layer` is faulty in backward."""
+    clean = step(model)
+    with st.inject(model, f"relative_gaussian:0.5@op.matmul,direction=backward,layers={layer}") as ledger:
+        noisy = step(model)
+    names = ["loss", *(n for n, _ in model.named_parameters())]
+    changed = {n for n, a, b in zip(names, clean, noisy, strict=True) if not torch.equal(a, b)}
+    assert "loss" not in changed
+    return {int(n.split(".")[2]) for n in changed if ".layers." in n}, ledger
+
+
+def test_law_8_an_error_in_backward_reaches_its_layer_and_those_before(tiny_llama):
+    for layer in range(4):
+        changed, ledger = gradients_of_one_layer(tiny_llama, layer)
+        assert changed == set(range(layer + 1))
+        assert set(ledger.sites[0].by("layer")) == {str(layer)}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("plan", [f"{NOISE}@op.all", f"{NOISE}@module.linear", "dead_zone:0.05,scope=token@layer.all", f"{NOISE}@module.linear,point=weight"])
+def test_law_8_recomputation_sees_the_noise_of_the_first_pass(tiny_llama, plan, reentrant):
+    tiny_llama.train()
+    with st.inject(tiny_llama, plan, seed=3) as ledger:
+        plain = step(tiny_llama)
+    tiny_llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        tiny_llama.enable_input_require_grads()
+    with st.inject(tiny_llama, plan, seed=3) as checkpointed:
+        again = step(tiny_llama)
+    assert torch.equal(plain[0], again[0])
+    assert same(plain, again)
+    assert (checkpointed.forward, checkpointed.backward) == (ledger.forward, ledger.backward)
+    assert checkpointed.to_dict()["sites"][0]["recomputed"] > 0
+    assert checkpointed.sites[0].by("layer") == ledger.sites[0].by("layer")
+
+
+def test_law_8_accumulated_micro_batches_keep_their_noise_apart(tiny_llama):
+    """Two forwards, then both backwards, in either order, checkpointed or not."""
+
+    def run(order, checkpoint):
+        model = copy.deepcopy(tiny_llama).train()
+        if checkpoint:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with st.inject(model, f"{NOISE}@op.all", seed=3):
+            losses = [model(ids(), labels=ids()).loss, model(ids() + 1, labels=ids()).loss]
+            for i in order:
+                losses[i].backward()
+        return [p.grad for p in model.parameters()]
+
+    reference = run((0, 1), checkpoint=False)
+    for order in ((0, 1), (1, 0)):
+        for checkpoint in (False, True):
+            found = run(order, checkpoint)
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(reference, found, strict=True)), (order, checkpoint)
