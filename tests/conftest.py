@@ -22,6 +22,16 @@ def one_thread():
 @pytest.fixture
 def tiny_llama():
     """A random Llama of four layers in eval mode, the same weights for every test, built anew for each."""
+    return _llama(layers=4)
+
+
+@pytest.fixture
+def tinier_llama():
+    """The same with two layers, for tests that compile it."""
+    return _llama(layers=2)
+
+
+def _llama(layers):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,7 +39,7 @@ def tiny_llama():
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

@@ -80,7 +80,7 @@ class Calls:
     def __init__(self, step: int = 0) -> None:
         self.step = step
         self._local = threading.local()
-        self._passes: dict[tuple[int, str], int] = {}
+        self._passes: dict[tuple[int | tuple[object, int], str], int] = {}
         self._lock = threading.Lock()
 
     def set_step(self, step: int) -> None:
@@ -123,12 +123,13 @@ class Calls:
         moment = self.new_moment(entry.index, phase)
         return Frame(entry, moment, phase, entry.layer, entry.excluded, recomputing=False)
 
-    def new_moment(self, who: int, phase: str) -> int:
-        """The moment of the next pass of `who` in `phase`."""
+    def new_moment(self, who: int | tuple[object, int], phase: str) -> int:
+        """The moment of the next pass of `who` in `phase`: an entry's index, or anything and a number for it."""
         with self._lock:
             n = self._passes.get((who, phase), 0)
             self._passes[who, phase] = n + 1
-        return mix64(mix64(mix64(self.step) ^ (who << 8 | PHASES.index(phase))) + n)
+        number = who if isinstance(who, int) else who[1]
+        return mix64(mix64(mix64(self.step) ^ (number << 8 | PHASES.index(phase))) + n)
 
     def push(self, frame: Frame) -> None:
         """Make `frame` the innermost one."""

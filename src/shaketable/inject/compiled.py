@@ -59,7 +59,7 @@ def _forward_blow(tap: Tap) -> Blow | None:
     phase = current_phase(tap.injection.is_training)
     if not tap.acts_in(phase):
         return None
-    moment = tap.injection.calls.new_moment(1 << 40 | tap.handle, phase)
+    moment = tap.injection.calls.new_moment((tap, 0), phase)
     if torch.is_grad_enabled() or tap.injection.is_training:
         pending.append((moment, phase))
         del pending[:-_PENDING_MAX]
@@ -131,7 +131,7 @@ def _echo(g: Tensor, handle: int, argument: int) -> Tensor:
     phase = current_phase(tap.injection.is_training) if tap is not None else ""
     if tap is None or not tap.acts_in(phase):
         return g.clone()
-    moment = tap.injection.calls.new_moment(1 << 41 | tap.handle << 4 | argument, phase)
+    moment = tap.injection.calls.new_moment((tap, argument + 1), phase)
     return _laid_out_like(g, tap.strike(g, tap.blow_at(moment, phase, backward=True), backward=True))
 
 

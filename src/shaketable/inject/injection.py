@@ -242,7 +242,8 @@ class Injection:
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
         if torch.compiler.is_compiling():
-            self.tracing.append(entry)
+            if self.has_operators:
+                self.tracing.append(entry)
             return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
@@ -253,7 +254,8 @@ class Injection:
     def leave(self) -> None:
         """A module returns, or raises."""
         if torch.compiler.is_compiling():
-            self.tracing.pop()
+            if self.has_operators:
+                self.tracing.pop()
             return
         frame = self.calls.top()
         if frame is not None and "mode" in frame.counts:

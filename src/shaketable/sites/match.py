@@ -92,10 +92,9 @@ def _matches(part: Part, name: str, site: Site) -> bool:
         return part.role == name or (name == "linear" and part.role in site.include and part.role != "embedding")
     if name == "all":
         return part.role in ALL_ROLES or part.role in site.include
-    if part.name == "":
-        return False
-    by_name = fnmatchcase(part.name, name) or fnmatchcase(part.name, f"*.{name}")
-    return by_name or fnmatchcase(type(part.module).__name__, name)
+    by_name = part.name != "" and (fnmatchcase(part.name, name) or fnmatchcase(part.name, f"*.{name}"))
+    by_class = name != "*" and fnmatchcase(type(part.module).__name__, name)
+    return by_name or by_class
 
 
 def _nothing(site: Site, name: str, anatomy: Anatomy, wanted: list[Part]) -> str:

@@ -1,0 +1,143 @@
+"""Faulty weights that never replace the real ones."""
+
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+
+
+def test_the_parameter_is_the_same_object_inside_and_outside():
+    layer = nn.Linear(8, 8)
+    parameter, kind = layer.weight, type(layer)
+    with st.inject(layer, "gain:1@module.linear,point=weight"):
+        layer(torch.ones(1, 8))
+        assert layer.weight is parameter
+        assert next(layer.parameters()) is parameter
+        assert isinstance(layer, nn.Linear)
+    assert layer.weight is parameter
+    assert type(layer) is kind
+    assert "_shaketable_weights" not in layer.__dict__
+
+
+def test_optimizers_and_saving_see_the_clean_weight():
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    x = torch.ones(1, 4)
+    with st.inject(layer, "gain:1@module.linear,point=weight"):
+        before = layer.weight.detach().clone()
+        layer(x).sum().backward()
+        optimizer.step()
+        assert torch.allclose(layer.weight, before - 2.0), "the gradient of 2w, applied to w"
+        file = io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=True)["weight"], layer.weight)
+
+
+def test_a_weight_that_was_updated_is_quantized_again():
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 2, bias=False)
+    x = torch.ones(1, 32)
+    with torch.no_grad(), st.inject(layer, "mxfp4@module.linear,point=weight"):
+        first = layer(x)
+        layer.weight.mul_(3)
+        assert torch.allclose(layer(x), 3 * first, rtol=0.5)
+        assert not torch.equal(layer(x), first)
+
+
+def test_a_raising_forward_leaves_the_weight_clean():
+    layer = nn.Linear(4, 4)
+    with st.inject(layer, "gain:1@module.linear,point=weight", allow_inert=True):
+        with pytest.raises(RuntimeError):
+            layer(torch.ones(1, 3))
+        assert torch.equal(layer.weight + 0, layer._parameters["weight"])
+
+
+def test_another_thread_reads_the_clean_weight_during_forward():
+    seen = {}
+    layer = nn.Linear(4, 4)
+
+    def peek():
+        seen["other"] = layer.weight
+
+    def during(module, args):
+        seen["own"] = module.weight
+        thread = threading.Thread(target=peek)
+        thread.start()
+        thread.join()
+
+    with st.inject(layer, "gain:1@module.linear,point=weight"):
+        layer.register_forward_pre_hook(during)
+        layer(torch.ones(1, 4))
+    assert seen["other"] is layer._parameters["weight"]
+    assert torch.equal(seen["own"], 2 * layer.weight)
+
+
+def test_tied_weights_are_faulty_only_where_the_plan_says(tiny_llama):
+    tiny_llama.lm_head.weight = tiny_llama.model.embed_tokens.weight
+    hidden = []
+    tiny_llama.model.layers[0].register_forward_pre_hook(lambda m, args: hidden.append(args[0]))
+    ids = torch.arange(8)[None]
+    clean = tiny_llama(ids).logits
+    with st.inject(tiny_llama, "gain:1@module.lm_head,point=weight") as ledger:
+        assert torch.allclose(tiny_llama(ids).logits, 2 * clean)
+    assert torch.equal(hidden[0], hidden[1])
+    assert ledger.sites[0].matched == 1
+
+
+def test_weights_of_gpt2_are_quantized_along_their_inputs():
+    from transformers.pytorch_utils import Conv1D
+
+    from shaketable.faults import Draw, make_fault
+
+    torch.manual_seed(0)
+    layer = Conv1D(6, 64)
+    x = torch.randn(3, 64)
+    with torch.no_grad(), st.inject(layer, "mxfp4@module.Conv1D,point=weight"):
+        noisy = layer(x)
+    quantized = make_fault({"kind": "mxfp4"}).apply(layer.weight.detach().t(), Draw(0)).t()
+    assert torch.allclose(noisy, x @ quantized + layer.bias, atol=1e-5)
+
+
+def test_lanes_of_a_weight_are_its_outputs():
+    layer = nn.Linear(16, 10, bias=False)
+    x = torch.randn(5, 16)
+    with st.inject(layer, "gain:1,sparsity=0.2@module.linear,point=weight"):
+        doubled = torch.isclose(layer(x), 2 * torch.nn.functional.linear(x, layer.weight)).all(0)
+    assert int(doubled.sum()) == 2
+
+
+def test_two_plans_on_one_weight_chain_and_come_off_in_any_order():
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.ones(1, 4)
+    clean = layer(x)
+    first = st.inject(layer, "gain:1@module.linear,point=weight").enable()
+    second = st.inject(layer, "gain:2@module.linear,point=weight").enable()
+    assert torch.allclose(layer(x), 6 * clean)
+    first.close()
+    assert torch.allclose(layer(x), 3 * clean)
+    second.close()
+    assert torch.equal(layer(x), clean)
+    assert type(layer) is nn.Linear
+
+
+def test_experts_have_their_stacked_weights_quantized():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(**shape, num_key_value_heads=2, num_local_experts=4)).eval()
+    with torch.no_grad():
+        clean = model(torch.arange(8)[None]).logits
+        with st.inject(model, "mxfp4@module.experts,point=weight") as ledger:
+            noisy = model(torch.arange(8)[None]).logits
+    assert sorted(ledger.sites[0].spots) == [
+        "model.layers.0.mlp.experts.down_proj:weight",
+        "model.layers.0.mlp.experts.gate_up_proj:weight",
+    ]
+    assert not torch.equal(clean, noisy)
