@@ -1,0 +1,112 @@
+"""The command line as its users meet it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def shaketable(*words):
+    return subprocess.run([sys.executable, "-m", "shaketable", *words], capture_output=True, text=True, timeout=120)
+
+
+QWEN = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN))
+    return str(path)
+
+
+def test_inspect_reproduces_the_origin_s_table(qwen, tmp_path):
+    done = shaketable("inspect", qwen, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert facts["layers"] == 28
+    assert not facts["moe"]
+    assert facts["roles"]["rmsnorm"]["count"] == 57
+    assert facts["roles"]["linear"]["count"] + facts["roles"]["lm_head"]["count"] == 197
+    targets = facts["targets"]
+    assert [targets[k]["count"] for k in targets] == [57, 85, 197, 254]
+    assert targets["rmsnorm"]["flops_share"] < 0.01
+    assert 0.94 < targets["linear + lm_head"]["flops_share"] < 0.98
+    assert facts["parameters"] == pytest.approx(1.54e9, rel=0.01)
+    assert "57" in done.stdout
+
+
+def test_inspect_shows_exactly_what_a_plan_would_hit(qwen, tmp_path):
+    plan = "mxfp4@module.mlp.down_proj,layers=3;relative_gaussian:0.1@op.matmul,layers=0-1;gain:1@layer.27"
+    done = shaketable("inspect", qwen, "--plan", plan, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    sites = json.loads((tmp_path / "out.json").read_text())["sites"]
+    assert sites[0]["modules"] == ["model.layers.3.mlp.down_proj:weight", "model.layers.3.mlp.down_proj:input"]
+    assert (sites[1]["families"], sites[1]["layers"]) == (["matmul"], 2)
+    assert sites[2]["modules"] == ["model.layers.27:output"]
+    assert "model.layers.3.mlp.down_proj:weight" in done.stdout
+
+
+def test_inspect_knows_the_built_in_model_without_weights(tmp_path):
+    done = shaketable("inspect", "smollm2-135m", "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    roles = json.loads((tmp_path / "out.json").read_text())["roles"]
+    assert (roles["rmsnorm"]["count"], roles["linear"]["count"], roles["lm_head"]["count"]) == (61, 210, 1)
+
+
+def test_a_mixture_of_experts_is_costed_by_the_experts_a_token_visits(tmp_path):
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    shares = []
+    for visited in (1, 4):
+        config = small | {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": visited}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        shaketable("inspect", str(tmp_path / "config.json"), "--json", str(tmp_path / "out.json"))
+        facts = json.loads((tmp_path / "out.json").read_text())
+        assert facts["moe"]
+        shares.append(facts["roles"]["linear"]["flops_per_token"])
+    experts = 2 * 2 * 8 * 3 * 64 * 128 / 8
+    assert shares[1] - shares[0] == pytest.approx(3 * experts)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["inspect", "no/such/folder/here"], "no/such/folder/here"),
+        (["inspect", "smollm"], "did you mean 'smollm2-135m'"),
+        (["inspect", "smollm2-135m", "--plan", "gain:1@layer.40"], "layers 0-29"),
+        (["inspect", "smollm2-135m", "--plan", "gain:1@module.lineer"], "did you mean 'linear'"),
+        (["inspect", "smollm2-135m", "--plan", "gain:x@module.linear"], "magnitude"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(words, expected):
+    done = shaketable(*words)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["inspect", "--help"], ["env", "--help"]])
+def test_help_teaches(words):
+    done = shaketable(*words)
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+def test_env(tmp_path):
+    done = shaketable("env", "--json", str(tmp_path / "env.json"))
+    assert done.returncode == 0
+    facts = json.loads((tmp_path / "env.json").read_text())
+    assert facts["noise kernels"] in ("native", "torch")
+    assert facts["torch"].startswith("2.")

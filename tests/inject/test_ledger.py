@@ -1,0 +1,92 @@
+"""The ledger: counts, measures, table, JSON, merging."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+from shaketable.faults import native
+
+
+def shaken(seed=0, plan="relative_gaussian:0.05@module.linear;dead_zone:0.5@module.linear", calls=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with st.inject(model, plan, seed=seed) as ledger:
+        for _ in range(calls):
+            model(torch.ones(8, 16)).sum().backward()
+    return ledger
+
+
+def test_json_is_versioned_and_comes_back():
+    ledger = shaken()
+    data = json.loads(json.dumps(ledger.to_dict()))
+    assert data["schema"] == "shaketable.ledger/1"
+    assert data["plan"] == "relative_gaussian:0.05@module.linear;dead_zone:0.5@module.linear"
+    assert (data["seed"], data["forward"], data["backward"]) == (0, 12, 0)
+    keys = {"site", "matched", "forward", "backward", "measured_error", "changed_fraction"}
+    assert all(keys <= set(site) for site in data["sites"])
+    assert st.Ledger.from_dict(data).to_dict() == data
+    with pytest.raises(ValueError, match="schema"):
+        st.Ledger.from_dict({"schema": "other/1"})
+
+
+def test_save_and_load(tmp_path):
+    ledger = shaken()
+    ledger.save(tmp_path / "ledger.json")
+    assert st.Ledger.load(tmp_path / "ledger.json").to_dict() == ledger.to_dict()
+
+
+def test_the_table_has_a_row_for_every_clause():
+    text = str(shaken())
+    for word in ("relative_gaussian:0.05", "@module.linear", "dead_zone:0.5", "forward", "backward", "kept", "seed 0"):
+        assert word in text
+
+
+def test_survival_rate_of_a_dead_zone():
+    site = shaken().to_dict()["sites"][1]
+    assert site["survival_rate"] == pytest.approx(1 - site["changed_fraction"], abs=1e-6)
+    assert 0 < site["survival_rate"] < 1
+
+
+def test_merging_adds_counts_and_keeps_sites():
+    one, two = shaken(), shaken(calls=5)
+    merged = st.Ledger.merge([one, two])
+    assert merged.forward == one.forward + two.forward
+    assert [s.matched for s in merged.sites] == [2, 2]
+    assert merged.processes == 2
+    low, high = sorted(x.to_dict()["sites"][0]["measured_error"] for x in (one, two))
+    assert low <= merged.to_dict()["sites"][0]["measured_error"] <= high
+    assert one.forward == 12, "what was merged is left alone"
+    with pytest.raises(ValueError, match="different plans"):
+        st.Ledger.merge([one, shaken(seed=1)])
+
+
+def test_measuring_thins_out_but_counting_does_not():
+    ledger = shaken(plan="relative_gaussian:0.05@module.linear", calls=100)
+    assert ledger.forward == 200
+    assert ledger.sites[0].measured().fires == 2 * len([1, 2, 4, 8, 16, 32, 64])
+
+
+def test_the_ledger_says_who_drew_the_noise(monkeypatch):
+    assert shaken().kernel == native.name()
+    monkeypatch.setattr(native, "_library", lambda: None)
+    assert shaken().kernel == "torch"
+
+
+def test_noise_without_a_compiler_is_the_same_noise(monkeypatch):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 16), torch.randn(8, 16)
+    outputs = []
+    for library in (native._library, lambda: None):
+        monkeypatch.setattr(native, "_library", library)
+        with st.inject(layer, "relative_gaussian:0.05@module.linear", seed=0):
+            outputs.append(layer(x))
+    assert torch.equal(*outputs)
+
+
+def test_the_fused_share_and_time_are_kept():
+    site = shaken().to_dict()["sites"][0]
+    assert site["seconds"] > 0
+    assert site["layers"] == {"None": {"forward": 6, "backward": 0}}

@@ -1,0 +1,128 @@
+"""Roles, layers and mixtures of experts, for the model families that people bring."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import shaketable as st
+from shaketable.plan import Plan
+from shaketable.sites.anatomy import Anatomy, canonical, find_layers
+from shaketable.sites.match import targets
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+FAMILIES = {
+    "Llama": (SMALL, {"linear": 21, "rmsnorm": 7, "attention": 3, "mlp": 3, "embedding": 1, "lm_head": 1}),
+    "Qwen2": (SMALL | {"num_key_value_heads": 2}, {"linear": 21, "rmsnorm": 7}),
+    "Qwen3": (SMALL | {"num_key_value_heads": 2, "head_dim": 8}, {"linear": 21, "rmsnorm": 13}),
+    "Mistral": (SMALL | {"num_key_value_heads": 2}, {"linear": 21, "rmsnorm": 7}),
+    "Gemma2": (SMALL | {"num_key_value_heads": 2, "head_dim": 8}, {"linear": 21, "rmsnorm": 13}),
+    "Phi3": (SMALL | {"pad_token_id": 0}, {"linear": 12, "rmsnorm": 7, "mlp": 3}),
+    "GPT2": ({"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 64}, {"linear": 12, "layernorm": 7, "lm_head": 1}),
+    "GPTNeoX": (SMALL, {"linear": 12, "layernorm": 7, "lm_head": 1}),
+    "OPT": ({"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64, "word_embed_proj_dim": 32}, {"linear": 18, "lm_head": 1}),
+    "Mixtral": (SMALL | {"num_key_value_heads": 2, "num_local_experts": 4}, {"linear": 15, "router": 3, "rmsnorm": 7}),
+    "Qwen2Moe": (SMALL | MOE | {"shared_expert_intermediate_size": 32}, {"linear": 24, "router": 6, "rmsnorm": 7}),
+}  # fmt: skip
+
+
+def skeleton(family):
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family][0])
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_roles_and_layers(family):
+    anatomy = Anatomy.of(skeleton(family))
+    assert len(anatomy.layers) == 3
+    counts = anatomy.role_counts()
+    assert {k: counts.get(k, 0) for k in FAMILIES[family][1]} == FAMILIES[family][1]
+    assert anatomy.is_moe == (family in ("Mixtral", "Qwen2Moe"))
+
+
+def test_every_decoder_linear_knows_its_layer():
+    anatomy = Anatomy.of(skeleton("Qwen2"))
+    for part in anatomy.parts:
+        if ".layers." in part.name:
+            assert part.layer == int(part.name.split(".")[2])
+
+
+def block():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def tree(path, extra=None):
+    """A module tree with a stack of two blocks at `path`."""
+    root = nn.Module()
+    here = root
+    *names, last = path.split(".")
+    for name in names:
+        setattr(here, name, nn.Module())
+        here = getattr(here, name)
+    setattr(here, last, nn.ModuleList([block(), block()]))
+    if extra:
+        setattr(root, extra, nn.Module())
+        getattr(root, extra).blocks = nn.ModuleList([block() for _ in range(5)])
+    return root
+
+
+@pytest.mark.parametrize("path", ["model.layers", "transformer.h", "blocks", "language_model.model.layers", "decoder.block", "layers"])
+def test_layers_are_found_wherever_people_put_them(path):
+    assert len(find_layers(tree(path))[0]) == 2
+
+
+def test_a_vision_tower_is_not_the_language_model():
+    assert find_layers(tree("language_model.layers", extra="vision_tower"))[1] == "language_model.layers"
+
+
+def test_shared_modules_are_counted_once():
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, shared, nn.Linear(4, 4))
+    with st.inject(model, "relative_gaussian:0.1@module.linear") as ledger:
+        model(torch.ones(1, 4))
+    assert ledger.sites[0].matched == 2
+    assert ledger.forward == 3
+    one = block()
+    looped = nn.Module()
+    looped.layers = nn.ModuleList([one, one, one])
+    assert len(find_layers(looped)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ("module.model.layers.0.q_proj", "model.layers.0.q_proj"),
+        ("_orig_mod.model.layers.0", "model.layers.0"),
+        ("base_model.model.model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
+        ("module._orig_mod.base_model.model.lm_head", "lm_head"),
+        ("model.layers.0._checkpoint_wrapped_module.mlp", "model.layers.0.mlp"),
+    ],
+)
+def test_names_do_not_depend_on_wrappers(raw, name):
+    assert canonical(raw) == name
+
+
+def matched(plan, model):
+    return [t.part.name for t in targets(Plan.parse(plan).clauses[0], Anatomy.of(model))]
+
+
+def test_globs_roles_classes_and_ranges():
+    model = skeleton("Llama")
+    assert len(matched("gain:1@module.linear", model)) == 21
+    assert len(matched("gain:1@module.*_proj", model)) == 21
+    assert len(matched("gain:1@module.mlp.down_proj", model)) == 3
+    assert len(matched("gain:1@module.rmsnorm+down_proj", model)) == 10
+    assert len(matched("gain:1@module.LlamaRMSNorm,layers=0-1", model)) == 4
+    assert len(matched("gain:1@module.model.layers.1.self_attn.?_proj", model)) == 4
+    assert matched("gain:1@module.lm_head", model) == ["lm_head"]
+    assert len(matched("gain:1@module.linear,include=lm_head", model)) == 22
+    assert len(matched("gain:1@module.all", model)) == 28
+    assert len(matched("gain:1@module.router", skeleton("Mixtral"))) == 3
+    assert len(matched("gain:1@module.linear,include=router", skeleton("Mixtral"))) == 18
+
+
+def test_what_is_left_out_by_default_says_how_to_get_it():
+    with pytest.raises(st.NoMatchError, match="include=router"):
+        matched("gain:1@module.mlp.gate", skeleton("Mixtral"))

@@ -1,0 +1,503 @@
+"""The plan language: what it reads, what it writes back, and one clear line for everything else. Needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shaketable.errors import PlanError
+from shaketable.faults import KINDS, Format
+from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan, join_layers, parse_layers
+
+often = settings(derandomize=True, deadline=None, database=None, max_examples=200)
+
+EXAMPLES = [
+    "relative_gaussian:0.05@op.matmul",
+    "dead_zone:0.01,sparsity=0.1,scope=token@layer.15",
+    "mxfp4@module.linear,point=weight+input",
+    "relative_gaussian:1e-05@module.linear,point=input,phase=rollout",
+    "relative_gaussian:0.05@op.all,direction=forward",
+    "systematic_bias:0.001@module.mlp.down_proj,layers=10-19",
+    "spike:8,rate=0.001,mode=max@layer.all,point=input",
+    "bit_flip:1e-06,bit=30@module.q_proj+k_proj,layers=0+4-6+29,include=lora+lm_head",
+    "fp8_e4m3,rounding=stochastic,scope=block@module.linear,phase=train+eval",
+    "non_determinism:2,mode=amplified@layer.0-3+7,direction=backward",
+    "gain:0@module.*.mlp.[ud]*,direction=both",
+]
+
+
+def refused(plan: Any, read=Plan.parse) -> str:
+    """The one line with which a plan is refused."""
+    with pytest.raises(PlanError) as caught:
+        read(plan)
+    return one_line(caught.value)
+
+
+def one_line(error: PlanError) -> str:
+    """The message, which must be one line."""
+    line = str(error)
+    assert len(line.splitlines()) == 1
+    return line
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    """A plan file with that content."""
+    path = folder / "plan.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# What is read
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_examples_are_read_and_written_back_as_they_are(text):
+    assert Plan.parse(text).text() == text
+
+
+def test_a_plan_of_several_clauses_keeps_their_order():
+    plan = Plan.parse(";".join(EXAMPLES), seed=7)
+    assert [c.text() for c in plan.clauses] == EXAMPLES
+    assert plan.seed == 7
+    assert Plan.parse(plan.text(), seed=7) == plan
+
+
+@pytest.mark.parametrize(("loose", "tight"), [
+    ("dead_zone:0.01,scope=token,sparsity=0.1@layer.15", EXAMPLES[1]),
+    ("relative_gaussian:1e-5@module.linear,point=input,phase=rollout", EXAMPLES[3]),
+    ("systematic_bias:1e-3@module.mlp.down_proj,layers=10-19", EXAMPLES[5]),
+    (" gain : 0.50 @ module.linear , phase = train + eval ;; ", "gain:0.5@module.linear,phase=train+eval"),
+    ("gain:0.5,phase=train@module.linear", "gain:0.5@module.linear,phase=train"),
+    ("gain,magnitude=0.5@module.linear", "gain:0.5@module.linear"),
+    ("gain:0.5,sparsity=1@module.linear,layers=3+1+2+2", "gain:0.5@module.linear,layers=1-3"),
+    ("mxfp4,rounding=even@module.linear", "mxfp4@module.linear"),
+])  # fmt: skip
+def test_loose_writing_is_tightened(loose, tight):
+    assert Plan.parse(loose).text() == tight
+
+
+def test_fields_of_a_clause():
+    (clause,) = Plan.parse("dead_zone:0.01,scope=token,sparsity=0.1@module.q_proj+k_proj,layers=3-5,phase=rollout").clauses
+    fault, site = clause.fault, clause.site
+    assert (fault.kind, fault.magnitude, fault.scope, fault.sparsity) == ("dead_zone", 0.01, "token", 0.1)
+    assert (site.level, site.names, site.layers, site.phase) == ("module", ("q_proj", "k_proj"), (3, 4, 5), ("rollout",))
+    assert (clause.points, site.directions) == (("output",), ("forward",))
+
+
+def test_points_and_directions_in_effect():
+    def effect(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        (clause,) = Plan.parse(text).clauses
+        return clause.points, clause.site.directions
+
+    assert effect("mxfp4@module.linear") == (("weight", "input"), ("forward",))
+    assert effect("mxfp4@layer.3") == (("output",), ("forward",))
+    assert effect("gain:1@module.linear,point=weight") == (("weight",), ("forward",))
+    assert effect("gain:1@op.matmul") == (("output",), ("forward", "backward"))
+    assert effect("gain:1@op.matmul,direction=backward") == (("output",), ("backward",))
+
+
+def test_a_sweep_fills_in_missing_magnitudes_only():
+    plan = Plan.parse("gain@module.a;bias:0.5@module.b;mxfp4@module.c", magnitude=0.25)
+    assert plan.text() == "gain:0.25@module.a;bias:0.5@module.b;mxfp4@module.c"
+
+
+@often
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_layers_round_trip(layers):
+    chosen = tuple(sorted(layers))
+    assert parse_layers(join_layers(chosen)) == chosen
+
+
+# YAML
+
+
+def test_yaml_and_text_make_the_same_plan(tmp_path):
+    text = """
+    seed: 7
+    plan:
+      - fault: dead_zone
+        magnitude: 1e-2
+        scope: token
+        site: layer.15
+        phase: rollout
+      - {fault: mxfp4, site: module.linear, point: [weight, input], layers: [0, 4-6, 29]}
+      - relative_gaussian:0.05@op.matmul;gain:1@layer.3
+    """
+    plan = Plan.load(written(tmp_path, text))
+    assert plan == Plan.parse(
+        "dead_zone:0.01,scope=token@layer.15,phase=rollout;mxfp4@module.linear,point=weight+input,layers=0+4-6+29;"
+        "relative_gaussian:0.05@op.matmul;gain:1@layer.3",
+        seed=7,
+    )
+    assert Plan.load(str(tmp_path / "plan.yaml"), seed=9) == Plan.load(plan, seed=9) != plan
+    assert Plan.load(plan) is plan
+
+
+def test_yaml_may_be_a_bare_list_or_one_line(tmp_path):
+    wanted = Plan.parse("gain:1@layer.3")
+    for text in ("- gain:1@layer.3", "plan: gain:1@layer.3", "gain:1@layer.3", "[{fault: gain, magnitude: 1, site: layer.3}]"):
+        assert Plan.load(written(tmp_path, text)) == wanted
+    assert Plan.load("gain:1@layer.3") == wanted
+
+
+# Valid plans, made at random
+
+NAMES = st.text("abcxyz_*?.[]019@=:-!/ é", min_size=1, max_size=8).map(str.strip).filter(bool)
+
+
+def many(values: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
+    return st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True)
+
+
+def optional(**strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=strategies)
+
+
+@st.composite
+def faults(draw: Any) -> dict[str, Any]:
+    """Fields of a valid fault."""
+    kind = draw(st.sampled_from(list(KINDS)))
+    whole = {"stuck_bit", "truncation"}
+    top = 1 if kind in ("dead_zone", "bit_flip") else 1e6
+    amount = st.integers(0, 52) if kind in whole else st.floats(1, 100) if kind == "non_determinism" else st.floats(0, top)
+    rounding = st.sampled_from(["even", "stochastic"])
+    more = {
+        "dead_zone": {"scope": st.sampled_from(["tensor", "token", "block"]), "block": st.integers(1, 4096)},
+        "saturation": {"scope": st.sampled_from(["tensor", "absolute"]), "block": st.integers(1, 64)},
+        "spike": {"rate": st.floats(0, 1, exclude_min=True), "mode": st.sampled_from(["scale", "max"])},
+        "bit_flip": {"bit": st.integers(0, 63)},
+        "non_determinism": {"mode": st.sampled_from(["amplified", "inconsistent"])},
+        "fp8_e4m3": {"scope": st.sampled_from(["tensor", "none"]), "rounding": rounding},
+        "mxfp4": {"rounding": rounding},
+    }
+    fields = draw(optional(sparsity=st.floats(0, 1, exclude_min=True), **more.get(kind, {})))
+    magnitude = {} if issubclass(KINDS[kind], Format) else {"magnitude": draw(amount)}
+    return {"fault": kind, **magnitude, **fields}
+
+
+@st.composite
+def clauses(draw: Any) -> dict[str, Any]:
+    """Fields of a valid clause, as a YAML file has them."""
+    fault = draw(faults())
+    levels = ["module", "layer"] if issubclass(KINDS[fault["fault"]], Format) else ["module", "layer", "op"]
+    level = draw(st.sampled_from(levels))
+    layers = st.sets(st.integers(0, 99), min_size=1, max_size=6).map(lambda s: join_layers(tuple(sorted(s))))
+    names = {"module": st.lists(NAMES.map(lambda n: n.replace("+", "")), min_size=1, max_size=3).map("+".join),
+             "layer": st.just("all") | layers, "op": many((*OPS, "all")).map("+".join)}[level]  # fmt: skip
+    points = {"module": ("input", "output", "weight"), "layer": ("input", "output"), "op": ("output",)}[level]
+    keys: dict[str, Any] = {
+        "point": many(points),
+        "direction": st.sampled_from(["forward", "backward", "both"]),
+        "phase": many(PHASES),
+        "include": many(INCLUDABLE),
+    }
+    if level != "layer":
+        keys["layers"] = layers
+    return {**fault, "site": f"{level}.{draw(names)}", **draw(optional(**keys))}
+
+
+SEEDS = st.integers(-(2**63), 2**64 - 1)
+plans = st.builds(lambda items, seed: {"plan": items, "seed": seed}, st.lists(clauses(), min_size=1, max_size=3), SEEDS)
+
+
+@often
+@given(plans)
+def test_every_valid_plan_survives_its_own_text(data):
+    plan = Plan.from_data(data)
+    assert Plan.parse(plan.text(), seed=plan.seed) == plan
+    assert plan.model_dump(mode="json") == {"clauses": [c.text() for c in plan.clauses], "seed": plan.seed}
+    assert len(plan.clauses) == len(data["plan"])
+
+
+@often
+@given(plans)
+def test_every_valid_plan_survives_yaml(data):
+    plan = Plan.from_data(data)
+    again = Plan.from_data(yaml.safe_load(yaml.safe_dump(data)))
+    lines = Plan.from_data({"plan": [c.text() for c in plan.clauses], "seed": plan.seed})
+    assert again == lines == plan
+
+
+# Bad plans
+
+BAD = [
+    ("gian:0.1@module.linear", "'gian'", "did you mean 'gain'"),
+    ("relative_gausian:0.1@op.matmul", "'relative_gausian'", "did you mean 'relative_gaussian'"),
+    ("gain:0.1@modul.linear", "'modul'", "did you mean 'module'"),
+    ("gain:0.1@linear", "'linear'", "valid: layer, module, op"),
+    ("gain:0.1@op.matmull", "'matmull'", "did you mean 'matmul'"),
+    ("gain:0.1@op.quux", "'quux'", "valid: all, gelu"),
+    ("gain:0.1,sparsty=0.1@module.linear", "'sparsty'", "did you mean 'sparsity'"),
+    ("gain:0.1@module.linear,phse=rollout", "'phse'", "did you mean 'phase'"),
+    ("gain:0.1,scope=token@module.linear", "'scope'", "valid: "),
+    ("gain:0.1@module.linear,phase=rolout", "'rolout'", "did you mean 'rollout'"),
+    ("gain:0.1@module.linear,point=wieght", "'wieght'", "did you mean 'weight'"),
+    ("gain:0.1@module.linear,direction=forwards", "'forwards'", "did you mean 'forward'"),
+    ("gain:0.1@module.linear,include=lm_hed", "'lm_hed'", "did you mean 'lm_head'"),
+    ("dead_zone:0.1,scope=tokn@module.linear", "'tokn'", "'token'"),
+    ("mxfp4,rounding=evn@module.linear", "'evn'", "'even'"),
+    ("gain:0.1@module.linear,layers=5-2", "5-2", "backwards"),
+    ("gain:0.1@layer.5-2", "5-2", "backwards"),
+    ("gain:0.1@module.linear,layers=-1", "'-1'", "0+4-6+29"),
+    ("gain:0.1@layer.-1", "'-1'", "0+4-6+29"),
+    ("gain:0.1@layer.last", "'last'", "0+4-6+29"),
+    ("gain:-0.1@module.linear", "-0.1", "greater than or equal to 0"),
+    ("gain:nan@module.linear", "nan", "finite"),
+    ("gain:inf@module.linear", "inf", "finite"),
+    ("gain:1e999@module.linear", "1e999", "finite"),
+    ("gain:lots@module.linear", "lots", "number"),
+    ("gain:@module.linear", "gain", "number"),
+    ("gain:0.1,sparsity=0@module.linear", "sparsity", "greater than 0"),
+    ("gain:0.1,sparsity=nan@module.linear", "sparsity", "finite"),
+    ("spike:8,rate=2@module.linear", "rate", "less than or equal to 1"),
+    ("bit_flip:2@module.linear", "bit_flip", "less than or equal to 1"),
+    ("bit_flip:0.1,bit=64@module.linear", "64", "less than or equal to 63"),
+    ("stuck_bit:1.5@module.linear", "stuck_bit", "whole number"),
+    ("non_determinism:0.5@module.linear", "non_determinism", "at least 1"),
+    ("mxfp4:0.1@module.linear", "mxfp4", "no magnitude"),
+    ("mxfp4,magnitude=0.1@module.linear", "mxfp4", "no magnitude"),
+    ("gain@module.linear", "gain", "needs a magnitude"),
+    ("gain:0.1", "'gain:0.1'", "names no site"),
+    ("gain:0.1@", "site", "needs"),
+    ("@module.linear", "fault", "needs"),
+    ("gain:0.1@module", "'module'", "names nothing"),
+    ("gain:0.1@module.", "'module.'", "names nothing"),
+    ("gain:0.1@module.a+", "module.a+", "needs a name"),
+    ("", "empty", "write e.g."),
+    (" ; ; ", "empty", "write e.g."),
+    ("gain:0.1@module.linear,point=input,point=output", "point", "twice"),
+    ("gain:0.1,sparsity=0.1,sparsity=0.2@module.linear", "sparsity", "twice"),
+    ("gain:0.1,point=input@module.linear,point=output", "point", "twice"),
+    ("gain:0.1,magnitude=0.2@module.linear", "magnitude", "twice"),
+    ("gain:0.1,fault=spike@module.linear", "fault", ""),
+    ("gain:0.1@module.linear,site=op.matmul", "site", ""),
+    ("gain:0.1,kind=spike@module.linear", "'kind'", "valid: "),
+    ("gain:0.1@module.linear,point", "'point'", "key=value"),
+    ("gain:0.1@module.linear,point=", "'point='", "key=value"),
+    ("gain:0.1@module.linear,", "''", "key=value"),
+    ("mxfp4@op.matmul", "mxfp4", "works on modules"),
+    ("gain:0.1@op.matmul,point=input", "point", "operator sites"),
+    ("gain:0.1@layer.3,point=weight", "layer sites", "module"),
+    ("gain:0.1@layer.3,layers=3", "layers", "already"),
+    ("gain:0.1@layer.3;gian:0.1@layer.3", "'gian'", "did you mean 'gain'"),
+    ("gain:0.1\n@nowhere", "nowhere", "valid: "),
+    ("one\ntwo", "one", "names no site"),
+    ("gain:0.1@layer.1\n2", "layer.1", "0+4-6+29"),
+    ("gain:1,a\nb=1,a\nb=2@module.x", "given", "twice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "word", "help_"), BAD, ids=[repr(b[0]) for b in BAD])
+def test_bad_plans_get_one_line_that_names_the_word(text, word, help_):
+    line = refused(text)
+    assert word in line
+    assert help_ in line
+
+
+BAD_DATA = [
+    (None, "NoneType", "list"),
+    (5, "int", "list"),
+    ({}, "NoneType", "list"),
+    ([], "empty", "write e.g."),
+    ({"plan": {"fault": "gain"}}, "dict", "list"),
+    ({"paln": []}, "'paln'", "did you mean 'plan'"),
+    ({"plan": [5]}, "5", "mapping"),
+    ({"plan": [["gain:1@layer.3"]]}, "gain:1@layer.3", "mapping"),
+    ({"plan": [{"fault": "gain", "magnitude": 1}]}, "site", "needs"),
+    ({"plan": [{"site": "layer.3", "magnitude": 1}]}, "fault", "needs"),
+    ({"plan": [{"fault": "gain", "site": "layer.3"}]}, "gain", "needs a magnitude"),
+    ({"plan": [{"fault": "mxfp4", "site": "module.a", "magnitude": 1}]}, "mxfp4", "no magnitude"),
+    ({"plan": [{"fault": "gain", "magnitude": None, "site": "layer.3"}]}, "None", "number"),
+    ({"plan": [{"fault": "gain", "magnitude": [1], "site": "layer.3"}]}, "[1]", "number"),
+    ({"plan": [{"fault": "gain", "magnitude": float("nan"), "site": "layer.3"}]}, "nan", "finite"),
+    ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a", "phase": ["trian"]}]}, "trian", "did you mean 'train'"),
+    ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a", "layers": [3, -1]}]}, "-1", "0+4-6+29"),
+    ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a", "pont": "input"}]}, "'pont'", "did you mean 'point'"),
+    ({"plan": ["gain:1@layer.3"], "seed": 1.5}, "1.5", "integer"),
+    ({"plan": ["gain:1@layer.3"], "seed": "x"}, "'x'", "integer"),
+    ({"plan": ["gain:1@layer.3"], "seed": None}, "None", "integer"),
+    ({"plan": ["gain:1@layer.3"], "seed": 10**5000}, "seed", ""),
+    ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a;b"}]}, "a;b", ""),
+    ({"plan": [{"fault": "gain", "magnitude": 1, "site": "module.a,b"}]}, "a,b", ""),
+    ({"plan": [{"fault": "gain", "magnitude": 10**5000, "site": "module.a"}]}, "magnitude", ""),
+    ({"plan": [{"fault": "dead_zone", "magnitude": 1, "block": 10**5000, "site": "module.a"}]}, "block", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "word", "help_"), BAD_DATA, ids=range(len(BAD_DATA)))
+def test_bad_yaml_data_gets_one_line_that_names_the_word(data, word, help_):
+    line = refused(data, Plan.from_data)
+    assert word in line
+    assert help_ in line
+
+
+BAD_FILES = [
+    "plan: [gain",
+    "a: b: c",
+    "\x00",
+    b"\xff\xfe\x00\x80",
+    "---\n---\n",
+    "plan: !!python/object:os.system x",
+    "plan: 2020-99-99",
+    "plan: !!int x",
+    "plan: !!bool x",
+    "plan: !!timestamp x",
+    "plan: gain:1@layer.3\nseed: " + "9" * 5000,
+    "[" * 3000,
+]
+
+
+@pytest.mark.parametrize("content", BAD_FILES, ids=range(len(BAD_FILES)))
+def test_files_that_are_not_yaml_get_one_line_that_names_the_file(content, tmp_path):
+    line = refused(written(tmp_path, content), Plan.load)
+    assert "plan.yaml" in line
+
+
+def test_yaml_that_repeats_a_key_is_refused(tmp_path):
+    content = "plan:\n  - {fault: gain, magnitude: 1, magnitude: 2, site: layer.3}"
+    assert "magnitude" in refused(written(tmp_path, content), Plan.load)
+
+
+def test_unreadable_files_get_one_line_that_names_the_file(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere.yaml", tmp_path / ("x" * 300 + ".yaml")):
+        assert path.name[:50] in refused(path, Plan.load)
+    assert "nowhere.yml" in refused("nowhere.yml", Plan.load)
+    assert "plan file" in refused("null\0byte.yaml", Plan.load)
+    assert "plan file" in refused("new\nline.yaml", Plan.load)
+
+
+def test_a_path_in_text_may_have_space_around_it(tmp_path):
+    path = written(tmp_path, "- gain:1@layer.3")
+    assert Plan.load(f" {path} ") == Plan.parse("gain:1@layer.3")
+
+
+# Anything at all
+
+
+def reads_or_refuses(read, plan: Any) -> None:
+    """A plan that survives its own text, or one line; nothing else."""
+    try:
+        found = read(plan)
+    except PlanError as error:
+        one_line(error)
+    else:
+        assert Plan.parse(found.text(), seed=found.seed) == found
+
+
+@often
+@given(st.text())
+def test_any_text(text):
+    reads_or_refuses(Plan.parse, text)
+
+
+WORDS = st.sampled_from([
+    *KINDS, *OPS, *PHASES, "module", "layer", "op", "all", "linear", "point", "layers", "magnitude", "scope", "site",
+    *"@:;,=+-.*", "\n", " ", "0", "1", "-1", "0.1", "1e-5", "nan", "inf", "9" * 400, "5-2", "None", "é", "\u2028",
+])  # fmt: skip
+
+
+@often
+@given(st.lists(WORDS, max_size=14).map("".join))
+def test_any_words_of_the_language(text):
+    reads_or_refuses(Plan.parse, text)
+
+
+@often
+@given(
+    st.sampled_from(EXAMPLES),
+    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 3), WORDS | st.text(max_size=2)), max_size=3),
+)
+def test_any_mutation_of_a_valid_plan(text, edits):
+    for at, cut, new in edits:
+        text = text[:at] + new + text[at + cut :]
+    reads_or_refuses(Plan.parse, text)
+
+
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=6)
+    | WORDS
+    | st.sampled_from(EXAMPLES)
+    | st.dates()
+)
+KEYS = st.sampled_from(["plan", "seed", "fault", "site", "magnitude", "point", "layers", "phase", "sparsity", "block"])
+NESTED = st.recursive(
+    ATOMS, lambda a: st.lists(a, max_size=3) | st.dictionaries(KEYS | st.text(max_size=3), a, max_size=4), max_leaves=8
+)
+
+
+@often
+@given(NESTED | st.fixed_dictionaries({"plan": NESTED | st.lists(NESTED, max_size=2)}, optional={"seed": NESTED}))
+def test_any_nested_data(data):
+    reads_or_refuses(Plan.from_data, data)
+
+
+@often
+@given(clauses(), st.dictionaries(KEYS, NESTED, max_size=2))
+def test_any_value_in_a_field_of_a_valid_clause(clause, changes):
+    reads_or_refuses(Plan.from_data, [{**clause, **changes}])
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@often
+@given(
+    content=st.lists(
+        WORDS | st.sampled_from([": ", "- ", "\n", "{", "}", "[", "]", "&a ", "*a", "!!int ", "? ", "'", "#"]), max_size=12
+    )
+)
+def test_any_file(content, scratch):
+    reads_or_refuses(Plan.load, written(scratch, "".join(content)))
+
+
+# No torch
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+
+def test_reading_a_plan_does_not_import_torch():
+    code = f"""
+import sys
+import shaketable, shaketable.plan
+plan = shaketable.Plan.parse({";".join(EXAMPLES)!r})
+print(len(plan.clauses), "torch" in sys.modules, "numpy" in sys.modules)
+"""
+    assert run(code).stdout.split() == [str(len(EXAMPLES)), "False", "False"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["inspect", "--help"]], ids=" ".join)
+def test_help_does_not_import_torch(arguments):
+    code = f"""
+import sys
+import shaketable.cli
+sys.argv = ["shaketable", *{arguments!r}]
+try:
+    shaketable.cli.main()
+except SystemExit as stop:
+    print("exit", stop.code, "torch" in sys.modules)
+"""
+    out = run(code).stdout
+    assert "Usage" in out
+    assert out.split()[-3:] == ["exit", "0", "False"]
+
+
+def test_the_module_is_the_command_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "shaketable", "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "Usage" in done.stdout
