@@ -17,7 +17,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The other tools are installed without what they would drag in.
 bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/rivals-requirements.txt
 	$(BIN)/python benchmarks/speed.py
 
 format: $(STAMP)

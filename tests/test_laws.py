@@ -66,7 +66,7 @@ def test_law_1_rare_faults_are_not_taken_for_inert():
     with st.inject(layer, "spike:9,rate=0.0005@module.linear", seed=4) as ledger:
         for _ in range(200):
             layer(torch.ones(1, 64))
-    assert 0 < ledger.sites[0].measured().changed
+    assert ledger.sites[0].measured().changed > 0
 
 
 def test_law_1_an_error_of_the_program_is_not_hidden(tiny_llama):
@@ -226,7 +226,15 @@ def test_law_8_an_error_in_backward_reaches_its_layer_and_those_before(tiny_llam
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("plan", [f"{NOISE}@op.all", f"{NOISE}@module.linear", "dead_zone:0.05,scope=token@layer.all", f"{NOISE}@module.linear,point=weight"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        f"{NOISE}@op.all",
+        f"{NOISE}@module.linear",
+        "dead_zone:0.05,scope=token@layer.all",
+        f"{NOISE}@module.linear,point=weight",
+    ],
+)
 def test_law_8_recomputation_sees_the_noise_of_the_first_pass(tiny_llama, plan, reentrant):
     tiny_llama.train()
     with st.inject(tiny_llama, plan, seed=3) as ledger:
@@ -261,3 +269,28 @@ def test_law_8_accumulated_micro_batches_keep_their_noise_apart(tiny_llama):
         for checkpoint in (False, True):
             found = run(order, checkpoint)
             assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(reference, found, strict=True)), (order, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "dead_zone:0.01,scope=token",
+        "spike:2,mode=max,rate=0.1",
+        "noise:0.1",
+        "saturation:0.1",
+        "gain:0.2",
+        "bit_flip:0.1",
+        "truncation:3",
+    ],
+)
+def test_law_7_holds_in_sparse_lanes_next_to_a_massive_channel(fault):
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 200)
+    with torch.no_grad():
+        layer.weight[7] *= 50
+    with st.inject(layer, f"{fault.partition('@')[0]},sparsity=0.1@module.linear") as ledger:
+        for _ in range(16):
+            layer(torch.randn(64, 16))
+    site = ledger.to_dict()["sites"][0]
+    assert site["measured_magnitude"] == pytest.approx(site["asked"], rel=0.15)
+    assert site["remark"] is None

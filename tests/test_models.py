@@ -45,9 +45,7 @@ def test_importing_models_does_not_import_torch():
 def test_smollm2_answers_through_its_chat_template(smollm2):
     model, tokenizer = smollm2
     question = [{"role": "user", "content": "What is 2+3?"}]
-    asked = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**asked, max_new_tokens=16, do_sample=False)[0]
     text = tokenizer.decode(answer[asked["input_ids"].shape[1] :], skip_special_tokens=True)
     assert text.strip() == "2 + 3 = 5"

@@ -105,7 +105,17 @@ def test_08_a_worker_process_has_the_plan_too(tmp_path):
         "import subprocess, sys\n"
         "subprocess.run([sys.executable, '-c', 'import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2))'], check=True)\n"
     )
-    words = [sys.executable, "-m", "shaketable", "run", "--plan", f"{NOISE}@module.linear", "--ledger", str(tmp_path / "l"), "--"]
+    words = [
+        sys.executable,
+        "-m",
+        "shaketable",
+        "run",
+        "--plan",
+        f"{NOISE}@module.linear",
+        "--ledger",
+        str(tmp_path / "l"),
+        "--",
+    ]
     done = subprocess.run([*words, sys.executable, "-c", body], capture_output=True, text=True, env=os.environ.copy())
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "l" / "ledger.json").read_text())["forward"] == 1

@@ -104,8 +104,8 @@ def test_points_and_directions_in_effect():
 
 
 def test_a_sweep_fills_in_missing_magnitudes_only():
-    plan = Plan.parse("gain@module.a;bias:0.5@module.b;mxfp4@module.c", magnitude=0.25)
-    assert plan.text() == "gain:0.25@module.a;bias:0.5@module.b;mxfp4@module.c"
+    plan = Plan.parse("gain@module.a;bias:0.5@module.b;mxfp4@module.c;gain,magnitude=1@module.d", magnitude=0.25)
+    assert plan.text() == "gain:0.25@module.a;bias:0.5@module.b;mxfp4@module.c;gain:1@module.d"
 
 
 @often

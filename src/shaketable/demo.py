@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 from rich.progress import track
 
@@ -15,8 +17,12 @@ PLAN = (
 )
 
 
-def main() -> None:
-    """A few training steps and a rollout of a random 8-layer Llama under four faults at once."""
+def main(picture: str | None = None) -> None:
+    """A few training steps and a rollout of a random 8-layer Llama under four faults at once.
+
+    Args:
+        picture: Also save what is printed as an SVG file.
+    """
     import torch
 
     hush()
@@ -40,7 +46,7 @@ def main() -> None:
     model = LlamaForCausalLM(config)
     tokens = torch.randint(3, 256, (4, 32))
     clean = model(input_ids=tokens, labels=tokens).loss.item()
-    console = Console()
+    console = Console(record=picture is not None, width=112 if picture else None, highlight=False)
     console.print("[bold]Shaketable[/]  a random 8-layer Llama under four faults at once\n")
     for clause in st.Plan.parse(PLAN).clauses:
         console.print(f"  {clause.text()}", style="cyan", markup=False)
@@ -55,7 +61,9 @@ def main() -> None:
     for line in remarks(ledger):
         console.print(f"  ! {line}", style="yellow", markup=False)
     console.print(f"\nloss clean {clean:.4f} · shaken {faulty.item():.4f} · after {after:.4f}, bit-identical: {after == clean}")
+    if picture is not None:
+        console.save_svg(picture, title="make demo")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 
 class ShaketableError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose. A message is one line, whatever it quotes."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(" ".join(str(message).split()))
 
 
 class PlanError(ShaketableError, ValueError):

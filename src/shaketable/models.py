@@ -125,9 +125,7 @@ def load_skeleton(name: str) -> PreTrainedModel:
         import torch
 
         with torch.device("meta"):
-            model = _transformers().AutoModelForCausalLM.from_config(
-                _config(source), trust_remote_code=False
-            )
+            model = _transformers().AutoModelForCausalLM.from_config(_config(source), trust_remote_code=False)
     skeleton: PreTrainedModel = model.eval()
     return skeleton
 

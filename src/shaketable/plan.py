@@ -28,7 +28,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import KINDS, Fault, FaultBase, Format, MagnitudeFault, make_fault
@@ -68,6 +77,8 @@ class Site(BaseModel):
     def _has_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if not names or not all(names):
             raise ValueError("a site needs a name after its level, such as module.linear, layer.3 or op.matmul")
+        if bad := next((n for n in names if re.search("[,;+]", n)), None):
+            raise ValueError(f"the name {bad!r} holds one of , ; + which separate names, keys and clauses")
         return names
 
     @model_validator(mode="after")
@@ -140,7 +151,7 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     clauses: tuple[Clause, ...]
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**64)
 
     @field_validator("clauses")
     @classmethod
@@ -175,17 +186,19 @@ class Plan(BaseModel):
         if isinstance(source, Plan):
             return source if seed is None else source.model_copy(update={"seed": seed})
         if isinstance(source, Path) or re.search(r"\.ya?ml$", source.strip()):
-            return cls._from_yaml(Path(source), seed)
+            return cls._from_yaml(source if isinstance(source, Path) else Path(source.strip()), seed)
         return cls.parse(source, seed=seed or 0)
 
     @classmethod
     def _from_yaml(cls, path: Path, seed: int | None) -> Plan:
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read the plan file {path}: {_first_line(error)}") from None
-        except yaml.YAMLError as error:
-            raise PlanError(f"{path} is not YAML: {_first_line(error)}") from None
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise PlanError(f"cannot read the plan file {path}: {error}") from None
+        try:
+            data = yaml.load(text, _Loader)
+        except Exception as error:  # PyYAML's constructors raise whatever int(), dict[] and datetime do
+            raise PlanError(f"{path} is not YAML: {error or type(error).__name__}") from None
         return cls.from_data(data, seed=seed, name=str(path))
 
     @classmethod
@@ -242,15 +255,20 @@ def _one_of(what: str, value: str, valid: tuple[str, ...] | dict[str, Any]) -> N
 def _clause(text: str, magnitude: float | None) -> Clause:
     left, at, right = text.strip().partition("@")
     if not at:
-        raise PlanError(f"{text.strip()!r} names no site; write FAULT[:MAGNITUDE]@SITE, e.g. {left or 'gain:0.1'}@module.linear")
+        raise PlanError(
+            f"{text.strip()!r} names no site; write FAULT[:MAGNITUDE]@SITE, e.g. {left or 'gain:0.1'}@module.linear"
+        )
     head, *params = left.split(",")
     kind, colon, number = head.strip().partition(":")
     place, *keys = right.split(",")
-    fields = {"fault": kind.strip(), "site": place.strip(), **_pairs(params, text), **_pairs(keys, text)}
+    given: dict[str, Any] = _pairs([*params, *keys], text)
+    if twice := given.keys() & {"fault", "site", *(["magnitude"] if colon else [])}:
+        raise PlanError(f"{min(twice)} is given twice in {text.strip()!r}")
+    fields = {"fault": kind.strip(), "site": place.strip(), **given}
     if colon:
         fields["magnitude"] = number.strip()
     elif magnitude is not None and "magnitude" in KINDS.get(kind.strip(), FaultBase).model_fields:
-        fields["magnitude"] = magnitude
+        fields.setdefault("magnitude", magnitude)
     return _from_fields(fields)
 
 
@@ -330,9 +348,22 @@ def _why(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(p) for p in first["loc"] if p != "fault" and p not in KINDS)
     message = first["msg"].removeprefix("Value error, ")
-    got = "" if where == "" or first["type"] == "value_error" else f" (got {first['input']!r})"
+    got = "" if where == "" or first["type"] == "value_error" else f" (got {_shown(first['input'])})"
     return f"{where}: {message}{got}" if where else message
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer of more than 4300 digits
+        return "a huge number"
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader takes the last of two equal keys; a plan is refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := next((k for k in keys if keys.count(k) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)

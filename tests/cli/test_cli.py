@@ -69,7 +69,12 @@ def test_a_mixture_of_experts_is_costed_by_the_experts_a_token_visits(tmp_path):
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
     shares = []
     for visited in (1, 4):
-        config = small | {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": visited}
+        config = small | {
+            "model_type": "mixtral",
+            "num_key_value_heads": 2,
+            "num_local_experts": 8,
+            "num_experts_per_tok": visited,
+        }
         (tmp_path / "config.json").write_text(json.dumps(config))
         shaketable("inspect", str(tmp_path / "config.json"), "--json", str(tmp_path / "out.json"))
         facts = json.loads((tmp_path / "out.json").read_text())

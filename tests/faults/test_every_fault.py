@@ -282,6 +282,14 @@ def test_a_random_bit_flip_flips_one_bit_and_reaches_every_bit(dtype):
     assert min(counts) > 0.5 * x.numel() / width
 
 
+@pytest.mark.parametrize("kind", ["stuck_bit", "truncation"])
+def test_mantissa_faults_leave_nan_and_infinity_alone(kind):
+    """A mantissa bit more makes an infinity NaN; one less makes the NaN of the lowest payload an infinity."""
+    x = torch.tensor([0x7F800000, -0x800000, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    assert x.isinf().tolist() == [True, True, False, False]
+    assert same(sample(kind).apply(x, Draw(5)), x)
+
+
 def test_bits_that_do_not_exist_are_refused():
     x = gaussian(4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"bit 16 does not exist in torch\.bfloat16"):

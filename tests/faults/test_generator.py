@@ -105,6 +105,17 @@ def test_in_place_noise_is_the_same_noise():
     assert same(x, fresh)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 3 * MILLION])
+def test_an_accelerator_draws_the_same_bits(n):
+    for key in (0, 2**64 - 1, key_of("accelerator")):
+        for draw in (normals, uniforms):
+            there = draw(n, key, torch.device("cuda"))
+            assert there.device.type == "cuda"
+            assert same(there.cpu(), draw(n, key, CPU))
+
+
 def test_a_longer_tensor_begins_with_the_shorter_one():
     """Element i depends on i and the key alone, so that padding or batching leaves the noise of the rest."""
     long = normals(1000, 7, CPU)

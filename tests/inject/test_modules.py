@@ -209,7 +209,7 @@ def test_integer_tensors_are_refused():
             return x.long()
 
     model = nn.Sequential(collections.OrderedDict(thing=Ids()))
-    with pytest.raises(st.PlanError, match="torch.int64"), st.inject(model, "gain:1@module.thing"):
+    with pytest.raises(st.PlanError, match=r"torch\.int64"), st.inject(model, "gain:1@module.thing"):
         model(torch.ones(2))
     assert not model.thing._forward_hooks
 
@@ -220,7 +220,7 @@ def test_a_model_without_layers_cannot_carry_a_layer_plan():
 
 
 def test_what_is_no_model_is_refused():
-    with pytest.raises(st.PlanError, match="torch.nn.Module"):
+    with pytest.raises(st.PlanError, match=r"torch\.nn\.Module"):
         st.inject(lambda x: x, "gain:1@op.matmul")
     with pytest.raises(st.PlanError, match="TorchScript"):
         st.inject(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "gain:1@op.matmul")

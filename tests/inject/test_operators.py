@@ -265,7 +265,6 @@ def test_a_mode_of_the_user_survives_ours():
     assert torch.overrides._len_torch_function_stack() == 0
 
 
-
 def test_experts_of_a_mixture_are_met():
     from transformers import MixtralConfig, MixtralForCausalLM
 

@@ -174,5 +174,9 @@ def test_another_sitecustomize_still_runs(tmp_path):
 
 
 def test_without_the_plan_python_starts_as_ever():
-    done = subprocess.run([sys.executable, "-c", "import sys; print([m for m in sys.modules if 'shaketable' in m])"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; print([m for m in sys.modules if 'shaketable' in m])"],
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.strip() == "[]"

@@ -68,7 +68,9 @@ def tree(path, extra=None):
     return root
 
 
-@pytest.mark.parametrize("path", ["model.layers", "transformer.h", "blocks", "language_model.model.layers", "decoder.block", "layers"])
+@pytest.mark.parametrize(
+    "path", ["model.layers", "transformer.h", "blocks", "language_model.model.layers", "decoder.block", "layers"]
+)
 def test_layers_are_found_wherever_people_put_them(path):
     assert len(find_layers(tree(path))[0]) == 2
 

@@ -31,7 +31,7 @@ def inspect(
 ) -> None:
     """Show a model's roles, counts and shares of FLOPs and parameters; no weights are loaded.
 
-        shaketable inspect smollm2-135m --plan mxfp4@module.linear,layers=0-3
+    shaketable inspect smollm2-135m --plan mxfp4@module.linear,layers=0-3
     """
     resolved = Plan.load(plan) if plan is not None else None
 

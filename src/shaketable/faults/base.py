@@ -6,7 +6,7 @@ only named in type positions here) with
 * `apply(x, draw)`: the faulty tensor. Pure: the same tensor and the same `Draw` give the same bits.
 * `gradient(g, x, draw)`: the vector-Jacobian product of what `apply` computes. The default is straight-through,
   which is right for additive noise and is the convention for quantization.
-* `read_back(clean, faulty)`: the magnitude as it can be measured from one before/after pair. The ledger compares it
+* `read_back(clean, faulty, lanes)`: the magnitude as it can be measured from one before/after pair. The ledger compares it
   with the magnitude that was asked for, so that a plan of 5 % that arrives as 0 % cannot go unnoticed.
 
 Rejected: a registry with decorators. The union in `faults/__init__.py` is the registry; adding a fault is one class
@@ -70,8 +70,14 @@ class FaultBase(BaseModel):
         """The magnitude that `read_back` should find; None for a fault without one."""
         return None
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        """The magnitude measured from a before/after pair (the faulty lanes only)."""
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        """The magnitude measured from a before/after pair; None when this pair does not tell.
+
+        Args:
+            clean: The whole tensor before: maxima and deviations are taken from it, as `apply` does.
+            faulty: The whole tensor after.
+            lanes: Which values can be faulty (broadcastable); all when None.
+        """
         return None
 
     def text(self) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from shaketable.faults.base import Magnitude, MagnitudeFault
 from shaketable.faults.clipping import top
-from shaketable.faults.noise import wide
+from shaketable.faults.noise import told, wide
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,14 @@ def as_integers(x: Tensor) -> Tensor:
 
     sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(sizes[x.dtype.itemsize])
+
+
+def everywhere(x: Tensor, lanes: Tensor | None) -> Tensor:
+    """The faulty lanes as a mask of the whole tensor."""
+    import torch
+
+    every = torch.ones_like(x, dtype=torch.bool)
+    return every if lanes is None else every & lanes
 
 
 class Spike(MagnitudeFault):
@@ -61,8 +69,8 @@ class Spike(MagnitudeFault):
             return g.masked_fill(self._hit(g, draw), 0.0)
         return self.apply(g, draw)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        hit = (clean != faulty) & (clean != 0)
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        hit = told(clean, faulty, lanes) & (clean != faulty) & (clean != 0)
         if not bool(hit.any()):
             return None
         unit = top(clean, "tensor", 1) if self.mode == "max" else wide(clean)[hit].abs()
@@ -86,8 +94,9 @@ class BitFlip(MagnitudeFault):
         flipped = raw ^ (raw.new_ones(()) << which)
         return raw.where(draw.uniform(x) >= self.magnitude, flipped).view(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        return float((as_integers(clean) != as_integers(faulty)).double().mean())
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        flipped = as_integers(clean) != as_integers(faulty)
+        return float(flipped[everywhere(flipped, lanes)].double().mean()) if flipped.numel() else None
 
 
 class _MantissaFault(MagnitudeFault):
@@ -120,9 +129,9 @@ class StuckBit(_MantissaFault):
             raise ValueError(f"stuck_bit: {x.dtype} has {mantissa_bits(x)} mantissa bits, not {int(self.magnitude)}")
         return self._finite_only(x, as_integers(x) | (1 << self._from_bottom(x)))
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         """The highest mantissa bit that is set in every value."""
-        raw = as_integers(faulty)
+        raw = as_integers(faulty)[everywhere(faulty, lanes)]
         stuck = [m for m in range(1, mantissa_bits(faulty) + 1) if bool(((raw >> (mantissa_bits(faulty) - m)) & 1).all())]
         return float(stuck[0]) if stuck else None
 
@@ -135,8 +144,8 @@ class Truncation(_MantissaFault):
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         return self._finite_only(x, as_integers(x) & ~((1 << self._from_bottom(x)) - 1))
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         """The lowest mantissa bit that is set anywhere, counted from the top."""
-        raw, bits = as_integers(faulty), mantissa_bits(faulty)
+        raw, bits = as_integers(faulty)[everywhere(faulty, lanes)], mantissa_bits(faulty)
         used = [m for m in range(1, bits + 1) if bool(((raw >> (bits - m)) & 1).any())]
         return float(used[-1]) if used else 0.0

@@ -13,7 +13,8 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
     from torch.nn.functional import pad
 
     short = -x.shape[-1] % block
-    return (pad(x, (0, short)) if short else x).unflatten(-1, (-1, block))
+    padded = pad(x, (0, short)) if short else x
+    return padded.reshape(*padded.shape[:-1], padded.shape[-1] // block, block)
 
 
 def join_blocks(blocks: Tensor, length: int) -> Tensor:

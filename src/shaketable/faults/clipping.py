@@ -16,7 +16,7 @@ from pydantic import Field
 
 from shaketable.faults.base import Magnitude, MagnitudeFault
 from shaketable.faults.blocks import join_blocks, split_blocks
-from shaketable.faults.noise import wide
+from shaketable.faults.noise import told, wide
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,10 @@ def top(x: Tensor, scope: Scope, block: int) -> Tensor:
     """The largest finite magnitude over the scope, broadcastable to `x`, in the type arithmetic is done in."""
     a = wide(x.detach()).abs()
     a = a.where(a.isfinite(), 0.0)
+    if a.numel() == 0:
+        return a.sum()
     if scope == "tensor" or x.dim() == 0:
-        return a.max() if a.numel() else a.sum()
+        return a.max()
     if scope == "token":
         return a.amax(-1, keepdim=True)
     parts = split_blocks(a, block)
@@ -46,7 +48,7 @@ class DeadZone(MagnitudeFault):
     magnitude: Magnitude = Field(le=1)
     scope: Scope = "tensor"
     """What the maximum is taken over."""
-    block: int = Field(default=32, ge=1)
+    block: int = Field(default=32, ge=1, lt=2**31)
     """Values that share one maximum when the scope is `block`."""
 
     def _dead(self, x: Tensor) -> Tensor:
@@ -59,9 +61,10 @@ class DeadZone(MagnitudeFault):
         assert x is not None
         return g.masked_fill(self._dead(x), 0.0)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         """The largest zeroed value as a fraction of its maximum: just under the threshold."""
-        part = (wide(clean).abs() / top(clean, self.scope, self.block))[(faulty == 0) & (clean != 0)]
+        zeroed = told(clean, faulty, lanes) & (faulty == 0) & (clean != 0)
+        part = (wide(clean).abs() / top(clean, self.scope, self.block))[zeroed]
         return float(part.max()) if part.numel() else None
 
 
@@ -72,7 +75,7 @@ class Saturation(MagnitudeFault):
     saves_input: ClassVar[bool] = True
     scope: Scope | Literal["absolute"] = "tensor"
     """What the maximum is taken over; with `absolute`, the magnitude itself is the ceiling."""
-    block: int = Field(default=32, ge=1)
+    block: int = Field(default=32, ge=1, lt=2**31)
     """Values that share one maximum when the scope is `block`."""
 
     def _ceiling(self, x: Tensor) -> Tensor | float:
@@ -88,8 +91,8 @@ class Saturation(MagnitudeFault):
         assert x is not None
         return g.masked_fill(wide(x).abs() > self._ceiling(x), 0.0)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        cut = clean != faulty
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        cut = told(clean, faulty, lanes) & (clean != faulty)
         if not bool(cut.any()):
             return None
         unit = wide(faulty).abs()

@@ -27,18 +27,27 @@ from shaketable.faults.blocks import join_blocks, split_blocks
 from shaketable.faults.clipping import Scope
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from shaketable.faults.generator import Draw
 
 E4M3_MAX, E5M2_MAX, E2M1_MAX, E4M3_TINY = 448.0, 57344.0, 6.0, 2.0**-6
+TINY, HUGE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest normal and the largest finite float32: scales and their inverses stay between them."""
+
+
+def over(x: Tensor, number: float) -> Tensor:
+    """x / number, correctly rounded: an accelerator multiplies by the inverse of a plain number."""
+    return x / x.new_full((), number)
 
 
 def round_to_step(x: Tensor, step: Tensor, noise: Tensor | None) -> Tensor:
     """x to a multiple of `step` (a power of two): to nearest even, or up with the probability of the remainder."""
     scaled = x / step
-    return (scaled.round() if noise is None else (scaled + noise).floor()) * step
+    if noise is None:
+        return scaled.round() * step
+    low = scaled.floor()
+    return (low + (noise < scaled - low)) * step
 
 
 def to_grid(x: Tensor, mantissa: int, smallest: int, largest: float, noise: Tensor | None = None) -> Tensor:
@@ -77,6 +86,15 @@ class Format(FaultBase):
     def is_steady(self) -> bool:
         return self.rounding == "even"
 
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        if x.numel() == 0:
+            return x.clone()
+        return self._coded(x, draw) if x.dim() else self._coded(x.unsqueeze(0), draw).squeeze(0)
+
+    def _coded(self, x: Tensor, draw: Draw) -> Tensor:
+        """`x` as the format holds it: at least one dimension and one value."""
+        raise NotImplementedError
+
     def _noise(self, x: Tensor, draw: Draw) -> Tensor | None:
         return draw.uniform(x) if self.rounding == "stochastic" else None
 
@@ -86,7 +104,7 @@ class MXFP4(Format):
 
     kind: Literal["mxfp4"] = "mxfp4"
 
-    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+    def _coded(self, x: Tensor, draw: Draw) -> Tensor:
         fast = native.mxfp4(x) if self.rounding == "even" else None
         return fast if fast is not None else self._plain(x, draw).to(x.dtype)
 
@@ -114,15 +132,13 @@ class NVFP4(Format):
 
     kind: Literal["nvfp4"] = "nvfp4"
 
-    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+    def _coded(self, x: Tensor, draw: Draw) -> Tensor:
         w = x.float()
-        whole = w.abs().amax() / (E4M3_MAX * E2M1_MAX)
-        if not bool(whole > 0) and not bool(whole.isnan()):
-            return x.clone()
+        whole = over(w.abs().amax(), E4M3_MAX * E2M1_MAX).clamp_min(TINY)
         blocks = split_blocks(w, 16)
-        share = blocks.abs().amax(-1, keepdim=True) / E2M1_MAX / whole
+        share = over(blocks.abs().amax(-1, keepdim=True), E2M1_MAX) / whole
         scale = to_e4m3(share.clamp(E4M3_TINY, E4M3_MAX))
-        scaled = (blocks * ((1.0 / whole) / scale)).clamp(-E2M1_MAX, E2M1_MAX)
+        scaled = (blocks * ((1.0 / whole) / scale).clamp_max(HUGE)).clamp(-E2M1_MAX, E2M1_MAX)
         coded = to_e2m1(scaled, self._noise(scaled, draw)) * (whole * scale)
         return join_blocks(coded, x.shape[-1]).to(x.dtype)
 
@@ -135,7 +151,7 @@ class _FP8(Format):
     def _cast(self, x: Tensor, noise: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+    def _coded(self, x: Tensor, draw: Draw) -> Tensor:
         w = x.float()
         parts = split_blocks(w, 128) if self.scope == "block" else w
         scale = self._scale(parts)
@@ -147,7 +163,8 @@ class _FP8(Format):
             return parts.new_ones(())
         a = parts.abs()
         highest = a.amax() if self.scope == "tensor" else a.amax(-1, keepdim=True)
-        return (highest / self.largest).where(highest != 0, 1.0)
+        scale = over(highest, self.largest)
+        return scale.where(scale != 0, 1.0)
 
 
 class FP8E4M3(_FP8):

@@ -51,9 +51,14 @@ class Draw:
     reference: Tensor | None = None
     """The statistic of `Fault.reference`, taken at first use."""
 
+    @property
+    def normal_key(self) -> int:
+        """What `normals` and the fused kernels are keyed by: the hash of an element needs a key that is well mixed."""
+        return mix64(self.key ^ 0xD1CE)
+
     def normal(self, x: Tensor) -> Tensor:
         """Standard normals, float32, in the shape and on the device of `x`."""
-        return normals(x.numel(), self.key, x.device).view(x.shape)
+        return normals(x.numel(), self.normal_key, x.device).view(x.shape)
 
     def uniform(self, x: Tensor, stream: int = 0) -> Tensor:
         """Uniforms in [0, 1), float32, in the shape and on the device of `x`."""

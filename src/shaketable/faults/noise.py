@@ -28,19 +28,35 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype.itemsize >= 4 else x.float()
 
 
+def middle(x: Tensor) -> Tensor:
+    """Mean of the finite values, as a zero-dimensional tensor; summed in memory order, whatever the layout."""
+    w = wide(x).contiguous()
+    finite = w.isfinite()
+    return w.where(finite, 0.0).sum() / finite.sum().clamp_min(1)
+
+
 def spread(x: Tensor) -> Tensor:
     """Standard deviation of the finite values, as a zero-dimensional tensor."""
-    w = wide(x)
+    w = wide(x).contiguous()
     finite = w.isfinite()
-    count = finite.sum().clamp_min(1)
-    mean = w.where(finite, 0.0).sum() / count
-    square = (w - mean).where(finite, 0.0).square().sum()
-    return (square / count).sqrt()
+    square = (w - middle(w)).where(finite, 0.0).square().sum()
+    return (square / finite.sum().clamp_min(1)).sqrt()
+
+
+def told(clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Tensor:
+    """Which values of a before/after pair tell a magnitude: the finite ones in faulty lanes."""
+    finite = clean.isfinite() & faulty.isfinite()
+    return finite if lanes is None else finite & lanes
+
+
+def deviation(clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Tensor:
+    """faulty − clean where it tells, flat, in float64."""
+    return (faulty.double() - clean.double())[told(clean, faulty, lanes)]
 
 
 def rms(x: Tensor) -> float:
-    """Root mean square, in float64."""
-    return float(x.double().square().mean().sqrt())
+    """Root mean square, in float64; 0 of nothing."""
+    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
 class RelativeGaussian(MagnitudeFault):
@@ -50,7 +66,7 @@ class RelativeGaussian(MagnitudeFault):
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        fast = native.add_noise(x, self.magnitude, draw.key, relative=True)
+        fast = native.add_noise(x, self.magnitude, draw.normal_key, relative=True)
         if fast is not None:
             return fast
         w = wide(x)
@@ -59,9 +75,9 @@ class RelativeGaussian(MagnitudeFault):
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         return self.apply(g, draw)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        c, f = wide(clean).double(), wide(faulty).double()
-        ratio = ((f - c) / c)[(c != 0) & c.isfinite() & f.isfinite()]
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        c, f = clean.double(), faulty.double()
+        ratio = ((f - c) / c)[told(clean, faulty, lanes) & (c != 0)]
         return rms(ratio) if ratio.numel() else None
 
 
@@ -72,13 +88,13 @@ class AbsoluteGaussian(MagnitudeFault):
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        fast = native.add_noise(x, self.magnitude, draw.key, relative=False)
+        fast = native.add_noise(x, self.magnitude, draw.normal_key, relative=False)
         if fast is not None:
             return fast
         return (wide(x) + draw.normal(x) * self.magnitude).to(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        return rms(wide(faulty) - wide(clean))
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        return rms(deviation(clean, faulty, lanes))
 
 
 class Noise(MagnitudeFault):
@@ -90,8 +106,8 @@ class Noise(MagnitudeFault):
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         return (wide(x) + draw.normal(x) * (self.magnitude * spread(x))).to(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        return rms(wide(faulty) - wide(clean)) / max(float(spread(clean)), 1e-300)
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        return rms(deviation(clean, faulty, lanes)) / max(float(spread(clean)), 1e-300)
 
 
 class SystematicBias(MagnitudeFault):
@@ -103,8 +119,9 @@ class SystematicBias(MagnitudeFault):
         w = wide(x)
         return (w + w.sign() * self.magnitude).to(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        return float((wide(faulty) - wide(clean))[clean != 0].abs().double().mean())
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        off = (faulty.double() - clean.double()).abs()[told(clean, faulty, lanes) & (clean != 0)]
+        return float(off.mean()) if off.numel() else None
 
 
 class Bias(MagnitudeFault):
@@ -119,8 +136,9 @@ class Bias(MagnitudeFault):
         unit = draw.reference if draw.reference is not None else spread(x)
         return (wide(x) + self.magnitude * unit.to(x.device)).to(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        return float((wide(faulty) - wide(clean)).double().mean()) / max(float(spread(clean)), 1e-300)
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        off = deviation(clean, faulty, lanes)
+        return float(off.mean()) / max(float(spread(clean)), 1e-300) if off.numel() else None
 
 
 class Gain(MagnitudeFault):
@@ -134,8 +152,9 @@ class Gain(MagnitudeFault):
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         return self.apply(g, draw)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
-        c, f = wide(clean).double(), wide(faulty).double()
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        seen = told(clean, faulty, lanes)
+        c, f = clean.double()[seen], faulty.double()[seen]
         return float(((f - c) * c).sum() / (c * c).sum())
 
 
@@ -168,14 +187,17 @@ class NonDeterminism(MagnitudeFault):
         w = wide(x)
         if self.mode == "inconsistent":
             return (w + draw.normal(x) * (math.sqrt(self.magnitude - 1.0) * spread(x))).to(x.dtype)
-        mean = w.mean()
+        mean = middle(x)
         return (mean + (w - mean) * self._factor(draw)).to(x.dtype)
 
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         return g if self.mode == "inconsistent" else (wide(g) * self._factor(draw)).to(g.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor) -> float | None:
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         before = max(float(spread(clean)) ** 2, 1e-300)
         if self.mode == "inconsistent":
-            return 1.0 + rms(wide(faulty) - wide(clean)) ** 2 / before
-        return 2.0 * float(spread(faulty)) ** 2 / before - 1.0
+            return 1.0 + rms(deviation(clean, faulty, lanes)) ** 2 / before
+        seen = told(clean, faulty, lanes)
+        mean = middle(clean).double()
+        grown = (faulty.double() - mean)[seen].square().sum() / (clean.double() - mean)[seen].square().sum()
+        return 2.0 * float(grown) - 1.0

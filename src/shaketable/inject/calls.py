@@ -109,7 +109,9 @@ class Calls:
         if parent is not None:
             n = parent.count(entry)
             moment = mix64(parent.moment ^ ((entry.index << 20) + n))
-            frame = Frame(entry, moment, parent.phase, _first(entry.layer, parent.layer), _named(entry, parent), parent.recomputing)
+            frame = Frame(
+                entry, moment, parent.phase, _first(entry.layer, parent.layer), _named(entry, parent), parent.recomputing
+            )
         else:
             frame = self._outermost(entry, args, kwargs)
         if not frame.recomputing and (torch.is_grad_enabled() or entry.module.training):

@@ -393,7 +393,7 @@ class Attached:
             module = part.module
             if module not in self.skip and callable(getattr(type(module), "generate", None)):
                 self.generators.append((module, module.__dict__.get("generate")))
-                module.__dict__["generate"] = as_rollout(module.generate)
+                module.__dict__["generate"] = as_rollout(getattr(module, "generate"))  # noqa: B009
 
     def unhook(self) -> None:
         """Take every hook off again."""
@@ -438,7 +438,9 @@ def refuse(model: nn.Module) -> None:
         raise PlanError(f"inject needs a torch.nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise PlanError(f"{name or type(model).__name__} is TorchScript, in which hooks do not fire; inject before scripting")
+            raise PlanError(
+                f"{name or type(model).__name__} is TorchScript, in which hooks do not fire; inject before scripting"
+            )
 
 
 def forget_compiled() -> None:

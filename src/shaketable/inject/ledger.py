@@ -71,9 +71,7 @@ class Measured:
         self._read_back(fault, clean, faulty, lanes)
 
     def _read_back(self, fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> None:
-        if lanes is not None:
-            clean, faulty = clean[lanes.expand_as(clean)], faulty[lanes.expand_as(faulty)]
-        found = fault.read_back(clean, faulty) if clean.numel() else None
+        found = fault.read_back(clean, faulty, lanes) if clean.numel() else None
         if found is not None and math.isfinite(found):
             self.magnitudes += 1
             self.magnitude += found
@@ -269,9 +267,7 @@ class Ledger:
     @classmethod
     def for_plan(cls, plan: Plan, kernel: str) -> Ledger:
         """An empty ledger."""
-        sites = [
-            SiteLedger(c.site.text(), c.fault.text(), c.fault.asked(), static=c.site.level != "op") for c in plan.clauses
-        ]
+        sites = [SiteLedger(c.site.text(), c.fault.text(), c.fault.asked(), static=c.site.level != "op") for c in plan.clauses]
         return cls(plan.text(), plan.seed, sites, kernel)
 
     @property

@@ -41,7 +41,9 @@ def build_table(ledger: Ledger) -> Table:
 def remarks(ledger: Ledger) -> list[str]:
     """What a reader of the table should know."""
     lines = [f"{s.site}: {remark}" for s in ledger.sites if (remark := s.remark())]
-    lines += [f"{s.site}: {s.fused} fused attention calls; their inner products are not exposed" for s in ledger.sites if s.fused]
+    lines += [
+        f"{s.site}: {s.fused} fused attention calls; their inner products are not exposed" for s in ledger.sites if s.fused
+    ]
     return lines + ledger.inert()
 
 

@@ -89,8 +89,7 @@ class Tap:
         blow = self._blow(frame, backward=False, salt=0)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return self.strike(x, blow)
-        function = StraightStrike if self.straight else Strike
-        result: Tensor = function.apply(x, self, blow)
+        result: Tensor = StraightStrike.apply(x, self, blow) if self.straight else Strike.apply(x, self, blow)
         return result
 
     def echo(self, x: Tensor, frame: Frame, argument: int = 0) -> Tensor:
@@ -179,7 +178,7 @@ class Strike(torch.autograd.Function):
         return tap.strike(x, blow)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         saved = ctx.saved_tensors
         return ctx.tap.pull_back(g, saved[0] if saved else None, ctx.blow), None, None
@@ -206,6 +205,6 @@ class Echo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         return ctx.tap.strike(g, ctx.blow, backward=True), None, None

@@ -133,7 +133,7 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
 
 
 def _dress(module: nn.Module, found: WeightTaps) -> None:
-    module.__class__ = _subclass(found.original, tuple(sorted({t.name for t in found.taps})))
+    module.__class__ = _subclass(found.original, tuple(sorted({t.name for t in found.taps})))  # type: ignore[arg-type]
 
 
 @functools.cache

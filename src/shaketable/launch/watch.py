@@ -35,9 +35,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.busy: set[str] = set()
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in WATCHED or fullname in self.busy:
             return None
         self.busy.add(fullname)

@@ -15,7 +15,8 @@ words = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_to
 words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 config = LlamaConfig(
-    vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0, eos_token_id=1
+    vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    pad_token_id=0, eos_token_id=1,
 )  # fmt: skip
 model = LlamaForCausalLM(config)
 
