@@ -277,7 +277,7 @@ def test_law_8_accumulated_micro_batches_keep_their_noise_apart(tiny_llama):
         "dead_zone:0.01,scope=token",
         "spike:2,mode=max,rate=0.1",
         "noise:0.1",
-        "saturation:0.1",
+        "saturation:0.001",
         "gain:0.2",
         "bit_flip:0.1",
         "truncation:3",

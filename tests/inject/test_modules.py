@@ -1,6 +1,8 @@
 """Module and layer sites, their points, their order, and what contains the tensor."""
 
 import collections
+import copy
+import pickle
 import threading
 
 import pytest
@@ -142,6 +144,7 @@ def test_the_output_of_a_layer_is_the_input_of_the_next(tiny_llama):
 
 def test_generate_is_a_rollout_by_itself_and_an_explicit_phase_wins(tiny_llama):
     options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    before = tiny_llama.generate.__func__
     with st.inject(tiny_llama, "gain:0.1@layer.0") as ledger:
         tiny_llama.generate(ids(), **options)
         tiny_llama(ids())
@@ -152,7 +155,7 @@ def test_generate_is_a_rollout_by_itself_and_an_explicit_phase_wins(tiny_llama):
             tiny_llama.generate(ids(), **options)
     forward = {k: v["forward"] for k, v in ledger.sites[0].by("phase").items()}
     assert forward == {"rollout": 2, "eval": 3, "train": 1}
-    assert "generate" not in tiny_llama.__dict__
+    assert tiny_llama.generate.__func__ is before
 
 
 def test_a_phase_filter_leaves_other_phases_clean(tiny_llama):
@@ -234,3 +237,48 @@ def test_models_of_every_type(tiny_llama, dtype):
         model(ids(), labels=ids()).loss.backward()
     assert all(site.forward for site in ledger.sites)
     assert all(p.grad.dtype == dtype for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "gain:1@module.linear,point=input+output",
+        "gain:1@module.linear+rmsnorm,point=weight",
+        "gain:1@layer.all",
+        "gain:1@op.all",
+    ],
+)
+def test_a_copy_made_meanwhile_is_clean_and_so_is_a_pickle(tiny_llama, plan):
+    clean = tiny_llama(ids()).logits
+    kinds = [type(m) for m in tiny_llama.modules()]
+    with st.inject(tiny_llama, plan) as ledger:
+        tiny_llama(ids())
+        fires = ledger.forward
+        twin = copy.deepcopy(tiny_llama)
+        assert torch.equal(twin(ids()).logits, clean)
+        assert twin.generate.__self__ is twin
+        assert torch.equal(pickle.loads(pickle.dumps(tiny_llama))(ids()).logits, clean)
+        assert [type(m) for m in twin.modules()] == kinds
+        assert ledger.forward == fires
+    assert torch.equal(tiny_llama(ids()).logits, clean)
+    assert torch.equal(twin(ids()).logits, clean)
+
+
+def test_an_interrupted_forward_leaves_no_trace(tiny_llama):
+    class Interrupt(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    injection = st.inject(tiny_llama, "gain:1@layer.0", allow_inert=True).enable()
+    norm, tiny_llama.model.norm = tiny_llama.model.norm, Interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        tiny_llama(ids())
+    tiny_llama.model.norm = norm
+    injection.disable().enable()
+    with st.phase("train"):
+        tiny_llama(ids())
+    injection.close()
+    assert injection.ledger.sites[0].by("phase") == {
+        "eval": {"forward": 1, "backward": 0},
+        "train": {"forward": 1, "backward": 0},
+    }

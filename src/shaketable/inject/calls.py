@@ -27,8 +27,8 @@ from shaketable.faults.generator import mix64
 from shaketable.plan import PHASES
 from shaketable.sites.phases import current_phase
 
-_REMEMBERED = 4096
-"""Inputs remembered per module; more than a checkpointed step ever keeps alive."""
+_REMEMBERED = 256
+"""Calls remembered per module: more than the micro-batches that are between forward and backward at any time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -138,9 +138,8 @@ class Calls:
         self.stack.append(frame)
 
     def pop(self) -> None:
-        """Close the innermost frame; harmless when none is open (the hook was added during the call)."""
-        if self.stack:
-            self.stack.pop()
+        """Close the innermost frame."""
+        self.stack.pop()
 
 
 def in_backward() -> bool:

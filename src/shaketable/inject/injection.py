@@ -25,13 +25,14 @@ from shaketable.errors import NoMatchError, PlanError
 from shaketable.faults import FaultBase, MagnitudeFault, native
 from shaketable.inject import compiled, operators, weights
 from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.hooks import Hook
 from shaketable.inject.ledger import Ledger, Spot
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.taps import Tap
 from shaketable.plan import Plan
 from shaketable.sites.anatomy import Anatomy, Part
 from shaketable.sites.match import Target, check_layers, targets
-from shaketable.sites.phases import as_rollout, current_phase
+from shaketable.sites.phases import mark_generate, unmark_generate
 
 
 def inject(
@@ -111,6 +112,8 @@ class Injection:
             raise PlanError("this injection is closed; make a new one with inject()")
         for model in self.models:
             model.hook()
+        if not self.enabled:
+            self.calls.stack.clear()
         self.enabled = True
         self._push_mode()
         return self
@@ -245,25 +248,29 @@ class Injection:
             if self.has_operators:
                 self.tracing.append(entry)
             return
+        if not self.enabled:
+            return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
         self.calls.push(frame)
-        if outermost and self.enabled and self._push_mode():
+        if outermost and self._push_mode():
             frame.counts["mode"] = 1
 
-    def leave(self) -> None:
-        """A module returns, or raises."""
+    def leave(self, entry: Entry) -> None:
+        """A module returns, or raises. Its frame is open unless the injection was off when it was called."""
         if torch.compiler.is_compiling():
             if self.has_operators:
                 self.tracing.pop()
             return
         frame = self.calls.top()
-        if frame is not None and "mode" in frame.counts:
+        if frame is None or frame.entry is not entry:
+            return
+        if "mode" in frame.counts:
             self._drop_mode()
         self.calls.pop()
 
 
-class Attached:
+class Attached(Hook):
     """The plan on one model: what it matches, and its hooks."""
 
     def __init__(
@@ -286,7 +293,7 @@ class Attached:
         self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.hooks: list[RemovableHandle] = []
-        self.generators: list[tuple[nn.Module, Any]] = []
+        self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
         for i, found in enumerate(matched):
             for target in found:
@@ -360,15 +367,15 @@ class Attached:
             entries.append(entry)
             self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
         for (_, point), (module, taps) in self.points.items():
-            hook = ModuleTaps(taps, self.injection.calls, self.entries[id(module)])
-            self.hooks.append(hook.install(module, point))
+            hook = ModuleTaps(point, taps, self.injection.calls, self.entries[id(module)])
+            self.hooks.append(hook.install(module))
         for entry in entries:
             if entry.atomic:
                 self._hook_operator(entry)
         for module, tap in self.weights:
             weights.add_tap(module, tap)
         for entry in entries:
-            leave = _Leave(self.injection)
+            leave = _Leave(self.injection, entry)
             self.hooks.append(entry.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
         self._mark_generate()
         forget_compiled()
@@ -379,9 +386,9 @@ class Attached:
         taps = self.injection._operator_taps.get((self.owner, entry.layer, entry.atomic, entry.excluded), [])
         if not taps:
             return
-        hook = operators.OperatorModule(self.injection, entry, taps)
-        self.hooks.append(entry.module.register_forward_pre_hook(hook.on_input, with_kwargs=True))
-        self.hooks.append(entry.module.register_forward_hook(hook.on_output, with_kwargs=True))
+        hook = operators.OperatorModule(self.injection, taps)
+        self.hooks.append(entry.module.register_forward_pre_hook(hook, with_kwargs=True))
+        self.hooks.append(entry.module.register_forward_hook(hook, with_kwargs=True))
         if entry.module._parameters.get("weight") is not None:
             for tap in hook.echoes:
                 own = weights.WeightTap("weight", tap, self.injection.calls, entry, echo_only=True)
@@ -391,9 +398,8 @@ class Attached:
         """`generate` of this model is a rollout by itself."""
         for part in self.anatomy.parts:
             module = part.module
-            if module not in self.skip and callable(getattr(type(module), "generate", None)):
-                self.generators.append((module, module.__dict__.get("generate")))
-                module.__dict__["generate"] = as_rollout(getattr(module, "generate"))  # noqa: B009
+            if module not in self.skip and (home := mark_generate(type(module))) is not None:
+                self.generators.append(home)
 
     def unhook(self) -> None:
         """Take every hook off again."""
@@ -403,15 +409,13 @@ class Attached:
             hook.remove()
         for module, tap in self.weights:
             weights.remove_taps(module, {tap.tap})
-        for module, own in reversed(self.generators):
-            module.__dict__.pop("generate", None)
-            if own is not None:
-                module.__dict__["generate"] = own
+        for home in self.generators:
+            unmark_generate(home)
         self.hooks, self.generators = [], []
         forget_compiled()
 
 
-class _Enter:
+class _Enter(Hook):
     """Forward pre-hook of a module that opens a frame."""
 
     def __init__(self, injection: Injection, entry: Entry) -> None:
@@ -422,14 +426,15 @@ class _Enter:
         self.injection.enter(self.entry, args, kwargs)
 
 
-class _Leave:
+class _Leave(Hook):
     """Forward hook of a module that opened a frame; runs also when the module raises."""
 
-    def __init__(self, injection: Injection) -> None:
+    def __init__(self, injection: Injection, entry: Entry) -> None:
         self.injection = injection
+        self.entry = entry
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.injection.leave()
+        self.injection.leave(self.entry)
 
 
 def refuse(model: nn.Module) -> None:
@@ -450,4 +455,4 @@ def forget_compiled() -> None:
         torch._dynamo.reset()
 
 
-__all__ = ["Injection", "current_phase", "inject"]
+__all__ = ["Attached", "Injection", "inject"]

@@ -11,34 +11,38 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.errors import PlanError
 from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
 from shaketable.inject.tensors import change_first, change_input
 
 
-class ModuleTaps:
+class ModuleTaps(Hook):
     """The taps at one point of one module."""
 
-    def __init__(self, taps: list[Tap], calls: Calls, entry: Entry) -> None:
+    def __init__(self, point: str, taps: list[Tap], calls: Calls, entry: Entry) -> None:
+        self.point = point
         self.taps = taps
         self.calls = calls
         self.entry = entry
 
-    def install(self, module: nn.Module, point: str) -> RemovableHandle:
+    def install(self, module: nn.Module) -> RemovableHandle:
         """Hook the module at this point."""
-        if point == "input":
-            return module.register_forward_pre_hook(self.on_input, with_kwargs=True)
-        return module.register_forward_hook(self.on_output, with_kwargs=True)
+        if self.point == "input":
+            return module.register_forward_pre_hook(self, with_kwargs=True)
+        return module.register_forward_hook(self, with_kwargs=True)
 
-    def on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
+        """Forward pre-hook, or forward hook."""
+        return self._on_output(args, kwargs, output[0]) if output else self._on_input(args, kwargs)
+
+    def _on_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = self._frame(args, kwargs)
         args, kwargs, found = change_input(args, kwargs, lambda x: self._touch(x, frame))
         if not found:
             raise PlanError(f"{self.taps[0].site.label}: {self.taps[0].name} was called without a tensor to change")
         return args, kwargs
 
-    def on_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forward hook."""
+    def _on_output(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         frame = self._frame(args, kwargs)
         output, found = change_first(output, lambda x: self._touch(x, frame))
         if not found:

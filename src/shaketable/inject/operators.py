@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shaketable.inject import compiled
-from shaketable.inject.calls import Entry
+from shaketable.inject.hooks import Hook
 from shaketable.inject.tensors import change_first, change_input
 from shaketable.plan import OPS
 from shaketable.sites.anatomy import Part
@@ -94,23 +94,20 @@ def atomic_family(part: Part) -> str | None:
     return next((family for family in ("gelu", "silu") if family in kind), None)
 
 
-class OperatorModule:
+class OperatorModule(Hook):
     """A module taken as one operator: echoes on its input and weight, strikes on its output."""
 
-    def __init__(self, injection: Injection, entry: Entry, taps: list[Tap]) -> None:
+    def __init__(self, injection: Injection, taps: list[Tap]) -> None:
         self.injection = injection
-        self.entry = entry
         self.echoes = [tap for tap in taps if "backward" in tap.site.directions]
         self.strikes = [tap for tap in taps if "forward" in tap.site.directions]
 
-    def on_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
+        """Forward pre-hook and forward hook."""
+        if output:
+            return change_first(output[0], self._strike)[0]
         args, kwargs, _ = change_input(args, kwargs, self._echo)
         return args, kwargs
-
-    def on_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forward hook."""
-        return change_first(output, self._strike)[0]
 
     def _echo(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
 
 _SLOT = "_shaketable_weights"
@@ -56,11 +57,12 @@ class WeightTaps:
         self.tracing = False
         self._cache: dict[WeightTap, tuple[object, Tensor]] = {}
         self.hooks = [
-            module.register_forward_pre_hook(self._begin, with_kwargs=True),
-            module.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(_Around(self), with_kwargs=True),
+            module.register_forward_hook(_Around(self), with_kwargs=True, always_call=True),
         ]
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called: make its faulty weights."""
         if torch.compiler.is_compiling():
             self.tracing = True
             return
@@ -89,7 +91,8 @@ class WeightTaps:
         self._cache[own] = (state, faulty)
         return faulty
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def end(self) -> None:
+        """The module returns, or raises: forget them."""
         if torch.compiler.is_compiling():
             self.tracing = False
             return
@@ -105,6 +108,19 @@ class WeightTaps:
             return parameter
         values: dict[str, Tensor] = self.local.__dict__.get("values", {})
         return values.get(name, parameter)
+
+
+class _Around(Hook):
+    """Forward pre-hook and forward hook of a module with weight taps."""
+
+    def __init__(self, taps: WeightTaps) -> None:
+        self.taps = taps
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        if output:
+            self.taps.end()
+        else:
+            self.taps.begin(module, args, kwargs)
 
 
 def add_tap(module: nn.Module, tap: WeightTap) -> None:
@@ -138,9 +154,18 @@ def _dress(module: nn.Module, found: WeightTaps) -> None:
 
 @functools.cache
 def _subclass(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    body: dict[str, Any] = {name: _reader(name) for name in names}
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        """Copies and pickles are of the original class, and clean."""
+        state: Any = original.__reduce_ex__(self, protocol)[2]
+        return _new, (original,), {k: v for k, v in state.items() if k != _SLOT}
+
+    body: dict[str, Any] = {name: _reader(name) for name in names} | {"__reduce_ex__": __reduce_ex__}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original.__name__, (original,), body)
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 def _reader(name: str) -> property:

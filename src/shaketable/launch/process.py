@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shaketable.inject.calls import Entry, Frame
 from shaketable.inject.injection import Attached, Injection
+from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.tensors import change_input
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
@@ -46,6 +47,7 @@ class ProcessInjection(Injection):
         super().__init__(plan, allow_inert=True)
         self.seen: WeakSet[nn.Module] = WeakSet()
         self.roots: WeakSet[nn.Module] = WeakSet()
+        self.attaching = threading.RLock()
         self.names: list[str] = []
         self.unmatched: list[str] = []
         self._loose = Entry(0, nn.Identity(), None, _LOOSE)
@@ -64,11 +66,19 @@ class ProcessInjection(Injection):
 
     def on_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global forward pre-hook: attach the plan to a model that is called for the first time."""
-        if torch.compiler.is_compiling() or module in self.seen or self.calls.stack:
+        if torch.compiler.is_compiling() or module in self.seen:
             return None
-        before = len(module._forward_pre_hooks)
-        self._attach_root(module)
+        with self.attaching:
+            if module in self.seen or self._was_added(module):
+                return None
+            before = len(module._forward_pre_hooks)
+            self._attach_root(module)
         return self._catch_up(module, args, list(module._forward_pre_hooks.values())[before:])
+
+    def _was_added(self, module: nn.Module) -> bool:
+        """Whether the module was put into a model that had been attached before: an adapter, added later."""
+        frame = self.calls.stack[0] if self.calls.stack else None
+        return frame is not None and any(module is m for m in frame.entry.module.modules())
 
     def _attach_root(self, root: nn.Module) -> None:
         attached = None
@@ -86,7 +96,7 @@ class ProcessInjection(Injection):
         """Run the hooks that came too late for the call they were added in."""
         has_tensor = change_input(args, {}, lambda x: x)[2]
         for hook in hooks:
-            if not has_tensor and getattr(hook, "__name__", "") == "on_input":
+            if not has_tensor and isinstance(hook, ModuleTaps):
                 continue
             result = hook(module, args, {})
             args = args if result is None else result[0]
@@ -114,6 +124,7 @@ class LedgerFile:
         """A forked child has a ledger of its own, which starts from zero."""
         self.injection.ledger.clear()
         self.injection.calls._lock = threading.Lock()
+        self.injection.attaching = threading.RLock()
         self.fork = True
         self._begin()
 

@@ -8,6 +8,7 @@ that samples is an evaluation: the study we come from left its noise on during v
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,6 +36,37 @@ def phase(name: str) -> Iterator[None]:
 def current_phase(training: bool) -> str:
     """The phase now, for a model whose training flag is `training`."""
     return _explicit.get() or ("rollout" if _generating.get() else "train" if training else "eval")
+
+
+_marked: dict[type, tuple[Any, int]] = {}
+_lock = threading.Lock()
+
+
+def mark_generate(model_class: type) -> type | None:
+    """Make `generate` of a class a rollout by itself; returns the class to give to `unmark_generate`.
+
+    The method is wrapped where it is defined. All the wrapper does is to note that it is running, so models that no
+    plan acts on are not affected, and copies of a model carry nothing of it.
+    """
+    home = next((c for c in model_class.__mro__ if callable(c.__dict__.get("generate"))), None)
+    if home is None:
+        return None
+    with _lock:
+        original, users = _marked.get(home, (home.__dict__["generate"], 0))
+        if users == 0:
+            home.generate = as_rollout(original)  # type: ignore[attr-defined]
+        _marked[home] = (original, users + 1)
+    return home
+
+
+def unmark_generate(home: type) -> None:
+    """Undo one `mark_generate`; the last one puts the method back."""
+    with _lock:
+        original, users = _marked.pop(home)
+        if users > 1:
+            _marked[home] = (original, users - 1)
+        else:
+            home.generate = original  # type: ignore[attr-defined]
 
 
 def as_rollout(generate: Callable[..., Any]) -> Callable[..., Any]:
