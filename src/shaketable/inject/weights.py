@@ -154,12 +154,12 @@ def _dress(module: nn.Module, found: WeightTaps) -> None:
 
 @functools.cache
 def _subclass(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+    def reduce(self: nn.Module, protocol: Any) -> Any:
         """Copies and pickles are of the original class, and clean."""
         state: Any = original.__reduce_ex__(self, protocol)[2]
         return _new, (original,), {k: v for k, v in state.items() if k != _SLOT}
 
-    body: dict[str, Any] = {name: _reader(name) for name in names} | {"__reduce_ex__": __reduce_ex__}
+    body: dict[str, Any] = {name: _reader(name) for name in names} | {"__reduce_ex__": reduce}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original.__name__, (original,), body)
 
