@@ -181,6 +181,17 @@ def test_law_3_broken_lanes_stay_broken():
     assert int(broken[0].sum()) == 10
 
 
+def test_law_3_ranks_and_runs_share_the_broken_lanes():
+    layer, x = nn.Linear(8, 40), torch.ones(1, 8)
+
+    def broken(**keys):
+        with st.inject(layer, "gain:1,sparsity=0.25@module.linear", **keys):
+            return layer(x) != torch.nn.functional.linear(x, layer.weight, layer.bias)
+
+    assert torch.equal(broken(seed=5), broken(seed=5, rank=1))
+    assert not torch.equal(broken(seed=5), broken(seed=6))
+
+
 # 7. Measured equals asked
 
 
