@@ -45,7 +45,7 @@ def shaken(model: Any, plan: str) -> Iterator[Any]:
     """A copy of the model under a plan. The operator mode is left to the forward pass, so that clean runs are clean."""
     copied = copy.deepcopy(model)
     injection = st.inject(copied, plan, seed=0, allow_inert=True).enable()
-    injection._drop_mode()
+    injection.drop_mode()
     yield copied
     injection.close()
 

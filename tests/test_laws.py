@@ -6,6 +6,7 @@ import random
 import numpy
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import shaketable as st
@@ -305,3 +306,75 @@ def test_law_7_holds_in_sparse_lanes_next_to_a_massive_channel(fault):
     site = ledger.to_dict()["sites"][0]
     assert site["measured_magnitude"] == pytest.approx(site["asked"], rel=0.15)
     assert site["remark"] is None
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints a leaf, a bare product, two modules at once, or one container."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.SiLU())
+        self.second = nn.Sequential(nn.Linear(8, 8))
+        self.leaf = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, reentrant=None):
+        body = {
+            "leaf": lambda x: self.leaf(x).tanh(),
+            "product": lambda x: (x @ self.weight).tanh(),
+            "two": lambda x: self.second(self.first(x)).tanh(),
+            "container": lambda x: self.first(x).tanh(),
+        }[self.what]
+        for _ in range(2):
+            x = body(x) if reentrant is None else torch.utils.checkpoint.checkpoint(body, x, use_reentrant=reentrant)
+        return self.leaf(x).sum()
+
+
+@pytest.mark.parametrize("plan", ["module.linear", "op.matmul", "module.linear,point=weight"])
+@pytest.mark.parametrize("what", ["leaf", "product", "two", "container"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_law_8_whatever_is_checkpointed_sees_the_noise_of_the_first_pass(what, plan, reentrant):
+    torch.manual_seed(0)
+    model = Checkpointed(what)
+    results = []
+    for how in (None, reentrant):
+        x = torch.ones(3, 8, requires_grad=True)
+        model.zero_grad()
+        with st.inject(model, f"{NOISE}@{plan}", seed=1) as ledger:
+            loss = model(x, how)
+            loss.backward()
+        results.append(
+            (ledger.forward, ledger.backward, loss, x.grad, *(p.grad for p in model.parameters() if p.grad is not None))
+        )
+    assert results[0][:2] == results[1][:2]
+    assert same(results[0][2:], results[1][2:])
+    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator.__module__ == "torch.utils.checkpoint"
+    assert not hasattr(torch.utils.checkpoint.CheckpointFunction.forward, "__wrapped__")
+
+
+def test_law_2_an_interrupted_forward_does_not_colour_the_next(tiny_llama):
+    class Interrupt(nn.Module):
+        def forward(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    with st.inject(tiny_llama, f"{NOISE}@op.matmul", seed=1) as ledger:
+        norm, tiny_llama.model.norm = tiny_llama.model.norm, Interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            tiny_llama(ids())
+        tiny_llama.model.norm = norm
+        before = ledger.forward
+        with st.phase("train"):
+            tiny_llama(ids())
+    assert ledger.forward == before + 28
+    assert ledger.sites[0].by("phase")["train"]["forward"] == 28
+
+
+def test_law_2_gradients_after_the_context_are_clean(tiny_llama):
+    clean = step(tiny_llama)
+    tiny_llama.zero_grad()
+    with st.inject(tiny_llama, f"{NOISE}@op.matmul,direction=backward", allow_inert=True) as ledger:
+        loss = tiny_llama(ids(), labels=ids()).loss
+    loss.backward()
+    assert ledger.backward == 0
+    assert same([loss.detach(), *(p.grad for p in tiny_llama.parameters())], clean)

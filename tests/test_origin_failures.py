@@ -150,20 +150,28 @@ def test_11_lm_head_is_left_out_unless_named(tiny_llama):
     assert ledger.forward == 28
 
 
-def lora(model):
+def lora(model, task=None):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False))
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False, task_type=task)
+    return get_peft_model(model, config)
 
 
-def test_12_lora_adapters_are_left_out_unless_named(tiny_llama):
-    model = lora(tiny_llama)
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_12_lora_adapters_are_left_out_unless_named(tiny_llama, task):
+    model = lora(tiny_llama, task)
+    with st.inject(model, "relative_gaussian:0.1@op.matmul") as ledger:
+        model(input_ids=ids())
+    assert ledger.forward == 28
+    with st.inject(model, "mxfp4@module.linear,include=lora,point=weight") as ledger:
+        model(input_ids=ids())
+    assert ledger.forward == ledger.sites[0].matched == 28 + 16
     with st.inject(model, "mxfp4@module.linear") as ledger:
-        model(ids())
+        model(input_ids=ids())
     assert not any("lora" in spot for spot in ledger.sites[0].spots)
     with st.inject(model, f"{NOISE}@module.linear,include=lora") as ledger:
-        model(ids())
+        model(input_ids=ids())
     assert any("lora" in spot for spot in ledger.sites[0].spots)
 
 

@@ -35,14 +35,16 @@ def run(
     command = command[1:] if command[:1] == ["--"] else command
     if not command:
         raise PlanError("no program to run; write: shaketable run --plan PLAN -- python train.py")
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise PlanError(f"cannot write {json_file}: its folder does not exist")
     folder = ledger or Path("ledgers") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
     from shaketable.launch.runner import run_program
 
     result = run_program(resolved, command, folder, allow_inert=allow_inert)
+    _print(result)
     if json_file is not None:
         json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
-    _print(result)
     raise typer.Exit(result.exit_code)
 
 
@@ -55,6 +57,7 @@ def _print(result: object) -> None:
 
     assert isinstance(result, RunResult)
     console = Console(stderr=True, highlight=False)
+    console = console if console.is_terminal else Console(stderr=True, highlight=False, width=110)
     if result.ledger is not None:
         console.print(build_table(result.ledger))
         for line in remarks(result.ledger):

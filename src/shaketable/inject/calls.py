@@ -5,8 +5,9 @@ the phase and draws a new *moment*, a 64-bit number made from (step, phase, numb
 their moment from their parent's, so a moment names one call of one module in one pass, however often it is shared.
 
 Activation checkpointing calls a module a second time, inside backward and without its parents. That call must see the
-noise of the first one. It is recognised (a forward inside an autograd graph task, with no frame open) and finds its
-moment by the address of its input, which checkpointing has kept alive for exactly this purpose.
+noise of the first one: `recompute.py` opens the frames of the first call again. Where that is not possible (checkpointing
+that is not torch's own), a forward inside an autograd graph task with no frame open finds its moment by the address of its
+input, which checkpointing has kept alive for exactly this purpose.
 
 Frames live in thread-local storage, one stack per injection: threads and nested injections do not see each other.
 Rejected: a global "current layer" variable, which the study we come from used, and whose value in backward was whatever
@@ -15,9 +16,11 @@ layer came last in forward. Gradient errors here carry the frame of their forwar
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,6 +45,7 @@ class Entry:
     """Which of the models of the injection it belongs to."""
     excluded: str | None = None
     """lm_head, router or lora when the module is one or lies inside one."""
+    is_root: bool = False
     atomic: str | None = None
     """The operator family that the module as a whole is (an RMSNorm written out in Python)."""
     moments: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -66,6 +70,12 @@ class Frame:
     excluded: str | None
     recomputing: bool
     counts: dict[object, int] = field(default_factory=dict)
+    caller: FrameType | None = None
+    """The Python frame of an outermost call: gone from the stack when an interrupt went through it."""
+
+    def again(self) -> Frame:
+        """The same frame for a recomputation, counting on from here."""
+        return Frame(self.entry, self.moment, self.phase, self.layer, self.excluded, True, dict(self.counts))
 
     def count(self, who: object) -> int:
         """How often `who` has been counted in this frame before."""
@@ -105,6 +115,8 @@ class Calls:
 
     def open(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
         """The frame of a call of `entry`'s module, not yet pushed."""
+        if entry.is_root:
+            self._drop_dead()
         parent = self.top()
         if parent is not None:
             n = parent.count(entry)
@@ -135,7 +147,20 @@ class Calls:
 
     def push(self, frame: Frame) -> None:
         """Make `frame` the innermost one."""
+        if not self.stack:
+            frame.caller = sys._getframe(3)
         self.stack.append(frame)
+
+    def _drop_dead(self) -> None:
+        """Forget frames that a KeyboardInterrupt left open: torch's hooks do not run for those."""
+        caller = self.stack[0].caller if self.stack else None
+        here: FrameType | None = sys._getframe()
+        while caller is not None and here is not None:
+            if here is caller:
+                return
+            here = here.f_back
+        if caller is not None:
+            self.stack.clear()
 
     def pop(self) -> None:
         """Close the innermost frame."""

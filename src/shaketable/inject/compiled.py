@@ -55,7 +55,7 @@ def _forward_blow(tap: Tap) -> Blow | None:
     pending = _pending.setdefault(tap, [])
     if in_backward() and pending:
         moment, phase = pending.pop()
-        return tap.blow_at(moment, phase, backward=False, recomputing=True)
+        return tap.blow_at(moment, phase, (False, 0), recomputing=True)
     phase = current_phase(tap.injection.is_training)
     if not tap.acts_in(phase):
         return None
@@ -63,7 +63,7 @@ def _forward_blow(tap: Tap) -> Blow | None:
     if torch.is_grad_enabled() or tap.injection.is_training:
         pending.append((moment, phase))
         del pending[:-_PENDING_MAX]
-    return tap.blow_at(moment, phase, backward=False)
+    return tap.blow_at(moment, phase, (False, 0))
 
 
 @torch.library.custom_op("shaketable::strike", mutates_args=())
@@ -132,12 +132,18 @@ def _echo(g: Tensor, handle: int, argument: int) -> Tensor:
     if tap is None or not tap.acts_in(phase):
         return g.clone()
     moment = tap.injection.calls.new_moment((tap, argument + 1), phase)
-    return _laid_out_like(g, tap.strike(g, tap.blow_at(moment, phase, backward=True), backward=True))
+    return _laid_out_like(g, tap.strike(g, tap.blow_at(moment, phase, (True, argument)), backward=True))
 
 
 @_echo.register_fake
 def _(g: Tensor, handle: int, argument: int) -> Tensor:
     return torch.empty_like(g)
+
+
+def _is_operand(handle: int) -> bool:
+    """Whether the tensor goes into an operator, which will not overwrite it."""
+    tap = _taps.get(handle)
+    return tap is None or tap.straight
 
 
 class TracedEcho(torch.autograd.Function):
@@ -146,7 +152,7 @@ class TracedEcho(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, handle: int, argument: int) -> Tensor:
         ctx.handle, ctx.argument = handle, argument
-        return x.view_as(x)
+        return x.view_as(x) if _is_operand(handle) else x.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:

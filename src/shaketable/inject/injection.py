@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.faults import FaultBase, MagnitudeFault, native
-from shaketable.inject import compiled, operators, weights
+from shaketable.inject import compiled, operators, recompute, weights
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.hooks import Hook
 from shaketable.inject.ledger import Ledger, Spot
@@ -115,7 +115,7 @@ class Injection:
         if not self.enabled:
             self.calls.stack.clear()
         self.enabled = True
-        self._push_mode()
+        self.push_mode()
         return self
 
     def disable(self) -> Self:
@@ -129,9 +129,10 @@ class Injection:
             return
         self.enabled = False
         self.closed = True
-        self._drop_mode()
+        self.drop_mode()
         for model in self.models:
             model.unhook()
+        recompute.unwatch(self)
         if check and not self.allow_inert:
             self.ledger.check()
 
@@ -221,7 +222,7 @@ class Injection:
 
     # ---- the operator mode, per thread
 
-    def _push_mode(self) -> bool:
+    def push_mode(self) -> bool:
         """Put our mode on in this thread, unless it is on.
 
         The stack itself is asked: `loss.backward()` runs through our mode and so runs with it off, and a recomputed
@@ -232,7 +233,7 @@ class Injection:
         self._mode.__enter__()
         return True
 
-    def _drop_mode(self) -> None:
+    def drop_mode(self) -> None:
         """Take our mode out of this thread's stack, wherever in it it is."""
         if self._mode is None or self._mode not in torch.overrides._get_current_function_mode_stack():
             return
@@ -253,7 +254,7 @@ class Injection:
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
         self.calls.push(frame)
-        if outermost and self._push_mode():
+        if outermost and self.push_mode():
             frame.counts["mode"] = 1
 
     def leave(self, entry: Entry) -> None:
@@ -266,7 +267,7 @@ class Injection:
         if frame is None or frame.entry is not entry:
             return
         if "mode" in frame.counts:
-            self._drop_mode()
+            self.drop_mode()
         self.calls.pop()
 
 
@@ -289,6 +290,8 @@ class Attached(Hook):
         self.unmatched: list[str] = []
         self.prefix = f"model{owner}." if owner else ""
         self.anatomy = Anatomy.of(model)
+        reasons = {p.name: self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
+        self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora")}
         self.entries: dict[int, Entry] = {}
         self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
@@ -336,11 +339,9 @@ class Attached(Hook):
 
     def _excluded(self, part: Part) -> str | None:
         """The reason this part, or one above it, is left out by default; embeddings hold no covered operator."""
-        for other in self.anatomy.parts:
-            above = part.name == other.name or part.name.startswith(f"{other.name}.")
-            if above and other.name and (reason := self.anatomy.excluded(other)) in ("lm_head", "router", "lora"):
-                return reason
-        return None
+        words = part.name.split(".")
+        paths = (".".join(words[: i + 1]) for i in range(len(words)))
+        return next((self.left_out[path] for path in paths if path in self.left_out), None)
 
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
         """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions."""
@@ -364,6 +365,7 @@ class Attached(Hook):
         for part, atomic in [*wrapped, *framed]:
             entry = self._entry(part)
             entry.atomic = atomic
+            entry.is_root = part.module is self.model
             entries.append(entry)
             self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
         for (_, point), (module, taps) in self.points.items():
@@ -378,6 +380,7 @@ class Attached(Hook):
             leave = _Leave(self.injection, entry)
             self.hooks.append(entry.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
         self._mark_generate()
+        recompute.watch(self.injection)
         forget_compiled()
 
     def _hook_operator(self, entry: Entry) -> None:

@@ -190,14 +190,14 @@ class Operators(TorchFunctionMode):
             self.injection.note_fused(frame)
         if not taps:
             return func(*args, **kwargs)
-        args, kwargs = _echo_all(taps, args, kwargs, frame)
+        args, kwargs = _echo_all(taps, args, kwargs, frame, frame.count(family))
         result = func(*args, **kwargs)
         if name in _IN_PLACE or kwargs.get("out") is not None:
             return result.copy_(_strike_all(taps, result.clone(), frame))
         return _strike_all(taps, result, frame)
 
 
-def _echo_all(taps: list[Tap], args: Any, kwargs: Any, frame: Any) -> tuple[Any, Any]:
+def _echo_all(taps: list[Tap], args: Any, kwargs: Any, frame: Any, number: int) -> tuple[Any, Any]:
     """The arguments, with an echo on every tensor that wants a gradient."""
     position = 0
 
@@ -209,7 +209,7 @@ def _echo_all(taps: list[Tap], args: Any, kwargs: Any, frame: Any) -> tuple[Any,
         if isinstance(value, Tensor) and value.requires_grad:
             for tap in taps:
                 if "backward" in tap.site.directions:
-                    value = tap.echo(value, frame, position)
+                    value = tap.echo(value, frame, position, number)
         return value
 
     if not torch.is_grad_enabled():
@@ -264,8 +264,8 @@ def attention_in_the_open(
     if attn_mask is not None:
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-    weights = F.dropout(F.softmax(scores, dim=-1), dropout_p) if dropout_p else F.softmax(scores, dim=-1)
-    return torch.matmul(weights, value)
+    weights = F.softmax(scores, dim=-1).masked_fill(scores.eq(-math.inf).all(-1, keepdim=True), 0.0)
+    return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ def build_table(ledger: Ledger) -> Table:
     if ledger.processes > 1:
         title += f" · {ledger.processes} processes"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("plan", overflow="fold", min_width=24)
+    table.add_column("plan", overflow="fold", min_width=20)
     zones = any(s.fault.startswith("dead_zone") for s in ledger.sites)
     for head in ("sites", "forward", "backward", "error", "changed", *(["kept"] if zones else []), "time"):
         table.add_column(head, justify="right", no_wrap=True)
@@ -44,6 +44,10 @@ def remarks(ledger: Ledger) -> list[str]:
     lines += [
         f"{s.site}: {s.fused} fused attention calls; their inner products are not exposed" for s in ledger.sites if s.fused
     ]
+    for site in ledger.sites:
+        silent = [name for name, spot in site.spots.items() if site.static and not spot.counts]
+        if silent and len(silent) < len(site.spots):
+            lines.append(f"{site.site}: {len(silent)} of {site.matched} sites never fired: {', '.join(silent[:3])}, …")
     return lines + ledger.inert()
 
 

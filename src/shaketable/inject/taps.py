@@ -39,6 +39,8 @@ class Blow:
     key: int
     phase: str
     recomputing: bool = False
+    way: tuple[bool, int] = (False, 0)
+    """Backward or not, and which argument."""
 
 
 class Tap:
@@ -55,7 +57,7 @@ class Tap:
         self._keys = tuple(key_of(seed, clause, name, point, d, rank) for d in ("forward", "backward"))
         self._lane_key = key_of(seed, clause, name, point, "lanes")
         self._lanes: dict[tuple[int, torch.device, bool], Tensor] = {}
-        self._reference: Tensor | None = None
+        self._references: dict[tuple[bool, int], Tensor | None] = {}
         self.straight = self.site.level == "op"
         """Whether a forward fault leaves gradients alone: an operator's backward is an operator of its own."""
         self.transposed = False
@@ -86,34 +88,30 @@ class Tap:
         """The faulty tensor."""
         if not self.is_active or not self.acts_in(frame.phase):
             return x
-        blow = self._blow(frame, backward=False, salt=0)
+        blow = self._blow(frame, (False, 0), frame.count(self))
         if not (x.requires_grad and torch.is_grad_enabled()):
             return self.strike(x, blow)
         result: Tensor = StraightStrike.apply(x, self, blow) if self.straight else Strike.apply(x, self, blow)
         return result
 
-    def echo(self, x: Tensor, frame: Frame, argument: int = 0) -> Tensor:
-        """`x` itself, whose gradient will be faulty."""
+    def echo(self, x: Tensor, frame: Frame, argument: int = 0, number: int | None = None) -> Tensor:
+        """`x` itself, whose gradient will be faulty. `number` tells calls in one frame apart.
+
+        Calls are counted whether or not a gradient is wanted: reentrant checkpointing runs the first pass without.
+        """
+        n = frame.count((self, argument)) if number is None else number
         if not self.is_active or not self.acts_in(frame.phase) or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        result: Tensor = Echo.apply(x, self, self._blow(frame, backward=True, salt=argument))
+        result: Tensor = Echo.apply(x, self, self._blow(frame, (True, argument), n))
         return result
 
-    def _blow(self, frame: Frame, *, backward: bool, salt: int) -> Blow:
-        n = frame.count((self, backward, salt))
-        moment = mix64(frame.moment + (salt << 32) + n)
-        return Blow(self.fault, mix64(self._keys[backward] ^ moment), frame.phase, frame.recomputing)
+    def _blow(self, frame: Frame, way: tuple[bool, int], n: int) -> Blow:
+        moment = mix64(frame.moment + (way[1] << 32) + n)
+        return Blow(self.fault, mix64(self._keys[way[0]] ^ moment), frame.phase, frame.recomputing, way)
 
-    def blow_at(self, moment: int, phase: str, *, backward: bool, recomputing: bool = False) -> Blow:
+    def blow_at(self, moment: int, phase: str, way: tuple[bool, int], *, recomputing: bool = False) -> Blow:
         """A blow outside any frame (compiled graphs)."""
-        return Blow(self.fault, mix64(self._keys[backward] ^ moment), phase, recomputing)
-
-    def repeat(self, frame: Frame) -> None:
-        """Count a fire whose result was already known (a steady fault on an unchanged weight)."""
-        if frame.recomputing:
-            self.spot.recomputed += 1
-        else:
-            self.spot.count(frame.phase, False)
+        return Blow(self.fault, mix64(self._keys[way[0]] ^ moment), phase, recomputing, way)
 
     def strike(self, x: Tensor, blow: Blow, *, backward: bool = False) -> Tensor:
         """Apply the fault, count and measure it."""
@@ -150,9 +148,9 @@ class Tap:
         return y if mask is None else y.where(mask, x)
 
     def _draw(self, x: Tensor, blow: Blow) -> Draw:
-        if self._reference is None:
-            self._reference = blow.fault.reference(x)
-        return Draw(blow.key, self._reference)
+        if blow.way not in self._references:
+            self._references[blow.way] = blow.fault.reference(x)
+        return Draw(blow.key, self._references[blow.way])
 
     def _mask(self, x: Tensor, fault: FaultBase) -> Tensor | None:
         """Which channels are faulty: the last dimension of an activation, the output dimension of a weight."""
@@ -197,14 +195,17 @@ class StraightStrike(torch.autograd.Function):
 
 
 class Echo(torch.autograd.Function):
-    """The tensor itself, with a faulty gradient."""
+    """The tensor itself, with a faulty gradient while the plan is on.
+
+    An operator reads its inputs and gets a view; what a module returns may be overwritten in place and is a copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tap: Tap, blow: Blow) -> Tensor:
         ctx.tap, ctx.blow = tap, blow
-        return x.view_as(x)
+        return x.view_as(x) if tap.straight else x.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.tap.strike(g, ctx.blow, backward=True), None, None
+        return ctx.tap.strike(g, ctx.blow, backward=True) if ctx.tap.is_active else g, None, None

@@ -42,11 +42,20 @@ def _rebuilt(value: Any, index: int, member: Tensor) -> Any:
 def change_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Arguments with the first tensor changed: positional ones first, then keywords in call order."""
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:i], change(value), *args[i + 1 :]), kwargs, True
-    for key, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return args, {**kwargs, key: change(value)}, True
-    return args, kwargs, False
+    """Arguments with the tensor the module is about changed.
+
+    The first floating tensor: positional ones, then `hidden_states`, `input` or `x`, then other keywords. Where no
+    tensor is floating the first of any type is handed over, so that whoever changes it can say that it will not do.
+    """
+    places: list[Any] = [*range(len(args)), *(k for k in _INPUTS if k in kwargs), *kwargs]
+    tensors = [p for p in places if isinstance(args[p] if isinstance(p, int) else kwargs[p], Tensor)]
+    floating = [p for p in tensors if (args[p] if isinstance(p, int) else kwargs[p]).is_floating_point()]
+    if not tensors:
+        return args, kwargs, False
+    place = floating[0] if floating else tensors[0]
+    if isinstance(place, int):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs, True
+    return args, {**kwargs, place: change(kwargs[place])}, True
+
+
+_INPUTS = ("hidden_states", "input", "x")

@@ -7,7 +7,8 @@ see the clean parameter at every moment, so there is nothing to restore and noth
 
 Rejected: swapping the tensor before forward and back after it (the gradient is then computed with another weight than
 the forward used, a raised exception leaves the noise in, and threads see each other's weights), and
-torch.nn.utils.parametrize (it renames the parameter, so checkpoints and optimizers see another model).
+torch.nn.utils.parametrize (it renames the parameter, so checkpoints and optimizers see another model). Rejected too: keeping
+a quantized weight until it changes. Writes through `.data`, the usual way to sync a sampler, leave no trace to notice.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ class WeightTaps:
         self.taps: list[WeightTap] = []
         self.local = threading.local()
         self.tracing = False
-        self._cache: dict[WeightTap, tuple[object, Tensor]] = {}
         self.hooks = [
             module.register_forward_pre_hook(_Around(self), with_kwargs=True),
             module.register_forward_hook(_Around(self), with_kwargs=True, always_call=True),
@@ -71,25 +71,8 @@ class WeightTaps:
             parameter = module._parameters[own.name]
             assert parameter is not None
             frame = own.calls.top() or own.calls.open(own.entry, args, kwargs)
-            values[own.name] = self._faulty(own, values.get(own.name, parameter), frame)
+            values[own.name] = own.touch(values.get(own.name, parameter), frame)
         self.local.values = values
-
-    def _faulty(self, own: WeightTap, weight: Tensor, frame: Frame) -> Tensor:
-        """A deterministic fault on an unchanged parameter outside autograd is computed once."""
-        tap = own.tap
-        wants_gradient = torch.is_grad_enabled() and weight.requires_grad
-        if own.echo_only or wants_gradient or not tap.fault.is_steady or not isinstance(weight, nn.Parameter):
-            return own.touch(weight, frame)
-        if not tap.is_active or not tap.acts_in(frame.phase):
-            return weight
-        state = (weight._version, weight.data_ptr(), tap.fault)
-        known = self._cache.get(own)
-        if known is not None and known[0] == state:
-            tap.repeat(frame)
-            return known[1]
-        faulty = own.touch(weight, frame)
-        self._cache[own] = (state, faulty)
-        return faulty
 
     def end(self) -> None:
         """The module returns, or raises: forget them."""

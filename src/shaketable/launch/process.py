@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import atexit
 import json
-import multiprocessing.util
 import os
 import secrets
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -27,8 +27,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shaketable.inject.calls import Entry, Frame
+from shaketable.inject.hooks import Hook
 from shaketable.inject.injection import Attached, Injection
 from shaketable.inject.modules import ModuleTaps
+from shaketable.inject.taps import Tap
 from shaketable.inject.tensors import change_input
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
@@ -40,6 +42,10 @@ _LOOSE = -1
 """The owner of operators outside of all modules."""
 
 
+class Seen(Hook):
+    """Marks a module that has been met; a copy of the module is not marked. Dynamo can read it."""
+
+
 class ProcessInjection(Injection):
     """An injection on every model of the process."""
 
@@ -49,7 +55,10 @@ class ProcessInjection(Injection):
         self.roots: WeakSet[nn.Module] = WeakSet()
         self.attaching = threading.RLock()
         self.names: list[str] = []
+        self.late: set[str] = set()
         self.unmatched: list[str] = []
+        self.meet = torch.compiler.disable(self._meet)
+        """A model that is first called inside a compiled function: the graph is left to meet it."""
         self._loose = Entry(0, nn.Identity(), None, _LOOSE)
         self.make_operator_taps(_LOOSE, "", range(0))
 
@@ -60,20 +69,35 @@ class ProcessInjection(Injection):
     def operator_frame(self) -> Frame | None:
         return self.calls.top() or self._loose_frame()
 
+    def traced_taps(self, family: str) -> list[Tap]:
+        if self.tracing:
+            return super().traced_taps(family)
+        return self._operator_taps.get((_LOOSE, None, family, None), [])
+
     def _loose_frame(self) -> Frame:
         phase = current_phase(training=torch.is_grad_enabled())
         return Frame(self._loose, self.calls.new_moment(0, phase), phase, None, None, recomputing=False)
 
     def on_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global forward pre-hook: attach the plan to a model that is called for the first time."""
-        if torch.compiler.is_compiling() or module in self.seen:
+        if isinstance(getattr(module, "_shaketable_seen", None), Seen):
             return None
+        if torch.compiler.is_compiling():
+            self.meet(module)
+            return None
+        return self._catch_up(module, args, self._meet(module))
+
+    def _meet(self, module: nn.Module) -> list[Callable[..., Any]]:
+        """Attach the plan to a new model; returns the hooks that came too late for the call it is in."""
         with self.attaching:
-            if module in self.seen or self._was_added(module):
-                return None
+            if module in self.seen:
+                return []
+            if self._was_added(module):
+                self.late.add(f"a {type(module).__name__} came into a model after its first call and is not shaken")
+                return []
             before = len(module._forward_pre_hooks)
             self._attach_root(module)
-        return self._catch_up(module, args, list(module._forward_pre_hooks.values())[before:])
+            return list(module._forward_pre_hooks.values())[before:]
 
     def _was_added(self, module: nn.Module) -> bool:
         """Whether the module was put into a model that had been attached before: an adapter, added later."""
@@ -91,6 +115,8 @@ class ProcessInjection(Injection):
             attached.hook()
             root.__dict__["_shaketable_attached"] = attached
         self.seen.update(root.modules())
+        for module in root.modules():
+            module.__dict__["_shaketable_seen"] = Seen()
 
     def _catch_up(self, module: nn.Module, args: tuple[Any, ...], hooks: list[Callable[..., Any]]) -> Any:
         """Run the hooks that came too late for the call they were added in."""
@@ -157,6 +183,7 @@ class LedgerFile:
             "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
             "started": self.started,
             "models": self.injection.names,
+            "late": sorted(self.injection.late),
             "unmatched": sorted(set(self.injection.unmatched))[:8],
             "ledger": self._ledger(),
         }
@@ -183,15 +210,22 @@ def activate() -> None:
     injection.enable()
     _in_every_thread(injection)
     register_module_forward_pre_hook(injection.on_call)
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
     _active = LedgerFile(injection, Path(os.environ[LEDGER]))
     atexit.register(_active.flush)
     os.register_at_fork(after_in_child=_active.after_fork)
-    multiprocessing.util.register_after_fork(_active, _flush_at_exit)
+    _flush_before_exit(_active)
 
 
-def _flush_at_exit(file: LedgerFile) -> None:
-    """Children of multiprocessing leave without atexit, but with their finalizers."""
-    multiprocessing.util.Finalize(None, file.flush, exitpriority=0)
+def _flush_before_exit(file: LedgerFile) -> None:
+    """Children of multiprocessing, and others in a hurry, leave by `os._exit` and run nothing of atexit."""
+    leave = os._exit
+
+    def flush_and_leave(status: int) -> NoReturn:
+        file.flush()
+        leave(status)
+
+    os._exit = flush_and_leave
 
 
 def _in_every_thread(injection: ProcessInjection) -> None:
@@ -201,10 +235,10 @@ def _in_every_thread(injection: ProcessInjection) -> None:
     start: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def run_inner(self: threading.Thread) -> None:
-        injection._push_mode()
+        injection.push_mode()
         try:
             start(self)
         finally:
-            injection._drop_mode()
+            injection.drop_mode()
 
     threading.Thread._bootstrap_inner = run_inner  # type: ignore[attr-defined]

@@ -36,7 +36,8 @@ class RunResult:
         if self.ledger is None:
             return ["nothing was injected: no process of this command imported torch"]
         lines = [_idle(p) for p in self.processes if not p["ledger"]["forward"] + p["ledger"]["backward"]]
-        return lines + self.ledger.inert()
+        late = [f"process {p['pid']}: {line}" for p in self.processes for line in p["late"]]
+        return lines + late + self.ledger.inert()
 
     @property
     def exit_code(self) -> int:
@@ -69,13 +70,17 @@ def run_program(plan: Plan, command: list[str], folder: Path, *, allow_inert: bo
     """
     if (folder / "ledger.json").exists() or any(folder.glob("process-*.json")):
         raise PlanError(f"{folder} holds the ledger of another run; name another folder, nothing is overwritten")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"cannot use {folder} for ledgers: {error.strerror}") from None
     code = _run(command, environment(plan, folder.resolve()))
     processes = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("process-*.json"))]
     processes.sort(key=lambda p: p["started"])
     ledgers = [Ledger.from_dict(p["ledger"]) for p in processes]
     merged = Ledger.merge(ledgers) if ledgers else None
     result = RunResult(command, code, folder, merged, processes, allow_inert)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "ledger.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
     return result
 

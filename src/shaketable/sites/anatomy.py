@@ -125,8 +125,8 @@ def _unwrapped(module: Any) -> nn.Module | None:
 
 def _role(module: nn.Module, name: str, is_moe: bool, head: nn.Module | None) -> str | None:
     kind, dims, last = _kind(module), _dims(module), name.rsplit(".", 1)[-1]
-    if ".lora_" in f".{name}" or kind.startswith("lora"):
-        return "lora"
+    if ".lora_" in f".{name}":
+        return "lora" if dims >= 1 else None
     if module is head or (dims == 2 and (last in _HEADS or "lmhead" in kind)):
         return "lm_head"
     if is_moe and ("router" in kind or (last in _ROUTER_NAMES and dims == 2)):
