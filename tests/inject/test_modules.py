@@ -282,3 +282,30 @@ def test_an_interrupted_forward_leaves_no_trace(tiny_llama):
         "eval": {"forward": 1, "backward": 0},
         "train": {"forward": 1, "backward": 0},
     }
+
+
+def test_the_input_is_the_hidden_state_and_not_a_mask():
+    class Layer(nn.Module):
+        def forward(self, mask, hidden_states, ids=None):
+            return hidden_states
+
+    model = nn.Sequential(collections.OrderedDict(thing=Layer()))
+    x, mask = torch.ones(2, 3), torch.ones(2, 3)
+    with st.inject(model.thing, "gain:1@module.Layer,point=input"):
+        assert torch.equal(model.thing(mask=mask, hidden_states=x), 2 * x)
+        assert torch.equal(model.thing(torch.ones(2, dtype=torch.bool), x), 2 * x)
+
+
+def test_an_output_with_a_faulty_gradient_may_be_overwritten():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    with st.inject(model, "gain:1@module.linear,direction=backward") as ledger:
+        model(torch.ones(1, 4)).sum().backward()
+    assert ledger.backward == 1
+
+
+def test_sites_that_never_fired_are_named(tiny_llama):
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    with st.inject(encoder, "gain:0.1@module.linear") as ledger:
+        encoder(torch.randn(1, 3, 8))
+    assert "1 of 3 sites never fired: self_attn.out_proj" in str(ledger)

@@ -280,3 +280,21 @@ def test_experts_of_a_mixture_are_met():
     with torch.no_grad():
         assert not torch.equal(experts(*args, **kwargs), noisy)
     assert ledger.forward > 4
+
+
+def test_fully_masked_rows_stay_zero_in_the_open():
+    q = torch.randn(1, 2, 4, 8)
+    seen = torch.ones(4, 4, dtype=torch.bool).tril()
+    seen[:2] = False
+    model = Body(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=seen))
+    with sdpa_kernel(SDPBackend.MATH), st.inject(model, "relative_gaussian:1e-6@op.matmul"):
+        noisy = model(q)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.allclose(noisy, model(q), atol=1e-4)
+
+
+def test_a_bias_has_a_unit_of_its_own_for_every_gradient():
+    layer = nn.Linear(8, 8)
+    with st.inject(layer, "bias:0.1@op.matmul") as ledger:
+        (layer(torch.randn(4, 8)).square().mean() * 1e-3).backward()
+    assert ledger.to_dict()["sites"][0]["measured_error_backward"] < 1

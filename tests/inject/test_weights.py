@@ -141,3 +141,20 @@ def test_experts_have_their_stacked_weights_quantized():
         "model.layers.0.mlp.experts.gate_up_proj:weight",
     ]
     assert not torch.equal(clean, noisy)
+
+
+def test_a_weight_written_through_data_is_seen_at_once():
+    layer = nn.Linear(32, 4)
+    with torch.no_grad(), st.inject(layer, "mxfp4@module.linear,point=weight"):
+        layer(torch.ones(1, 32))
+        layer.weight.data.zero_()
+        layer.bias.data.zero_()
+        assert torch.equal(layer(torch.ones(1, 32)), torch.zeros(1, 4))
+
+
+def test_a_model_made_in_inference_mode():
+    with torch.inference_mode():
+        layer = nn.Linear(32, 4)
+        with st.inject(layer, "mxfp4@module.linear") as ledger:
+            layer(torch.ones(1, 32) / 3)
+    assert ledger.forward == 2

@@ -85,6 +85,28 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path, plan, command, words):
     assert len(printed.strip().splitlines()) == 1
 
 
+def test_places_that_cannot_be_written_are_refused_before_the_program_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    words = [sys.executable, "-m", "shaketable", "run", "--plan", LINEAR]
+    for options in (["--json", str(tmp_path / "no" / "x.json")], ["--ledger", str(tmp_path / "file")]):
+        done = subprocess.run([*words, *options, "--", "echo", "ran"], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "ran" not in done.stdout
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_program_that_leaves_in_a_hurry_keeps_its_ledger(tmp_path):
+    body = "import os, torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)); os._exit(5)"
+    code, ledger, _ = shake(tmp_path / "l", LINEAR, sys.executable, "-c", body)
+    assert (code, ledger["forward"]) == (5, 1)
+
+
+def test_a_module_that_came_later_is_named(tmp_path):
+    body = "import torch; from torch import nn; m = nn.Sequential(nn.Linear(2, 2)); x = torch.ones(1, 2); m(x); m[0] = nn.Linear(2, 2); m(x)"
+    _, _, printed = shake(tmp_path / "l", LINEAR, sys.executable, "-c", body)
+    assert "came into a model after its first call and is not shaken" in " ".join(printed.split())
+
+
 def test_nothing_is_overwritten(tmp_path):
     shake(tmp_path / "l", LINEAR, *program("plain_loop.py"))
     before = (tmp_path / "l" / "ledger.json").read_bytes()

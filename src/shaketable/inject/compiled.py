@@ -36,7 +36,7 @@ def register(tap: Tap) -> None:
 def trace(x: Tensor, tap: Tap) -> Tensor:
     """What a hook leaves in the graph for a module-level tap."""
     for direction in tap.site.directions:
-        x = trace_forward(x, tap.handle) if direction == "forward" else TracedEcho.apply(x, tap.handle, 0)
+        x = trace_forward(x, tap.handle) if direction == "forward" else TracedEcho.apply(x, tap.handle, 0, True)
     return x
 
 
@@ -140,23 +140,17 @@ def _(g: Tensor, handle: int, argument: int) -> Tensor:
     return torch.empty_like(g)
 
 
-def _is_operand(handle: int) -> bool:
-    """Whether the tensor goes into an operator, which will not overwrite it."""
-    tap = _taps.get(handle)
-    return tap is None or tap.straight
-
-
 class TracedEcho(torch.autograd.Function):
     """The tensor itself, with a faulty gradient; dynamo traces it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: int, argument: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, handle: int, argument: int, copy: bool) -> Tensor:
         ctx.handle, ctx.argument = handle, argument
-        return x.view_as(x) if _is_operand(handle) else x.clone()
+        return x.clone() if copy else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.shaketable.echo(g, ctx.handle, ctx.argument), None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        return torch.ops.shaketable.echo(g, ctx.handle, ctx.argument), None, None, None
 
 
 __all__ = ["TracedEcho", "register", "trace", "trace_forward"]

@@ -112,7 +112,7 @@ class OperatorModule(Hook):
     def _echo(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             for tap in self.echoes:
-                x = compiled.TracedEcho.apply(x, tap.handle, 0)
+                x = compiled.TracedEcho.apply(x, tap.handle, 0, False)
             return x
         frame = self.injection.calls.top()
         for tap in self.echoes:
@@ -160,14 +160,14 @@ class Operators(TorchFunctionMode):
         for value in args:
             if isinstance(value, Tensor) and value.requires_grad:
                 for handle in echoes:
-                    value = compiled.TracedEcho.apply(value, handle, position)
+                    value = compiled.TracedEcho.apply(value, handle, position, False)
             position += 1
             changed.append(value)
         named = {}
         for key, value in kwargs.items():
             if isinstance(value, Tensor) and value.requires_grad:
                 for handle in echoes:
-                    value = compiled.TracedEcho.apply(value, handle, position)
+                    value = compiled.TracedEcho.apply(value, handle, position, False)
             position += 1
             named[key] = value
         result = func(*changed, **named)

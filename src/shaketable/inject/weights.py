@@ -45,7 +45,9 @@ class WeightTap:
 
     def trace(self, weight: Tensor) -> Tensor:
         """The same, for a graph being compiled."""
-        return compiled.TracedEcho.apply(weight, self.tap.handle, 1) if self.echo_only else compiled.trace(weight, self.tap)
+        return (
+            compiled.TracedEcho.apply(weight, self.tap.handle, 1, False) if self.echo_only else compiled.trace(weight, self.tap)
+        )
 
 
 class WeightTaps:
