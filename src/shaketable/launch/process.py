@@ -26,9 +26,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from shaketable.inject.attached import Attached
 from shaketable.inject.calls import Entry, Frame
 from shaketable.inject.hooks import Hook
-from shaketable.inject.injection import Attached, Injection
+from shaketable.inject.injection import Injection
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.taps import Tap
 from shaketable.inject.tensors import change_input

@@ -1,0 +1,216 @@
+"""The plan on one model: what it matches there, and every hook that is set and taken off again.
+
+torch.compile bakes hooks into graphs and does not look again. So setting and removing hooks drops what has been compiled
+so far; what is compiled while they are on carries the taps, and from then on the switch, the magnitude and the phase
+change nothing in the graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shaketable.errors import NoMatchError, PlanError
+from shaketable.inject import operators, recompute, weights
+from shaketable.inject.calls import Entry
+from shaketable.inject.hooks import Hook
+from shaketable.inject.modules import ModuleTaps
+from shaketable.inject.taps import Tap
+from shaketable.sites.anatomy import Anatomy, Part
+from shaketable.sites.match import Target, check_layers, targets
+from shaketable.sites.phases import mark_generate, unmark_generate
+
+if TYPE_CHECKING:
+    from shaketable.inject.injection import Injection
+
+
+class Attached(Hook):
+    """The plan on one model: what it matches, and its hooks."""
+
+    def __init__(
+        self, injection: Injection, model: nn.Module, owner: int, skip: Container[nn.Module] = (), lenient: bool = False
+    ) -> None:
+        """Args:
+        skip: Modules that another model of this injection has hooked already.
+        lenient: Leave out clauses that match nothing here.
+        """
+        refuse(model)
+        self.injection = injection
+        self.model = model
+        self.owner = owner
+        self.skip = skip
+        self.lenient = lenient
+        self.unmatched: list[str] = []
+        self.prefix = f"model{owner}." if owner else ""
+        self.anatomy = Anatomy.of(model)
+        reasons = {p.name: self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
+        self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora")}
+        self.entries: dict[int, Entry] = {}
+        self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
+        self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
+        self.hooks: list[RemovableHandle] = []
+        self.generators: list[type] = []
+        matched = [self._match(i) for i in range(len(injection.plan.clauses))]
+        for i, found in enumerate(matched):
+            for target in found:
+                self._place(i, target)
+        injection.make_operator_taps(owner, self.prefix, range(len(self.anatomy.layers)))
+
+    def _match(self, index: int) -> list[Target]:
+        clause = self.injection.plan.clauses[index]
+        try:
+            if clause.site.level == "op":
+                check_layers(clause.site, self.anatomy)
+                return []
+            return [t for t in targets(clause, self.anatomy) if t.part.module not in self.skip]
+        except NoMatchError as error:
+            if not self.lenient:
+                raise
+            self.unmatched.append(str(error))
+            return []
+
+    def _place(self, clause: int, target: Target) -> None:
+        part, name = target.part, f"{self.prefix}{target.part.name}"
+        if target.point != "weight":
+            tap = self.injection.make_tap(clause, name, target.point, part.layer)
+            self.points.setdefault((id(part.module), target.point), (part.module, []))[1].append(tap)
+            self._entry(part)
+            return
+        for own in part.weights:
+            shown = f"{name}:weight" if own == "weight" else f"{name}.{own}:weight"
+            tap = self.injection.make_tap(clause, f"{name}.{own}", "weight", part.layer, shown)
+            tap.transposed = type(part.module).__name__ == "Conv1D"
+            self.weights.append((part.module, weights.WeightTap(own, tap, self.injection.calls, self._entry(part))))
+
+    def _entry(self, part: Part) -> Entry:
+        known = self.entries.get(id(part.module))
+        if known is None:
+            index = len(self.entries) + (self.owner << 16) + 1
+            known = Entry(index, part.module, part.layer, self.owner, self._excluded(part))
+            self.entries[id(part.module)] = known
+        return known
+
+    def _excluded(self, part: Part) -> str | None:
+        """The reason this part, or one above it, is left out by default; embeddings hold no covered operator."""
+        words = part.name.split(".")
+        paths = (".".join(words[: i + 1]) for i in range(len(words)))
+        return next((self.left_out[path] for path in paths if path in self.left_out), None)
+
+    def _framed(self) -> Iterator[tuple[Part, str | None]]:
+        """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions."""
+        for part in self.anatomy.parts:
+            atomic = operators.atomic_family(part) if self.injection.has_operators else None
+            special = self.injection.has_operators and (atomic or self.anatomy.excluded(part))
+            wanted = part.module is self.model or any(part.module.children()) or special
+            if wanted and part.module not in self.skip:
+                yield part, atomic
+
+    # ---- hooks
+
+    def hook(self) -> None:
+        """Set every hook; does nothing when they are set."""
+        if self.hooks:
+            return
+        operators.cover_transformers()
+        framed = list(self._framed())
+        wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
+        entries = []
+        for part, atomic in [*wrapped, *framed]:
+            entry = self._entry(part)
+            entry.atomic = atomic
+            entry.is_root = part.module is self.model
+            entries.append(entry)
+            self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
+        for (_, point), (module, taps) in self.points.items():
+            hook = ModuleTaps(point, taps, self.injection.calls, self.entries[id(module)])
+            self.hooks.append(hook.install(module))
+        for entry in entries:
+            if entry.atomic:
+                self._hook_operator(entry)
+        for module, tap in self.weights:
+            weights.add_tap(module, tap)
+        for entry in entries:
+            leave = _Leave(self.injection, entry)
+            self.hooks.append(entry.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
+        self._mark_generate()
+        recompute.watch(self.injection)
+        forget_compiled()
+
+    def _hook_operator(self, entry: Entry) -> None:
+        """Taps of a module that is one operator as a whole."""
+        assert entry.atomic
+        taps = self.injection._operator_taps.get((self.owner, entry.layer, entry.atomic, entry.excluded), [])
+        if not taps:
+            return
+        hook = operators.OperatorModule(self.injection, taps)
+        self.hooks.append(entry.module.register_forward_pre_hook(hook, with_kwargs=True))
+        self.hooks.append(entry.module.register_forward_hook(hook, with_kwargs=True))
+        if entry.module._parameters.get("weight") is not None:
+            for tap in hook.echoes:
+                own = weights.WeightTap("weight", tap, self.injection.calls, entry, echo_only=True)
+                self.weights.append((entry.module, own))
+
+    def _mark_generate(self) -> None:
+        """`generate` of this model is a rollout by itself."""
+        for part in self.anatomy.parts:
+            module = part.module
+            if module not in self.skip and (home := mark_generate(type(module))) is not None:
+                self.generators.append(home)
+
+    def unhook(self) -> None:
+        """Take every hook off again."""
+        if not self.hooks:
+            return
+        for hook in self.hooks:
+            hook.remove()
+        for module, tap in self.weights:
+            weights.remove_taps(module, {tap.tap})
+        for home in self.generators:
+            unmark_generate(home)
+        self.hooks, self.generators = [], []
+        forget_compiled()
+
+
+class _Enter(Hook):
+    """Forward pre-hook of a module that opens a frame."""
+
+    def __init__(self, injection: Injection, entry: Entry) -> None:
+        self.injection = injection
+        self.entry = entry
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.injection.enter(self.entry, args, kwargs)
+
+
+class _Leave(Hook):
+    """Forward hook of a module that opened a frame; runs also when the module raises."""
+
+    def __init__(self, injection: Injection, entry: Entry) -> None:
+        self.injection = injection
+        self.entry = entry
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.injection.leave(self.entry)
+
+
+def refuse(model: nn.Module) -> None:
+    """Models in which a hook would never fire."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"inject needs a torch.nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"{name or type(model).__name__} is TorchScript, in which hooks do not fire; inject before scripting"
+            )
+
+
+def forget_compiled() -> None:
+    """Drop compiled graphs: those from before do not have our hooks, those from now on must not keep them."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.output_codes.seen:
+        torch._dynamo.reset()
