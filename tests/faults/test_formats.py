@@ -6,17 +6,16 @@ us, a test says so.
 
 from __future__ import annotations
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
+import torchao.prototype.mx_formats.mx_tensor as mx
+import torchao.prototype.mx_formats.nvfp4_tensor as nv
 from torch import Tensor
 
 from shaketable.faults import Draw, FaultBase, make_fault, native
 from shaketable.faults.formats import MXFP4, to_e2m1, to_e4m3, to_e5m2
-
-np = pytest.importorskip("numpy")
-ml_dtypes = pytest.importorskip("ml_dtypes")
-mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
 
 E2M1, E4M3, E5M2 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 FP8 = {"fp8_e4m3": (E4M3, 448.0), "fp8_e5m2": (E5M2, 57344.0)}
