@@ -1,0 +1,205 @@
+"""`shaketable guide` as its users meet it: a diagnosis on disk, a file and a table, or one line and exit 2."""
+
+import json
+import re
+import stat
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from shaketable import cli
+from shaketable.cli.guide import guide
+from shaketable.harden.guidance import Guidance
+
+ROOT = Path(__file__).parents[2]
+
+
+def layer(index, gain=1.0, kurtosis=800.0, instability=0.0):
+    return {"layer": index, "statistics": {"gain": gain, "kurtosis": kurtosis, "instability": instability}}
+
+
+DIAGNOSIS = {
+    "schema": 1,
+    "kind": "diagnosis",
+    "model": "tiny[red]",
+    "num_layers": 5,
+    "device": "cpu",
+    "date": "2026-11-15T06:00:00+00:00",
+    "verdict": "FAULT",
+    "layer": 3,
+    "fault_class": "saturation",
+    "probes": [layer(0), layer(1, gain=0.5), layer(2, instability=0.2), layer(3), layer(4, kurtosis=4000.0), {"layer": None}],
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """The verb behind the real entry point, in a folder with a diagnosis; gives exit code, stdout, stderr."""
+    app = typer.Typer()
+    app.command()(guide)
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.chdir(tmp_path)
+    Path("d.json").write_text(json.dumps(DIAGNOSIS))
+
+    def go(*words):
+        monkeypatch.setattr("sys.argv", ["guide", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        told = capsys.readouterr()
+        return ended.value.code, told.out, told.err
+
+    return go
+
+
+def test_a_diagnosis_becomes_an_aqn_file_and_a_table(run):
+    code, out, err = run("d.json", "-o", "aqn.yaml")
+    assert (code, err) == (0, "")
+    aqn = yaml.safe_load(Path("aqn.yaml").read_text())["aqn"]
+    assert aqn["layer_sigmas"] == {0: 0.05, 1: 0.05 * 1.5, 2: 0.025, 3: 0.05 * 1.5, 4: 0.05 * 1.5}
+    assert aqn["high_priority_layers"] == [1, 3, 4]
+    cells = [re.split(r"\s*│\s*", line.strip("│ \n")) for line in out.splitlines() if line.startswith("│")]
+    assert [row[:4] for row in cells] == [
+        ["0", "0.05", "1.00×", "BASE"],
+        ["1", "0.075", "1.50×", "HIGH"],
+        ["2", "0.025", "0.50×", "LOW"],
+        ["3", "0.075", "1.50×", "HIGH"],
+        ["4", "0.075", "1.50×", "HIGH"],
+    ]
+    assert "gain 0.5 is below 0.8 × the median 1: low gain" in cells[1][4]
+    assert "the source of a saturation" in cells[3][4]
+    for words in (
+        "tiny[red] on cpu, 5 layers",
+        "FAULT at layer 3 (saturation)",
+        "high-priority layers: 1, 3, 4",
+        "wrote aqn.yaml",
+    ):
+        assert words in out
+
+
+def test_options_reach_the_file(run):
+    code, *_ = run("d.json", "-o", "a.yaml", "--base-sigma", "0.02", "--schedule", "global_decay", "--target", "healthy")
+    assert code == 0
+    made = yaml.safe_load(Path("a.yaml").read_text())
+    assert made == Guidance.of(DIAGNOSIS, base_sigma=0.02, schedule="global_decay", target="healthy").config()
+    assert made["metadata"]["target"] == "healthy" and 3 not in made["aqn"]["layer_sigmas"]
+
+
+def test_the_fault_alone(run):
+    assert run("d.json", "-o", "a.yaml", "--target", "fault")[0] == 0
+    assert list(yaml.safe_load(Path("a.yaml").read_text())["aqn"]["layer_sigmas"]) == [3]
+
+
+def test_json_says_the_same_with_reasons_and_mapping(run):
+    code, out, _ = run("d.json", "-o", "a.yaml", "--json", "a.json")
+    assert code == 0 and "wrote a.json" in out
+    facts = json.loads(Path("a.json").read_text())
+    made = yaml.safe_load(Path("a.yaml").read_text())
+    assert {int(k): v for k, v in facts["aqn"]["layer_sigmas"].items()} == made["aqn"]["layer_sigmas"]
+    assert facts["metadata"] == made["metadata"]
+    assert facts["layers"][2] == {
+        "layer": 2,
+        "sigma": 0.025,
+        "ratio": 0.5,
+        "label": "LOW",
+        "why": ["instability 0.2 is above 0.1: the hardware is noisy there already (×0.5)"],
+    }
+    assert facts["medians"] == {"gain": 1.0, "kurtosis": 800.0}
+    assert facts["mapping"]["clamp"] == {"low": 0.01, "high": 0.15}
+
+
+def test_a_mapping_of_one_s_own(run):
+    shipped = (ROOT / "src/shaketable/harden/mapping.yaml").read_text()
+    Path("m.yaml").write_text(shipped.replace("name: origin", "name: mine").replace("threshold: 0.1\n", "threshold: 0.3\n"))
+    assert run("d.json", "-o", "a.yaml", "--mapping", "m.yaml")[0] == 0
+    made = yaml.safe_load(Path("a.yaml").read_text())
+    assert made["aqn"]["layer_sigmas"][2] == 0.05 and made["metadata"]["mapping"] == "mine"
+
+
+def test_notes_are_printed(run):
+    Path("d.json").write_text(json.dumps(DIAGNOSIS | {"probes": [layer(i, kurtosis=float("nan")) for i in range(5)]}))
+    code, out, _ = run("d.json", "-o", "a.yaml")
+    assert code == 0 and "note: the median of kurtosis is none" in out
+
+
+def test_nothing_is_overwritten_unless_forced(run):
+    Path("aqn.yaml").write_text("mine")
+    code, _, err = run("d.json", "-o", "aqn.yaml", "--json", "a.json")
+    assert code == 2 and "cannot write aqn.yaml: it exists and is not overwritten" in err and err.count("\n") == 1
+    assert Path("aqn.yaml").read_text() == "mine"
+    assert run("d.json", "-o", "aqn.yaml", "--force")[0] == 0
+    assert "aqn" in yaml.safe_load(Path("aqn.yaml").read_text())
+
+
+def test_an_existing_json_file_stops_the_yaml_too(run):
+    Path("a.json").write_text("mine")
+    assert run("d.json", "-o", "aqn.yaml", "--json", "a.json")[0] == 2
+    assert Path("a.json").read_text() == "mine" and not Path("aqn.yaml").exists()
+
+
+def test_the_file_comes_whole_or_not_at_all(run, monkeypatch):
+    Path("aqn.yaml").write_text("mine")
+
+    def fail(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    code, _, err = run("d.json", "-o", "aqn.yaml", "--force")
+    assert code == 2 and "No space left on device" in err
+    assert Path("aqn.yaml").read_text() == "mine"
+    assert sorted(p.name for p in Path().iterdir()) == ["aqn.yaml", "d.json"]
+
+
+def test_only_the_files_asked_for_are_left(run):
+    Path("usual").write_text("")
+    assert run("d.json", "-o", "aqn.yaml", "--json", "a.json")[0] == 0
+    assert sorted(p.name for p in Path().iterdir()) == ["a.json", "aqn.yaml", "d.json", "usual"]
+    assert stat.S_IMODE(Path("aqn.yaml").stat().st_mode) == stat.S_IMODE(Path("usual").stat().st_mode)
+
+
+HEALTHY = json.dumps(DIAGNOSIS | {"verdict": "HEALTHY", "layer": None, "fault_class": None})
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        ("{", (), "the diagnosis d.json is not JSON"),
+        ("[" * 100_000, (), "the diagnosis d.json is not JSON"),
+        ("\ud800".encode("utf-8", "surrogatepass"), (), "the diagnosis d.json is not JSON"),
+        ("[1]", (), "this is no diagnosis"),
+        (json.dumps(DIAGNOSIS | {"schema": 9}), (), "has schema 9; this version reads schema 1"),
+        (json.dumps(DIAGNOSIS | {"probes": [{"layer": i} for i in range(5)]}), (), "was made without statistics"),
+        (HEALTHY, ("--target", "fault"), "--target fault needs a located layer"),
+        (HEALTHY, ("--target", "healthy"), "--target healthy needs a located layer"),
+        (HEALTHY, ("--target", "faulty"), "unknown target 'faulty'"),
+        (HEALTHY, ("--base-sigma", "nan"), "base sigma must be a positive number"),
+        (HEALTHY, ("--mapping", "absent.yaml"), "cannot read the mapping absent.yaml: No such file"),
+        (HEALTHY, ("-o", "absent/a.yaml"), "cannot write absent/a.yaml: its folder does not exist"),
+        (HEALTHY, ("-o", "d.json", "--force"), "cannot write d.json: this command reads or writes it already"),
+        (HEALTHY, ("--json", "a.yaml"), "cannot write a.yaml: this command reads or writes it already"),
+        (HEALTHY, ("-o", ".", "--force"), "cannot write .: it is not a plain file"),
+        (HEALTHY, ("-o", "x" * 300), "File name too long"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_exit_2(run, content, words, message):
+    Path("d.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, out, err = run("d.json", "-o", "a.yaml", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert [p.name for p in Path().iterdir()] == ["d.json"]
+
+
+def test_a_diagnosis_that_is_not_there(run):
+    code, _, err = run("absent.json", "-o", "a.yaml")
+    assert code == 2 and "cannot read the diagnosis absent.json: No such file or directory" in err
+
+
+def test_the_page_shows_the_shipped_mapping_and_what_the_verb_prints(run):
+    page = (ROOT / "docs/guide.md").read_text()
+    blocks = dict(re.findall(r"```(yaml|text)\n(.*?)```", page, re.DOTALL))
+    shipped = (ROOT / "src/shaketable/harden/mapping.yaml").read_text()
+    assert yaml.safe_load(blocks["yaml"]) == yaml.safe_load(shipped)
+    Path("diagnosis.json").write_text(json.dumps(DIAGNOSIS | {"model": "tiny"}))
+    _, out, _ = run("diagnosis.json", "-o", "aqn.yaml")
+    assert out.split() == blocks["text"].split()
