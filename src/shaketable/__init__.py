@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shaketable.errors import InertError, ModelError, NoMatchError, PlanError, ShaketableError
     from shaketable.inject import Injection, Ledger, inject
+    from shaketable.locate.diagnosis import Diagnosis
+    from shaketable.locate.locator import locate
     from shaketable.plan import Plan
     from shaketable.sites.phases import phase
 
@@ -21,6 +23,8 @@ _HOMES = {
     "inject": "shaketable.inject.injection",
     "Injection": "shaketable.inject.injection",
     "Ledger": "shaketable.inject.ledger",
+    "locate": "shaketable.locate.locator",
+    "Diagnosis": "shaketable.locate.diagnosis",
     "phase": "shaketable.sites.phases",
     "ShaketableError": "shaketable.errors",
     "PlanError": "shaketable.errors",
@@ -41,6 +45,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Diagnosis",
     "InertError",
     "Injection",
     "Ledger",
@@ -50,5 +55,6 @@ __all__ = [
     "PlanError",
     "ShaketableError",
     "inject",
+    "locate",
     "phase",
 ]

@@ -8,7 +8,9 @@ import typer
 from rich.console import Console
 
 from shaketable.cli.environment import env
+from shaketable.cli.guide import guide
 from shaketable.cli.inspect import inspect
+from shaketable.cli.locate import locate
 from shaketable.cli.run import run
 from shaketable.errors import ShaketableError
 
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 app.command()(inspect)
+app.command()(locate)
+app.command()(guide)
 app.command()(env)
 
 

@@ -114,7 +114,11 @@ class Tap:
         return Blow(self.fault, mix64(self._keys[way[0]] ^ moment), phase, recomputing, way)
 
     def strike(self, x: Tensor, blow: Blow, *, backward: bool = False) -> Tensor:
-        """Apply the fault, count and measure it."""
+        """Apply the fault, count and measure it. No torch function mode sees how: to whoever watches, the device did it."""
+        with torch._C.DisableTorchFunction():
+            return self._strike(x, blow, backward)
+
+    def _strike(self, x: Tensor, blow: Blow, backward: bool) -> Tensor:
         start = perf_counter()
         self.injection.fires += 1
         if not x.is_floating_point():

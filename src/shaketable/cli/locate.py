@@ -1,0 +1,165 @@
+"""`shaketable locate`: does this device compute this model correctly, and if not, where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shaketable.errors import ShaketableError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shaketable.locate.diagnosis import Diagnosis, LayerReport
+    from shaketable.locate.locator import Progress
+
+MARKS = {
+    "pass": "[green]✓[/]",
+    "fail": "[bold red]✗[/]",
+    "suspect": "[yellow]▲[/]",
+    "inconclusive": "[cyan]?[/]",
+    "skipped": "·",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def locate(
+    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id, or smollm2-135m.")],
+    mode: Annotated[
+        str, typer.Option(help="device: no host arithmetic. host: trusts the host and the file. all: both.")
+    ] = "all",
+    device: Annotated[str, typer.Option(help="What to judge: cpu, cuda, npu, xpu, mps.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own by default.")] = None,
+    attention: Annotated[str | None, typer.Option(help="eager or sdpa; the model's own choice by default.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens to run.")] = 256,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to run, one prompt per line.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Plant this plan first, hidden from the probes.")] = None,
+    seed: Annotated[int, typer.Option(help="For gauges, permutations and the planted plan.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the diagnosis as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis as one page.")] = None,
+) -> None:
+    """Find the layer and the operator that a device computes wrongly. Exits 0 healthy, 1 fault, 4 inconclusive.
+
+    shaketable locate smollm2-135m --plan 'dead_zone:0.05,sparsity=0.01@module.*.down_proj,layers=12'
+    """
+    from shaketable.locate.diagnosis import MODES
+    from shaketable.locate.prompts import read_prompts
+    from shaketable.plan import Plan
+
+    if mode not in MODES:
+        raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
+    planted = None if plan is None else Plan.load(plan)
+    texts = None if prompts is None else read_prompts(prompts)
+    loaded, tokenizer = load(model, device, dtype, attention)
+
+    from shaketable.locate.locator import locate as find
+
+    with progress_bar() as tell:
+        diagnosis = find(
+            loaded, tokenizer, mode=mode, prompts=texts, tokens=tokens, source=model, plan=planted, seed=seed, progress=tell
+        )
+    if json_file is not None:
+        diagnosis.save(json_file)
+    if html_file is not None:
+        from shaketable.locate.page import page
+
+        html_file.write_text(page(diagnosis.as_dict()), encoding="utf-8")
+    show(diagnosis)
+    raise typer.Exit(diagnosis.exit_code)
+
+
+def load(model: str, device: str, dtype: str | None, attention: str | None) -> tuple[Any, Any]:
+    """A model on the device to be judged, and its tokenizer; refuses in one line what torch would refuse in many."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ShaketableError(f"unknown dtype {dtype!r}; valid: {', '.join(DTYPES)}")
+    import torch
+
+    from shaketable.models import load_model
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        line = str(error).splitlines()[0]
+        raise ShaketableError(f"device {device!r} cannot be used here: {line}") from error
+    try:
+        loaded, tokenizer = load_model(model, device=device, dtype=None if dtype is None else getattr(torch, dtype))
+        if attention is not None:
+            loaded.set_attn_implementation(attention)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ShaketableError(f"{model} does not fit into the memory of {device}") from error
+    except ValueError as error:
+        raise ShaketableError(f"attention {attention!r}: {str(error).splitlines()[0]}") from error
+    return loaded, tokenizer
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar over the layers, on standard error, gone when done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:20}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def tell(done: int, total: int, text: str) -> None:
+            bar.update(task, completed=done, total=total, description=text)
+
+        yield tell
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """The table of layers and probes, then the verdict."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_table(diagnosis))
+    for item in diagnosis.evidence[:3]:
+        where = f"layer {item.layer}" if item.layer is not None else "outside of the layers"
+        console.print(f"  {item.probe}: {where}, {item.op or 'output'}: {item.text}", markup=False)
+    if diagnosis.srdd is not None and diagnosis.srdd["blames"] is not None:
+        console.print(f"  SRDD statistics alone would blame layer {diagnosis.srdd['blames']}; they never decide.", style="dim")
+    for note in diagnosis.notes:
+        console.print(f"  note: {note}", style="dim", markup=False)
+    color = {"HEALTHY": "green", "FAULT": "red", "INCONCLUSIVE": "yellow"}[diagnosis.verdict]
+    console.print(diagnosis.sentence, style=f"bold {color}", markup=False, soft_wrap=True)
+    console.print(f"This holds if {diagnosis.assumption}. Cost: {diagnosis.cost_forwards:.1f} forwards.", soft_wrap=True)
+    if diagnosis.mode == "device":
+        console.print("Device mode cannot see:", *(f"\n  - {line}" for line in diagnosis.not_covered), markup=False)
+
+
+def _table(diagnosis: Diagnosis) -> Table:
+    from rich.table import Table
+
+    from shaketable.locate.diagnosis import PROBES
+
+    names = [p for p in PROBES if any(p in r.results for r in diagnosis.probes)]
+    head = f"{diagnosis.model}  {diagnosis.dtype} on {diagnosis.device}, {diagnosis.attention} attention, {diagnosis.tokens} tokens"
+    table = Table("layer", title=head, title_justify="left", box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="center")
+    table.add_column("what", overflow="fold")
+    for report in diagnosis.probes:
+        label = "outside" if report.layer is None else str(report.layer)
+        cells = [MARKS[report.results[n].status] if n in report.results else "" for n in names]
+        table.add_row(label, *cells, _remark(report))
+    return table
+
+
+def _remark(report: LayerReport) -> str:
+    """The first thing that is not in order."""
+    for status in ("fail", "suspect", "inconclusive"):
+        for name, result in report.results.items():
+            if result.status == status:
+                place = f"{result.op}: " if result.op else ""
+                return f"{name}: {place}{result.reason}".replace("[", "\\[")
+    return ""

@@ -1,0 +1,22 @@
+"""Which layer, which operator: trace, probes, statistics, fingerprints, verdict.
+
+The room and its verb share a name, as with `inject`: `shaketable.locate(model, tokenizer)` is
+`shaketable.locate.locator.locate(model, tokenizer)`.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def _locate(*args: Any, **kwargs: Any) -> Any:
+    from shaketable.locate.locator import locate
+
+    return locate(*args, **kwargs)
+
+
+class _CallableModule(ModuleType):
+    __call__ = staticmethod(_locate)
+
+
+sys.modules[__name__].__class__ = _CallableModule

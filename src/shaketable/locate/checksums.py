@@ -1,0 +1,72 @@
+"""Checksums of matrix products (algorithm-based fault tolerance): a cheap screen.
+
+The sum of a product's outputs is the product with the summed weights: with y = x wᵀ and any vector r, y·r = x·(wᵀr),
+and with any vector s over tokens, sᵀy = (sᵀx)·wᵀ. Two vectors each way: ones, and signs. A result may differ by its
+rounding: the standard deviation of one value is σ = u|y|/√3 + 3ua‖x‖‖w‖, of a sum the root of the summed squares; six
+of them are the threshold. A fault that cancels in a sum, or drowns in the rounding of its neighbours, is not seen:
+replay decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shaketable.locate.intervals import ACCUMULATION, UNIT, Precision
+from shaketable.locate.leaves import Leaf
+from shaketable.locate.record import Recording, tensors_of
+from shaketable.locate.reference import Reference
+
+THRESHOLD = 6.0
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """The worst checksum of a layer's products, in units of its threshold."""
+
+    score: float
+    path: str | None
+
+
+def check_products(recording: Recording, reference: Reference, prefix: str, precision: Precision) -> Checksum:
+    """Row and column checksums of every linear leaf of a recording."""
+    worst = Checksum(0.0, None)
+    for record in recording.records:
+        leaf = reference.leaf(f"{prefix}.{record.path}") if record.func is None else None
+        if leaf is None or leaf.kind not in ("linear", "conv1d"):
+            continue
+        x, y = next(tensors_of((record.args, record.kwargs))), next(tensors_of(record.output))
+        score = _score(x.detach().cpu(), y.detach().cpu(), leaf, f"{prefix}.{record.path}", reference, precision)
+        if not score <= worst.score:
+            worst = Checksum(score, record.path)
+    return worst
+
+
+def _score(x: Tensor, y: Tensor, leaf: Leaf, full: str, reference: Reference, precision: Precision) -> float:
+    w = reference.wide(reference.weight(f"{full}.weight"))
+    w = w if leaf.kind == "linear" else w.T
+    if leaf.module._parameters.get("bias") is not None:
+        y = y.double() - reference.weight(f"{full}.bias").double()
+    unit = UNIT[x.dtype]
+    rows, wide = x.reshape(-1, x.shape[-1]).double(), y.reshape(-1, y.shape[-1]).double()
+    lengths = w.norm(dim=1)
+    inexact = 3 * ACCUMULATION + 2 * precision.product_input
+    reach = (inexact * rows.norm(dim=1, keepdim=True)).float() * lengths.float()
+    spread = reach.add_(y.reshape(-1, y.shape[-1]).float().abs(), alpha=unit / 3**0.5).square_()
+    across, down = _signs(w.shape[0]), _signs(rows.shape[0])
+    by_row = (wide @ across - rows @ (across.T @ w).T).abs() / _limit(spread.sum(1, keepdim=True))
+    by_column = (down.T @ wide - (down.T @ rows) @ w.T).abs() / _limit(spread.sum(0, keepdim=True))
+    worst = torch.stack([by_row.max(), by_column.max()]).max()
+    return float(worst)
+
+
+def _limit(variance: Tensor) -> Tensor:
+    return THRESHOLD * variance.double().sqrt() + 1e-30
+
+
+def _signs(n: int) -> Tensor:
+    """A column of ones and a column of random signs."""
+    signs = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(n)).double() * 2 - 1
+    return torch.stack([torch.ones(n, dtype=torch.float64), signs], 1)

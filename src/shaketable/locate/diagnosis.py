@@ -1,0 +1,204 @@
+"""What locate says: the verdict, what it rests on, and every probe of every layer. Imports no torch.
+
+A verdict is FAULT only on exact evidence: results that change when nothing changed, a broken link, weights that are not
+the file's, a twin with other bits, a value outside of its rounding interval. Tests with a tolerance only raise a
+suspicion, which makes the verdict INCONCLUSIVE. HEALTHY needs the deciding probe of the mode to have judged every
+layer: replay on the host, the exact twin on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+MODES = ("device", "host", "all")
+PROBES = ("weights", "repeat", "links", "twin", "permutation", "checksum", "replay")
+EXIT = {"HEALTHY": 0, "FAULT": 1, "INCONCLUSIVE": 4}
+ASSUMPTIONS = {
+    "device": "the device is deterministic, and exact where IEEE arithmetic is",
+    "host": "the host's arithmetic, the weights in the file and the model's code are right",
+    "own": "the host's arithmetic, the weights as they are in memory and the model's code are right",
+}
+NOT_SEEN_BY_TWINS = (
+    "gain, truncation or a stuck mantissa bit on all channels of an operator",
+    "a dead zone or saturation relative to the token's maximum on all channels of the residual stream",
+    "any deterministic fault on all channels of the MLP's gate or activation, which has no gauge",
+    "an operator that computes another function with the same symmetries: another eps, a fast activation, another scale",
+    "a wrong weight",
+)
+NOT_SEEN_BY_REPLAY = (
+    "an error smaller than the rounding interval of its operator",
+    "an error that needs other tokens, lengths or batch sizes than these to show",
+    "an error that came in none of the calls that were made",
+)
+
+
+@dataclass
+class Result:
+    """One probe of one layer."""
+
+    status: str
+    """pass, fail, suspect, inconclusive or skipped."""
+    score: float | None = None
+    op: str | None = None
+    reason: str = ""
+
+
+@dataclass
+class Evidence:
+    """Why a layer is blamed."""
+
+    layer: int | None
+    op: str | None
+    function: str | None
+    probe: str
+    text: str
+    fault_class: str
+    lanes: list[int] = field(default_factory=list)
+    lanes_of: int | None = None
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    place: float = 0.0
+    """Order of computation: the layer's index, -1 before the layers, their number after them."""
+
+
+@dataclass
+class LayerReport:
+    """All probes of one layer, or of what lies outside of the layers."""
+
+    layer: int | None
+    name: str
+    results: dict[str, Result] = field(default_factory=dict)
+    statistics: dict[str, Any] | None = None
+
+
+@dataclass
+class Diagnosis:
+    """The answer of `locate`."""
+
+    model: str
+    model_class: str
+    num_layers: int
+    dtype: str
+    device: str
+    attention: str
+    mode: str
+    date: str
+    versions: dict[str, str]
+    sequences: int
+    tokens: int
+    seed: int
+    planted: dict[str, Any] | None = None
+    verdict: str = "INCONCLUSIVE"
+    sentence: str = ""
+    layer: int | None = None
+    op: str | None = None
+    function: str | None = None
+    lanes: list[int] = field(default_factory=list)
+    lanes_of: int | None = None
+    fault_class: str | None = None
+    assumption: str = ""
+    not_covered: list[str] = field(default_factory=list)
+    cost_forwards: float = 0.0
+    cost: dict[str, float] = field(default_factory=dict)
+    detectable_rate: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    suspicions: list[dict[str, Any]] = field(default_factory=list)
+    probes: list[LayerReport] = field(default_factory=list)
+    srdd: dict[str, Any] | None = None
+    evidence: list[Evidence] = field(default_factory=list)
+
+    def decide(self, has_file: bool) -> None:
+        """Reach the verdict from the probes."""
+        self.assumption = ASSUMPTIONS["device" if self.mode == "device" else "host" if has_file else "own"]
+        self.not_covered = list(NOT_SEEN_BY_TWINS if self.mode == "device" else NOT_SEEN_BY_REPLAY)
+        self.suspicions = self._suspicions()
+        if self.evidence:
+            self._blame()
+        elif self.suspicions:
+            self.verdict = "INCONCLUSIVE"
+            first = self.suspicions[0]
+            self.sentence = f"INCONCLUSIVE: {_place(first['layer'])} is suspect ({first['probe']}: {first['text']})."
+            self.sentence += " Host mode decides." if self.mode == "device" else ""
+        elif gaps := self._gaps():
+            self.verdict = "INCONCLUSIVE"
+            more = f" and {len(gaps) - 1} more" if len(gaps) > 1 else ""
+            self.sentence = f"INCONCLUSIVE: {gaps[0]}{more}; nothing that was judged is wrong."
+        else:
+            self.verdict = "HEALTHY"
+            self.sentence = (
+                f"HEALTHY: all {self.num_layers} layers compute what they should, as far as {self._seen_by()} can see."
+            )
+
+    def _seen_by(self) -> str:
+        return "twins on the device" if self.mode == "device" else "a replay on the host"
+
+    def _blame(self) -> None:
+        """The first layer in the order of computation; there, the strongest kind of evidence."""
+        strength = {"weights": 0, "replay": 1, "links": 2, "repeat": 3, "twin": 4}
+        self.evidence.sort(key=lambda e: (e.place, strength[e.probe]))
+        first = self.evidence[0]
+        self.verdict = "FAULT"
+        self.layer, self.op, self.function = first.layer, first.op, first.function
+        self.lanes, self.lanes_of, self.fault_class = first.lanes, first.lanes_of, first.fault_class
+        unstable = next((e for e in self.evidence if e.place == first.place and e.probe == "repeat"), None)
+        if unstable is not None:
+            self.fault_class = unstable.fault_class
+        where = self.op or ("output" if self.layer is not None else "the model")
+        where += f" ({self.function})" if self.function else ""
+        self.sentence = f"FAULT: {_place(self.layer)}, {where}: {first.text} ({self.fault_class})."
+
+    def _suspicions(self) -> list[dict[str, Any]]:
+        return [
+            {"layer": p.layer, "probe": name, "text": r.reason}
+            for p in self.probes
+            for name, r in p.results.items()
+            if r.status == "suspect" and not (name == "checksum" and p.results.get("replay", r).status == "pass")
+        ]
+
+    def _gaps(self) -> list[str]:
+        """Layers that the deciding probe of the mode could not judge."""
+        deciding = "twin" if self.mode == "device" else "replay"
+        gaps = []
+        for p in self.probes:
+            for name in {deciding, "repeat"}:
+                result = p.results.get(name)
+                if result is not None and result.status == "inconclusive":
+                    gaps.append(f"{_place(p.layer)}, {name}: {result.reason}")
+        return gaps
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command: 0 healthy, 1 fault, 4 inconclusive."""
+        return EXIT[self.verdict]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The diagnosis as plain data; numbers that are none become null."""
+        plain: dict[str, Any] = _plain({"schema": SCHEMA, "kind": "diagnosis", **asdict(self)})
+        for item in plain["evidence"]:
+            del item["place"]
+        return plain
+
+    def save(self, path: Path) -> None:
+        """Write the diagnosis as JSON."""
+        path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def _place(layer: int | None) -> str:
+    return "outside of the layers" if layer is None else f"layer {layer}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,255 @@
+"""What torch functions compute, in float64, with the bound that a correct device keeps to.
+
+Three kinds. *Rounded once*: moving, selecting and comparing values, and the IEEE operations; the host does the same in
+the same dtype and every bit must agree. *Bounded*: products, sums and transcendental functions; float64 and a bound.
+*Unknown*: the host runs the same function; if the bits agree the device is right, if not nobody can say, and the probe
+is inconclusive.
+
+Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
+
+    product        δ = ua·√K·‖x‖·‖w‖          (‖x‖·‖w‖ ≥ |x||w|ᵀ by Cauchy–Schwarz; a product, not a second matmul)
+    softmax        δ = ua·(16 + 2·|x − max|)·p
+    attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale))·(p|v|)     (p may be rounded before it meets v)
+    silu           δ = 20ua·|y|
+    gelu           δ = 12ua·|y| + 8ua·|x|       (1 + erf cancels for negative x)
+    sums           δ = ua·√n·Σ|x|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shaketable.locate.intervals import ACCUMULATION as UA
+from shaketable.locate.intervals import TINY, UNIT, Allowed, Around, Interval, Precision, Product
+
+_MOVING = """
+    cat concat stack contiguous reshape clone to float half bfloat16 double type type_as expand __getitem__ index_select
+    gather where masked_fill masked_fill_ masked_select repeat repeat_interleave embedding dropout flatten unflatten
+    chunk split split_with_sizes unbind view transpose permute squeeze unsqueeze T mT t swapaxes movedim roll flip tril
+    triu zeros_like ones_like new_zeros new_ones zeros ones full full_like arange one_hot topk sort argsort nonzero
+    __setitem__ copy_ fill_ zero_ index_copy_ scatter_ detach masked_scatter maximum minimum max min clamp clip relu
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ logical_not logical_and logical_or __and__ __or__
+    __invert__
+"""
+_ARITHMETIC = """
+    add sub rsub mul div true_divide multiply subtract divide neg abs __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+    __truediv__ __rtruediv__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_
+"""
+ARITHMETIC = frozenset(_ARITHMETIC.split())
+ROUNDED_ONCE = ARITHMETIC | frozenset(_MOVING.split())
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded call, brought to the host."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+    """Of the result."""
+    precision: Precision
+    wide: Callable[[Tensor], Tensor]
+    """A tensor in float64; remembers what it made for a layer's tensors."""
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+
+def product(call: Call, x: Tensor, w: Tensor) -> Around:
+    """x @ w with w of shape (…, K, N), both in float64: the products of attention, whose factors are both activations."""
+    return Around(x @ w, product_slack(call, x, w), call.dtype)
+
+
+def product_slack(call: Call, x: Tensor, w: Tensor) -> Tensor:
+    """How far a correct product may be from the float64 one, before its result is rounded."""
+    norms = x.norm(dim=-1, keepdim=True) * w.norm(dim=-2, keepdim=True)
+    slack: Tensor = UA * math.sqrt(x.shape[-1]) * norms + TINY
+    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
+    if documented:
+        slack = slack + 2 * documented * (x.abs() @ w.abs())
+    return slack
+
+
+def _linear(call: Call) -> Product:
+    x, w = call.get(0, "input"), call.get(1, "weight")
+    return Product(call.wide(x), w, call.get(2, "bias"), call.dtype, call.precision)
+
+
+def _matmul(call: Call) -> Around:
+    x, w = call.wide(call.args[0]), call.wide(call.get(1, "other", call.kwargs.get("mat2")))
+    if x.dim() < 2 or w.dim() < 2:
+        raise NotImplementedError("a product with a vector")
+    return product(call, x, w)
+
+
+def _addmm(call: Call) -> Around:
+    beta, alpha = float(call.kwargs.get("beta", 1)), float(call.kwargs.get("alpha", 1))
+    x, w = call.wide(call.args[1]), call.wide(call.args[2])
+    value, slack = alpha * (x @ w), abs(alpha) * product_slack(call, x, w)
+    if beta:
+        added = beta * call.args[0].double()
+        value, slack = value + added, slack + 4 * UNIT[call.dtype] * added.abs()
+    return Around(value, slack + 4 * UA * value.abs(), call.dtype)
+
+
+def _grouped(call: Call) -> Interval:
+    """Rows [offs[i−1], offs[i]) times the matrix of expert i."""
+    x, w, ends = call.args[0], call.args[1], call.get(2, "offs").tolist()
+    low, high = torch.zeros(x.shape[0], w.shape[-1], dtype=call.dtype), torch.zeros(x.shape[0], w.shape[-1], dtype=call.dtype)
+    start = 0
+    for expert, end in enumerate(ends):
+        part = product(call, x[start:end].double(), w[expert].double()).interval()
+        low[start:end], high[start:end] = part.low, part.high
+        start = end
+    return Interval(low, high)
+
+
+def _softmax(call: Call) -> Around:
+    x = call.wide(call.args[0])
+    dim = call.get(1, "dim", -1)
+    p = x.softmax(dim)
+    far = x - x.amax(dim, keepdim=True)
+    slack = UA * (16 + 2 * far.abs().nan_to_num(posinf=0.0)) * p + TINY
+    return Around(p, slack, call.dtype)
+
+
+def attention(call: Call) -> Around:
+    """Scaled dot-product attention as one operator, whatever kernel computes it.
+
+    Query heads that share a key are stacked behind one another, so that nothing is repeated. The host's exponentials are
+    taken in float32, many times faster; the bound counts their error beside the device's.
+    """
+    q, k, v = (call.wide(call.get(i, n)) for i, n in enumerate(("query", "key", "value")))
+    mask, causal, scale = call.get(3, "attn_mask"), call.get(5, "is_causal", False), call.kwargs.get("scale")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    batch, heads, queries, size = q.shape
+    groups, keys = heads // k.shape[1], k.shape[2]
+    scores = ((q * scale).reshape(batch, -1, groups * queries, size) @ k.mT).view(batch, heads, queries, keys)
+    longest = k.norm(dim=-1).amax(-1).repeat_interleave(groups, 1)[..., None, None]
+    reach = q.norm(dim=-1, keepdim=True) * longest * abs(scale)
+    if causal:
+        scores.masked_fill_(~torch.ones(queries, keys, dtype=torch.bool).tril(), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    p = (scores - scores.amax(-1, keepdim=True)).float().exp_()
+    p = p.div_(p.sum(-1, keepdim=True)) if mask is None else p.div_(p.sum(-1, keepdim=True)).nan_to_num_(0.0)
+    p = p.view(batch, -1, groups * queries, keys).double()
+    value, weight = ((p @ w).reshape(batch, heads, queries, -1) for w in (v, v.abs()))
+    u = UNIT[call.dtype]
+    inexact = 2 * u + 16 * UA * (4 + reach)
+    if call.dtype == torch.float32 and call.precision.product_input:
+        inexact = inexact + 2 * call.precision.product_input * (1 + 2 * reach)
+    return Around(value, u * value.abs() + inexact * weight + TINY, call.dtype)
+
+
+def silu(x: Tensor, dtype: torch.dtype) -> Around:
+    """x·sigmoid(x)."""
+    return Around.relative(F.silu(x), 20, dtype)
+
+
+def gelu(x: Tensor, dtype: torch.dtype, approximate: str) -> Around:
+    """GELU; 1 + erf cancels for negative x, so the bound has a part that goes with |x|."""
+    y = F.gelu(x, approximate=approximate)
+    return Around(y, 12 * UA * y.abs() + 8 * UA * x.abs() + TINY, dtype)
+
+
+def _relative(function: Callable[[Tensor], Tensor], ulps: float, absolute: float = 0.0) -> Callable[[Call], Around]:
+    """A function whose result is right to a few units in the last place of float32."""
+
+    def define(call: Call) -> Around:
+        y = function(call.wide(call.args[0]))
+        return Around(y, ulps * UA * y.abs() + absolute * UA + TINY, call.dtype)
+
+    return define
+
+
+def _pow(call: Call) -> Around:
+    exponent = call.args[1] if isinstance(call.args[1], int | float) else call.wide(call.args[1])
+    y = torch.pow(call.wide(call.args[0]), exponent)
+    # Small whole powers of reduced dtypes are products that some devices round one by one.
+    slack = 8 * UA if call.dtype in (torch.float32, torch.float64) else 2 * UNIT[call.dtype]
+    return Around(y, slack * y.abs() + TINY, call.dtype)
+
+
+def _reduction(mean: bool) -> Callable[[Call], Around]:
+    def define(call: Call) -> Around:
+        x, dim, keep = call.wide(call.args[0]), call.get(1, "dim"), call.get(2, "keepdim", False)
+        dims = tuple(range(x.dim())) if dim is None else dim
+        total, size = x.sum(dims, keepdim=keep), x.abs().sum(dims, keepdim=keep)
+        n = x.numel() / max(total.numel(), 1)
+        value = total / n if mean else total
+        return Around(value, UA * math.sqrt(n) * (size / n if mean else size) + TINY, call.dtype)
+
+    return define
+
+
+def _exp(call: Call) -> Around:
+    x = call.wide(call.args[0])
+    y = x.exp()
+    return Around(y, UA * (8 + 2 * x.abs()) * y + TINY, call.dtype)
+
+
+def _index_add(call: Call) -> Around:
+    base, dim, index, source = call.args[0], call.args[1], call.args[2], call.get(3, "source")
+    value = base.double().index_add(dim, index, source.double())
+    if index.unique().numel() == index.numel():
+        return Around(value, 0.0, call.dtype)
+    size = base.double().abs().index_add(dim, index, source.double().abs())
+    return Around(value, UNIT[call.dtype] * index.numel() * size, call.dtype)
+
+
+BOUNDED: dict[str, Callable[[Call], Allowed]] = {
+    "linear": _linear,
+    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), _matmul),
+    **dict.fromkeys(("addmm", "baddbmm"), _addmm),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _grouped),
+    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    "scaled_dot_product_attention": attention,
+    "silu": lambda call: silu(call.wide(call.args[0]), call.dtype),
+    "gelu": lambda call: gelu(call.wide(call.args[0]), call.dtype, call.kwargs.get("approximate", "none")),
+    "tanh": _relative(torch.tanh, 12),
+    "sigmoid": _relative(torch.sigmoid, 16),
+    "rsqrt": _relative(torch.rsqrt, 8),
+    "sqrt": _relative(torch.sqrt, 4),
+    "reciprocal": _relative(torch.reciprocal, 4),
+    "cos": _relative(torch.cos, 4, 4),
+    "sin": _relative(torch.sin, 4, 4),
+    "erf": _relative(torch.erf, 8),
+    "exp": _exp,
+    "log": _relative(torch.log, 8, 4),
+    "pow": _pow,
+    "__pow__": _pow,
+    "square": _relative(torch.square, 4),
+    "mean": _reduction(True),
+    "sum": _reduction(False),
+    **dict.fromkeys(("index_add_", "index_add"), _index_add),
+}
+
+
+def rounded_once(call: Call, name: str) -> Interval:
+    """The host does the same in the same dtype.
+
+    A Python number that meets a reduced-precision tensor is rounded to its dtype first on some devices and not on others:
+    both are allowed.
+    """
+    result = call.func(*call.args, **call.kwargs)
+    value = call.args[0] if result is None else result
+    if name not in ARITHMETIC or call.dtype in (torch.float32, torch.float64):
+        return Interval.exactly(value)
+    number = next((a for a in call.args if isinstance(a, float)), None)
+    if number is None:
+        return Interval.exactly(value)
+    both = []
+    for scalar in (number, float(torch.tensor(number, dtype=call.dtype))):
+        args = tuple(scalar if a is number else a.double() if isinstance(a, Tensor) else a for a in call.args)
+        both.append(Around(call.func(*args, **call.kwargs), 0.0, call.dtype).interval())
+    return both[0].hull(both[1])

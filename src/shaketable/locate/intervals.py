@@ -1,0 +1,155 @@
+"""Rounding intervals: all the values a correct device may return.
+
+With y* the value in float64 and δ a bound on what the order of summation and the device's own functions may change, a
+correct device returns RN(v) for some v in [y*−δ, y*+δ], where RN rounds to the dtype of the result. Rounding is monotone,
+so the results that are allowed are exactly those in [RN(y*−δ), RN(y*+δ)]. The rounding of the result itself gives no slack:
+in bfloat16 most intervals hold a single value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
+"""Unit roundoff of each dtype."""
+ACCUMULATION = 2.0**-24
+"""Unit roundoff of sums and functions inside a kernel: float32, on every device we know of."""
+TINY = 2.0**-125
+"""Results this small may be flushed to zero."""
+UA = ACCUMULATION
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the device is documented to do to its numbers, beyond the dtype."""
+
+    product_input: float = 0.0
+    """Relative rounding of the factors of float32 products: 2^-10 for TF32, 2^-8 for bfloat16 products."""
+    partial_sum: float = 0.0
+    """Relative rounding of partial sums of reduced-precision products (split-K reductions)."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Allowed results by their ends, in the dtype of the result."""
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def exactly(cls, value: Tensor) -> Interval:
+        """One allowed value."""
+        return cls(value, value)
+
+    def hull(self, other: Interval) -> Interval:
+        """What either allows."""
+        return Interval(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
+
+    def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Low and high at some of the values."""
+        return self.low[where], self.high[where]
+
+    def outside(self, got: Tensor) -> Tensor:
+        """Where a result is not allowed. A value that is no number is allowed only where none was expected."""
+        outside = got != self.low if self.low is self.high else ~((got >= self.low) & (got <= self.high))
+        if got.is_floating_point() and bool(outside.any()):
+            outside &= ~(got.isnan() & (self.low.isnan() | self.high.isnan()))
+        return outside
+
+
+@dataclass(frozen=True)
+class Around:
+    """RN(value − slack) to RN(value + slack), rounded only where it matters.
+
+    A result within the slack is inside for sure, and so is the rounded value itself; the ends are rounded for the rest.
+    """
+
+    value: Tensor
+    """In float64."""
+    slack: Tensor | float
+    dtype: torch.dtype
+
+    @classmethod
+    def relative(cls, value: Tensor, ulps: float, dtype: torch.dtype) -> Around:
+        """Right to so many units of float32."""
+        return cls(value, value.abs().mul_(ulps * UA).add_(TINY), dtype)
+
+    def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Low and high at some of the values."""
+        value = self.value.expand(where.shape)[where]
+        slack = self.slack.expand(where.shape)[where] if isinstance(self.slack, Tensor) else self.slack
+        return (value - slack).to(self.dtype), (value + slack).to(self.dtype)
+
+    def interval(self) -> Interval:
+        """Both ends everywhere."""
+        return Interval((self.value - self.slack).to(self.dtype), (self.value + self.slack).to(self.dtype))
+
+    def outside(self, got: Tensor) -> Tensor:
+        """Where a result is not allowed."""
+        doubtful = got.double().sub_(self.value).abs_() > self.slack
+        if self.dtype != torch.float32:
+            doubtful &= self.value.to(self.dtype) != got
+        doubtful |= got.isnan() | self.value.isnan()
+        if bool(doubtful.any()):
+            doubtful[doubtful.clone()] = Interval(*self.ends(doubtful)).outside(got[doubtful])
+        return doubtful
+
+
+@dataclass(frozen=True)
+class Product:
+    """The interval of x @ wᵀ + bias, made and compared a block of channels at a time.
+
+    A language model's head has a hundred thousand channels: in one piece its float64 weights alone would be larger than the
+    model. A block stays in the cache, and its ends are rounded only where the result is not within δ anyway.
+
+    δ = ua·√K·‖x‖·‖w‖, which by Cauchy–Schwarz is at least the usual ua·√K·|x||w|ᵀ and costs no second product.
+    """
+
+    x: Tensor
+    """(…, K), float64."""
+    w: Tensor
+    """(N, K) in its own dtype."""
+    bias: Tensor | None
+    dtype: torch.dtype
+    precision: Precision
+    block: int = 512
+
+    def outside(self, got: Tensor) -> Tensor:
+        """Where a result is not allowed."""
+        return torch.cat([part.outside(got[..., at : at + self.block]) for at, part in self._parts()], -1)
+
+    def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Low and high at some of the values, in the order of a boolean index."""
+        low, high = torch.empty(where.shape, dtype=self.dtype), torch.empty(where.shape, dtype=self.dtype)
+        for at, part in self._parts():
+            some = where[..., at : at + self.block]
+            if bool(some.any()):
+                low[..., at : at + self.block][some], high[..., at : at + self.block][some] = part.ends(some)
+        return low[where], high[where]
+
+    def _parts(self) -> Iterator[tuple[int, Around | Interval]]:
+        size = UA * math.sqrt(self.x.shape[-1]) * self.x.norm(dim=-1, keepdim=True)
+        documented = self.precision.product_input if self.dtype == torch.float32 else self.precision.partial_sum
+        for at in range(0, self.w.shape[0], self.block):
+            w = self.w[at : at + self.block].double()
+            slack = (size * w.norm(dim=1)).add_(TINY)
+            if documented:
+                slack = slack + 2 * documented * (self.x.abs() @ w.abs().T)
+            part = Around(self.x @ w.T, slack, self.dtype)
+            yield at, part if self.bias is None else self._with_bias(part, self.bias[at : at + self.block].double())
+
+    def _with_bias(self, part: Around, bias: Tensor) -> Interval:
+        """A bias may be added inside of the kernel, or to a result that has been rounded already."""
+        fused = Around(part.value + bias, part.slack + UA * bias.abs(), self.dtype).interval()
+        once = part.interval()
+        twice = Interval((once.low.double() + bias).to(self.dtype), (once.high.double() + bias).to(self.dtype))
+        return fused.hull(twice)
+
+
+Allowed = Interval | Around | Product

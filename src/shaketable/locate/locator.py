@@ -1,0 +1,293 @@
+"""`locate`: does this device compute this model correctly, and if not, where.
+
+One traced forward, then layer by layer: record, repeat, links, twins, checksums, replay, statistics. Each probe is
+teacher-forced, so layers are judged one by one and the first one that is wrong is the answer. What is not a decoder
+layer (embeddings, rotation, the last norm, the head) is judged by weights, repeat and replay.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import shaketable
+from shaketable.errors import ModelError, ShaketableError
+from shaketable.locate import probes, statistics
+from shaketable.locate.circuits import circuit_of
+from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
+from shaketable.locate.precision import device_precision
+from shaketable.locate.prompts import token_batch
+from shaketable.locate.record import same, tensors_of
+from shaketable.locate.reference import Reference, check_model
+from shaketable.locate.replay import judge
+from shaketable.locate.trace import LayerCall, Trace, forward, record_layer, trace
+
+Progress = Callable[[int, int, str], None]
+T = TypeVar("T")
+
+
+def locate(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    mode: str = "all",
+    prompts: Sequence[str] | None = None,
+    input_ids: Tensor | None = None,
+    tokens: int = 256,
+    source: str | None = None,
+    plan: Any = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Find out whether a device computes a model correctly, and where it does not.
+
+    Args:
+        model: A causal language model, on the device to be judged.
+        tokenizer: Its tokenizer; not needed with `input_ids`.
+        mode: `device` uses no host arithmetic; `host` trusts the host's arithmetic and the file's weights; `all` does both.
+        prompts: Texts to run; a built-in text by default.
+        input_ids: Token ids of shape (1, n) instead of prompts.
+        tokens: How many tokens to run.
+        source: The model's name or folder, so that its weights can be read again; without it they are believed.
+        plan: A plan to plant first, hidden from the probes. For trying locate out.
+        seed: For gauges, permutations, the probes of the statistics, and the planted plan.
+        progress: Called with (layers done, layers, what is being done).
+
+    Returns:
+        The diagnosis. `str()` of it is the verdict in one sentence.
+
+    Raises:
+        ShaketableError: When the model or the input cannot be judged.
+    """
+    if mode not in MODES:
+        raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
+    check_model(model)
+    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
+    if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
+        raise ShaketableError(f"input_ids has shape {tuple(ids.shape)}; locate runs one sequence of at least 2 tokens")
+    try:
+        with ExitStack() as stack:
+            was_training = model.training
+            stack.callback(model.train, was_training)
+            locator = Locator(model.eval(), mode, source, seed, progress)
+            return locator.run(ids, plan)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
+
+
+class Locator:
+    """One run of locate."""
+
+    def __init__(self, model: nn.Module, mode: str, source: str | None, seed: int, progress: Progress | None) -> None:
+        self.model = model
+        self.mode = mode
+        self.seed = seed
+        self.tell = progress or (lambda done, total, text: None)
+        self.device = _device(model)
+        self.dtype = next(model.parameters()).dtype
+        self.reference = Reference(model, source)
+        precision = device_precision(self.device, self.dtype)
+        self.bench = probes.Bench(self.reference, precision, seed, self.device.type != "cpu")
+        self.spent: dict[str, float] = {}
+        self.on_host = mode in ("host", "all")
+        self.on_device = mode in ("device", "all")
+
+    def run(self, ids: Tensor, plan: Any) -> Diagnosis:
+        """Plant the plan if there is one, probe, decide."""
+        diagnosis = self._blank(ids)
+        if plan is None:
+            self._probe(ids.to(self.device), diagnosis)
+        else:
+            injection = shaketable.inject(self.model, plan, seed=self.seed, allow_inert=True)
+            with injection as ledger:
+                self._probe(ids.to(self.device), diagnosis)
+            diagnosis.planted = {"plan": injection.plan.text(), "changed": ledger.changed}
+            if not ledger.changed:
+                diagnosis.notes.append("the planted plan changed no value")
+        diagnosis.decide(self.reference.has_file)
+        return diagnosis
+
+    def _probe(self, ids: Tensor, diagnosis: Diagnosis) -> None:
+        total = diagnosis.num_layers
+        self.tell(0, total, "a plain forward")
+        logits, unit = self._plain_forward(ids)
+        self.tell(0, total, "trace")
+        traced = self._timed("trace", lambda: trace(self.model, ids, self.reference))
+        found: list[statistics.LayerStatistics] = []
+        for call in traced.calls:
+            report, own = self._layer(call, diagnosis.evidence)
+            diagnosis.probes.append(report)
+            if own is not None:
+                found.append(own)
+                report.statistics = own.as_dict()
+            self.reference.forget()
+            self.tell(call.index + 1, total, f"layer {call.index}")
+        diagnosis.probes.append(self._outside(traced, logits, diagnosis.evidence))
+        self.reference.forget()
+        diagnosis.srdd = dict(statistics.srdd_verdict(found)) if found else None
+        diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
+        diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
+
+    def _plain_forward(self, ids: Tensor) -> tuple[Tensor, float]:
+        """The unit of cost: the faster of two plain forwards. They are not counted themselves."""
+        times = []
+        for _ in range(2):
+            start = self._now()
+            logits = forward(self.model, ids)
+            times.append(self._now() - start)
+        return logits, min(times)
+
+    def _layer(self, call: LayerCall, evidence: list[Evidence]) -> tuple[LayerReport, statistics.LayerStatistics | None]:
+        report = LayerReport(call.index, call.name)
+        recording = self._timed("repeat", lambda: record_layer(call, self.reference))
+
+        def keep(name: str, finding: probes.Finding) -> Result:
+            result, found = finding
+            report.results[name] = result
+            for item in found:
+                item.place = call.index
+            evidence.extend(found)
+            return result
+
+        if self.on_host:
+            names = [f"{call.name}.{n}" for n, _ in call.module.named_parameters()]
+            self._run("weights", keep, lambda: probes.weights(names, self.model, self.bench, call.index, call.name))
+        again = self._run("repeat", keep, lambda: probes.repeat(call, recording, self.bench))
+        self._run("links", keep, lambda: probes.links(call, recording))
+        if self.on_device:
+            self._twin(call, recording, keep, again)
+        decided = False
+        if self.on_host:
+            sums = self._timed("checksum", lambda: probes.checksum(recording, call, self.bench))
+            report.results["checksum"] = sums
+            judgement = self._timed("replay", lambda: judge(recording, self.reference, call.name, self.bench.precision))
+            decided = keep("replay", probes.replay(judgement, call.index)).status != "inconclusive"
+        if self.on_device:
+            report.results["permutation"] = self._permutation(call, again, decided)
+        own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if self.on_device else None
+        return report, own
+
+    def _twin(self, call: LayerCall, recording: Any, keep: Any, again: Result) -> None:
+        if again.status != "pass":
+            keep("twin", (Result("inconclusive", reason="the layer's results change from call to call"), []))
+            return
+        circuit = self._circuit(call)
+        finding, _ = self._timed("twin", lambda: probes.twin(call, recording, circuit, self.bench))
+        keep("twin", finding)
+
+    def _permutation(self, call: LayerCall, again: Result, decided: bool) -> Result:
+        if decided:
+            return Result("skipped", reason="replay has judged this layer, and sees more")
+        if again.status != "pass":
+            return Result("inconclusive", reason="the layer's results change from call to call")
+        return self._timed("permutation", lambda: probes.permutation(call, self._circuit(call), self.bench))
+
+    def _circuit(self, call: LayerCall) -> Any:
+        config = getattr(self.model, "config", None)
+        return circuit_of(self.reference.skeleton.get_submodule(call.name), config)
+
+    def _statistics(self, call: LayerCall, output: Any) -> statistics.LayerStatistics:
+        probed, shifted = statistics.probe_input(call.x, self.seed + call.index), statistics.dc_input(call.x)
+        answers = next(tensors_of(call.again(torch.cat([probed, shifted])))).chunk(2)
+        outputs = [call.y, next(tensors_of(output))]
+        return statistics.layer_statistics(call.x, outputs, probed, answers[0], shifted, answers[1])
+
+    def _outside(self, traced: Trace, logits: Tensor, evidence: list[Evidence]) -> LayerReport:
+        """Embeddings, rotation, last norm, head."""
+        report = LayerReport(None, "")
+        layers = {call.name for call in traced.calls}
+        found: list[Evidence] = []
+        if self.on_host:
+            inside = tuple(f"{name}." for name in layers)
+            names = [n for n, _ in self.model.named_parameters() if not n.startswith(inside)]
+            report.results["weights"], more = self._timed(
+                "weights", lambda: probes.weights(names, self.model, self.bench, None, "")
+            )
+            found += more
+        report.results["repeat"] = self._logits(logits, traced)
+        if self.on_host:
+            work = lambda: judge(traced.outside, self.reference, "", self.bench.precision, layers)  # noqa: E731
+            judgement = self._timed("replay", work)
+            report.results["replay"], more = probes.replay(judgement, None)
+            found += more
+        last = max(i for i, r in enumerate(traced.outside.records) if r.path in layers)
+        orders = {r.path: i for i, r in enumerate(traced.outside.records)}
+        for item in found:
+            item.place = len(layers) if orders.get(item.op or "", last + 1) > last else -1
+        evidence.extend(found)
+        return report
+
+    def _logits(self, logits: Tensor, traced: Trace) -> Result:
+        """Two whole forwards. A difference is found in its layer, or nowhere."""
+        if same(logits, traced.logits):
+            return Result("pass", 0.0)
+        share = float((logits != traced.logits).double().mean())
+        return Result("suspect", share, reason="two forwards of the whole model give other logits")
+
+    # ---- time
+
+    def _run(self, name: str, keep: Callable[[str, probes.Finding], Result], work: Callable[[], probes.Finding]) -> Result:
+        return keep(name, self._timed(name, work))
+
+    def _timed(self, name: str, work: Callable[[], T]) -> T:
+        start = self._now()
+        result = work()
+        self.spent[name] = self.spent.get(name, 0.0) + self._now() - start
+        return result
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _blank(self, ids: Tensor) -> Diagnosis:
+        config = getattr(self.model, "config", None)
+        packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        diagnosis = Diagnosis(
+            model=str(self.reference.source or getattr(config, "name_or_path", "") or type(self.model).__name__),
+            model_class=type(self.model).__name__,
+            num_layers=sum(1 for _ in _layers(self.model)),
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=_device_name(self.device),
+            attention=str(getattr(config, "_attn_implementation", None) or "unknown"),
+            mode=self.mode,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={"shaketable": shaketable.__version__, **packages, "python": platform.python_version()},
+            sequences=ids.shape[0],
+            tokens=ids.shape[1],
+            seed=self.seed,
+        )
+        text = "a fault that changes a layer's result in a share p of its calls is seen with probability 1-(1-p)^2"
+        diagnosis.detectable_rate = {"repeats": 2, "text": text}
+        diagnosis.notes += self._notes()
+        return diagnosis
+
+    def _notes(self) -> list[str]:
+        notes = [self.bench.precision.note] if self.bench.precision.note else []
+        if self.on_host and not self.reference.has_file:
+            notes.append("the weights were not compared with a file: none was given")
+        if not self.reference.is_rebuilt:
+            notes.append("the model could not be built anew from its config: its own modules define what is right")
+        return notes
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    from shaketable.sites.anatomy import find_layers
+
+    return find_layers(model)[0]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

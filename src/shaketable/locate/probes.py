@@ -1,0 +1,225 @@
+"""The probes of one layer: each takes the layer's call and its recording, and gives a result and, if it fails, evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shaketable.locate import twins
+from shaketable.locate.checksums import check_products
+from shaketable.locate.circuits import Circuit
+from shaketable.locate.classify import fault_class, unstable_class
+from shaketable.locate.diagnosis import Evidence, Result
+from shaketable.locate.intervals import Precision
+from shaketable.locate.precision import tolerance
+from shaketable.locate.record import Recording, same, tensors_of
+from shaketable.locate.reference import Reference
+from shaketable.locate.replay import Judgement, Violation
+from shaketable.locate.trace import LayerCall, record_layer
+
+Finding = tuple[Result, list[Evidence]]
+EXAMPLES = 6
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every probe needs to know."""
+
+    reference: Reference
+    precision: Precision
+    seed: int
+    can_vary: bool
+    """Whether kernels of this device may sum in another order from call to call."""
+
+
+def weights(names: list[str], model: torch.nn.Module, bench: Bench, layer: int | None, prefix: str) -> Finding:
+    """The device's weights against the file's, bit for bit."""
+    if not bench.reference.has_file:
+        return Result("skipped", reason="no file to compare with"), []
+    evidence, worst = [], 0.0
+    for name in names:
+        got, expected = model.get_parameter(name).detach().cpu(), bench.reference.weight(name)
+        if not torch.equal(_bits(got), _bits(expected)):
+            differs = _bits(got) != _bits(expected)
+            worst = max(worst, float(differs.double().mean()))
+            evidence.append(_weight_evidence(name, got, expected, differs, layer, prefix))
+    if not evidence:
+        return Result("pass", 0.0), []
+    return Result("fail", worst, evidence[0].op, evidence[0].text), evidence
+
+
+def _weight_evidence(name: str, got: Tensor, expected: Tensor, differs: Tensor, layer: int | None, prefix: str) -> Evidence:
+    op, _, own = name.removeprefix(f"{prefix}.").rpartition(".")
+    rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
+    lanes: list[int] = rows.nonzero().flatten().tolist()
+    places = differs.nonzero()[:EXAMPLES].tolist()
+    examples = [
+        {
+            "index": str(tuple(p)),
+            "got": float(got[tuple(p)]),
+            "low": float(expected[tuple(p)]),
+            "high": float(expected[tuple(p)]),
+        }
+        for p in places
+    ]
+    text = f"{int(differs.sum()):,} of {got.numel():,} values of its {own} are not those of the file"
+    return Evidence(layer, op, None, "weights", text, "weight", lanes, differs.shape[0], examples)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(size)
+
+
+def repeat(call: LayerCall, recording: Recording, bench: Bench) -> Finding:
+    """The same call again: every bit must come back."""
+    first, second = call.y, next(tensors_of(recording.output))
+    if same(first, second):
+        return Result("pass", 0.0), []
+    share = float((first != second).double().mean())
+    far = _beyond(first, second, call.x, bench.precision)
+    if bench.can_vary and far <= 1:
+        reason = "results differ from call to call, no more than another order of summation explains"
+        return Result("inconclusive", share, reason=reason), []
+    path, function, a, b = _first_change(recording, record_layer(call, bench.reference), first, second)
+    differs = a != b
+    text = f"{share:.1%} of the layer's results change from call to call"
+    lanes = _lanes(differs)
+    evidence = Evidence(call.index, path or None, function, "repeat", text, unstable_class(a, b), lanes, differs.shape[-1])
+    return Result("fail", share, path or None, text), [evidence]
+
+
+def _first_change(one: Recording, two: Recording, a: Tensor, b: Tensor) -> tuple[str, str | None, Tensor, Tensor]:
+    """The first operator whose result differs between two recordings of the same call."""
+    for r, s in zip(one.records, two.records, strict=False):
+        for x, y in zip(tensors_of(r.output), tensors_of(s.output), strict=False):
+            if x.shape == y.shape and not same(x, y):
+                return r.path, r.function, x, y
+    return "", None, a, b
+
+
+def links(call: LayerCall, recording: Recording) -> Finding:
+    """What one operator made is what the next one gets."""
+    if recording.breaks:
+        first = recording.breaks[0]
+        differs = first.expected != first.got
+        text = f"the {first.door} of {first.path or 'the layer'} is not what was made for it"
+        low = high = first.expected.detach().cpu()[differs.cpu()]
+        kind = fault_class(first.got.detach().cpu(), low, high, differs.cpu())
+        lanes = _lanes(differs)
+        found = Evidence(call.index, first.path or None, None, "links", text, kind, lanes, differs.shape[-1])
+        return Result("fail", float(differs.double().mean()), first.path or None, text), [found]
+    return Result("pass", 0.0), []
+
+
+def twin(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: Bench) -> tuple[Finding, bool]:
+    """The layer in another gauge: the same bits must come back. Also says whether powers of two were used."""
+    if isinstance(circuit, str):
+        return (Result("inconclusive", reason=circuit), []), False
+    powers = call.x.dtype != torch.float16
+    found, other = _gauged(call, recording, circuit, bench, powers)
+    if found is not None and powers and not (twins.stays_normal(recording) and twins.stays_normal(other)):
+        powers = False
+        found, other = _gauged(call, recording, circuit, bench, powers)
+    if found is None:
+        return (Result("pass", 0.0), []), powers
+    text = f"a twin in another gauge differs in {found.share:.1%} of the values"
+    size = call.x.shape[-1] if found.path is None else None
+    evidence = Evidence(call.index, found.path, None, "twin", text, "asymmetric", found.lanes, size)
+    return (Result("fail", found.share, found.path, text), [evidence]), powers
+
+
+def _gauged(
+    call: LayerCall, recording: Recording, circuit: Circuit, bench: Bench, powers: bool
+) -> tuple[twins.Difference | None, Recording]:
+    gauge = twins.draw_gauge(circuit, bench.seed * 1000 + call.index, powers)
+    with twins.gauged(call.module, circuit, gauge):
+        other = record_layer(call, bench.reference, call.x * gauge.spaces["stream"].to(call.x))
+    return twins.first_difference(circuit, gauge, recording, other), other
+
+
+def permutation(call: LayerCall, circuit: Circuit | str, bench: Bench) -> Result:
+    """Permuted channels and heads, beside a larger companion in the batch: the same values, up to the order of summation."""
+    if isinstance(circuit, str):
+        return Result("inconclusive", reason=circuit)
+    if circuit.routed:
+        return Result("inconclusive", reason="another order of summation may send a token to other experts")
+    shuffle = twins.draw_shuffle(circuit, bench.seed * 1000 + call.index)
+    order = shuffle.spaces["stream"].to(call.x.device)
+    x = call.x[..., order]
+    with twins.shuffled(call.module, circuit, shuffle):
+        both = next(tensors_of(call.again(torch.cat([x, x * _companion(call.x)]))))
+    y = torch.empty_like(call.y)
+    y[..., order] = both[: call.x.shape[0]]
+    score = _beyond(call.y, y, call.x, bench.precision)
+    if score <= 1:
+        return Result("pass", score)
+    return Result("suspect", score, reason=f"permuted channels give other results, {score:.3g} times the tolerance")
+
+
+def _companion(x: Tensor) -> float:
+    """64, or less where that would overflow."""
+    room = torch.finfo(x.dtype).max / 16 / max(float(x.abs().max()), 1e-30)
+    factor = 64.0
+    while factor > room and factor > 1:
+        factor /= 2
+    return factor
+
+
+def _beyond(a: Tensor, b: Tensor, x: Tensor, precision: Precision) -> float:
+    """The largest difference of two results of one layer, over κ·(u(|x| + |y|) + 4u·rms(y − x))."""
+    kappa, unit = tolerance(precision, a.dtype)
+    y, z, given = a.float(), b.float(), x.float()
+    change = (y - given).square().mean(-1, keepdim=True).sqrt()
+    allowed = kappa * unit * (given.abs() + y.abs() + 4 * change)
+    worst = ((y - z).abs() / allowed.clamp_min(1e-30)).nan_to_num(nan=float("inf")).max()
+    return float(worst)
+
+
+def checksum(recording: Recording, call: LayerCall, bench: Bench) -> Result:
+    """Sums of products: a screen."""
+    found = check_products(recording, bench.reference, call.name, bench.precision)
+    if found.score <= 1:
+        return Result("pass", found.score)
+    return Result("suspect", found.score, found.path, f"a checksum is off by {found.score:.3g} times its threshold")
+
+
+def replay(judgement: Judgement, layer: int | None) -> Finding:
+    """Every operator inside of its rounding interval."""
+    evidence = [_violation(v, layer) for v in judgement.violations]
+    if evidence:
+        first = evidence[0]
+        worst = max(v.share for v in judgement.violations)
+        return Result("fail", worst, first.op, first.text), evidence
+    if judgement.unknown:
+        label, reason = next(iter(judgement.unknown.items()))
+        more = f" and {len(judgement.unknown) - 1} more" if len(judgement.unknown) > 1 else ""
+        return Result("inconclusive", reason=f"{label}{more}: {reason}"), []
+    return Result("pass", 0.0), []
+
+
+def _violation(v: Violation, layer: int | None) -> Evidence:
+    text = f"{int(v.outside.sum()):,} of {v.got.numel():,} values lie outside of their rounding interval"
+    kind = fault_class(v.got, v.low, v.high, v.outside)
+    size = v.got.shape[-1] if v.got.dim() else 1
+    return Evidence(layer, v.path or None, v.function, "replay", text, kind, v.lanes, size, _examples(v))
+
+
+def _examples(v: Violation) -> list[dict[str, float | int]]:
+    """The worst values, with what was allowed."""
+    got, low, high = v.got[v.outside].double(), v.low.double(), v.high.double()
+    far = torch.maximum(low - got, got - high).nan_to_num(nan=float("inf"))
+    places = v.outside.nonzero()
+    found = []
+    for i in far.argsort(descending=True)[:EXAMPLES].tolist():
+        place = places[i].tolist()
+        token = place[-2] if len(place) > 1 else 0
+        found.append({"token": token, "channel": place[-1], "got": float(got[i]), "low": float(low[i]), "high": float(high[i])})
+    return found
+
+
+def _lanes(differs: Tensor) -> list[int]:
+    lanes: list[int] = differs.reshape(-1, differs.shape[-1]).any(0).nonzero().flatten().tolist()
+    return lanes

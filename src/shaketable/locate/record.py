@@ -1,0 +1,321 @@
+"""What one call of a layer really computed: every operator with its inputs and its output.
+
+Two kinds of operator are recorded. A *leaf* is a module that is one operator by definition (a Linear, an RMSNorm, a SiLU):
+its inputs are taken before anybody else's hooks, its output after them, and nothing inside is looked at, so what the
+device made of it is judged as one. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
+modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function.
+
+The recorder also follows every tensor from the operator that made it to the operator that takes it. Where other values
+come through a module's door than its last operator made, or than it was handed, there is a *break*, and that module is
+named. So the identities of a layer (attention's output is the output projection's, and so on) hold for any
+architecture, with nothing to write down per model. What the layer itself returns counts as the result of its last
+operator, the residual addition: whether that is right is for the other probes to say.
+
+Rejected: TorchDispatchMode. It sees the same arithmetic cut into aten pieces, so that an RMSNorm with another eps replays
+as correct: the definition has to come from the model's config, and that lives at the level of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"}
+
+
+@dataclass
+class Record:
+    """One operator in one call."""
+
+    path: str
+    """Module path inside of the layer: the leaf itself, or the module that calls the function."""
+    func: Any
+    """The torch function; None for a leaf."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    strangers: tuple[str, ...] = ()
+    """Arguments that no operator made."""
+
+    @property
+    def function(self) -> str | None:
+        """The function's name; None for a leaf."""
+        return None if self.func is None else function_name(self.func)
+
+
+@dataclass
+class Break:
+    """A tensor that was changed between two operators, at the door of a module."""
+
+    path: str
+    door: str
+    """`input` or `output`."""
+    after: int
+    """How many operators had been recorded by then."""
+    expected: Tensor
+    got: Tensor
+
+
+@dataclass
+class Recording:
+    """One call of a layer."""
+
+    records: list[Record] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    output: Any = None
+
+    def leaf(self, path: str) -> Record | None:
+        """The record of a leaf module."""
+        return next((r for r in self.records if r.func is None and r.path == path), None)
+
+
+class Recorder(TorchFunctionMode):
+    """Records calls of one module (a decoder layer, or the whole model with its layers as leaves).
+
+    Args:
+        root: The module that will be called.
+        is_leaf: Says for a path whether that module is one operator.
+    """
+
+    def __init__(self, root: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
+        super().__init__()
+        self.root = root
+        self.is_leaf = is_leaf
+        self.recording = Recording()
+        self._depth = 0
+        self._paths: list[str] = []
+        self._known: dict[int, Tensor] = {}
+        self._owned: set[int] = set()
+        self._doors: list[tuple[Tensor, ...]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[Recording]:
+        """Hook the root and its parts, and watch functions, while the context is open."""
+        hooks = [hook for path, module in self._parts() for hook in self._hook(path, module)]
+        tensors = [*self.root.parameters(), *self.root.buffers()]
+        self._owned = {t.untyped_storage().data_ptr() for t in tensors}
+        self._keep = tensors
+        try:
+            with torch.no_grad(), self:
+                yield self.recording
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules to hook: leaves, and what holds them; nothing inside of a leaf."""
+        leaves: list[str] = []
+        for path, module in self.root.named_modules():
+            if any(path.startswith(f"{leaf}.") for leaf in leaves):
+                continue
+            if path and self.is_leaf(path, module):
+                leaves.append(path)
+            yield path, module
+
+    def _hook(self, path: str, module: nn.Module) -> list[RemovableHandle]:
+        if path and self.is_leaf(path, module):
+            leaf = _Leaf(self, path)
+            before = module.register_forward_pre_hook(leaf.before, with_kwargs=True, prepend=True)
+            return [before, module.register_forward_hook(leaf.after, with_kwargs=True, always_call=True)]
+        room = _Room(self, path)
+        return [
+            module.register_forward_pre_hook(room.arrive, with_kwargs=True, prepend=True),
+            module.register_forward_pre_hook(room.enter, with_kwargs=True),
+            module.register_forward_hook(room.leave, with_kwargs=True, always_call=True),
+        ]
+
+    # ---- functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._depth or not self._paths:
+            return func(*args, **kwargs)
+        kept = self._before_overwriting(args, kwargs) if _overwrites(func, kwargs) else (args, kwargs)
+        strangers = self.strangers(args, kwargs)
+        result = func(*args, **kwargs)
+        made = args[0] if result is None and args else result
+        if any(not _is_wrapped(t) for t in tensors_of(made)):
+            self.note(Record(self._paths[-1], func, *kept, made, strangers))
+        return result
+
+    def _before_overwriting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies of what is about to be overwritten, for this record and for those before it."""
+        target = args[0] if kwargs.get("out") is None else kwargs["out"]
+        memory = {t.untyped_storage().data_ptr() for t in tensors_of(target)}
+        copies: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if _is_wrapped(tensor) or tensor.untyped_storage().data_ptr() not in memory:
+                return tensor
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.clone()
+            return copies[id(tensor)]
+
+        for record in self.recording.records:
+            record.args, record.kwargs = map_tensors(record.args, keep), map_tensors(record.kwargs, keep)
+            record.output = map_tensors(record.output, keep)
+        without = {k: v for k, v in kwargs.items() if k != "out"}
+        return map_tensors(args, keep), map_tensors(without, keep)
+
+    def note(self, record: Record) -> None:
+        """Keep a record."""
+        self.learn(record.output)
+        self.recording.records.append(record)
+
+    def strangers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the arguments that hold a tensor nobody made."""
+        inputs = [*enumerate(args), *kwargs.items()]
+        return tuple(str(k) for k, v in inputs if any(not self.knows(t) for t in tensors_of(v)))
+
+    def learn(self, value: Any) -> None:
+        """These tensors are accounted for."""
+        for tensor in tensors_of(value):
+            self._known[id(tensor)] = tensor
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made by a recorded operator, or belongs to the layer."""
+        if id(tensor) in self._known or _is_wrapped(tensor):
+            return True
+        return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned
+
+
+class _Leaf:
+    """Hooks of a leaf."""
+
+    def __init__(self, recorder: Recorder, path: str) -> None:
+        self.recorder = recorder
+        self.path = path
+        self.arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.recorder._depth == 0:
+            self.arguments.append((args, kwargs))
+        self.recorder._depth += 1
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.recorder._depth -= 1
+        if self.recorder._depth == 0 and self.arguments:
+            args, kwargs = self.arguments.pop()
+            self.recorder.note(Record(self.path, None, args, kwargs, output, self.recorder.strangers(args, kwargs)))
+
+
+class _Room:
+    """Hooks of a module that holds others: what arrives is what enters, what leaves was made inside."""
+
+    def __init__(self, recorder: Recorder, path: str) -> None:
+        self.recorder = recorder
+        self.path = path
+
+    def arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self.recorder
+        if recorder._depth:
+            return
+        if not recorder._paths and self.path == "":
+            recorder.learn((args, kwargs))
+        recorder._doors.append(tuple(tensors_of((args, kwargs))))
+        recorder._paths.append(self.path)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self.recorder
+        if recorder._depth or not recorder._paths:
+            return
+        came = recorder._doors.pop()
+        for old, new in zip(came, tensors_of((args, kwargs)), strict=False):
+            if new is not old and not recorder.knows(new):
+                self._broken("input", old, new)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        recorder = self.recorder
+        if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
+            return
+        recorder._paths.pop()
+        for tensor in tensors_of(output):
+            if not recorder.knows(tensor):
+                self._left(tensor)
+        if self.path == "":
+            recorder.recording.output = output
+
+    def _left(self, got: Tensor) -> None:
+        """A tensor leaves that no operator made: it stands for the last one of its kind that was made inside."""
+        record = self._maker(got)
+        if record is None:
+            return
+        if self.path == "":
+            record.output = got
+            self.recorder.learn(got)
+        else:
+            made = next(t for t in tensors_of(record.output) if t.shape == got.shape and t.dtype == got.dtype)
+            self._broken("output", made, got)
+
+    def _broken(self, door: str, expected: Tensor, got: Tensor) -> None:
+        recording = self.recorder.recording
+        with torch._C.DisableTorchFunction():
+            if not same(expected, got):
+                recording.breaks.append(Break(self.path, door, len(recording.records), expected, got))
+        self.recorder.learn(got)
+
+    def _maker(self, tensor: Tensor) -> Record | None:
+        prefix = f"{self.path}." if self.path else ""
+        for record in reversed(self.recorder.recording.records):
+            if record.path == self.path or record.path.startswith(prefix):
+                for made in tensors_of(record.output):
+                    if made.shape == tensor.shape and made.dtype == tensor.dtype:
+                        return record
+        return None
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal in every value; values that are no numbers are equal to each other."""
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside of nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for member in value:
+            yield from tensors_of(member)
+    elif isinstance(value, dict):
+        for member in value.values():
+            yield from tensors_of(member)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(v, change) for v in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(v, change) for v in value)
+    if isinstance(value, dict):
+        return {k: map_tensors(v, change) for k, v in value.items()}
+    return value
+
+
+def function_name(func: Any) -> str:
+    """The short name of a torch function; a property's getter is named after the property."""
+    name = str(getattr(func, "__name__", func))
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
+
+
+def _overwrites(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = function_name(func)
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor has no values of its own to look at: inside of vmap, or on the meta device."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor)) or tensor.device.type == "meta"

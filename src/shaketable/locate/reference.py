@@ -1,0 +1,161 @@
+"""What the device should compute: the model's class built anew from its config, and the weights of its file.
+
+The skeleton lives on the meta device and gives definitions (which module is what, with which eps). Weights are read
+from the file when they are asked for, one layer at a time, and cast on the host to the device's dtype, as loading does.
+A model that came without a file is its own reference: then a wrong weight is not seen, and the diagnosis says so.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaketable.errors import ModelError
+from shaketable.locate.leaves import Leaf, leaf_of
+from shaketable.sites.anatomy import find_layers
+
+
+class Reference:
+    """Definitions and weights to judge a model by.
+
+    Args:
+        model: The model under test.
+        source: Its name or folder, when its weights can be read again; None when the model itself has to be believed.
+    """
+
+    def __init__(self, model: nn.Module, source: str | None = None) -> None:
+        self.source = source
+        self.is_rebuilt = False
+        self.skeleton = self._build(model)
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._files = None if source is None else _open(source, self._parameters)
+        self._recent: dict[str, Tensor] = {}
+        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+        self.leaves = {path: leaf for path, module in self.skeleton.named_modules() if (leaf := leaf_of(module))}
+
+    def _build(self, model: nn.Module) -> nn.Module:
+        """The class built from its config on the meta device; the model itself where it has no config."""
+        config, build = getattr(model, "config", None), getattr(type(model), "_from_config", None)
+        if config is None or build is None:
+            return model
+        with torch.device("meta"):
+            skeleton: nn.Module = build(config)
+        if {n for n, _ in skeleton.named_modules()} != {n for n, _ in model.named_modules()}:
+            return model
+        self.is_rebuilt = True
+        return skeleton.eval()
+
+    @property
+    def has_file(self) -> bool:
+        """Whether weights come from a file rather than from the device."""
+        return self._files is not None
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter by its full name, in the device's dtype, on the host."""
+        own = self._parameters[name]
+        if name not in self._recent:
+            self._recent[name] = own.detach().cpu() if self._files is None else self._files.read(name).to(own.dtype)
+        return self._recent[name]
+
+    def wide(self, tensor: Tensor) -> Tensor:
+        """A host tensor in float64, made once per layer."""
+        if id(tensor) not in self._wide:
+            self._wide[id(tensor)] = (tensor, tensor.detach().double())
+        return self._wide[id(tensor)][1]
+
+    def forget(self) -> None:
+        """Let go of the weights that were read, before the next layer."""
+        self._recent.clear()
+        self._wide.clear()
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The full name of a parameter of the model under test."""
+        return self._names.get(id(tensor))
+
+    def leaf(self, path: str) -> Leaf | None:
+        """The definition of the module at a full path."""
+        return self.leaves.get(path)
+
+
+class _Folder:
+    """Safetensors files, read tensor by tensor."""
+
+    def __init__(self, files: dict[str, Path], keys: dict[str, str]) -> None:
+        self.files = files
+        self.keys = keys
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        key = self.keys[name]
+        with safe_open(self.files[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+
+class _Loaded:
+    """A second copy of the model, for files whose names are not those of the model's parameters."""
+
+    def __init__(self, source: str) -> None:
+        from shaketable.models import load_model
+
+        model, _ = load_model(source)
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self.parameters[name].detach()
+        return tensor
+
+
+def _open(source: str, parameters: dict[str, Any]) -> _Folder | _Loaded:
+    from shaketable.models import BUILT_IN, smollm2_path
+
+    folder = smollm2_path() if source in BUILT_IN else Path(source).expanduser()
+    if not folder.is_dir():
+        return _Loaded(source)
+    files = _index(folder)
+    tied = {id(p): name for name, p in parameters.items() if name in files}
+    keys = {name: name if name in files else tied.get(id(p), "") for name, p in parameters.items()}
+    return _Folder(files, keys) if all(keys.values()) else _Loaded(source)
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            table: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {key: folder / file for key, file in table.items()}
+        found: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ModelError(f"the weights in {folder} cannot be read again: {error}") from error
+    return found
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse, in one line, what cannot be judged: no layers, no values, values that are no numbers, packed weights."""
+    layers, _ = find_layers(model)
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers to look into")
+    packed = getattr(getattr(model, "config", None), "quantization_config", None)
+    if packed is not None:
+        method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
+        raise ModelError(f"the checkpoint is quantized ({method or 'unknown method'}); locate has no host definition for that")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ModelError(f"{name} is on the meta device and has no values; load the model's weights first")
+        if not parameter.is_floating_point():
+            raise ModelError(f"{name} is {parameter.dtype}; locate replays floating-point weights only")
+        if not bool(torch.isfinite(parameter).all()):
+            bad = int((~torch.isfinite(parameter)).sum())
+            raise ModelError(f"{name} holds {bad} of {parameter.numel()} values that are NaN or infinite")

@@ -1,0 +1,176 @@
+"""Rounding-interval replay: every recorded operator computed again on the host, from the inputs it really had.
+
+Because each operator is judged from its own recorded inputs, a violation belongs to that operator and to no other. The
+verdict of the host modes rests on this probe; it trusts the host's arithmetic, the file's weights and the model's code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shaketable.locate import functions
+from shaketable.locate.functions import Call
+from shaketable.locate.intervals import Allowed, Interval, Precision
+from shaketable.locate.record import Record, Recording, function_name, map_tensors, tensors_of
+from shaketable.locate.reference import Reference
+
+HEAD = 8192
+"""A product with more channels than this is a language model's head."""
+
+
+@dataclass
+class Violation:
+    """An operator whose result a correct device could not have returned."""
+
+    path: str
+    function: str | None
+    order: int
+    """Position in the call."""
+    outside: Tensor
+    """Which values, on the host."""
+    got: Tensor
+    low: Tensor
+    """The allowed range, at the values that are outside."""
+    high: Tensor
+
+    @property
+    def share(self) -> float:
+        """The share of values outside of their interval."""
+        return float(self.outside.double().mean()) if self.outside.numel() else 0.0
+
+    @property
+    def lanes(self) -> list[int]:
+        """Channels (last dimension) with a violation."""
+        flat = self.outside.reshape(-1, self.outside.shape[-1]) if self.outside.dim() else self.outside.reshape(1, 1)
+        found: list[int] = flat.any(0).nonzero().flatten().tolist()
+        return found
+
+
+@dataclass
+class Judgement:
+    """What replay says of one recording."""
+
+    violations: list[Violation] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Operators nobody can judge, with the reason."""
+    judged: int = 0
+
+
+class Host:
+    """Tensors brought to the host and to float64, each once per recording."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._near: dict[int, tuple[Tensor, Tensor]] = {}
+        self.wide = reference.wide
+
+    def near(self, tensor: Tensor) -> Tensor:
+        """The tensor on the host."""
+        if tensor.device.type == "cpu":
+            return tensor.detach()
+        if id(tensor) not in self._near:
+            self._near[id(tensor)] = (tensor, tensor.detach().cpu())
+        return self._near[id(tensor)][1]
+
+
+def judge(
+    recording: Recording, reference: Reference, prefix: str, precision: Precision, skip: set[str] | None = None
+) -> Judgement:
+    """Replay every operator of a recording.
+
+    Args:
+        prefix: Path of the recorded module in the model.
+        skip: Leaves that are judged elsewhere.
+    """
+    judgement, host = Judgement(), Host(reference)
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        for order, record in enumerate(recording.records):
+            if record.func is None and skip and record.path in skip:
+                continue
+            _judge_record(judgement, host, record, order, reference, prefix, precision)
+    return judgement
+
+
+def _judge_record(
+    judgement: Judgement, host: Host, record: Record, order: int, reference: Reference, prefix: str, precision: Precision
+) -> None:
+    if record.func is not None and _is_view(record):
+        return
+    label = record.path if record.func is None else f"{record.path}:{record.function}"
+    try:
+        expected = _expected(host, record, reference, prefix, precision)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, StopIteration) as error:
+        judgement.unknown.setdefault(
+            label, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        )
+        return
+    judgement.judged += 1
+    for got, allowed in expected:
+        outside = allowed.outside(got)
+        if bool(outside.any()):
+            if record.func is not None and not _is_defined(record):
+                judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
+                continue
+            judgement.violations.append(Violation(record.path, record.function, order, outside, got, *allowed.ends(outside)))
+
+
+def _is_view(record: Record) -> bool:
+    """Whether the result is the input's own memory: nothing was computed."""
+    name = record.function or ""
+    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__", "__itruediv__"):
+        return False
+    inputs = {t.untyped_storage().data_ptr() for t in tensors_of((record.args, record.kwargs)) if t.numel()}
+    return bool(inputs) and all(t.untyped_storage().data_ptr() in inputs for t in tensors_of(record.output))
+
+
+def _is_defined(record: Record) -> bool:
+    name = record.function or ""
+    floating = any(t.is_floating_point() for t in tensors_of(record.output))
+    return name in functions.ROUNDED_ONCE or name in functions.BOUNDED or not floating
+
+
+def _expected(
+    host: Host, record: Record, reference: Reference, prefix: str, precision: Precision
+) -> list[tuple[Tensor, Allowed]]:
+    results = [host.near(t) for t in tensors_of(record.output)]
+    args, kwargs = _arguments(host, record, reference)
+    call = Call(record.func, args, kwargs, results[0].dtype, precision, host.wide)
+    if record.func is None:
+        return [_leaf(call, results[0], f"{prefix}.{record.path}" if prefix else record.path, reference)]
+    name = function_name(record.func)
+    if name in functions.BOUNDED and results[0].is_floating_point():
+        return [(results[0], functions.BOUNDED[name](call))]
+    if name in ("empty", "empty_like", "new_empty", "empty_strided"):
+        return []
+    if len(results) == 1:
+        return [(results[0], functions.rounded_once(call, name))]
+    values = list(tensors_of(record.func(*args, **kwargs)))
+    return [(got, Interval.exactly(value)) for got, value in zip(results, values, strict=True)]
+
+
+def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> tuple[Tensor, Allowed]:
+    """A leaf by its definition. Of a head, with its many channels, every fourth token is enough."""
+    leaf = reference.leaf(full)
+    assert leaf is not None
+    if leaf.kind == "linear" and got.shape[-1] > HEAD and got.dim() == 3:
+        x = next(tensors_of((call.args, call.kwargs)))
+        call, got = replace(call, args=(x[:, ::4],), kwargs={}), got[:, ::4]
+    return got, leaf.allowed(call, lambda name: reference.weight(f"{full}.{name}"))
+
+
+def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments on the host; the model's parameters come from the file."""
+
+    def bring(tensor: Tensor) -> Tensor:
+        name = reference.name_of(tensor)
+        return host.near(tensor) if name is None else reference.weight(name)
+
+    copies = record.func is not None and record.function is not None and record.function.endswith("_")
+    args, kwargs = map_tensors(record.args, bring), map_tensors(record.kwargs, bring)
+    if copies and args and isinstance(args[0], Tensor):
+        args = (args[0].clone(), *args[1:])
+    device = kwargs.get("device")
+    return args, ({**kwargs, "device": "cpu"} if device is not None else kwargs)

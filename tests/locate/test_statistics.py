@@ -1,0 +1,300 @@
+"""SRDD's statistics against scipy and closed forms; its verdict on layers whose fault is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shaketable.locate.statistics import LayerStatistics, dc_input, layer_statistics, probe_input, srdd_verdict
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NOISE = torch.Generator().manual_seed(5)
+HEALTHY = LayerStatistics(gain=1.0, min_gain=0.9, kurtosis=500.0, instability=0.0, pile_up=5e-5, distinct=30000)
+
+
+def normal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def measured(layer, x, repeats=3):
+    probed, shifted = probe_input(x, seed=0), dc_input(x)
+    return layer_statistics(x, [layer(x) for _ in range(repeats)], probed, layer(probed), shifted, layer(shifted))
+
+
+def answers(*outputs):
+    """Statistics of outputs alone, their input being the first of them."""
+    x = outputs[0]
+    return layer_statistics(x, list(outputs), probe_input(x, 0), x, dc_input(x), x)
+
+
+def layers(count=12, **at):
+    """Healthy layers that differ a little, and what is changed `at` some: l3={"gain": 0.0}."""
+    found = [replace(HEALTHY, gain=1 + 0.01 * math.sin(i), kurtosis=500 + 20 * math.cos(i)) for i in range(count)]
+    for name, change in at.items():
+        found[int(name[1:])] = replace(found[int(name[1:])], **change)
+    return found
+
+
+# The inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_probe_has_the_std_asked_for_and_repeats_itself(dtype):
+    x = (3 * normal(2, 64, 128) + 5).to(dtype)
+    probe = (probe_input(x, seed=7, scale=0.2).double() - x.double()).numpy()
+    assert probe.std() == pytest.approx(0.2 * x.double().std().item(), rel=0.02)
+    assert abs(probe.mean()) < 0.02
+    assert probe_input(x, 7).dtype == dtype
+    assert torch.equal(probe_input(x, 7), probe_input(x, 7))
+    assert not torch.equal(probe_input(x, 7), probe_input(x, 8))
+
+
+def test_the_constant_is_the_same_everywhere():
+    x = normal(1, 16, 64)
+    assert torch.allclose(dc_input(x, scale=0.5) - x, torch.full_like(x, 0.5 * x.std(correction=0).item()), atol=1e-6)
+
+
+def test_no_global_generator_is_touched_and_no_input_changed():
+    x = normal(1, 8, 32)
+    kept, before = x.clone(), torch.random.get_rng_state()
+    measured(torch.tanh, x)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(x, kept)
+
+
+# The six numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("a", [0.25, 1.0, -2.0])
+def test_a_linear_layer_has_its_factor_as_gain(a, dtype):
+    """Powers of two are exact in every dtype, so the probe's own rounding is all there is, and it cancels."""
+    found = measured(lambda x: a * x, normal(2, 32, 64).to(dtype))
+    assert found.gain == pytest.approx(abs(a), rel=1e-9)
+
+
+def test_the_gain_is_of_the_probe_and_not_of_the_input():
+    assert measured(lambda x: 3 * x + 100, normal(1, 32, 64)).gain == pytest.approx(3, rel=1e-4)
+
+
+def test_a_dead_zone_answers_nothing():
+    x = normal(1, 32, 64).clamp(-2, 2)
+    x[0, 0, 0] = 1000.0
+    found = measured(lambda v: v.masked_fill(v.abs() < 0.5 * v.abs().max(), 0), x)
+    assert found.gain < 0.1
+    assert found.min_gain == 0.0
+
+
+def test_min_gain_of_a_linear_layer_is_its_factor():
+    assert measured(lambda x: -2 * x, normal(2, 32, 64)).min_gain == pytest.approx(2, rel=1e-4)
+
+
+@pytest.mark.parametrize(("stuck", "expected"), [(1, 3.0), (4, 0.0)])
+def test_min_gain_sees_the_weakest_thousandth(stuck, expected):
+    """Of 2000 channels one stuck is below the 0.001 quantile, four are not."""
+
+    def layer(x):
+        y = 3 * x
+        y[..., :stuck] = 0
+        return y
+
+    assert measured(layer, normal(1, 8, 2000)).min_gain == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("power", [1, 3])
+def test_kurtosis_is_scipys(power, dtype):
+    y = (normal(2, 16, 64) ** power + 1).to(dtype)
+    assert answers(y).kurtosis == pytest.approx(scipy.stats.kurtosis(y.double().numpy(), axis=None), rel=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=4, max_size=50))
+def test_kurtosis_is_scipys_on_any_values(values):
+    y = torch.tensor(values).reshape(1, 1, -1)
+    spread = float(y.double().std())
+    if spread > 1e-3 * float(y.abs().max()):
+        assert answers(y).kurtosis == pytest.approx(scipy.stats.kurtosis(y.double().numpy(), axis=None), rel=1e-6, abs=1e-6)
+
+
+def test_kurtosis_of_huge_values_does_not_overflow():
+    y = normal(1, 8, 64)
+    assert answers(y.double() * 1e200).kurtosis == pytest.approx(answers(y).kurtosis, rel=1e-6)
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 7])
+def test_identical_repeats_are_exactly_stable(repeats):
+    assert measured(lambda x: x / 3 + 0.1, normal(1, 8, 64), repeats).instability == 0.0
+
+
+def test_relative_noise_has_its_scale_as_instability():
+    y = normal(1, 64, 256)
+    noisy = [y * (1 + 0.05 * normal(1, 64, 256, seed=i)) for i in range(2, 6)]
+    assert answers(*noisy).instability == pytest.approx(0.05, rel=0.03)
+
+
+def test_one_answer_says_nothing_of_stability():
+    assert math.isnan(answers(normal(1, 4, 8)).instability)
+
+
+def test_clamped_values_pile_up():
+    y = normal(1, 32, 128)
+    assert answers(y).pile_up == pytest.approx(2 / y.numel())
+    outside = (y.abs() >= 1.5).double().mean().item()
+    assert answers(y.clamp(-1.5, 1.5)).pile_up == pytest.approx(outside)
+    assert answers(y.clamp(max=1.5)).pile_up == pytest.approx((y >= 1.5).double().mean().item() + 1 / y.numel())
+
+
+def test_distinct_values_are_counted():
+    y = torch.arange(1000.0).reshape(1, 10, 100)
+    assert answers(y).distinct == 1000
+    assert answers(y // 100).distinct == 10
+    assert answers(torch.where(y == 3, math.nan, y)).distinct == 999
+
+
+def test_non_finite_values_are_left_out():
+    clean, y = normal(1, 16, 65), normal(1, 16, 65)
+    y[..., 64] = torch.tensor([math.inf, -math.inf, math.nan, math.nan] * 4)
+    expected, found = answers(clean[..., :64]), answers(y)
+    assert found.kurtosis == pytest.approx(expected.kurtosis)
+    assert found.pile_up == expected.pile_up
+
+
+def test_a_constant_layer_has_no_kurtosis_and_no_gain():
+    found = measured(lambda x: torch.full_like(x, 0.1), normal(1, 8, 32))
+    assert (found.gain, found.min_gain, found.instability, found.pile_up, found.distinct) == (0.0, 0.0, 0.0, 1.0, 1)
+    assert math.isnan(found.kurtosis)
+
+
+def test_as_dict_names_the_six():
+    assert list(HEALTHY.as_dict()) == ["gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct"]
+
+
+weird = st.one_of(st.floats(width=32), st.sampled_from([0.0, -0.0, math.inf, math.nan, 65504.0, 3.4e38, 1e-45, 1.0]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(DTYPES), st.integers(0, 3), st.integers(1, 5), st.integers(1, 3))
+def test_weird_values_raise_nothing_and_give_no_infinity(data, dtype, tokens, channels, repeats):
+    def tensor():
+        values = data.draw(st.lists(weird, min_size=tokens * channels, max_size=tokens * channels))
+        return torch.tensor(values).reshape(1, tokens, channels).to(dtype)
+
+    x = tensor()
+    probed, shifted = probe_input(x, 0), dc_input(x)
+    found = layer_statistics(x, [tensor() for _ in range(repeats)], probed, tensor(), shifted, tensor())
+    assert probed.shape == shifted.shape == x.shape
+    assert not any(math.isinf(value) for value in found.as_dict().values())
+    verdict = srdd_verdict([found, HEALTHY, found])
+    assert all(math.isfinite(edge) for edge in verdict["edges"]["kurtosis"] + verdict["edges"]["instability"])
+
+
+# What SRDD would say
+
+
+def test_nothing_stands_out_in_healthy_layers():
+    verdict = srdd_verdict(layers())
+    assert (verdict["blames"], verdict["global_anomaly"], verdict["why"]) == (None, False, "nothing stands out")
+    assert len(verdict["edges"]["kurtosis"]) == len(verdict["edges"]["instability"]) == 12
+
+
+@pytest.mark.parametrize("layer", [0, 1, 6, 11])
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"instability": 1e-7}, "instability"), ({"gain": 0.01}, "gain"), ({"gain": 0.7}, "gain"), ({"pile_up": 0.02}, "sit at")],
+)
+def test_a_fault_in_one_layer_is_blamed_on_it(layer, change, word):
+    verdict = srdd_verdict(layers(**{f"l{layer}": change}))
+    assert verdict["blames"] == layer
+    assert word in verdict["why"]
+
+
+def test_a_gain_that_is_only_a_little_low_is_not_blamed():
+    assert srdd_verdict(layers(l4={"gain": 0.9}))["blames"] is None
+
+
+def test_a_gain_near_zero_is_blamed_even_among_uneven_ones():
+    uneven = {f"l{i}": {"gain": 0.3 + 0.3 * i} for i in range(12)}
+    assert srdd_verdict(layers(**uneven))["blames"] is None
+    assert srdd_verdict(layers(**{**uneven, "l5": {"gain": 0.05}}))["blames"] == 5
+
+
+@pytest.mark.parametrize("layer", [1, 6, 11])
+def test_the_sharpest_fall_of_the_kurtosis_is_blamed(layer):
+    small = {} if layer == 3 else {"l3": {"kurtosis": 300.0}}
+    verdict = srdd_verdict(layers(**small, **{f"l{layer}": {"kurtosis": 20.0}}))
+    assert verdict["blames"] == layer
+    assert "kurtosis falls by a factor" in verdict["why"]
+    fall = verdict["edges"]["kurtosis"][layer]
+    assert fall == pytest.approx(math.log(23 / (3 + layers()[layer - 1].kurtosis)), rel=1e-9)
+
+
+def test_the_first_rise_is_the_edge_when_instability_goes_on():
+    running_on = {f"l{i}": {"instability": 0.05 + 0.001 * i} for i in range(4, 12)}
+    assert srdd_verdict(layers(**running_on))["blames"] == 4
+    assert srdd_verdict(layers(l4={"instability": 0.05}, l8={"instability": 0.5}))["blames"] == 4
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_the_edge_is_seen_in_a_small_model(count):
+    """The fall after a teacher-forced faulty layer must not count as spread."""
+    verdict = srdd_verdict(layers(count, l1={"instability": 0.05}))
+    assert verdict["blames"] == 1
+    assert verdict["edges"]["instability"][:3] == [0.0, 0.05, -0.05]
+
+
+def test_all_layers_unstable_alike_is_nobodys_fault():
+    verdict = srdd_verdict(layers(**{f"l{i}": {"instability": 0.01 * (1 + i % 3), "gain": i / 12} for i in range(12)}))
+    assert (verdict["blames"], verdict["global_anomaly"]) == (None, True)
+    assert "every layer is unstable" in verdict["why"]
+
+
+def test_a_layer_far_above_the_unstable_others_is_blamed():
+    verdict = srdd_verdict(layers(**{f"l{i}": {"instability": 0.2 if i == 7 else 0.001 * (1 + i % 3)} for i in range(12)}))
+    assert (verdict["blames"], verdict["global_anomaly"]) == (7, False)
+
+
+def test_instability_comes_before_gain_and_gain_before_kurtosis():
+    change = {"l2": {"kurtosis": 1.0}, "l5": {"gain": 0.0}}
+    assert srdd_verdict(layers(**change))["blames"] == 5
+    assert srdd_verdict(layers(**change, l8={"instability": 0.1}))["blames"] == 8
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_few_layers_are_no_error(count):
+    verdict = srdd_verdict(layers(count))
+    assert verdict["blames"] is None
+    assert len(verdict["edges"]["kurtosis"]) == count
+
+
+def test_layers_without_a_number_are_passed_over():
+    nothing = LayerStatistics(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
+    assert srdd_verdict([nothing] * 3)["blames"] is None
+    assert srdd_verdict([*layers(l5={"gain": 0.0}), nothing])["blames"] == 5
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (lambda y: y * (1 + 0.05 * torch.randn(y.shape, generator=NOISE)), 3),
+        (lambda y: y.masked_fill(y.abs() < 0.1 * y.abs().max(), 0), 3),
+        (lambda y: y * 1.1, None),
+    ],
+    ids=["noise", "dead_zone", "gain"],
+)
+def test_end_to_end_on_residual_layers(fault, expected):
+    """Noise is seen, and a dead zone beside a massive activation; a gain looks like other weights."""
+    x, found = normal(1, 32, 64), []
+    x[0, 0, 0] = 1000.0
+    for i in range(8):
+        weight = 0.002 * normal(64, 64, seed=10 + i)
+        healthy = lambda v, weight=weight: v + v @ weight  # noqa: E731
+        found.append(measured((lambda v, h=healthy: fault(h(v))) if i == 3 else healthy, x))
+        x = healthy(x)
+    assert srdd_verdict(found)["blames"] == expected
