@@ -143,7 +143,8 @@ def _table(diagnosis: Diagnosis) -> Table:
     from shaketable.locate.diagnosis import PROBES
 
     names = [p for p in PROBES if any(p in r.results for r in diagnosis.probes)]
-    head = f"{diagnosis.model}  {diagnosis.dtype} on {diagnosis.device}, {diagnosis.attention} attention, {diagnosis.tokens} tokens"
+    head = f"{diagnosis.model}  {diagnosis.dtype} on {diagnosis.device}"
+    head += f", {diagnosis.attention} attention, {diagnosis.tokens} tokens"
     table = Table("layer", title=head, title_justify="left", box=None, pad_edge=False)
     for name in names:
         table.add_column(name, justify="center")

@@ -78,6 +78,11 @@ class Circuit:
         """The space each module reads."""
         return {m.module: m.reads for m in self.maps} | {n.module: n.reads for n in self.norms}
 
+    def outputs(self) -> dict[str, tuple[str, ...]]:
+        """The spaces each module writes, side by side; stacked experts are left out, as they are not called one by one."""
+        maps = {m.module: m.writes for m in self.maps if m.layout != "expert,out,in"}
+        return maps | {n.module: (n.writes,) for n in self.norms}
+
 
 @dataclass
 class _Builder:

@@ -7,6 +7,7 @@ layer (embeddings, rotation, the last norm, the head) is judged by weights, repe
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import time
@@ -25,7 +26,7 @@ from shaketable.locate.circuits import circuit_of
 from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
 from shaketable.locate.precision import device_precision
 from shaketable.locate.prompts import token_batch
-from shaketable.locate.record import same, tensors_of
+from shaketable.locate.record import Recording, same, tensors_of
 from shaketable.locate.reference import Reference, check_model
 from shaketable.locate.replay import judge
 from shaketable.locate.trace import LayerCall, Trace, forward, record_layer, trace
@@ -95,10 +96,12 @@ class Locator:
         self.dtype = next(model.parameters()).dtype
         self.reference = Reference(model, source)
         precision = device_precision(self.device, self.dtype)
-        self.bench = probes.Bench(self.reference, precision, seed, self.device.type != "cpu")
+        self.bench = probes.Bench(self.reference, precision, seed)
         self.spent: dict[str, float] = {}
         self.on_host = mode in ("host", "all")
         self.on_device = mode in ("device", "all")
+        self.thorough = False
+        """Run tests with a tolerance also where an exact one has decided; for benchmarks."""
 
     def run(self, ids: Tensor, plan: Any) -> Diagnosis:
         """Plant the plan if there is one, probe, decide."""
@@ -123,7 +126,8 @@ class Locator:
         traced = self._timed("trace", lambda: trace(self.model, ids, self.reference))
         found: list[statistics.LayerStatistics] = []
         for call in traced.calls:
-            report, own = self._layer(call, diagnosis.evidence)
+            recording = self._timed("repeat", functools.partial(record_layer, call, self.reference))
+            report, own = self.layer(call, recording, diagnosis.evidence)
             diagnosis.probes.append(report)
             if own is not None:
                 found.append(own)
@@ -145,9 +149,11 @@ class Locator:
             times.append(self._now() - start)
         return logits, min(times)
 
-    def _layer(self, call: LayerCall, evidence: list[Evidence]) -> tuple[LayerReport, statistics.LayerStatistics | None]:
+    def layer(
+        self, call: LayerCall, recording: Recording, evidence: list[Evidence]
+    ) -> tuple[LayerReport, statistics.LayerStatistics | None]:
+        """Every probe of one layer."""
         report = LayerReport(call.index, call.name)
-        recording = self._timed("repeat", lambda: record_layer(call, self.reference))
 
         def keep(name: str, finding: probes.Finding) -> Result:
             result, found = finding
@@ -170,12 +176,23 @@ class Locator:
             report.results["checksum"] = sums
             judgement = self._timed("replay", lambda: judge(recording, self.reference, call.name, self.bench.precision))
             decided = keep("replay", probes.replay(judgement, call.index)).status != "inconclusive"
+            self._excuse(call, recording, report, evidence)
         if self.on_device:
-            report.results["permutation"] = self._permutation(call, again, decided)
+            report.results["permutation"] = self._permutation(call, recording, again, decided and not self.thorough)
         own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if self.on_device else None
         return report, own
 
-    def _twin(self, call: LayerCall, recording: Any, keep: Any, again: Result) -> None:
+    def _excuse(self, call: LayerCall, recording: Recording, report: LayerReport, evidence: list[Evidence]) -> None:
+        """An accelerator may sum in another order at every call. If every result is right, that is no fault."""
+        again, judged = report.results["repeat"], report.results["replay"]
+        if again.status != "fail" or judged.status != "pass" or self.device.type == "cpu":
+            return
+        if probes.is_within_summation(call, recording, self.bench):
+            again.status = "inconclusive"
+            again.reason += ", no more than another order of summation explains"
+            evidence[:] = [e for e in evidence if not (e.layer == call.index and e.probe == "repeat")]
+
+    def _twin(self, call: LayerCall, recording: Recording, keep: Any, again: Result) -> None:
         if again.status != "pass":
             keep("twin", (Result("inconclusive", reason="the layer's results change from call to call"), []))
             return
@@ -183,12 +200,12 @@ class Locator:
         finding, _ = self._timed("twin", lambda: probes.twin(call, recording, circuit, self.bench))
         keep("twin", finding)
 
-    def _permutation(self, call: LayerCall, again: Result, decided: bool) -> Result:
+    def _permutation(self, call: LayerCall, recording: Recording, again: Result, decided: bool) -> Result:
         if decided:
             return Result("skipped", reason="replay has judged this layer, and sees more")
         if again.status != "pass":
             return Result("inconclusive", reason="the layer's results change from call to call")
-        return self._timed("permutation", lambda: probes.permutation(call, self._circuit(call), self.bench))
+        return self._timed("permutation", lambda: probes.permutation(call, recording, self._circuit(call), self.bench))
 
     def _circuit(self, call: LayerCall) -> Any:
         config = getattr(self.model, "config", None)

@@ -133,21 +133,36 @@ class Shuffle:
 
 
 def draw_shuffle(circuit: Circuit, seed: int) -> Shuffle:
-    """Random orders of the stream, of the MLP's channels, and of key/value heads with their query heads."""
+    """Random orders of the stream, the MLP's channels, key/value heads with their query heads, and the values' channels.
+
+    Each is one cycle through all channels, so that no channel stays where it was.
+    """
     generator = torch.Generator().manual_seed(seed)
     orders = {name: torch.arange(size) for name, size in circuit.sizes.items()}
-    stream = torch.randperm(circuit.sizes["stream"], generator=generator)
+    stream = _cycle(circuit.sizes["stream"], generator)
     for space in ("stream", "n1", "n2", "attended", "fed"):
         orders[space] = stream
     for prefix in ("", "shared "):
         if f"{prefix}hidden" in circuit.sizes:
-            hidden = torch.randperm(circuit.sizes[f"{prefix}hidden"], generator=generator)
+            hidden = _cycle(circuit.sizes[f"{prefix}hidden"], generator)
             orders.update({f"{prefix}{space}": hidden for space in ("gate", "up", "hidden")})
-    pairs = torch.randperm(circuit.sizes["k"] // circuit.head, generator=generator)
-    kept = torch.arange(circuit.sizes["k"]).view(-1, circuit.head)[pairs].flatten()
-    asked = torch.arange(circuit.sizes["q"]).view(-1, circuit.groups * circuit.head)[pairs].flatten()
-    orders.update(k=kept, v=kept, q=asked, mixed=asked)
+    head, groups = circuit.head, circuit.groups
+    pairs = _cycle(circuit.sizes["k"] // head, generator)
+    orders["k"] = torch.arange(circuit.sizes["k"]).view(-1, head)[pairs].flatten()
+    orders["q"] = torch.arange(circuit.sizes["q"]).view(-1, groups * head)[pairs].flatten()
+    inner = torch.stack([_cycle(head, generator) for _ in range(len(pairs))])
+    values = inner + head * torch.arange(len(pairs))[:, None]
+    queried = inner[:, None] + head * torch.arange(groups * len(pairs)).view(-1, groups, 1)
+    orders["v"], orders["mixed"] = values[pairs].flatten(), queried[pairs].flatten()
     return Shuffle(orders)
+
+
+def _cycle(n: int, generator: torch.Generator) -> Tensor:
+    """A random order that is a single cycle."""
+    path = torch.randperm(n, generator=generator)
+    order = torch.empty_like(path)
+    order[path] = path.roll(-1)
+    return order
 
 
 @contextmanager
@@ -172,7 +187,7 @@ def shuffled(layer: nn.Module, circuit: Circuit, shuffle: Shuffle) -> Iterator[N
     """The layer with permuted weights, for as long as the context is open."""
     changed = {}
     for m in circuit.maps:
-        rows, columns = _rows_of(m, circuit, shuffle), shuffle.spaces[m.reads]
+        rows, columns = _order(m.writes, circuit, shuffle), shuffle.spaces[m.reads]
         changed[m.parameter] = _reordered(layer.get_parameter(m.parameter), rows, columns, m)
         if m.bias is not None:
             changed[m.bias] = layer.get_parameter(m.bias).detach()[rows.to(layer.get_parameter(m.bias).device)]
@@ -215,10 +230,10 @@ def _scaled(weight: Tensor, rows: Tensor, columns: Tensor, m: Map) -> Tensor:
     return (weight.detach() * rows[:, None]).mul_(columns)
 
 
-def _rows_of(m: Map, circuit: Circuit, shuffle: Shuffle) -> Tensor:
-    """The order of a map's rows; spaces side by side are shifted behind one another."""
+def _order(spaces: tuple[str, ...], circuit: Circuit, shuffle: Shuffle) -> Tensor:
+    """The order of spaces side by side: each is shifted behind the ones before it."""
     parts, start = [], 0
-    for space in m.writes:
+    for space in spaces:
         parts.append(shuffle.spaces[space] + start)
         start += circuit.sizes[space]
     return torch.cat(parts)
@@ -247,12 +262,7 @@ class Difference:
 def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: Recording) -> Difference | None:
     """Compare leaf by leaf, in the order of computation. A leaf whose input differs already is not to blame: what lies
     between it and the leaves before it is."""
-    reads = circuit.inputs()
-    writes: dict[str, list[str]] = {}
-    for m in circuit.maps:
-        if m.layout != "expert,out,in":
-            writes[m.module] = list(m.writes)
-    writes |= {n.module: [n.writes] for n in circuit.norms}
+    reads, writes = circuit.inputs(), circuit.outputs()
     partners = {r.path: r for r in twin.records if r.func is None}
     for record in original.records:
         other = partners.get(record.path)
@@ -261,10 +271,35 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
         found = _compare(next(tensors_of(record.output)), next(tensors_of(other.output)), writes[record.path], gauge)
         if found is not None:
             given, twin_given = _tensor(record.args, record.kwargs), _tensor(other.args, other.kwargs)
-            earlier = _compare(given, twin_given, [reads[record.path]], gauge)
+            earlier = _compare(given, twin_given, (reads[record.path],), gauge)
             return Difference(record.path, *found) if earlier is None else Difference(_between(record.path), *earlier)
-    found = _compare(next(tensors_of(original.output)), next(tensors_of(twin.output)), ["stream"], gauge)
+    found = _compare(next(tensors_of(original.output)), next(tensors_of(twin.output)), ("stream",), gauge)
     return None if found is None else Difference(None, *found)
+
+
+def moved_pairs(
+    circuit: Circuit, shuffle: Shuffle, original: Recording, twin: Recording
+) -> Iterator[tuple[str | None, Tensor, Tensor]]:
+    """Every leaf's result with the twin's in the original order, and the layer's own. The twin's first sequence counts."""
+    writes = circuit.outputs()
+    partners = {r.path: r for r in twin.records if r.func is None}
+    for record in original.records:
+        if record.func is None and record.path in writes and record.path in partners:
+            a, b = next(tensors_of(record.output)), next(tensors_of(partners[record.path].output))
+            yield record.path, a, _restored(a, b, circuit, shuffle, writes[record.path])
+            if circuit.inputs()[record.path] in ("mixed", "hidden"):
+                other = partners[record.path]
+                a, b = _tensor(record.args, record.kwargs), _tensor(other.args, other.kwargs)
+                yield _between(record.path), a, _restored(a, b, circuit, shuffle, (circuit.inputs()[record.path],))
+    a, b = next(tensors_of(original.output)), next(tensors_of(twin.output))
+    yield None, a, _restored(a, b, circuit, shuffle, ("stream",))
+
+
+def _restored(a: Tensor, b: Tensor, circuit: Circuit, shuffle: Shuffle, spaces: tuple[str, ...]) -> Tensor:
+    order = _order(spaces, circuit, shuffle).to(b.device)
+    restored = torch.empty_like(a)
+    restored[..., order] = b[: a.shape[0]]
+    return restored
 
 
 def _tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
@@ -276,7 +311,7 @@ def _between(path: str) -> str | None:
     return path.rpartition(".")[0] or None
 
 
-def _compare(a: Tensor, b: Tensor, spaces: list[str], gauge: Gauge) -> tuple[float, list[int]] | None:
+def _compare(a: Tensor, b: Tensor, spaces: tuple[str, ...], gauge: Gauge) -> tuple[float, list[int]] | None:
     factor = torch.cat([gauge.spaces[s] for s in spaces]).to(a)
     expected = a * factor
     if same(expected, b):

@@ -1,0 +1,485 @@
+"""Plant faults in SmolLM2-135M, and see who finds them.
+
+    python benchmarks/locate.py                 the whole grid (about an hour on one core)
+    python benchmarks/locate.py --sample 400    a seeded sample, as CI runs it; exits 1 when something must not have happened
+
+Every fault is planted through the injection engine (or, for wrong weights and swapped functions, by hand) in one layer,
+and the layer is probed as `shaketable locate` probes it. Probes are teacher-forced: the layers before the fault are those
+of the healthy model, bit for bit, and are judged in the healthy runs. So a fault is located when its own layer fails an
+exact probe. A part of the faults is run through `locate` on the whole model, together with the baselines that need it.
+
+A fault that changed no result of any operator is inert. It is counted apart and never scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+import shaketable as st
+from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport
+from shaketable.locate.locator import Locator
+from shaketable.locate.prompts import token_batch
+from shaketable.locate.record import Recording, same, tensors_of
+from shaketable.locate.statistics import srdd_verdict
+from shaketable.locate.trace import LayerCall, forward, record_layer, trace
+from shaketable.models import load_model
+
+HERE = Path(__file__).parent
+TOKENS = 32
+LEAVES = (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.down_proj",
+)  # fmt: skip
+SITES = ("layer", "core", *LEAVES)
+SPARSITIES = (1.0, 0.1, 0.01, 0.0)
+"""0 is one lane."""
+MAGNITUDES = {
+    "dead_zone": ("0.01,scope=token", "0.1,scope=token", "0.05,scope=tensor"),
+    "saturation": ("0.5,scope=token", "0.1,scope=token", "0.3,scope=tensor"),
+    "noise": ("0.01", "0.1"),
+    "spike": ("8,rate=0.01", "64,rate=0.01"),
+    "bias": ("0.01", "0.1"),
+    "non_determinism": ("1.1", "2,mode=amplified"),
+    "gain": ("0.02", "0.2"),
+    "truncation": ("2", "4"),
+    "stuck_bit": ("1", "3"),
+}
+FLIPS = {torch.float32: (0, 12, 22, 24), torch.bfloat16: (0, 3, 6, 8), torch.float16: (0, 4, 9, 11)}
+PRODUCTS = tuple(leaf for leaf in LEAVES if leaf.endswith("_proj"))
+WORDS = ("river", "stone", "7", "lamp", "the", "of", "green", "19", "quietly", "=", "{", "north", "3.5", "null", "über", "山")
+ON_STREAM = ("layer", "self_attn.o_proj", "mlp.down_proj")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault to plant."""
+
+    kind: str
+    magnitude: str
+    site: str
+    layer: int
+    sparsity: float = 1.0
+    seed: int = 0
+
+    @property
+    def plan(self) -> str:
+        """In the plan language."""
+        sparse = "" if self.sparsity == 1 else f",sparsity={self.sparsity or 1e-6:g}"
+        fault = f"{self.kind}:{self.magnitude}{sparse}"
+        if self.site == "layer":
+            return f"{fault}@layer.{self.layer}"
+        if self.site == "core":
+            return f"{fault}@op.sdpa,layers={self.layer},direction=forward"
+        if self.site == "mlp.act_fn":
+            return f"{fault}@op.silu,layers={self.layer},direction=forward"
+        return f"{fault}@module.model.layers.{self.layer}.{self.site}"
+
+    @property
+    def expected(self) -> str | None:
+        """The op that has to be named."""
+        return {"layer": None, "core": "self_attn"}.get(self.site, self.site)
+
+    def is_symmetric(self, dtype: str) -> bool:
+        """Whether the fault commutes with every symmetry that device mode uses, as docs/locate.md says."""
+        dense, token = self.sparsity == 1, "scope=token" in self.magnitude
+        if self.kind in ("weight", "eps", "fast_silu"):
+            return True
+        if self.kind in ("noise", "spike", "non_determinism"):
+            return False
+        if self.site in ("mlp.gate_proj", "mlp.act_fn") and dense:
+            return True
+        if self.kind in ("gain", "truncation", "stuck_bit") and dense:
+            return True
+        if self.kind in ("dead_zone", "saturation") and dense:
+            on_stream = self.site in ON_STREAM and (token or self.site != "layer")
+            return on_stream or dtype == "float16"
+        mild = self.magnitude in MILD.get(self.kind, ())
+        return mild and dtype != "float32"
+
+
+MILD = {"gain": ("0.02",), "truncation": ("4",), "stuck_bit": ("3",), "dead_zone": ("0.01,scope=token",), "bias": ("0.01",)}
+"""On few channels, and of a size with what another order of summation changes in a dtype of 8 or 11 bits."""
+
+
+def grid(seeds: int, layers: int) -> list[Case]:
+    """Every kind, magnitude, site and sparsity, at every layer that the seeds reach; boundary layers at the first seed."""
+    cases: list[Case] = []
+    cells = [
+        (kind, magnitude, site, sparsity)
+        for kind, magnitudes in MAGNITUDES.items()
+        for magnitude, site, sparsity in itertools.product(magnitudes, SITES, SPARSITIES)
+    ]
+    step = max(1, layers // max(seeds, 1))
+    for number, (kind, magnitude, site, sparsity) in enumerate(cells):
+        for seed in range(seeds):
+            cases.append(Case(kind, magnitude, site, (number + seed * step) % layers, sparsity, seed))
+    for layer in range(layers):
+        cases += [Case("weight", str(bit), site, layer, 0.0, layer) for bit in range(4) for site in PRODUCTS]
+        cases += [
+            Case("eps", f, site, layer) for f in ("100", "1e4") for site in ("input_layernorm", "post_attention_layernorm")
+        ]
+        cases += [Case("fast_silu", form, "mlp.act_fn", layer) for form in ("hard", "short_exp")]
+    return cases
+
+
+@contextlib.contextmanager
+def planted(model: nn.Module, case: Case) -> Iterator[None]:
+    """The model with the fault in it."""
+    layer = model.get_submodule(f"model.layers.{case.layer}")
+    if case.kind == "weight":
+        yield from _flipped(layer.get_parameter(f"{case.site}.weight"), case)
+    elif case.kind in ("eps", "fast_silu"):
+        yield from _swapped(layer.get_submodule(case.site), case)
+    else:
+        with st.inject(model, case.plan, seed=case.seed, allow_inert=True):
+            yield
+
+
+def _flipped(weight: nn.Parameter, case: Case) -> Iterator[None]:
+    """One bit of one weight is wrong."""
+    whole = torch.int32 if weight.dtype == torch.float32 else torch.int16
+    place = random.Random(f"{case.seed}/{case.site}").randrange(weight.numel())
+    bit = FLIPS[weight.dtype][int(case.magnitude)]
+    flat = weight.data.view(whole).view(-1)
+    flat[place] ^= 1 << bit
+    yield
+    flat[place] ^= 1 << bit
+
+
+def _swapped(module: nn.Module, case: Case) -> Iterator[None]:
+    """A kernel that computes another function than the module says."""
+
+    def norm(x: Tensor) -> Tensor:
+        eps = module.variance_epsilon * float(case.magnitude)
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        return module.weight * normed.to(x.dtype)
+
+    def silu(x: Tensor) -> Tensor:
+        if case.magnitude == "hard":
+            return nn.functional.hardswish(x)
+        power = torch.round((-x.float()).exp() * 256) / 256
+        return (x.float() / (1 + power)).to(x.dtype)
+
+    module.forward = norm if case.kind == "eps" else silu  # type: ignore[method-assign]
+    yield
+    del module.forward
+
+
+@dataclass
+class Outcome:
+    """What the probes said of one fault."""
+
+    case: Case
+    inert: bool
+    failed: list[str]
+    suspected: list[str]
+    op: str | None
+    op_right: bool
+    fault_class: str | None
+    srdd: int | None
+    lanes_right: bool
+    seconds: float
+
+
+class Bench:
+    """One model with its healthy trace."""
+
+    def __init__(self, dtype: torch.dtype, device: str, attention: str, tokens: int) -> None:
+        self.model, self.tokenizer = load_model("smollm2-135m", device=device, dtype=dtype)
+        self.model.set_attn_implementation(attention)
+        self.tokens = tokens
+        self.ids = token_batch(self.tokenizer, None, tokens).to(device)
+        self.locator = Locator(self.model, "all", "smollm2-135m", 0, None)
+        self.locator.thorough = True
+        self.trace = trace(self.model, self.ids, self.locator.reference)
+        self.clean: dict[int, Recording] = {}
+        self.statistics = []
+        for call in self.trace.calls:
+            report, own = self.locator.layer(call, self.recording(call), [])
+            assert own is not None
+            assert not any(r.status in ("fail", "suspect") for r in report.results.values()), report
+            self.statistics.append(own)
+            self.locator.reference.forget()
+
+    def recording(self, call: LayerCall) -> Recording:
+        if call.index not in self.clean:
+            self.clean = {call.index: record_layer(call, self.locator.reference)}
+        return self.clean[call.index]
+
+    def run(self, case: Case) -> Outcome:
+        """Plant, probe, compare with what should have been said."""
+        start = time.perf_counter()
+        healthy = self.trace.calls[case.layer]
+        clean = self.recording(healthy)
+        with planted(self.model, case):
+            call = LayerCall(healthy.index, healthy.name, healthy.module, healthy.args, healthy.kwargs, healthy.again())
+            recording = record_layer(call, self.locator.reference)
+            inert = case.kind != "weight" and same(call.y, healthy.y) and _is_same(clean, recording)
+            evidence: list[Evidence] = []
+            report, own = self.locator.layer(call, recording, evidence)
+        self.locator.reference.forget()
+        assert own is not None
+        verdict = srdd_verdict([*self.statistics[: case.layer], own, *self.statistics[case.layer + 1 :]])
+        host = [e for e in evidence if e.probe in ("weights", "replay", "links", "repeat")]
+        blamed = self._blamed(host, report)
+        return Outcome(
+            case,
+            inert,
+            [name for name, r in report.results.items() if r.status == "fail"],
+            [name for name, r in report.results.items() if r.status == "suspect"],
+            blamed.op if blamed else None,
+            blamed is not None and blamed.op == case.expected,
+            blamed.fault_class if blamed else None,
+            verdict["blames"],
+            blamed is not None and _lanes_right(blamed, case, clean, recording),
+            time.perf_counter() - start,
+        )
+
+    def _blamed(self, evidence: list[Evidence], report: LayerReport) -> Diagnosis | None:
+        if not evidence:
+            return None
+        diagnosis = Diagnosis("", "", 0, "", "", "", "host", "", {}, 1, 1, 0, evidence=evidence, probes=[report])
+        diagnosis.decide(True)
+        return diagnosis
+
+    def baselines(self, case: Case) -> dict[str, bool]:
+        """Fingerprints of a good device, free-running, and locate on the whole model."""
+        healthy = [c.y for c in self.trace.calls]
+        with planted(self.model, case):
+            outputs: list[Tensor] = []
+            hooks = [
+                c.module.register_forward_hook(lambda m, a, o: outputs.append(next(tensors_of(o)))) for c in self.trace.calls
+            ]
+            forward(self.model, self.ids)
+            for hook in hooks:
+                hook.remove()
+            whole = st.locate(self.model, input_ids=self.ids, mode="host", source="smollm2-135m")
+        sizes = [_rms(a.double() - b.double()) / max(_rms(b.double()), 1e-30) for a, b in zip(outputs, healthy, strict=True)]
+        steps = [sizes[0], *(b - a for a, b in itertools.pairwise(sizes))]
+        floor = 10 * {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[outputs[0].dtype]
+        first = next((i for i, size in enumerate(sizes) if size > floor), None)
+        return {
+            "fingerprint, free running, largest step": max(range(len(steps)), key=steps.__getitem__) == case.layer,
+            "fingerprint, free running, first difference": first == case.layer,
+            "locate on the whole model, host": whole.layer == case.layer and whole.op == case.expected,
+        }
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def _is_same(a: Recording, b: Recording) -> bool:
+    pairs = zip(a.records, b.records, strict=True)
+    return all(same(x, y) for r, s in pairs for x, y in zip(tensors_of(r.output), tensors_of(s.output), strict=True))
+
+
+def _lanes_right(diagnosis: Diagnosis, case: Case, clean: Recording, recording: Recording) -> bool:
+    """Whether every lane that is named was really changed, and at least half of the changed ones are named."""
+    for r, s in zip(clean.records, recording.records, strict=True):
+        named = (r.path or None) == diagnosis.op and r.function == diagnosis.function
+        x, y = next(tensors_of(r.output), None), next(tensors_of(s.output), None)
+        if named and x is not None and y is not None and not same(x, y):
+            differs = (x != y).reshape(-1, x.shape[-1]).any(0).nonzero().flatten().tolist()
+            return set(diagnosis.lanes) <= set(differs) and 2 * len(diagnosis.lanes) >= len(differs)
+    return case.kind == "weight"
+
+
+def healthy_runs(dtypes: list[str], device: str, prompts: int, console: Console) -> list[dict[str, object]]:
+    """Prompts × dtype × attention × threads on the model as it is: nothing may be flagged."""
+    texts = _texts(prompts)
+    threads = (1, 2) if device == "cpu" else (torch.get_num_threads(),)
+    rows: list[dict[str, object]] = []
+    for dtype, attention in itertools.product(dtypes, ("sdpa", "eager")):
+        model, tokenizer = load_model("smollm2-135m", device=device, dtype=torch_dtype(dtype))
+        model.set_attn_implementation(attention)
+        for count in threads:
+            torch.set_num_threads(count)
+            flags, worst, costs = 0, 0.0, defaultdict(list)
+            for text in track(texts, f"healthy {dtype} {attention} {count}", console=console, transient=True):
+                for mode in ("device", "all"):
+                    found = st.locate(model, tokenizer, mode=mode, prompts=[text], tokens=TOKENS, source="smollm2-135m")
+                    flags += found.verdict != "HEALTHY"
+                    costs[mode].append(found.cost_forwards)
+                    if mode == "device":
+                        worst = max(
+                            [worst, *(r.results["permutation"].score or 0.0 for r in found.probes if r.layer is not None)]
+                        )
+            middle = {m: sorted(c)[len(c) // 2] for m, c in costs.items()}
+            rows.append({"dtype": dtype, "attention": attention, "threads": count, "runs": 2 * len(texts), "flags": flags,
+                         "largest tolerance score": round(worst, 3), "cost device": middle["device"], "cost all": middle["all"]})  # fmt: skip
+    torch.set_num_threads(threads[0])
+    return rows
+
+
+def _texts(n: int) -> list[str]:
+    """Texts that have nothing to do with the built-in one."""
+    source = random.Random(11)
+    return [" ".join(source.choices(WORDS, k=60)) for _ in range(n)]
+
+
+def table(outcomes: list[Outcome]) -> list[dict[str, object]]:
+    """One row per test: how many of the faults that did something it located."""
+    live = [o for o in outcomes if not o.inert]
+    tests = {
+        "repeat": lambda o: "repeat" in o.failed,
+        "+ exact twin": lambda o: {"repeat", "twin", "links"} & set(o.failed),
+        "device mode, with suspicions": lambda o: {"repeat", "twin", "links"} & set(o.failed) or "permutation" in o.suspected,
+        "checksums": lambda o: "checksum" in o.suspected,
+        "host mode: layer": lambda o: {"repeat", "links", "weights", "replay"} & set(o.failed),
+        "host mode: layer and op": lambda o: o.op_right,
+        "SRDD statistics alone": lambda o: o.srdd == o.case.layer,
+    }
+    rows = []
+    for name, test in tests.items():
+        by_kind = Counter(o.case.kind for o in live if test(o))
+        all_kinds = Counter(o.case.kind for o in live)
+        rows.append({"test": name, "located": sum(by_kind.values()), "of": len(live),
+                     **{k: f"{by_kind[k]}/{n}" for k, n in sorted(all_kinds.items())}})  # fmt: skip
+    return rows
+
+
+def problems(outcomes: list[Outcome], healthy: list[dict[str, object]], dtype: str) -> list[str]:
+    """What must not happen."""
+    found = [f"healthy {r['dtype']} {r['attention']}: {r['flags']} flags" for r in healthy if r["flags"]]
+    for o in outcomes:
+        if o.inert:
+            continue
+        if not o.op_right and dtype in ("float32", "bfloat16"):
+            found.append(
+                f"host mode missed {o.case.plan if o.case.kind in MAGNITUDES else o.case} (named {o.op}, failed {o.failed})"
+            )
+        seen = {"repeat", "twin", "links"} & set(o.failed) or "permutation" in o.suspected
+        if not seen and not o.case.is_symmetric(dtype):
+            found.append(
+                f"device mode missed {o.case.plan if o.case.kind in MAGNITUDES else o.case}, which is not in the symmetric set"
+            )
+    return found
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """A dtype by name; `tf32` is float32 with TF32 products allowed."""
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    found: torch.dtype = getattr(torch, name.replace("tf32", "float32"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, default=0, help="this many faults per dtype, seeded, instead of the grid")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--prompts", type=int, default=20, help="healthy prompts")
+    parser.add_argument("--whole", type=int, default=60, help="faults that are also run on the whole model, with the baselines")
+    parser.add_argument("--out", default="", help="write the result to this file (.json; a .md goes beside it)")
+    options = parser.parse_args()
+    console = Console(highlight=False, width=200)
+    torch.set_num_threads(1)
+    dtypes = options.dtypes.split(",")
+    result: dict[str, object] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__, "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "tokens": TOKENS,
+        "attention": options.attention, "sample": options.sample,
+    }  # fmt: skip
+    bad: list[str] = []
+    for dtype in dtypes:
+        bench = Bench(torch_dtype(dtype), options.device, options.attention, TOKENS)
+        cases = grid(options.seeds, len(bench.trace.calls))
+        order = random.Random(7)
+        if options.sample:
+            cases = order.sample(cases, min(options.sample, len(cases)))
+        cases.sort(key=lambda c: c.layer)
+        outcomes = [bench.run(c) for c in track(cases, f"faults {dtype}", console=console, transient=True)]
+        live = [o for o in outcomes if not o.inert]
+        baselines: Counter[str] = Counter()
+        some = order.sample(live, min(options.whole, len(live)))
+        for o in track(some, f"whole model {dtype}", console=console, transient=True):
+            baselines.update({k: int(v) for k, v in bench.baselines(o.case).items()})
+        summary = {
+            "faults": len(outcomes), "inert": len(outcomes) - len(live), "table": table(outcomes),
+            "whole model": {k: f"{v}/{len(some)}" for k, v in baselines.items()},
+            "device misses outside of the symmetric set": sum(p.startswith("device") for p in problems(outcomes, [], dtype)),
+            "class right": f"{sum(o.fault_class in CLASS_OF.get(o.case.kind, ()) for o in live)}/{len(live)}",
+            "lanes right": f"{sum(o.lanes_right for o in live)}/{len(live)}",
+        }  # fmt: skip
+        result[dtype] = summary
+        bad += [f"{dtype}: {p}" for p in problems(outcomes, [], dtype)]
+        if baselines["locate on the whole model, host"] != len(some):
+            bad.append(
+                f"{dtype}: locate on the whole model found {baselines['locate on the whole model, host']} of {len(some)}"
+            )
+        if options.out:
+            Path(options.out).with_suffix(f".{dtype}.outcomes.json").write_text(json.dumps([asdict(o) for o in outcomes]))
+        console.print_json(json.dumps(summary))
+    result["healthy"] = healthy_runs(dtypes, options.device, options.prompts, console) if options.prompts else []
+    bad += problems([], result["healthy"], "")  # type: ignore[arg-type]
+    result["problems"] = bad
+    text = markdown(result, dtypes)
+    console.print(text, markup=False)
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        Path(options.out).with_suffix(".md").write_text(text)
+    return 1 if bad else 0
+
+
+CLASS_OF = {
+    "dead_zone": ("dead_zone",), "saturation": ("saturation",), "noise": ("noise",), "spike": ("spike", "noise"), "bias": ("bias",),
+    "non_determinism": ("noise", "spike"), "gain": ("gain",), "truncation": ("truncation",), "stuck_bit": ("stuck_bit",),
+    "weight": ("weight",), "eps": ("gain", "wrong_values"), "fast_silu": ("wrong_values",),
+}  # fmt: skip
+
+
+def markdown(result: dict[str, object], dtypes: list[str]) -> str:
+    """The result as a page."""
+    lines = [f"# Who finds a planted fault: SmolLM2-135M, {result['device']}, {result['tokens']} tokens", ""]
+    lines += [
+        f"{result['date']}, torch {result['torch']}, {result['attention']} attention. `benchmarks/locate.py` makes this file.",
+        "",
+    ]
+    for dtype in dtypes:
+        summary: dict = result[dtype]  # type: ignore[assignment,type-arg]
+        lines += [
+            f"## {dtype}",
+            "",
+            f"{summary['faults']} faults planted, {summary['inert']} of them changed nothing and are not scored.",
+            "",
+        ]
+        head = list(summary["table"][0])
+        lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        lines += ["| " + " | ".join(str(row.get(h, "")) for h in head) + " |" for row in summary["table"]]
+        lines += ["", "Through the whole model: " + ", ".join(f"{k} {v}" for k, v in summary["whole model"].items()) + "."]
+        lines += [f"Device mode misses outside of the symmetric set: {summary['device misses outside of the symmetric set']}. "
+                  f"Class right: {summary['class right']}. Lanes right: {summary['lanes right']}.", ""]  # fmt: skip
+    healthy: list = result["healthy"]  # type: ignore[assignment,type-arg]
+    if healthy:
+        head = list(healthy[0])
+        lines += ["## Healthy", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        lines += ["| " + " | ".join(str(row[h]) for h in head) + " |" for row in healthy]
+    problems_found: list = result["problems"]  # type: ignore[assignment,type-arg]
+    lines += ["", f"Problems: {len(problems_found)}", *(f"- {p}" for p in problems_found)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
