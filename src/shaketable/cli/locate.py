@@ -52,6 +52,7 @@ def locate(
 
     if mode not in MODES:
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
+    check_writable(json_file, html_file)
     planted = None if plan is None else Plan.load(plan)
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention)
@@ -70,6 +71,15 @@ def locate(
         html_file.write_text(page(diagnosis.as_dict()), encoding="utf-8")
     show(diagnosis)
     raise typer.Exit(diagnosis.exit_code)
+
+
+def check_writable(*files: Path | None) -> None:
+    """Refuse output files that cannot be written before anything slow is done."""
+    for file in files:
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise ShaketableError(
+                f"{file} cannot be written: {'it is a folder' if file.is_dir() else 'its folder does not exist'}"
+            )
 
 
 def load(model: str, device: str, dtype: str | None, attention: str | None) -> tuple[Any, Any]:

@@ -1,0 +1,119 @@
+"""`shaketable locate`, as its users call it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+PLAN = "dead_zone:0.2,scope=token,sparsity=0.1@module.mlp.down_proj,layers=1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama with a tokenizer of bytes, saved as anybody would."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def locate(*arguments):
+    command = [sys.executable, "-m", "shaketable", "locate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_healthy_model_exits_0(folder, tmp_path):
+    done = locate(folder, "--tokens", 48, "--json", tmp_path / "d.json", "--html", tmp_path / "d.html")
+    assert done.returncode == 0, done.stderr
+    assert "HEALTHY: all 3 layers" in done.stdout
+    assert "This holds if" in done.stdout
+    assert json.loads((tmp_path / "d.json").read_text())["verdict"] == "HEALTHY"
+    assert (tmp_path / "d.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_planted_fault_exits_1_and_is_named(folder, tmp_path):
+    done = locate(folder, "--tokens", 48, "--plan", PLAN, "--json", tmp_path / "d.json", "--dtype", "bfloat16")
+    assert done.returncode == 1, done.stderr
+    assert "FAULT: layer 1, mlp.down_proj" in done.stdout
+    data = json.loads((tmp_path / "d.json").read_text())
+    assert (data["layer"], data["op"], data["fault_class"], data["dtype"]) == (1, "mlp.down_proj", "dead_zone", "bfloat16")
+    assert len(data["lanes"]) == 3
+
+
+def test_a_suspicion_exits_4(folder):
+    done = locate(folder, "--tokens", 48, "--mode", "device", "--plan", "gain:0.5,sparsity=0.1@module.mlp.down_proj,layers=1")
+    assert done.returncode == 4, done.stderr
+    assert "INCONCLUSIVE: layer 1 is suspect" in done.stdout
+    assert "Device mode cannot see" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no-such-model-here/at-all/x",), "does not exist"),
+        (("MODEL", "--mode", "both"), "unknown mode 'both'"),
+        (("MODEL", "--dtype", "int8"), "unknown dtype 'int8'"),
+        (("MODEL", "--device", "nowhere"), "cannot be used here"),
+        (("MODEL", "--plan", "gain:1@nothing.here"), "unknown site level"),
+        (("MODEL", "--plan", "gain:0.1@module.nothing_like_it"), "matches"),
+        (("MODEL", "--prompts", "EMPTY"), "prompts are empty"),
+        (("MODEL", "--prompts", "MISSING"), "cannot be read"),
+        (("MODEL", "--attention", "magic"), "attention"),
+        (("MODEL", "--json", "MISSING/d.json"), "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(folder, tmp_path, arguments, message):
+    (tmp_path / "empty").write_text("\n \n")
+    names = {
+        "MODEL": folder,
+        "EMPTY": tmp_path / "empty",
+        "MISSING": tmp_path / "missing",
+        "MISSING/d.json": tmp_path / "no" / "d.json",
+    }
+    done = locate(*(names.get(a, a) for a in arguments), "--tokens", 16)
+    lines = [line for line in done.stderr.splitlines() if "Loading weights" not in line and line.strip()]
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error:")
+    assert message in lines[0]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    done = locate(tmp_path)
+    assert done.returncode == 2
+    assert "cannot be loaded" in done.stderr
+
+
+def test_nan_weights_are_reported_before_anything_else(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "empty").write_text("")
+    done = locate(tmp_path, "--prompts", tmp_path / "empty")
+    assert done.returncode == 2
+    assert "NaN" in done.stderr
+
+
+def test_help_does_not_import_torch():
+    code = "import sys, shaketable.cli; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

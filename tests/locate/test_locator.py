@@ -1,0 +1,318 @@
+"""Locate: never a false alarm, and the right layer and operator for every fault that its assumption lets it see."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, ROUTED, UNWIRED, build, tokens
+
+import shaketable as st
+from shaketable.errors import ModelError, ShaketableError
+from shaketable.locate import functions
+from shaketable.locate.diagnosis import PROBES
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MATRIX = [
+    (name, attention)
+    for name in ARCHITECTURES
+    for attention in ("eager", "sdpa")
+    if (name, attention) != ("gemma2", "sdpa")  # transformers refuses: sdpa cannot cap logits
+]
+
+
+def found(model, mode="all", seed=0, **options):
+    return st.locate(model, mode=mode, input_ids=tokens(seed), seed=seed, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A Llama in a folder, and its tokens."""
+    folder = tmp_path_factory.mktemp("llama")
+    build("llama").save_pretrained(folder)
+    return str(folder)
+
+
+# ---- healthy
+
+
+@pytest.mark.parametrize(("name", "attention"), MATRIX)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_healthy_model_is_never_blamed(name, attention, dtype):
+    for seed in (0, 1):
+        model = build(name, dtype, attention, seed)
+        for mode in ("host", "device", "all"):
+            diagnosis = found(model, mode, seed)
+            expected = "INCONCLUSIVE" if name in UNWIRED and mode == "device" else "HEALTHY"
+            assert diagnosis.verdict == expected, diagnosis.sentence
+            assert not diagnosis.evidence
+            assert not diagnosis.suspicions
+
+
+def test_locate_leaves_no_trace():
+    """Weights, attributes, hooks, mode and the random stream are what they were."""
+    model = build("llama").train()
+    before = {n: p.detach().clone() for n, p in model.state_dict().items()}
+    owners = {n: id(p) for n, p in model.named_parameters()}
+    state = torch.random.get_rng_state()
+    found(model)
+    assert model.training
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    assert owners == {n: id(p) for n, p in model.named_parameters()}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# ---- faults
+
+LEAF_FAULTS = ("gain:0.05", "bias:0.05,sparsity=0.1", "dead_zone:0.2,scope=token", "truncation:3", "noise:0.05")
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_host_mode_names_layer_and_op_of_a_fault_at_every_linear(name, dtype):
+    model = build(name, dtype, "eager")
+    prefix = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers"}.get(name, "model.layers")
+    layer = model.get_submodule(f"{prefix}.1")
+    leaves = [n for n, m in layer.named_modules() if type(m).__name__ in ("Linear", "Conv1D")]
+    assert len(leaves) >= 2
+    for i, leaf in enumerate(leaves):
+        fault = LEAF_FAULTS[i % len(LEAF_FAULTS)] if leaf != "mlp.shared_expert_gate" else "gain:0.05"
+        diagnosis = found(model, "host", plan=f"{fault}@module.{prefix}.1.{leaf},include=router")
+        assert diagnosis.planted["changed"]
+        assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, leaf), diagnosis.sentence
+        assert diagnosis.exit_code == 1
+
+
+@pytest.mark.parametrize("family", ["matmul", "softmax", "sdpa", "silu", "rms_norm"])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_host_mode_names_the_module_of_an_operator_fault(family, layer):
+    attention = "sdpa" if family == "sdpa" else "eager"
+    model = build("llama", attention=attention)
+    diagnosis = found(model, "host", plan=f"gain:0.01@op.{family},layers={layer},direction=forward")
+    expected = {"matmul": "self_attn.q_proj", "silu": "mlp.act_fn", "rms_norm": "input_layernorm"}.get(family, "self_attn")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", layer, expected)
+    names = {"softmax": "softmax", "sdpa": "scaled_dot_product_attention"}
+    assert diagnosis.function == names.get(family)
+
+
+def test_a_fault_of_the_layer_itself_has_no_op():
+    diagnosis = found(build("llama"), "host", plan="saturation:0.5,scope=token@layer.2")
+    assert (diagnosis.layer, diagnosis.op, diagnosis.function) == (2, None, "add")
+    assert diagnosis.fault_class == "saturation"
+
+
+def test_a_fault_upstream_does_not_flag_layers_downstream():
+    diagnosis = found(build("llama"), "all", plan="gain:0.5@layer.0")
+    assert {e.layer for e in diagnosis.evidence} == {0}
+
+
+def test_two_faults_the_first_in_the_order_of_computation_is_named():
+    diagnosis = found(
+        build("llama"), "host", plan="gain:0.1@module.mlp.up_proj,layers=2;gain:0.1@module.self_attn.v_proj,layers=1"
+    )
+    assert (diagnosis.layer, diagnosis.op) == (1, "self_attn.v_proj")
+    assert {e.layer for e in diagnosis.evidence} == {1, 2}
+
+
+def test_faults_outside_of_the_layers_are_named_too():
+    head = found(build("llama"), "host", plan="gain:0.01@module.lm_head,include=lm_head")
+    assert (head.verdict, head.layer, head.op) == ("FAULT", None, "lm_head")
+    norm = found(build("llama"), "host", plan="gain:0.01@module.model.norm")
+    assert (norm.layer, norm.op) == (None, "model.norm")
+    first = found(build("llama"), "host", plan="gain:0.01@module.model.embed_tokens,include=embedding;gain:0.1@layer.1")
+    assert (first.layer, first.op) == (None, "model.embed_tokens")
+
+
+def test_lanes_are_named():
+    model = build("llama")
+    lanes = [3, 17]
+
+    def broken(module, args, y):
+        y = y.clone()
+        y[..., lanes] = 0
+        return y
+
+    hook = model.model.layers[1].mlp.down_proj.register_forward_hook(broken)
+    diagnosis = found(model, "host")
+    hook.remove()
+    assert (diagnosis.op, diagnosis.lanes, diagnosis.lanes_of) == ("mlp.down_proj", lanes, 32)
+    assert diagnosis.fault_class == "dead_zone"
+    example = diagnosis.evidence[0].examples[0]
+    assert example["channel"] in lanes
+    assert example["got"] == 0
+
+
+@pytest.mark.parametrize("plan", ["noise:0.1", "spike:50,rate=0.05", "non_determinism:1.5"])
+@pytest.mark.parametrize("mode", ["device", "host", "all"])
+def test_results_that_change_from_call_to_call_are_found_in_every_mode(plan, mode):
+    diagnosis = found(build("llama"), mode, plan=f"{plan}@module.mlp.up_proj,layers=1")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, "mlp.up_proj")
+    assert diagnosis.fault_class in ("noise", "spike")
+    repeat = diagnosis.probes[1].results["repeat"]
+    assert repeat.status == "fail"
+
+
+def test_another_eps_than_the_config_says_is_found_even_if_the_module_says_so_too():
+    model = build("llama")
+    model.model.layers[2].input_layernorm.variance_epsilon = 1e-2
+    diagnosis = found(model, "host")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 2, "input_layernorm")
+
+
+def test_another_activation_is_found():
+    model = build("llama")
+    model.model.layers[0].mlp.act_fn = torch.nn.Hardswish()
+    diagnosis = found(model, "host")
+    assert (diagnosis.layer, diagnosis.op) == (0, "mlp.act_fn")
+
+
+@pytest.mark.parametrize("bit", [0, 13, 22])
+def test_one_wrong_bit_in_one_weight_is_found_against_the_file(saved, bit):
+    model = build("llama")
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    weight.data.view(torch.int32)[5, 7] ^= 1 << bit
+    diagnosis = found(model, "host", source=saved)
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, "self_attn.k_proj")
+    assert (diagnosis.fault_class, diagnosis.lanes) == ("weight", [5])
+    assert found(build("llama"), "host", source=saved).verdict == "HEALTHY"
+
+
+def test_without_a_file_weights_are_believed_and_the_diagnosis_says_so(saved):
+    assert found(build("llama"), "host", source=saved).notes == []
+    own = found(build("llama"), "host")
+    assert "were not compared with a file" in own.notes[0]
+    assert "as they are in memory" in own.assumption
+
+
+# ---- device mode
+
+
+@pytest.mark.parametrize("plan", ["bias:0.1@module.self_attn.o_proj", "dead_zone:0.1,scope=token@module.mlp.up_proj",
+                                  "saturation:0.3,scope=token@module.self_attn.v_proj", "bias:0.1@layer"])  # fmt: skip
+def test_device_mode_finds_what_does_not_commute(plan):
+    plan = plan.replace("@layer", "@layer.1") if plan.endswith("layer") else f"{plan},layers=1"
+    diagnosis = found(build("llama"), "device", plan=plan)
+    assert (diagnosis.verdict, diagnosis.layer) == ("FAULT", 1)
+    assert diagnosis.fault_class == "asymmetric"
+    assert "deterministic" in diagnosis.assumption
+
+
+def test_device_mode_only_suspects_what_a_permutation_shows():
+    diagnosis = found(build("llama"), "device", plan="gain:0.5,sparsity=0.1@module.mlp.down_proj,layers=1")
+    assert diagnosis.verdict == "INCONCLUSIVE"
+    assert [s["layer"] for s in diagnosis.suspicions] == [1]
+    assert diagnosis.exit_code == 4
+    assert "layer 1 is suspect" in diagnosis.sentence
+
+
+def test_device_mode_says_what_it_cannot_see():
+    diagnosis = found(build("llama"), "device", plan="gain:0.5@module.mlp.down_proj,layers=1")
+    assert diagnosis.verdict == "HEALTHY"
+    assert any("gain" in line for line in diagnosis.not_covered)
+    assert found(build("llama"), "all", plan="gain:0.5@module.mlp.down_proj,layers=1").verdict == "FAULT"
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_routed_layers_have_no_permutation_test(name):
+    diagnosis = found(build(name), "device")
+    assert "experts" in diagnosis.probes[0].results["permutation"].reason
+
+
+# ---- honesty
+
+
+def test_a_function_without_a_host_definition_makes_replay_inconclusive(monkeypatch):
+    """Host and device differ, and nobody can say who is right: no verdict, and no crash."""
+    monkeypatch.delitem(functions.BOUNDED, "softmax")
+    model = build("llama", attention="eager")
+    assert found(model, "host").verdict == "HEALTHY"
+    diagnosis = found(model, "host", plan="gain:0.01@op.softmax,layers=1,direction=forward")
+    assert (diagnosis.verdict, diagnosis.exit_code) == ("INCONCLUSIVE", 4)
+    assert "no host definition of softmax" in diagnosis.sentence
+    assert not diagnosis.evidence
+
+
+def test_a_definition_that_fails_makes_replay_inconclusive(monkeypatch):
+    def fails(call):
+        raise NotImplementedError("not for this shape")
+
+    monkeypatch.setitem(functions.BOUNDED, "scaled_dot_product_attention", fails)
+    diagnosis = found(build("llama", attention="sdpa"), "host")
+    assert diagnosis.verdict == "INCONCLUSIVE"
+    assert "not for this shape" in diagnosis.probes[0].results["replay"].reason
+
+
+def test_an_inert_plan_is_said_to_be_inert():
+    diagnosis = found(build("llama"), "host", plan="saturation:1.0,scope=tensor@layer.1")
+    assert diagnosis.verdict == "HEALTHY"
+    assert diagnosis.planted["changed"] == 0
+    assert "the planted plan changed no value" in diagnosis.notes
+
+
+def test_json_has_every_field_and_is_strict(tmp_path):
+    diagnosis = found(build("llama"), "all", plan="gain:0.1@layer.1")
+    diagnosis.save(tmp_path / "d.json")
+    data = json.loads((tmp_path / "d.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    needed = (
+        ["verdict", "layer", "op", "lanes", "fault_class", "assumption", "not_covered", "cost_forwards", "probes", "srdd", "evidence", "planted", "sentence"]
+    )
+    assert set(needed) <= set(data)
+    assert [p["layer"] for p in data["probes"]] == [0, 1, 2, None]
+    assert set(data["probes"][0]["results"]) == set(PROBES)
+    assert set(data["probes"][0]["statistics"]) == {"gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct"}
+    assert data["cost_forwards"] > 0
+
+
+def test_srdd_statistics_do_not_decide():
+    diagnosis = found(build("llama"), "all")
+    diagnosis.srdd["blames"] = 1
+    diagnosis.decide(True)
+    assert diagnosis.verdict == "HEALTHY"
+
+
+def test_progress_is_told():
+    told = []
+    found(build("llama"), "host", progress=lambda done, total, text: told.append((done, total)))
+    assert told[-1] == (3, 3)
+
+
+# ---- what cannot be judged
+
+
+def broken(change):
+    model = build("llama")
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: broken(lambda m: m.model.layers[1].mlp.up_proj.weight.data.view(-1)[3:5].fill_(float("nan"))), "2 of .* NaN"),
+        (lambda: broken(lambda m: m.model.layers[0].mlp.up_proj.weight.data[0, 0].fill_(float("inf"))), "NaN or infinite"),
+        (lambda: build("llama").to("meta"), "meta device"),
+        (lambda: broken(lambda m: setattr(m.config, "quantization_config", {"quant_method": "gptq"})), "quantized .gptq."),
+        (lambda: torch.nn.Linear(4, 4), "no list of decoder layers"),
+    ],
+)
+def test_models_that_cannot_be_judged_are_refused_in_one_line(model, message):
+    with pytest.raises(ModelError, match=message) as error:
+        st.locate(model(), input_ids=tokens())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "both"}, "unknown mode 'both'"),
+        ({"input_ids": None}, "no tokenizer"),
+        ({"input_ids": None, "tokenizer": lambda text: {"input_ids": [1, 2, 3]}, "prompts": ["  ", ""]}, "prompts are empty"),
+        ({"input_ids": torch.ones(2, 8, dtype=torch.long)}, "one sequence"),
+        ({"input_ids": torch.ones(1, 1, dtype=torch.long)}, "at least 2 tokens"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(options, message):
+    with pytest.raises(ShaketableError, match=message):
+        st.locate(build("llama"), **{"input_ids": tokens(), **options})
