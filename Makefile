@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench bench-locate bench-locate-sample format clean
 
 demo: $(STAMP)
 	@$(BIN)/python -m shaketable.demo
@@ -21,6 +21,13 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/rivals-requirements.txt
 	$(BIN)/python benchmarks/speed.py
+
+# All faults take about an hour on one core; CI runs a sample, and fails on a false alarm or a miss.
+bench-locate: $(STAMP)
+	$(BIN)/python benchmarks/locate.py --out benchmarks/locate.json
+
+bench-locate-sample: $(STAMP)
+	$(BIN)/python benchmarks/locate.py --sample 250 --prompts 2 --whole 6
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -17,7 +17,7 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/plans.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/plans.md", "docs/locate.md"])
 def test_python_snippets_run(page, capsys):
     snippets = blocks(page, "python")
     assert snippets
@@ -44,12 +44,13 @@ def test_yaml_snippets_load(tmp_path):
 def test_commands_of_the_readme_run(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nm = torch.nn.Linear(4, 4)\nm(torch.ones(2, 4)).sum().backward()\n")
     commands = [c for block in blocks("README.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
-    assert len(commands) == 2
+    assert [c.split()[1] for c in commands] == ["run", "inspect", "locate"]
     for command in commands:
         words = [sys.executable, "-m", "shaketable", *shlex.split(command)[1:]]
         words = [sys.executable if w == "python" else w for w in words]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == ("locate" in command), done.stderr
+        assert "locate" not in command or "FAULT: layer 12, mlp.down_proj" in done.stdout
 
 
 def test_every_fault_and_key_is_in_the_guide():
