@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
-SIZES = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=128,
-)  # fmt: skip
-MOE = dict(num_experts_per_tok=2, moe_intermediate_size=24)
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ARCHITECTURES = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", dict(head_dim=8)),
-    "mistral": ("Mistral", dict(sliding_window=8)),
-    "gemma2": ("Gemma2", dict(head_dim=8, sliding_window=8)),
-    "gemma3": ("Gemma3", dict(head_dim=8, sliding_window=8)),
-    "phi3": ("Phi3", dict(pad_token_id=0)),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 8}),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 8}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
     "gpt2": ("GPT2", {}),
-    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", dict(MOE, num_experts=4, shared_expert_intermediate_size=24)),
     "qwen3_moe": ("Qwen3Moe", dict(MOE, num_experts=4, head_dim=8)),
     "gpt_neox": ("GPTNeoX", {}),

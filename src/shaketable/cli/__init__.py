@@ -7,7 +7,9 @@ import sys
 import typer
 from rich.console import Console
 
+from shaketable.cli.compare import compare
 from shaketable.cli.environment import env
+from shaketable.cli.fingerprint import fingerprint
 from shaketable.cli.guide import guide
 from shaketable.cli.inspect import inspect
 from shaketable.cli.locate import locate
@@ -26,6 +28,8 @@ app = typer.Typer(
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 app.command()(inspect)
 app.command()(locate)
+app.command()(fingerprint)
+app.command()(compare)
 app.command()(guide)
 app.command()(env)
 

@@ -238,18 +238,23 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
 def rounded_once(call: Call, name: str) -> Interval:
     """The host does the same in the same dtype.
 
-    A Python number that meets a reduced-precision tensor is rounded to its dtype first on some devices and not on others:
-    both are allowed.
+    Python numbers leave a device some freedom, and whatever it takes is allowed: a number that meets a reduced-precision
+    tensor may be rounded to its dtype first, and a division by a number may be a multiplication by its inverse.
     """
     result = call.func(*call.args, **call.kwargs)
-    value = call.args[0] if result is None else result
-    if name not in ARITHMETIC or call.dtype in (torch.float32, torch.float64):
-        return Interval.exactly(value)
-    number = next((a for a in call.args if isinstance(a, float)), None)
-    if number is None:
-        return Interval.exactly(value)
-    both = []
-    for scalar in (number, float(torch.tensor(number, dtype=call.dtype))):
-        args = tuple(scalar if a is number else a.double() if isinstance(a, Tensor) else a for a in call.args)
-        both.append(Around(call.func(*args, **call.kwargs), 0.0, call.dtype).interval())
-    return both[0].hull(both[1])
+    exact = Interval.exactly(call.args[0] if result is None else result)
+    number = next((a for a in call.args if isinstance(a, float | int) and not isinstance(a, bool)), None)
+    if name not in ARITHMETIC or number is None or not call.dtype.is_floating_point:
+        return exact
+    allowed = exact
+    if call.dtype not in (torch.float32, torch.float64):
+        for scalar in (float(number), float(torch.tensor(number, dtype=call.dtype))):
+            args = tuple(scalar if a is number else a.double() if isinstance(a, Tensor) else a for a in call.args)
+            allowed = allowed.hull(Around(call.func(*args, **call.kwargs), 0.0, call.dtype).interval())
+    if name in DIVISIONS and isinstance(call.args[0], Tensor) and number:
+        inverse = torch.tensor(1.0).div(number).double()
+        allowed = allowed.hull(Around(call.args[0].double() * inverse, 0.0, call.dtype).interval())
+    return allowed
+
+
+DIVISIONS = ("div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__")

@@ -1,0 +1,185 @@
+"""`shaketable compare`: a fingerprint replayed on this device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shaketable.cli.fingerprint import check_free
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shaketable.locate.comparison import Comparison, LayerRow, Row
+    from shaketable.locate.fingerprint import Fingerprint
+
+SHOWN = 20
+SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
+
+
+def compare(
+    fingerprint: Annotated[Path, typer.Argument(help="What `shaketable fingerprint` wrote on a good device.")],
+    model: Annotated[str, typer.Argument(help="The same model: a folder, a Hugging Face id, or smollm2-135m.")],
+    device: Annotated[str, typer.Option(help="The device to compare: cpu, cuda, npu, xpu, mps.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="Another dtype than the file's; its tensors are cast.")] = None,
+    attention: Annotated[str | None, typer.Option(help="eager or sdpa; what the file was made with by default.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Check that the file was made from this text, one prompt per line.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Check that the file holds this many tokens.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Plant this plan on the model first, to see it measured.")] = None,
+    plan_out: Annotated[
+        Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured errors as a plan, YAML.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+) -> None:
+    """Replay another device's fingerprint here, operator by operator. Exits 0 within what the dtype explains, 1 beyond.
+
+    shaketable compare good.safetensors smollm2-135m --device cuda --plan-out measured.yaml
+    """
+    from shaketable.plan import Plan
+
+    check_free([f for f in (plan_out, json_file) if f is not None], [fingerprint], force)
+    planted = None if plan is None else Plan.load(plan)
+
+    from shaketable.locate.fingerprint_file import read_fingerprint
+
+    file = read_fingerprint(fingerprint)
+    _check_text(file, prompts, tokens)
+    loaded = _load(file, model, device, dtype, attention)
+    found = _compare(file, loaded, planted)
+    text = found.plan_text()
+    if plan_out is not None and text is not None:
+        plan_out.write_text(text, encoding="utf-8")
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    show(found, plan_out, text is not None)
+    raise typer.Exit(found.exit_code)
+
+
+def _check_text(file: Fingerprint, prompts: Path | None, tokens: int | None) -> None:
+    from shaketable.locate.fingerprint import FingerprintError
+    from shaketable.locate.prompts import read_prompts
+
+    if tokens is not None and tokens != file.about.tokens:
+        raise FingerprintError(f"the fingerprint holds {file.about.tokens} tokens, not {tokens}; its own tokens are replayed")
+    if prompts is not None and read_prompts(prompts) != file.about.prompts:
+        raise FingerprintError(f"the fingerprint was not made from {prompts}; its own prompts are replayed")
+
+
+def _load(file: Fingerprint, model: str, device: str, dtype: str | None, attention: str | None) -> Any:
+    """The model as the file's, checked; then in the dtype that was asked for."""
+    from shaketable.cli.locate import load
+    from shaketable.locate.fingerprint_file import check_same_model
+
+    about = file.about
+    loaded, _ = load(model, device, about.dtype, attention or about.attention)
+    if dtype is None or dtype == about.dtype:
+        return loaded
+    check_same_model(about, loaded)
+    return load(model, device, dtype, attention or about.attention)[0]
+
+
+def _compare(file: Fingerprint, model: Any, planted: Any) -> Comparison:
+    from contextlib import nullcontext
+
+    from shaketable.cli.locate import progress_bar
+    from shaketable.inject import inject
+    from shaketable.locate.compare import compare as replay
+
+    with progress_bar() as tell, nullcontext() if planted is None else inject(model, planted):
+        return replay(file, model, progress=tell)
+
+
+def show(found: Comparison, plan_out: Path | None, has_plan: bool) -> None:
+    """The table of layers, the operators that are furthest off, and the result."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=128)
+    console.print(_layers(found))
+    rows = _furthest(found)
+    if rows:
+        console.print(_operators(rows[:SHOWN]))
+    if len(rows) > SHOWN:
+        _say(console, f"… and {len(rows) - SHOWN} more operators that differ; --json holds them all")
+    for note in found.notes:
+        _say(console, f"note: {note}")
+    if not has_plan:
+        _say(
+            console,
+            "no plan: no operator differs beyond rounding"
+            if plan_out is None
+            else f"{plan_out} was not written: nothing to inject",
+        )
+    elif plan_out is not None:
+        _say(console, f"wrote {plan_out}")
+    _say(console, found.sentence)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def _furthest(found: Comparison) -> list[Row]:
+    """Rows beyond the dtype in the order of computation, then the others by size."""
+    differing = [r for r in found.rows if r.difference.differing]
+    rest = sorted((r for r in differing if not r.beyond), key=lambda r: -r.difference.relative)
+    return [*(r for r in differing if r.beyond), *rest]
+
+
+def _layers(found: Comparison) -> Table:
+    from rich.table import Table
+
+    stored, here = (f"{d['dtype']} on {d['device']}, {d['attention']}" for d in (found.stored, found.here))
+    table = Table(
+        "layer", title=f"{found.stored['model']}: {stored} (file) against {here} (here)", title_justify="left", box=None
+    )
+    for head in ("relative error", "max |d|", "values differing", "ops differing"):
+        table.add_column(head, justify="right")
+    table.add_column("beyond the dtype")
+    for layer in found.layers:
+        table.add_row(*_layer_cells(layer))
+    return table
+
+
+def _layer_cells(layer: LayerRow) -> list[str]:
+    whole, first = layer.whole, layer.beyond
+    ops = sum(1 for r in layer.rows if r.difference.differing)
+    beyond = "" if first is None else f"{first.place} ({SIDES[first.beyond]})"
+    return [
+        str(layer.layer),
+        f"{whole.relative:.2e}",
+        f"{whole.max_abs:.2e}",
+        f"{whole.share:.1%}",
+        f"{ops}/{len(layer.rows)}",
+        beyond,
+    ]
+
+
+def _operators(rows: list[Row]) -> Table:
+    from rich.table import Table
+
+    table = Table("layer", title="Operators, teacher-forced", title_justify="left", box=None)
+    table.add_column("operator", no_wrap=True)
+    for head in ("relative error", "max |d|", "differing", "outside here", "in the file"):
+        table.add_column(head, justify="right")
+    table.add_column("error model")
+    for row in rows:
+        d, counts = row.difference, ["?" if n is None else str(n) for n in (row.here, row.stored)]
+        label = "-" if row.layer is None else str(row.layer)
+        table.add_row(label, row.place, f"{d.relative:.2e}", f"{d.max_abs:.2e}", f"{d.share:.1%}", *counts, _model(row))
+    return table
+
+
+def _model(row: Row) -> str:
+    fit = row.fit
+    if fit is None:
+        return ""
+    head = fit.kind if fit.kind == "rounding" else f"{fit.kind}:{fit.magnitude:.3g}"
+    return head if fit.is_good else f"{head} (poor fit)"

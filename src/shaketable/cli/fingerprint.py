@@ -1,0 +1,70 @@
+"""`shaketable fingerprint`: what this device makes of a model, in a file that other devices are held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shaketable.errors import ShaketableError
+
+
+def fingerprint(
+    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id, or smollm2-135m.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The fingerprint to write, safetensors.")],
+    device: Annotated[str, typer.Option(help="The device that is trusted: cpu, cuda, npu, xpu, mps.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own by default.")] = None,
+    attention: Annotated[str | None, typer.Option(help="eager or sdpa; the model's own choice by default.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens to run.")] = 64,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to run, one prompt per line.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the metadata as JSON.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+) -> None:
+    """Store what every layer and operator reads and makes on this device.
+
+    shaketable fingerprint smollm2-135m -o good.safetensors
+    """
+    check_free([f for f in (output, json_file) if f is not None], [], force)
+
+    from shaketable.cli.locate import load, progress_bar
+    from shaketable.locate.prompts import read_prompts, token_batch
+
+    texts = None if prompts is None else read_prompts(prompts)
+    loaded, tokenizer = load(model, device, dtype, attention)
+    ids = token_batch(tokenizer, texts, tokens)
+
+    from shaketable.locate.fingerprint import make_fingerprint
+    from shaketable.locate.fingerprint_file import write_fingerprint
+
+    with progress_bar() as tell:
+        made = make_fingerprint(loaded, ids, name=model, prompts=texts, progress=tell)
+    write_fingerprint(made, output)
+    if json_file is not None:
+        json_file.write_text(made.about.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+    about = made.about
+    ops = sum(len(labels) for labels in (*about.layers, about.before, about.after))
+    typer.echo(
+        f"{about.model}, {about.dtype} on {about.device}, {about.attention} attention, {about.tokens} tokens: "
+        f"{about.num_layers} layers and {ops} operators, {made.bytes / 1e6:.1f} MB in {output}"
+    )
+
+
+def check_free(files: list[Path], inputs: list[Path], force: bool) -> None:
+    """Every file can be written and takes nothing away; before any work is done."""
+    taken = [path.resolve() for path in inputs]
+    for file in files:
+        problem = _problem(file, taken, force)
+        if problem:
+            raise ShaketableError(f"cannot write {file}: {problem}")
+        taken.append(file.resolve())
+
+
+def _problem(file: Path, taken: list[Path], force: bool) -> str:
+    if file.resolve() in taken:
+        return "this command reads or writes it already"
+    if file.exists() and not file.is_file():
+        return "it is not a plain file"
+    if file.exists() and not force:
+        return "it exists and is not overwritten; choose another name, or add --force"
+    return "" if file.resolve().parent.is_dir() else "its folder does not exist"
