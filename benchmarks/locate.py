@@ -326,7 +326,8 @@ def healthy_runs(dtypes: list[str], device: str, prompts: int, console: Console)
                         )
             middle = {m: sorted(c)[len(c) // 2] for m, c in costs.items()}
             rows.append({"dtype": dtype, "attention": attention, "threads": count, "runs": 2 * len(texts), "flags": flags,
-                         "largest tolerance score": round(worst, 3), "cost device": middle["device"], "cost all": middle["all"]})  # fmt: skip
+                         "largest tolerance score": round(worst, 3),
+                         "cost device": middle["device"], "cost all": middle["all"]})  # fmt: skip
     torch.set_num_threads(threads[0])
     return rows
 
@@ -383,7 +384,73 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def main() -> int:
+CLASS_OF = {
+    "dead_zone": ("dead_zone",), "saturation": ("saturation",), "noise": ("noise",), "spike": ("spike", "noise"),
+    "bias": ("bias",), "non_determinism": ("noise", "spike"), "gain": ("gain",), "truncation": ("truncation",), "stuck_bit": ("stuck_bit",),
+    "weight": ("weight",), "eps": ("gain", "wrong_values"), "fast_silu": ("wrong_values",),
+}  # fmt: skip
+
+
+@dataclass
+class Part:
+    """The outcomes of one process for one dtype."""
+
+    dtype: str
+    outcomes: list[Outcome]
+    whole: dict[str, int]
+    wholes: int
+
+    @classmethod
+    def read(cls, path: str) -> Part:
+        data = json.loads(Path(path).read_text())
+        outcomes = [Outcome(**{**o, "case": Case(**o["case"])}) for o in data["outcomes"]]
+        return cls(data["dtype"], outcomes, data["whole"], data["wholes"])
+
+
+def run_part(dtype: str, options: argparse.Namespace, console: Console) -> Part:
+    """Plant the faults of this process, and put some of them through the whole model."""
+    bench = Bench(torch_dtype(dtype), options.device, options.attention, TOKENS)
+    cases = grid(options.seeds, len(bench.trace.calls))
+    order = random.Random(7)
+    if options.sample:
+        cases = order.sample(cases, min(options.sample, len(cases)))
+    at, shards = map(int, options.shard.split("/"))
+    cases = sorted(cases[at::shards], key=lambda c: c.layer)
+    outcomes = [bench.run(c) for c in track(cases, f"faults {dtype}", console=console, transient=True)]
+    live = [o for o in outcomes if not o.inert]
+    some = order.sample(live, min(options.whole, len(live)))
+    whole: Counter[str] = Counter()
+    for o in track(some, f"whole model {dtype}", console=console, transient=True):
+        whole.update({k: int(v) for k, v in bench.baselines(o.case).items()})
+    return Part(dtype, outcomes, dict(whole), len(some))
+
+
+def merged(parts: list[Part], dtype: str) -> Part:
+    """Several processes as one."""
+    own = [p for p in parts if p.dtype == dtype]
+    whole: Counter[str] = Counter()
+    for part in own:
+        whole.update(part.whole)
+    return Part(dtype, [o for p in own for o in p.outcomes], dict(whole), sum(p.wholes for p in own))
+
+
+def summary(part: Part) -> dict[str, object]:
+    """The numbers of one dtype."""
+    live = [o for o in part.outcomes if not o.inert]
+    missed = sum(p.startswith("device") for p in problems(part.outcomes, [], part.dtype))
+    return {
+        "faults": len(part.outcomes),
+        "inert": len(part.outcomes) - len(live),
+        "table": table(part.outcomes),
+        "whole model": {k: f"{v}/{part.wholes}" for k, v in part.whole.items()},
+        "device misses outside of the symmetric set": missed,
+        "class right": f"{sum(o.fault_class in CLASS_OF.get(o.case.kind, ()) for o in live)}/{len(live)}",
+        "lanes right": f"{sum(o.lanes_right for o in live)}/{len(live)}",
+    }
+
+
+def options_of() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=0, help="this many faults per dtype, seeded, instead of the grid")
     parser.add_argument("--seeds", type=int, default=4)
@@ -391,63 +458,48 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--prompts", type=int, default=20, help="healthy prompts")
-    parser.add_argument("--whole", type=int, default=60, help="faults that are also run on the whole model, with the baselines")
+    parser.add_argument("--whole", type=int, default=60, help="faults that also go through the whole model")
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th fault, from the i-th on; for several processes")
+    parser.add_argument("--merge", nargs="*", default=[], help="parts of shards to put into one table")
+    parser.add_argument("--healthy-from", nargs="*", default=[], help="results whose healthy runs go into the table")
     parser.add_argument("--out", default="", help="write the result to this file (.json; a .md goes beside it)")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run, or merge what was run."""
+    options = options_of()
     console = Console(highlight=False, width=200)
     torch.set_num_threads(1)
     dtypes = options.dtypes.split(",")
-    result: dict[str, object] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__, "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "tokens": TOKENS,
-        "attention": options.attention, "sample": options.sample,
-    }  # fmt: skip
-    bad: list[str] = []
-    for dtype in dtypes:
-        bench = Bench(torch_dtype(dtype), options.device, options.attention, TOKENS)
-        cases = grid(options.seeds, len(bench.trace.calls))
-        order = random.Random(7)
-        if options.sample:
-            cases = order.sample(cases, min(options.sample, len(cases)))
-        cases.sort(key=lambda c: c.layer)
-        outcomes = [bench.run(c) for c in track(cases, f"faults {dtype}", console=console, transient=True)]
-        live = [o for o in outcomes if not o.inert]
-        baselines: Counter[str] = Counter()
-        some = order.sample(live, min(options.whole, len(live)))
-        for o in track(some, f"whole model {dtype}", console=console, transient=True):
-            baselines.update({k: int(v) for k, v in bench.baselines(o.case).items()})
-        summary = {
-            "faults": len(outcomes), "inert": len(outcomes) - len(live), "table": table(outcomes),
-            "whole model": {k: f"{v}/{len(some)}" for k, v in baselines.items()},
-            "device misses outside of the symmetric set": sum(p.startswith("device") for p in problems(outcomes, [], dtype)),
-            "class right": f"{sum(o.fault_class in CLASS_OF.get(o.case.kind, ()) for o in live)}/{len(live)}",
-            "lanes right": f"{sum(o.lanes_right for o in live)}/{len(live)}",
-        }  # fmt: skip
-        result[dtype] = summary
-        bad += [f"{dtype}: {p}" for p in problems(outcomes, [], dtype)]
-        if baselines["locate on the whole model, host"] != len(some):
-            bad.append(
-                f"{dtype}: locate on the whole model found {baselines['locate on the whole model, host']} of {len(some)}"
-            )
+    parts = [Part.read(path) for path in options.merge]
+    for dtype in () if parts else dtypes:
+        parts.append(run_part(dtype, options, console))
         if options.out:
-            Path(options.out).with_suffix(f".{dtype}.outcomes.json").write_text(json.dumps([asdict(o) for o in outcomes]))
-        console.print_json(json.dumps(summary))
-    result["healthy"] = healthy_runs(dtypes, options.device, options.prompts, console) if options.prompts else []
-    bad += problems([], result["healthy"], "")  # type: ignore[arg-type]
-    result["problems"] = bad
+            Path(options.out).with_suffix(f".{dtype}.part.json").write_text(json.dumps(asdict(parts[-1])))
+    parts = [merged(parts, dtype) for dtype in dtypes]
+    healthy = [row for path in options.healthy_from for row in json.loads(Path(path).read_text())["healthy"]]
+    if options.prompts:
+        healthy += healthy_runs(dtypes, options.device, options.prompts, console)
+    bad = problems([], healthy, "")
+    for part in parts:
+        bad += [f"{part.dtype}: {p}" for p in problems(part.outcomes, [], part.dtype)]
+        through = part.whole.get("locate on the whole model, host", 0)
+        if through != part.wholes:
+            bad.append(f"{part.dtype}: locate on the whole model found {through} of {part.wholes}")
+    name = torch.cuda.get_device_name() if options.device == "cuda" and torch.cuda.is_available() else options.device
+    result: dict[str, object] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": name, "tokens": TOKENS, "attention": options.attention, "sample": options.sample,
+        **{part.dtype: summary(part) for part in parts}, "healthy": healthy, "problems": bad,
+    }  # fmt: skip
     text = markdown(result, dtypes)
     console.print(text, markup=False)
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
         Path(options.out).with_suffix(".md").write_text(text)
     return 1 if bad else 0
-
-
-CLASS_OF = {
-    "dead_zone": ("dead_zone",), "saturation": ("saturation",), "noise": ("noise",), "spike": ("spike", "noise"), "bias": ("bias",),
-    "non_determinism": ("noise", "spike"), "gain": ("gain",), "truncation": ("truncation",), "stuck_bit": ("stuck_bit",),
-    "weight": ("weight",), "eps": ("gain", "wrong_values"), "fast_silu": ("wrong_values",),
-}  # fmt: skip
 
 
 def markdown(result: dict[str, object], dtypes: list[str]) -> str:

@@ -39,6 +39,7 @@ def locate(
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to run, one prompt per line.")] = None,
     plan: Annotated[str | None, typer.Option(help="Plant this plan first, hidden from the probes.")] = None,
     seed: Annotated[int, typer.Option(help="For gauges, permutations and the planted plan.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="On the host, replay only the products whose checksum fires.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the diagnosis as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis as one page.")] = None,
 ) -> None:
@@ -61,7 +62,16 @@ def locate(
 
     with progress_bar() as tell:
         diagnosis = find(
-            loaded, tokenizer, mode=mode, prompts=texts, tokens=tokens, source=model, plan=planted, seed=seed, progress=tell
+            loaded,
+            tokenizer,
+            mode=mode,
+            prompts=texts,
+            tokens=tokens,
+            source=model,
+            plan=planted,
+            seed=seed,
+            quick=quick,
+            progress=tell,
         )
     if json_file is not None:
         diagnosis.save(json_file)
@@ -95,6 +105,9 @@ def load(model: str, device: str, dtype: str | None, attention: str | None) -> t
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         line = str(error).splitlines()[0]
         raise ShaketableError(f"device {device!r} cannot be used here: {line}") from error
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     try:
         loaded, tokenizer = load_model(model, device=device, dtype=None if dtype is None else getattr(torch, dtype))
         if attention is not None:
@@ -135,7 +148,7 @@ def show(diagnosis: Diagnosis) -> None:
     console.print(_table(diagnosis))
     for item in diagnosis.evidence[:3]:
         where = f"layer {item.layer}" if item.layer is not None else "outside of the layers"
-        console.print(f"  {item.probe}: {where}, {item.op or 'output'}: {item.text}", markup=False)
+        console.print(f"  {item.probe}: {where}, {item.op or 'output'}: {item.text}", markup=False, soft_wrap=True)
     if diagnosis.srdd is not None and diagnosis.srdd["blames"] is not None:
         console.print(f"  SRDD statistics alone would blame layer {diagnosis.srdd['blames']}; they never decide.", style="dim")
     for note in diagnosis.notes:
@@ -157,8 +170,8 @@ def _table(diagnosis: Diagnosis) -> Table:
     head += f", {diagnosis.attention} attention, {diagnosis.tokens} tokens"
     table = Table("layer", title=head, title_justify="left", box=None, pad_edge=False)
     for name in names:
-        table.add_column(name, justify="center")
-    table.add_column("what", overflow="fold")
+        table.add_column(name, justify="center", no_wrap=True)
+    table.add_column("", no_wrap=True, overflow="ellipsis")
     for report in diagnosis.probes:
         label = "outside" if report.layer is None else str(report.layer)
         cells = [MARKS[report.results[n].status] if n in report.results else "" for n in names]
@@ -167,10 +180,9 @@ def _table(diagnosis: Diagnosis) -> Table:
 
 
 def _remark(report: LayerReport) -> str:
-    """The first thing that is not in order."""
+    """Where the first thing is that is not in order."""
     for status in ("fail", "suspect", "inconclusive"):
-        for name, result in report.results.items():
+        for result in report.results.values():
             if result.status == status:
-                place = f"{result.op}: " if result.op else ""
-                return f"{name}: {place}{result.reason}".replace("[", "\\[")
+                return (result.op or ("output" if status == "fail" else result.reason)).replace("[", "\\[")
     return ""

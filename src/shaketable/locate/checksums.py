@@ -9,8 +9,6 @@ replay decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -22,26 +20,16 @@ from shaketable.locate.reference import Reference
 THRESHOLD = 6.0
 
 
-@dataclass(frozen=True)
-class Checksum:
-    """The worst checksum of a layer's products, in units of its threshold."""
-
-    score: float
-    path: str | None
-
-
-def check_products(recording: Recording, reference: Reference, prefix: str, precision: Precision) -> Checksum:
-    """Row and column checksums of every linear leaf of a recording."""
-    worst = Checksum(0.0, None)
+def check_products(recording: Recording, reference: Reference, prefix: str, precision: Precision) -> dict[str, float]:
+    """Row and column checksums of every linear leaf of a recording: the worst, in units of its threshold."""
+    scores: dict[str, float] = {}
     for record in recording.records:
-        leaf = reference.leaf(f"{prefix}.{record.path}") if record.func is None else None
-        if leaf is None or leaf.kind not in ("linear", "conv1d"):
-            continue
-        x, y = next(tensors_of((record.args, record.kwargs))), next(tensors_of(record.output))
-        score = _score(x.detach().cpu(), y.detach().cpu(), leaf, f"{prefix}.{record.path}", reference, precision)
-        if not score <= worst.score:
-            worst = Checksum(score, record.path)
-    return worst
+        full = f"{prefix}.{record.path}"
+        leaf = reference.leaf(full) if record.func is None else None
+        if leaf is not None and leaf.kind in ("linear", "conv1d"):
+            x, y = next(tensors_of((record.args, record.kwargs))), next(tensors_of(record.output))
+            scores[record.path] = _score(x.detach().cpu(), y.detach().cpu(), leaf, full, reference, precision)
+    return scores
 
 
 def _score(x: Tensor, y: Tensor, leaf: Leaf, full: str, reference: Reference, precision: Precision) -> float:
@@ -59,7 +47,7 @@ def _score(x: Tensor, y: Tensor, leaf: Leaf, full: str, reference: Reference, pr
     by_row = (wide @ across - rows @ (across.T @ w).T).abs() / _limit(spread.sum(1, keepdim=True))
     by_column = (down.T @ wide - (down.T @ rows) @ w.T).abs() / _limit(spread.sum(0, keepdim=True))
     worst = torch.stack([by_row.max(), by_column.max()]).max()
-    return float(worst)
+    return float(worst.nan_to_num(nan=float("inf")))
 
 
 def _limit(variance: Tensor) -> Tensor:

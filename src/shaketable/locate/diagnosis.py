@@ -25,10 +25,14 @@ ASSUMPTIONS = {
 }
 NOT_SEEN_BY_TWINS = (
     "gain, truncation or a stuck mantissa bit on all channels of an operator",
-    "a dead zone or saturation relative to the token's maximum on all channels of the residual stream",
+    "a dead zone or saturation relative to a maximum, on all channels of what is added to the residual stream",
     "any deterministic fault on all channels of the MLP's gate or activation, which has no gauge",
     "an operator that computes another function with the same symmetries: another eps, a fast activation, another scale",
     "a wrong weight",
+)
+NOT_SEEN_IN_FEW_BITS = (
+    "in this dtype: a fault on few channels that commutes with signs and powers of two, and is as small as what another "
+    "order of summation changes"
 )
 NOT_SEEN_BY_REPLAY = (
     "an error smaller than the rounding interval of its operator",
@@ -115,6 +119,8 @@ class Diagnosis:
         """Reach the verdict from the probes."""
         self.assumption = ASSUMPTIONS["device" if self.mode == "device" else "host" if has_file else "own"]
         self.not_covered = list(NOT_SEEN_BY_TWINS if self.mode == "device" else NOT_SEEN_BY_REPLAY)
+        if self.mode == "device" and self.dtype != "float32":
+            self.not_covered.append(NOT_SEEN_IN_FEW_BITS)
         self.suspicions = self._suspicions()
         if self.evidence:
             self._blame()
@@ -149,7 +155,13 @@ class Diagnosis:
             self.fault_class = unstable.fault_class
         where = self.op or ("output" if self.layer is not None else "the model")
         where += f" ({self.function})" if self.function else ""
-        self.sentence = f"FAULT: {_place(self.layer)}, {where}: {first.text} ({self.fault_class})."
+        self.sentence = f"FAULT: {_place(self.layer)}, {where}: {self._channels()}{first.text} ({self.fault_class})."
+
+    def _channels(self) -> str:
+        if not self.lanes or not self.lanes_of:
+            return ""
+        some = f"{len(self.lanes):,} of {self.lanes_of:,}" if len(self.lanes) < self.lanes_of else f"all {self.lanes_of:,}"
+        return f"{some} channels are wrong; "
 
     def _suspicions(self) -> list[dict[str, Any]]:
         return [

@@ -92,10 +92,9 @@ class Around:
 
     def outside(self, got: Tensor) -> Tensor:
         """Where a result is not allowed."""
-        doubtful = got.double().sub_(self.value).abs_() > self.slack
+        doubtful = ~(got.double().sub_(self.value).abs_() <= self.slack)
         if self.dtype != torch.float32:
             doubtful &= self.value.to(self.dtype) != got
-        doubtful |= got.isnan() | self.value.isnan()
         if bool(doubtful.any()):
             doubtful[doubtful.clone()] = Interval(*self.ends(doubtful)).outside(got[doubtful])
         return doubtful

@@ -18,8 +18,9 @@ from shaketable.locate.intervals import Allowed, Interval, Precision
 from shaketable.locate.record import Record, Recording, function_name, map_tensors, tensors_of
 from shaketable.locate.reference import Reference
 
+ROWS = 128
+"""How many tokens of a product are replayed, at least; a quarter of them where there are more channels than HEAD."""
 HEAD = 8192
-"""A product with more channels than this is a language model's head."""
 
 
 @dataclass
@@ -153,12 +154,13 @@ def _expected(
 
 
 def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> tuple[Tensor, Allowed]:
-    """A leaf by its definition. Of a head, with its many channels, every fourth token is enough."""
+    """A leaf by its definition. Of long sequences some tokens of a product are replayed: every channel meets them all."""
     leaf = reference.leaf(full)
     assert leaf is not None
-    if leaf.kind == "linear" and got.shape[-1] > HEAD and got.dim() == 3:
+    step = got.shape[1] // (ROWS if got.shape[-1] <= HEAD else ROWS // 4) if got.dim() == 3 else 1
+    if leaf.kind in ("linear", "conv1d") and step > 1:
         x = next(tensors_of((call.args, call.kwargs)))
-        call, got = replace(call, args=(x[:, ::4],), kwargs={}), got[:, ::4]
+        call, got = replace(call, args=(x[:, ::step],), kwargs={}), got[:, ::step]
     return got, leaf.allowed(call, lambda name: reference.weight(f"{full}.{name}"))
 
 

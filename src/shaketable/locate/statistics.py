@@ -100,8 +100,8 @@ class SrddVerdict(TypedDict):
 def probe_input(x: Tensor, seed: int, scale: float = 0.1) -> Tensor:
     """`x` plus Gaussian noise with `scale` times the std of `x`, from a generator of its own: the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-    probed = x.detach().cpu().double() + noise * (scale * _std(_finite(x)))
+    noise = torch.randn(x.shape, generator=generator).mul_(scale * _std(_finite(x)))
+    probed = noise.add_(x.detach().cpu())
     return probed.to(x.dtype).to(x.device)
 
 

@@ -32,6 +32,8 @@ from shaketable.locate.circuits import Circuit, Map
 from shaketable.locate.record import Recording, same, tensors_of
 
 LARGEST_EXPONENT = 3
+ENOUGH = 32
+"""Where a tolerance is needed anyway, about this many tokens of a sequence are compared: enough to see a lane."""
 
 
 @dataclass
@@ -280,26 +282,31 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
 def moved_pairs(
     circuit: Circuit, shuffle: Shuffle, original: Recording, twin: Recording
 ) -> Iterator[tuple[str | None, Tensor, Tensor]]:
-    """Every leaf's result with the twin's in the original order, and the layer's own. The twin's first sequence counts."""
+    """Every leaf's result with the twin's in the original order, and the layer's own.
+
+    The twin's first sequence counts; of a long one, some tokens are enough to see a lane.
+    """
     writes = circuit.outputs()
     partners = {r.path: r for r in twin.records if r.func is None}
     for record in original.records:
         if record.func is None and record.path in writes and record.path in partners:
             a, b = next(tensors_of(record.output)), next(tensors_of(partners[record.path].output))
-            yield record.path, a, _restored(a, b, circuit, shuffle, writes[record.path])
+            yield record.path, *_restored(a, b, circuit, shuffle, writes[record.path])
             if circuit.inputs()[record.path] in ("mixed", "hidden"):
                 other = partners[record.path]
                 a, b = _tensor(record.args, record.kwargs), _tensor(other.args, other.kwargs)
-                yield _between(record.path), a, _restored(a, b, circuit, shuffle, (circuit.inputs()[record.path],))
+                yield _between(record.path), *_restored(a, b, circuit, shuffle, (circuit.inputs()[record.path],))
     a, b = next(tensors_of(original.output)), next(tensors_of(twin.output))
-    yield None, a, _restored(a, b, circuit, shuffle, ("stream",))
+    yield None, *_restored(a, b, circuit, shuffle, ("stream",))
 
 
-def _restored(a: Tensor, b: Tensor, circuit: Circuit, shuffle: Shuffle, spaces: tuple[str, ...]) -> Tensor:
-    order = _order(spaces, circuit, shuffle).to(b.device)
-    restored = torch.empty_like(a)
-    restored[..., order] = b[: a.shape[0]]
-    return restored
+def _restored(a: Tensor, b: Tensor, circuit: Circuit, shuffle: Shuffle, spaces: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    back = _order(spaces, circuit, shuffle).argsort().to(b.device)
+    b = b[: a.shape[0]]
+    if a.dim() == 3:
+        step = max(1, a.shape[1] // ENOUGH)
+        a, b = a[:, ::step], b[:, ::step]
+    return a, b.index_select(-1, back)
 
 
 def _tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
