@@ -386,8 +386,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 CLASS_OF = {
     "dead_zone": ("dead_zone",), "saturation": ("saturation",), "noise": ("noise",), "spike": ("spike", "noise"),
-    "bias": ("bias",), "non_determinism": ("noise", "spike"), "gain": ("gain",), "truncation": ("truncation",), "stuck_bit": ("stuck_bit",),
-    "weight": ("weight",), "eps": ("gain", "wrong_values"), "fast_silu": ("wrong_values",),
+    "bias": ("bias",), "non_determinism": ("noise", "spike"), "gain": ("gain",), "truncation": ("truncation",),
+    "stuck_bit": ("stuck_bit",), "weight": ("weight",), "eps": ("gain", "wrong_values"), "fast_silu": ("wrong_values",),
 }  # fmt: skip
 
 

@@ -35,10 +35,10 @@ def check_products(recording: Recording, reference: Reference, prefix: str, prec
 def _score(x: Tensor, y: Tensor, leaf: Leaf, full: str, reference: Reference, precision: Precision) -> float:
     w = reference.wide(reference.weight(f"{full}.weight"))
     w = w if leaf.kind == "linear" else w.T
-    if leaf.module._parameters.get("bias") is not None:
-        y = y.double() - reference.weight(f"{full}.bias").double()
     unit = UNIT[x.dtype]
     rows, wide = x.reshape(-1, x.shape[-1]).double(), y.reshape(-1, y.shape[-1]).double()
+    if leaf.module._parameters.get("bias") is not None:
+        wide = wide - reference.weight(f"{full}.bias").double()
     lengths = w.norm(dim=1)
     inexact = 3 * ACCUMULATION + 2 * precision.product_input
     reach = (inexact * rows.norm(dim=1, keepdim=True)).float() * lengths.float()

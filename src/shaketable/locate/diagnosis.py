@@ -176,7 +176,7 @@ class Diagnosis:
         deciding = "twin" if self.mode == "device" else "replay"
         gaps = []
         for p in self.probes:
-            for name in {deciding, "repeat"}:
+            for name in (deciding, "repeat"):
                 result = p.results.get(name)
                 if result is not None and result.status == "inconclusive":
                     gaps.append(f"{_place(p.layer)}, {name}: {result.reason}")

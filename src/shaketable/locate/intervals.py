@@ -74,6 +74,8 @@ class Around:
     """In float64."""
     slack: Tensor | float
     dtype: torch.dtype
+    free: Tensor | None = None
+    """Where anything is allowed."""
 
     @classmethod
     def relative(cls, value: Tensor, ulps: float, dtype: torch.dtype) -> Around:
@@ -84,20 +86,32 @@ class Around:
         """Low and high at some of the values."""
         value = self.value.expand(where.shape)[where]
         slack = self.slack.expand(where.shape)[where] if isinstance(self.slack, Tensor) else self.slack
-        return (value - slack).to(self.dtype), (value + slack).to(self.dtype)
+        return _ends(value, slack, self.dtype)
 
     def interval(self) -> Interval:
         """Both ends everywhere."""
-        return Interval((self.value - self.slack).to(self.dtype), (self.value + self.slack).to(self.dtype))
+        return Interval(*_ends(self.value, self.slack, self.dtype))
 
     def outside(self, got: Tensor) -> Tensor:
         """Where a result is not allowed."""
         doubtful = ~(got.double().sub_(self.value).abs_() <= self.slack)
-        if self.dtype != torch.float32:
+        if not bool(torch.isfinite(self.value.sum())):
+            doubtful |= ~torch.isfinite(self.value)
+        if self.dtype != torch.float32 or bool(doubtful.any()):
             doubtful &= self.value.to(self.dtype) != got
+        if self.free is not None:
+            doubtful &= ~self.free
         if bool(doubtful.any()):
             doubtful[doubtful.clone()] = Interval(*self.ends(doubtful)).outside(got[doubtful])
         return doubtful
+
+
+def _ends(value: Tensor, slack: Tensor | float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both ends, rounded. What is infinite is so on any device: it has no slack."""
+    low, high = value - slack, value + slack
+    if not bool(torch.isfinite(value.sum())):
+        low, high = (torch.where(value.isinf(), value, end) for end in (low, high))
+    return low.to(dtype), high.to(dtype)
 
 
 @dataclass(frozen=True)

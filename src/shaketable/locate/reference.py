@@ -33,6 +33,7 @@ class Reference:
         self.skeleton = self._build(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in self._parameters.items()}
+        self._homes = {p.untyped_storage().data_ptr(): name for name, p in self._parameters.items() if _fills(p)}
         self._files = None if source is None else _open(source, self._parameters)
         self._recent: dict[str, Tensor] = {}
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
@@ -73,13 +74,26 @@ class Reference:
         self._recent.clear()
         self._wide.clear()
 
-    def name_of(self, tensor: Tensor) -> str | None:
-        """The full name of a parameter of the model under test."""
-        return self._names.get(id(tensor))
+    def like(self, tensor: Tensor) -> Tensor | None:
+        """What a parameter, or a view into one, should hold; None for any other tensor."""
+        name = self._names.get(id(tensor)) or self._homes.get(tensor.untyped_storage().data_ptr())
+        if name is None:
+            return None
+        own, whole = self._parameters[name], self.weight(name)
+        if tensor is own:
+            return whole
+        if not own.is_contiguous() or tensor.dtype != own.dtype:
+            return None
+        return whole.contiguous().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - own.storage_offset())
 
     def leaf(self, path: str) -> Leaf | None:
         """The definition of the module at a full path."""
         return self.leaves.get(path)
+
+
+def _fills(parameter: Tensor) -> bool:
+    """Whether a parameter has its memory for itself, so that whatever lies in there is a part of it."""
+    return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 class _Folder:

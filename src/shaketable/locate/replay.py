@@ -103,7 +103,7 @@ def _judge_record(
     label = record.path if record.func is None else f"{record.path}:{record.function}"
     try:
         expected = _expected(host, record, reference, prefix, precision)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, StopIteration) as error:
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
         judgement.unknown.setdefault(
             label, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         )
@@ -168,8 +168,8 @@ def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[
     """Arguments on the host; the model's parameters come from the file."""
 
     def bring(tensor: Tensor) -> Tensor:
-        name = reference.name_of(tensor)
-        return host.near(tensor) if name is None else reference.weight(name)
+        known = reference.like(tensor) if tensor.numel() else None
+        return host.near(tensor) if known is None else known
 
     copies = record.func is not None and record.function is not None and record.function.endswith("_")
     args, kwargs = map_tensors(record.args, bring), map_tensors(record.kwargs, bring)
