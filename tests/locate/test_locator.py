@@ -255,9 +255,21 @@ def test_json_has_every_field_and_is_strict(tmp_path):
     diagnosis = found(build("llama"), "all", plan="gain:0.1@layer.1")
     diagnosis.save(tmp_path / "d.json")
     data = json.loads((tmp_path / "d.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-    needed = (
-        ["verdict", "layer", "op", "lanes", "fault_class", "assumption", "not_covered", "cost_forwards", "probes", "srdd", "evidence", "planted", "sentence"]
-    )
+    needed = [
+        "verdict",
+        "layer",
+        "op",
+        "lanes",
+        "fault_class",
+        "assumption",
+        "not_covered",
+        "cost_forwards",
+        "probes",
+        "srdd",
+        "evidence",
+        "planted",
+        "sentence",
+    ]
     assert set(needed) <= set(data)
     assert [p["layer"] for p in data["probes"]] == [0, 1, 2, None]
     assert set(data["probes"][0]["results"]) == set(PROBES)

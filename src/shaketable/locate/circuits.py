@@ -51,7 +51,7 @@ class Norm:
     reads: str
     writes: str
     kind: str
-    """`rmsnorm`, `rmsnorm_one` (times 1 + weight) or `layernorm`."""
+    """`rmsnorm`, `rmsnorm_late`, `rmsnorm_one` (times 1 + weight) or `layernorm`."""
     eps: str = "variance_epsilon"
 
 
@@ -100,7 +100,7 @@ class _Builder:
     def norm(self, path: str, reads: str, writes: str) -> None:
         module = self.layer.get_submodule(path)
         leaf = leaf_of(module)
-        if leaf is None or not leaf.kind.endswith(("norm", "norm_one")):
+        if leaf is None or "norm" not in leaf.kind:
             raise _UnwiredError(f"{path} is a {type(module).__name__}, a norm without a definition")
         self.norms.append(
             Norm(path, reads, writes, leaf.kind, "variance_epsilon" if "variance_epsilon" in vars(module) else "eps")

@@ -23,6 +23,8 @@ def fault_class(got: Tensor, low: Tensor, high: Tensor, outside: Tensor) -> str:
     """
     if not got.is_floating_point():
         return "wrong_values"
+    if got.dim() == 0:
+        got, outside = got[None], outside[None]
     values = got[outside]
     if bool((~torch.isfinite(values)).any()):
         return "not_finite"

@@ -178,9 +178,11 @@ class Diagnosis:
         for p in self.probes:
             for name in (deciding, "repeat"):
                 result = p.results.get(name)
+                if result is None and name == deciding and p.layer is not None:
+                    gaps.append(f"{_place(p.layer)} was not judged by {name}")
                 if result is not None and result.status == "inconclusive":
                     gaps.append(f"{_place(p.layer)}, {name}: {result.reason}")
-        return gaps
+        return gaps if self.probes else ["nothing was probed"]
 
     @property
     def exit_code(self) -> int:

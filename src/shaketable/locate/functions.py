@@ -7,7 +7,7 @@ is inconclusive.
 
 Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
 
-    product        δ = ua·√K·‖x‖·‖w‖          (‖x‖·‖w‖ ≥ |x||w|ᵀ by Cauchy–Schwarz; a product, not a second matmul)
+    product        δ = ua·(√K + K/16)·‖x‖·‖w‖  (‖x‖·‖w‖ ≥ |x||w|ᵀ by Cauchy–Schwarz; a product, not a second matmul)
     softmax        δ = ua·(16 + 2·|x − max|)·p
     attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale))·(p|v|)     (p may be rounded before it meets v)
     silu           δ = 20ua·|y|
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shaketable.locate.intervals import ACCUMULATION as UA
-from shaketable.locate.intervals import TINY, UNIT, Allowed, Around, Interval, Precision, Product
+from shaketable.locate.intervals import TINY, UNIT, Allowed, Around, Interval, Precision, Product, summation
 
 _MOVING = """
     cat concat stack contiguous reshape clone to float half bfloat16 double type type_as expand __getitem__ index_select
@@ -40,7 +40,7 @@ _MOVING = """
 """
 _ARITHMETIC = """
     add sub rsub mul div true_divide multiply subtract divide neg abs __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
-    __truediv__ __rtruediv__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_
+    __truediv__ __rtruediv__ __rdiv__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_
 """
 REDUCED = (torch.bfloat16, torch.float16)
 ARITHMETIC = frozenset(_ARITHMETIC.split())
@@ -73,7 +73,7 @@ def product(call: Call, x: Tensor, w: Tensor) -> Around:
 def product_slack(call: Call, x: Tensor, w: Tensor) -> Tensor:
     """How far a correct product may be from the float64 one, before its result is rounded."""
     norms = x.norm(dim=-1, keepdim=True) * w.norm(dim=-2, keepdim=True)
-    slack: Tensor = UA * math.sqrt(x.shape[-1]) * norms + TINY
+    slack: Tensor = summation(x.shape[-1]) * norms + TINY
     documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
     if documented:
         slack = slack + 2 * documented * (x.abs() @ w.abs())

@@ -114,6 +114,11 @@ def _ends(value: Tensor, slack: Tensor | float, dtype: torch.dtype) -> tuple[Ten
     return low.to(dtype), high.to(dtype)
 
 
+def summation(terms: int) -> float:
+    """How far a sum of so many products may be off, relative to ‖x‖·‖w‖."""
+    return UA * (math.sqrt(terms) + terms / 16)
+
+
 @dataclass(frozen=True)
 class Product:
     """The interval of x @ wᵀ + bias, made and compared a block of channels at a time.
@@ -121,7 +126,8 @@ class Product:
     A language model's head has a hundred thousand channels: in one piece its float64 weights alone would be larger than the
     model. A block stays in the cache, and its ends are rounded only where the result is not within δ anyway.
 
-    δ = ua·√K·‖x‖·‖w‖, which by Cauchy–Schwarz is at least the usual ua·√K·|x||w|ᵀ and costs no second product.
+    δ = ua·(√K + K/16)·‖x‖·‖w‖. By Cauchy–Schwarz that is at least ua·(√K + K/16)·|x||w|ᵀ, and costs no second product: √K for
+    roundings that go either way, K/16 for terms of one sign in a kernel that keeps sixteen sums or more.
     """
 
     x: Tensor
@@ -147,7 +153,7 @@ class Product:
         return low[where], high[where]
 
     def _parts(self) -> Iterator[tuple[int, Around | Interval]]:
-        size = UA * math.sqrt(self.x.shape[-1]) * self.x.norm(dim=-1, keepdim=True)
+        size = summation(self.x.shape[-1]) * self.x.norm(dim=-1, keepdim=True)
         documented = self.precision.product_input if self.dtype == torch.float32 else self.precision.partial_sum
         for at in range(0, self.w.shape[0], self.block):
             w = self.w[at : at + self.block].double()

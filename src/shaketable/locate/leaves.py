@@ -92,8 +92,17 @@ def _norm_kind(kind: type[nn.Module]) -> str | None:
     if _eps_name(module) is None:
         return None
     if torch.allclose(got, normed * w, rtol=1e-5, atol=1e-6):
-        return "rmsnorm"
+        return "rmsnorm" if _rounds_first(module, x.bfloat16(), w.bfloat16()) else "rmsnorm_late"
     return "rmsnorm_one" if torch.allclose(got, normed * (1 + w), rtol=1e-5, atol=1e-6) else None
+
+
+def _rounds_first(module: nn.Module, x: Tensor, w: Tensor) -> bool:
+    """Whether the normalised value is rounded to the dtype before the weight multiplies, or only after it."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        got = module.bfloat16()(x)
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 0.125)
+    first, late = normed.bfloat16() * w, (normed * w.float()).bfloat16()
+    return int((got != first).sum()) < int((got != late).sum())
 
 
 def _eps_name(module: nn.Module) -> str | None:
@@ -116,13 +125,18 @@ def _rmsnorm(module: nn.Module, call: Call, weight: Weight) -> Allowed:
 
     In float32 the two are of a size with the error of the square root, and one bound covers all.
     """
-    normed = _normalised(module, call)
-    if call.dtype == torch.float32:
+    normed, dtype = _normalised(module, call), _input(call).dtype
+    if dtype == torch.float32:
         return Around.relative(normed.mul_(weight("weight").double()), 16, call.dtype)
-    inner = Around.relative(normed, 12, call.dtype).interval()
+    inner = Around.relative(normed, 12, dtype).interval()
     w = weight("weight").double()
     ends = inner.low.double() * w, inner.high.double() * w
     return Interval(torch.minimum(*ends).to(call.dtype), torch.maximum(*ends).to(call.dtype))
+
+
+def _rmsnorm_late(module: nn.Module, call: Call, weight: Weight) -> Around:
+    """Weight and all in float32, rounded once."""
+    return Around.relative(_normalised(module, call).mul_(weight("weight").double()), 16, call.dtype)
 
 
 def _rmsnorm_one(module: nn.Module, call: Call, weight: Weight) -> Around:
@@ -160,6 +174,7 @@ _DEFINITIONS: dict[str, Callable[[Any, Call, Weight], Allowed]] = {
     "linear": _linear,
     "conv1d": _linear,
     "rmsnorm": _rmsnorm,
+    "rmsnorm_late": _rmsnorm_late,
     "rmsnorm_one": _rmsnorm_one,
     "layernorm": _layernorm,
     "embedding": _embedding,

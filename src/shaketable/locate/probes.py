@@ -235,8 +235,8 @@ def _examples(v: Violation) -> list[dict[str, float | int]]:
     places = v.outside.nonzero()
     found = []
     for i in far.argsort(descending=True)[:EXAMPLES].tolist():
-        place = places[i].tolist()
-        token = place[-2] if len(place) > 1 else 0
+        place = [0, 0, *places[i].tolist()]
+        token = place[-2] if v.tokens is None else v.tokens[place[-2]]
         found.append({"token": token, "channel": place[-1], "got": float(got[i]), "low": float(low[i]), "high": float(high[i])})
     return found
 

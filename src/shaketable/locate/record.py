@@ -198,7 +198,8 @@ class _Leaf:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.recorder._depth == 0:
-            self.arguments.append((args, kwargs))
+            overwrites = getattr(module, "inplace", False) is True
+            self.arguments.append(map_tensors((args, kwargs), torch.clone) if overwrites else (args, kwargs))
         self.recorder._depth += 1
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from shaketable.locate import functions
+from shaketable.locate.checksums import row_scores
 from shaketable.locate.functions import Call
 from shaketable.locate.intervals import Allowed, Interval, Precision
+from shaketable.locate.leaves import WIDENED, Leaf, Weight
 from shaketable.locate.record import Record, Recording, function_name, map_tensors, tensors_of
 from shaketable.locate.reference import Reference
 
@@ -37,6 +39,8 @@ class Violation:
     low: Tensor
     """The allowed range, at the values that are outside."""
     high: Tensor
+    tokens: list[int] | None = None
+    """Which tokens these are, when not all were replayed."""
 
     @property
     def share(self) -> float:
@@ -59,6 +63,15 @@ class Judgement:
     unknown: dict[str, str] = field(default_factory=dict)
     """Operators nobody can judge, with the reason."""
     judged: int = 0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A result with what it may be."""
+
+    got: Tensor
+    allowed: Allowed
+    tokens: list[int] | None = None
 
 
 class Host:
@@ -109,13 +122,16 @@ def _judge_record(
         )
         return
     judgement.judged += 1
-    for got, allowed in expected:
+    for item in expected:
+        got, allowed = item.got, item.allowed
         outside = allowed.outside(got)
         if bool(outside.any()):
             if record.func is not None and not _is_defined(record):
                 judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
                 continue
-            judgement.violations.append(Violation(record.path, record.function, order, outside, got, *allowed.ends(outside)))
+            judgement.violations.append(
+                Violation(record.path, record.function, order, outside, got, *allowed.ends(outside), item.tokens)
+            )
 
 
 def _is_view(record: Record) -> bool:
@@ -133,9 +149,7 @@ def _is_defined(record: Record) -> bool:
     return name in functions.ROUNDED_ONCE or name in functions.BOUNDED or not floating
 
 
-def _expected(
-    host: Host, record: Record, reference: Reference, prefix: str, precision: Precision
-) -> list[tuple[Tensor, Allowed]]:
+def _expected(host: Host, record: Record, reference: Reference, prefix: str, precision: Precision) -> list[Expected]:
     results = [host.near(t) for t in tensors_of(record.output)]
     args, kwargs = _arguments(host, record, reference)
     call = Call(record.func, args, kwargs, results[0].dtype, precision, host.wide)
@@ -143,25 +157,44 @@ def _expected(
         return [_leaf(call, results[0], f"{prefix}.{record.path}" if prefix else record.path, reference)]
     name = function_name(record.func)
     if name in functions.BOUNDED and results[0].is_floating_point():
-        return [(results[0], functions.BOUNDED[name](call))]
+        return [Expected(results[0], functions.BOUNDED[name](call))]
     if name in ("empty", "empty_like", "new_empty", "empty_strided", "argsort"):  # no values yet; ties in any order
         return []
     if len(results) == 1:
-        return [(results[0], functions.rounded_once(call, name))]
+        return [Expected(results[0], functions.rounded_once(call, name))]
     pairs = zip(results, tensors_of(record.func(*args, **kwargs)), strict=True)
     ordered = name in ("topk", "sort", "max", "min", "mode", "kthvalue")
-    return [(got, Interval.exactly(value)) for got, value in pairs if got.is_floating_point() or not ordered]
+    return [Expected(got, Interval.exactly(value)) for got, value in pairs if got.is_floating_point() or not ordered]
 
 
-def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> tuple[Tensor, Allowed]:
-    """A leaf by its definition. Of long sequences some tokens of a product are replayed: every channel meets them all."""
+def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
+    """A leaf by its definition. Of a long sequence some tokens of a product are replayed, and those whose checksum fires."""
     leaf = reference.leaf(full)
     assert leaf is not None
-    step = got.shape[1] // (ROWS if got.shape[-1] <= HEAD else ROWS // 4) if got.dim() == 3 else 1
-    if leaf.kind in ("linear", "conv1d") and step > 1:
+
+    def weight(name: str) -> Tensor:
+        return reference.weight(f"{full}.{name}")
+
+    kept = _tokens(call, got, leaf, weight) if leaf.kind in ("linear", "conv1d") and got.dim() == 3 else None
+    if kept is not None:
         x = next(tensors_of((call.args, call.kwargs)))
-        call, got = replace(call, args=(x[:, ::step],), kwargs={}), got[:, ::step]
-    return got, leaf.allowed(call, lambda name: reference.weight(f"{full}.{name}"))
+        call, got = replace(call, args=(x[:, kept],), kwargs={}), got[:, kept]
+    return Expected(got, leaf.allowed(call, weight), kept)
+
+
+def _tokens(call: Call, got: Tensor, leaf: Leaf, weight: Weight) -> list[int] | None:
+    """Which tokens of a product to replay; None for all."""
+    tokens = got.shape[1]
+    step = tokens // (ROWS if got.shape[-1] <= HEAD else ROWS // 4)
+    if step <= 1 or got.shape[0] > 1:
+        return None
+    if got.shape[-1] > HEAD:
+        return list(range(0, tokens, step))
+    x, w = next(tensors_of((call.args, call.kwargs))), weight("weight")
+    w = call.wide(w) if w.numel() <= WIDENED else w
+    bias = weight("bias") if leaf.module._parameters.get("bias") is not None else None
+    scores = row_scores(x, got, w if leaf.kind == "linear" else w.T, bias, call.precision)
+    return sorted({*range(0, tokens, step), *(scores > 1).nonzero().flatten().tolist()})
 
 
 def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,262 @@
+"""How a verdict is reached, and what is written down."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
+
+
+def diagnosis(mode="all", layers=3, **fields):
+    return Diagnosis(
+        model="m", model_class="M", num_layers=layers, dtype="float32", device="cpu", attention="sdpa", mode=mode,
+        date="2026-01-01", versions={}, sequences=1, tokens=8, seed=0, **fields,
+    )  # fmt: skip
+
+
+def passing(layers=3, mode="all"):
+    """Every deciding probe of every layer passed."""
+    found = diagnosis(mode, layers)
+    names = {"device": ("repeat", "links", "twin"), "host": ("weights", "repeat", "links", "replay")}
+    names["all"] = (*names["host"], "twin")
+    for i in [*range(layers), None]:
+        found.probes.append(LayerReport(i, f"layers.{i}", {name: Result("pass", 0.0) for name in names[mode]}))
+    return found
+
+
+def evidence(layer, probe, op="mlp.up_proj", place=None, **fields):
+    fields = {"function": None, "text": f"{probe} failed", "fault_class": "gain", **fields}
+    return Evidence(layer=layer, op=op, probe=probe, place=layer if place is None else place, **fields)
+
+
+def decided(found, has_file=True):
+    found.decide(has_file)
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_passed_is_healthy(mode):
+    found = decided(passing(mode=mode))
+    assert (found.verdict, found.exit_code) == ("HEALTHY", 0)
+    assert str(found).startswith("HEALTHY: all 3 layers") and found.layer is None
+    assert ("twins" in str(found)) == (mode == "device")
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_file", "words"),
+    [
+        ("device", True, "the device is deterministic"),
+        ("host", True, "weights in the file"),
+        ("all", False, "as they are in memory"),
+    ],
+)
+def test_the_assumption_is_written_down(mode, has_file, words):
+    found = decided(passing(mode=mode), has_file)
+    assert words in found.assumption
+    assert ("a wrong weight" in found.not_covered) == (mode == "device") and len(found.not_covered) >= 3
+
+
+def test_the_first_layer_in_the_order_of_computation_is_blamed():
+    found = passing()
+    found.evidence = [
+        evidence(2, "weights"),
+        evidence(1, "twin", "mlp.down_proj"),
+        evidence(1, "repeat", None, fault_class="noise"),
+    ]
+    decided(found)
+    assert (found.verdict, found.exit_code, found.layer) == ("FAULT", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("probes", "wins"),
+    [
+        (("twin", "repeat", "links", "replay", "weights"), "weights"),
+        (("twin", "repeat", "links", "replay"), "replay"),
+        (("twin", "repeat", "links"), "links"),
+        (("twin", "repeat"), "repeat"),
+        (("twin",), "twin"),
+    ],
+)
+def test_in_one_layer_the_strongest_evidence_names_the_operator(probes, wins):
+    found = passing()
+    found.evidence = [evidence(1, probe, op=f"op of {probe}", fault_class=probe) for probe in probes]
+    decided(found)
+    assert found.op == f"op of {wins}" and found.evidence[0].probe == wins
+    assert found.fault_class == ("repeat" if "repeat" in probes else wins), "an unstable fault is named after its instability"
+
+
+def test_the_class_of_another_layers_instability_is_its_own():
+    found = passing()
+    found.evidence = [evidence(2, "repeat", fault_class="noise"), evidence(0, "replay", fault_class="gain")]
+    assert decided(found).fault_class == "gain"
+
+
+def test_before_and_behind_the_layers():
+    found = passing()
+    found.evidence = [evidence(None, "replay", "lm_head", place=3.0), evidence(2, "replay")]
+    assert decided(found).layer == 2
+    found = passing()
+    found.evidence = [evidence(0, "replay"), evidence(None, "replay", "model.embed_tokens", place=-1.0)]
+    decided(found)
+    assert (found.layer, found.op) == (None, "model.embed_tokens")
+    assert str(found) == "FAULT: outside of the layers, model.embed_tokens: replay failed (gain)."
+
+
+def test_the_sentence_says_layer_operator_function_and_class():
+    found = passing()
+    found.evidence = [evidence(1, "replay", "self_attn", function="softmax", lanes=[4, 9], lanes_of=32, fault_class="bias")]
+    decided(found)
+    assert str(found) == "FAULT: layer 1, self_attn (softmax): 2 of 32 channels are wrong; replay failed (bias)."
+    assert (found.lanes, found.lanes_of, found.function) == ([4, 9], 32, "softmax")
+    found.evidence = [evidence(1, "twin", None)]
+    assert str(decided(found)) == "FAULT: layer 1, output: twin failed (gain)."
+    found.evidence = [evidence(None, "weights", None, place=-1.0)]
+    assert str(decided(found)) == "FAULT: outside of the layers, the model: weights failed (gain)."
+
+
+@pytest.mark.parametrize(
+    ("lanes", "size", "words"),
+    [
+        (range(32), 32, "all 32 channels are wrong; "),
+        (range(1200), 2048, "1,200 of 2,048 channels are wrong; "),
+        ([], 8, ""),
+        ([1], None, ""),
+    ],
+)
+def test_the_sentence_counts_channels(lanes, size, words):
+    found = passing()
+    found.evidence = [evidence(1, "replay", lanes=list(lanes), lanes_of=size)]
+    assert str(decided(found)) == f"FAULT: layer 1, mlp.up_proj: {words}replay failed (gain)."
+
+
+def test_few_bits_hide_more_from_twins():
+    covered = {}
+    for dtype in ("float32", "bfloat16"):
+        found = passing(mode="device")
+        found.dtype = dtype
+        covered[dtype] = decided(found).not_covered
+    assert covered["bfloat16"][:-1] == covered["float32"] and "in this dtype" in covered["bfloat16"][-1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_suspicion_alone_decides_nothing(mode):
+    found = passing(mode=mode)
+    found.probes[1].results["permutation"] = Result("suspect", 3.0, "mlp", "3 times the tolerance")
+    decided(found)
+    assert (found.verdict, found.exit_code, found.layer) == ("INCONCLUSIVE", 4, None)
+    assert "layer 1 is suspect (permutation: 3 times the tolerance)" in str(found)
+    assert ("Host mode decides" in str(found)) == (mode == "device")
+    assert found.suspicions == [{"layer": 1, "probe": "permutation", "text": "3 times the tolerance"}]
+
+
+def test_evidence_is_stronger_than_a_suspicion():
+    found = passing()
+    found.probes[0].results["permutation"] = Result("suspect", 3.0, reason="somewhat")
+    found.evidence = [evidence(2, "replay")]
+    decided(found)
+    assert (found.verdict, found.layer) == ("FAULT", 2) and len(found.suspicions) == 1
+
+
+@pytest.mark.parametrize(("replay", "verdict"), [("pass", "HEALTHY"), ("inconclusive", "INCONCLUSIVE"), (None, "INCONCLUSIVE")])
+def test_replay_overrules_a_checksum(replay, verdict):
+    found = passing(mode="host")
+    found.probes[1].results["checksum"] = Result("suspect", 2.0, "mlp", "off")
+    if replay is None:
+        del found.probes[1].results["replay"]
+    else:
+        found.probes[1].results["replay"] = Result(replay, reason="cumsum")
+    assert decided(found).verdict == verdict
+    assert bool(found.suspicions) == (verdict != "HEALTHY")
+
+
+def test_replay_does_not_overrule_another_suspicion():
+    found = passing()
+    found.probes[1].results["repeat"] = Result("suspect", 0.5, reason="other logits")
+    assert decided(found).verdict == "INCONCLUSIVE"
+
+
+@pytest.mark.parametrize(
+    ("mode", "probe", "verdict"),
+    [
+        ("device", "twin", "INCONCLUSIVE"), ("host", "replay", "INCONCLUSIVE"), ("all", "replay", "INCONCLUSIVE"),
+        ("all", "twin", "HEALTHY"), ("all", "repeat", "INCONCLUSIVE"), ("device", "repeat", "INCONCLUSIVE"),
+        ("all", "permutation", "HEALTHY"),
+    ],
+)  # fmt: skip
+def test_a_gap_of_the_deciding_probe_is_no_health(mode, probe, verdict):
+    found = passing(mode=mode)
+    found.probes[2].results[probe] = Result("inconclusive", reason="no host definition of cumsum")
+    decided(found)
+    assert found.verdict == verdict and found.exit_code == (0 if verdict == "HEALTHY" else 4)
+    if verdict != "HEALTHY":
+        assert str(found) == f"INCONCLUSIVE: layer 2, {probe}: no host definition of cumsum; nothing that was judged is wrong."
+
+
+def test_gaps_are_counted_in_their_order():
+    found = passing(mode="host")
+    for i in (0, 1, 3):
+        found.probes[i].results["replay"] = Result("inconclusive", reason=f"gap {i}")
+    assert str(decided(found)).startswith("INCONCLUSIVE: layer 0, replay: gap 0 and 2 more;")
+
+
+def test_two_gaps_of_a_layer_are_told_in_the_same_order_everywhere():
+    program = (
+        "from shaketable.locate.diagnosis import *;"
+        "d = Diagnosis('m','M',1,'f','cpu','s','host','d',{},1,8,0);"
+        "d.probes = [LayerReport(0,'l',{n: Result('inconclusive', reason=n) for n in ('replay','repeat')})];"
+        "d.decide(True); print(d)"
+    )
+    said = set()
+    for seed in "0123":
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        said.add(subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout)
+    assert len(said) == 1
+
+
+def test_deciding_again_gives_the_same():
+    found = passing()
+    found.evidence = [evidence(2, "replay"), evidence(1, "replay")]
+    first = decided(found).as_dict()
+    assert decided(found).as_dict() == first
+
+
+# ---- what is written down
+
+
+def test_json_is_strict(tmp_path):
+    found = passing()
+    found.probes[0].results["checksum"] = Result("suspect", math.inf, "mlp", "off")
+    found.probes[1].statistics = {"gain": math.nan, "histogram": [1.0, -math.inf], 3: (1, 2)}
+    found.evidence = [evidence(0, "replay", examples=[{"got": math.nan, "low": 1.0}])]
+    decided(found)
+    path = tmp_path / "diagnosis.json"
+    found.save(path)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = path.read_text(encoding="utf-8")
+    plain = json.loads(text, parse_constant=refuse)
+    assert text.endswith("}\n")
+    assert plain["probes"][0]["results"]["checksum"]["score"] is None
+    assert plain["probes"][1]["statistics"] == {"gain": None, "histogram": [1.0, None], "3": [1, 2]}
+    assert plain["evidence"][0]["examples"] == [{"got": None, "low": 1.0}]
+
+
+def test_the_record_says_what_it_is():
+    found = passing()
+    found.evidence = [evidence(1, "replay")]
+    plain = decided(found).as_dict()
+    assert (plain["schema"], plain["kind"], plain["verdict"], plain["layer"]) == (1, "diagnosis", "FAULT", 1)
+    assert plain["sentence"] == str(found)
+    assert "place" not in plain["evidence"][0] and plain["evidence"][0]["op"] == "mlp.up_proj"
+    assert [p["layer"] for p in plain["probes"]] == [0, 1, 2, None]
+
+
+def test_no_torch_is_imported():
+    program = "import sys, shaketable.locate.diagnosis; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
