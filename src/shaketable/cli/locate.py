@@ -155,7 +155,8 @@ def show(diagnosis: Diagnosis) -> None:
         console.print(f"  note: {note}", style="dim", markup=False)
     color = {"HEALTHY": "green", "FAULT": "red", "INCONCLUSIVE": "yellow"}[diagnosis.verdict]
     console.print(diagnosis.sentence, style=f"bold {color}", markup=False, soft_wrap=True)
-    console.print(f"This holds if {diagnosis.assumption}. Cost: {diagnosis.cost_forwards:.1f} forwards.", soft_wrap=True)
+    cost = f"{diagnosis.cost_forwards:.1f} forwards, {diagnosis.device_forwards} of them on the device"
+    console.print(f"This holds if {diagnosis.assumption}. Cost: {cost}.", soft_wrap=True)
     if diagnosis.mode == "device":
         console.print("Device mode cannot see:", *(f"\n  - {line}" for line in diagnosis.not_covered), markup=False)
 

@@ -107,6 +107,9 @@ class Diagnosis:
     assumption: str = ""
     not_covered: list[str] = field(default_factory=list)
     cost_forwards: float = 0.0
+    """Measured: the time of all probes over the time of one plain forward."""
+    device_forwards: int = 0
+    """How many times the device computed every layer for it."""
     cost: dict[str, float] = field(default_factory=dict)
     detectable_rate: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

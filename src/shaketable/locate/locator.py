@@ -145,7 +145,13 @@ class Locator:
         self.reference.forget()
         diagnosis.srdd = dict(statistics.srdd_verdict(found)) if found else None
         diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
+        diagnosis.device_forwards = self._device_forwards(diagnosis)
         diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
+
+    def _device_forwards(self, diagnosis: Diagnosis) -> int:
+        """One traced and one recorded; a twin, a permuted pair, and the two of the statistics, where they ran."""
+        ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
+        return 2 + ("twin" in ran) + 2 * ("permutation" in ran) + 2 * (diagnosis.srdd is not None)
 
     def _plain_forward(self, ids: Tensor) -> tuple[Tensor, float]:
         """The unit of cost: the faster of two plain forwards. They are not counted themselves."""
