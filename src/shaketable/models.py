@@ -101,10 +101,12 @@ def load_model(
         raise _error(name, "is a file, which holds no weights")
     with _one_line_errors(name):
         hf = _transformers()
-        model = hf.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
+        model, report = hf.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
         tokenizer = hf.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if missing := sorted(report["missing_keys"]):
+        raise _error(name, f"holds no weights for {missing[0]} ({len(missing)} missing)")
     return model.to(device).eval(), tokenizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import typer
 from rich.console import Console
@@ -41,6 +42,9 @@ def main() -> None:
     except ShaketableError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_plain(str(error))}")
         sys.exit(2)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(70)  # our own mistake; never a code that means something
 
 
 def _plain(text: str) -> str:

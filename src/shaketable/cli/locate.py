@@ -38,7 +38,7 @@ def locate(
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens to run.")] = 256,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to run, one prompt per line.")] = None,
     plan: Annotated[str | None, typer.Option(help="Plant this plan first, hidden from the probes.")] = None,
-    seed: Annotated[int, typer.Option(help="For gauges, permutations and the planted plan.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="For gauges, permutations and the planted plan.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="On the host, replay only the products whose checksum fires.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the diagnosis as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis as one page.")] = None,
@@ -73,14 +73,21 @@ def locate(
             quick=quick,
             progress=tell,
         )
-    if json_file is not None:
-        diagnosis.save(json_file)
-    if html_file is not None:
-        from shaketable.locate.page import page
-
-        html_file.write_text(page(diagnosis.as_dict()), encoding="utf-8")
     show(diagnosis)
+    _write(diagnosis, json_file, html_file)
     raise typer.Exit(diagnosis.exit_code)
+
+
+def _write(diagnosis: Diagnosis, json_file: Path | None, html_file: Path | None) -> None:
+    from shaketable.locate.page import page
+
+    try:
+        if json_file is not None:
+            diagnosis.save(json_file)
+        if html_file is not None:
+            html_file.write_text(page(diagnosis.as_dict()), encoding="utf-8")
+    except OSError as error:
+        raise ShaketableError(f"the diagnosis cannot be written: {error}") from error
 
 
 def check_writable(*files: Path | None) -> None:
@@ -114,7 +121,9 @@ def load(model: str, device: str, dtype: str | None, attention: str | None) -> t
             loaded.set_attn_implementation(attention)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ShaketableError(f"{model} does not fit into the memory of {device}") from error
-    except ValueError as error:
+    except ShaketableError:
+        raise
+    except (ValueError, ImportError) as error:
         raise ShaketableError(f"attention {attention!r}: {str(error).splitlines()[0]}") from error
     return loaded, tokenizer
 
@@ -169,9 +178,10 @@ def _table(diagnosis: Diagnosis) -> Table:
     names = [p for p in PROBES if any(p in r.results for r in diagnosis.probes)]
     head = f"{diagnosis.model}  {diagnosis.dtype} on {diagnosis.device}"
     head += f", {diagnosis.attention} attention, {diagnosis.tokens} tokens"
-    table = Table("layer", title=head, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=head, title_justify="left", box=None, pad_edge=False)
+    table.add_column("layer", no_wrap=True, min_width=7)
     for name in names:
-        table.add_column(name, justify="center", no_wrap=True)
+        table.add_column(name, justify="center", no_wrap=True, min_width=len(name))
     table.add_column("", no_wrap=True, overflow="ellipsis")
     for report in diagnosis.probes:
         label = "outside" if report.layer is None else str(report.layer)

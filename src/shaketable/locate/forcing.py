@@ -54,7 +54,7 @@ class Forcing:
                 return None
             first = next(tensors_of((args, kwargs)))
             self.arrived[label] = first
-            x = laid_out_like(self.ops[label][0], first)
+            x = laid_out_like(self.ops[label][0].clone(), first)
             return map_tensors((args, kwargs), lambda t: x if t is first else t)
 
         return hook
@@ -65,7 +65,7 @@ class Forcing:
             if label not in self.ops:
                 return None
             self.made[label] = output
-            return self.ops[label][1]
+            return self.ops[label][1].clone()
 
         return hook
 

@@ -7,12 +7,12 @@ is inconclusive.
 
 Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
 
-    product        δ = ua·(√K + K/16)·‖x‖·‖w‖  (‖x‖·‖w‖ ≥ |x||w|ᵀ by Cauchy–Schwarz; a product, not a second matmul)
+    product        δ = ua·s(K)·‖x‖·‖w‖, s(K) = min(K, 5√K + K/16)    (‖x‖·‖w‖ ≥ |x||w|ᵀ: no second matmul)
     softmax        δ = ua·(16 + 2·|x − max|)·p
     attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale))·(p|v|)     (p may be rounded before it meets v)
     silu           δ = 20ua·|y|
     gelu           δ = 12ua·|y| + 8ua·|x|       (1 + erf cancels for negative x)
-    sums           δ = ua·√n·Σ|x|
+    sums           δ = ua·s(n)·Σ|x|
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def _matmul(call: Call) -> Around:
 
 def _addmm(call: Call) -> Around:
     beta, alpha = float(call.kwargs.get("beta", 1)), float(call.kwargs.get("alpha", 1))
-    x, w = call.wide(call.args[1]), call.wide(call.args[2])
+    x, w = (call.wide(call.get(i, f"mat{i}", call.kwargs.get(f"batch{i}"))) for i in (1, 2))
     value, slack = alpha * (x @ w), abs(alpha) * product_slack(call, x, w)
     if beta:
-        added = beta * call.args[0].double()
+        added = beta * call.get(0, "input").double()
         value, slack = value + added, slack + 4 * UNIT[call.dtype] * added.abs()
     return Around(value, slack + 4 * UA * value.abs(), call.dtype)
 
@@ -115,7 +115,8 @@ def _grouped(call: Call) -> Interval:
 
 
 def _softmax(call: Call) -> Around:
-    x = call.wide(call.args[0])
+    given, asked = call.args[0], call.kwargs.get("dtype")
+    x = call.wide(given) if asked in (None, torch.float32) else given.to(asked).double()
     dim = call.get(1, "dim", -1)
     p = x.softmax(dim)
     far = x - x.amax(dim, keepdim=True)
@@ -164,8 +165,10 @@ def _unseen(mask: Tensor | None, value: Tensor) -> Tensor | None:
 
 
 def silu(x: Tensor, dtype: torch.dtype) -> Around:
-    """x·sigmoid(x)."""
-    return Around.relative(F.silu(x), 20, dtype)
+    """x·sigmoid(x). Far below zero exp(−x) overflows, and the result may be zero."""
+    y = F.silu(x)
+    slack = y.abs().mul_(20 * UA).add_(TINY)
+    return Around(y, torch.where(x < -80, y.abs() + TINY, slack) if bool((x < -80).any()) else slack, dtype)
 
 
 def gelu(x: Tensor, dtype: torch.dtype, approximate: str) -> Around:
@@ -211,7 +214,7 @@ def _reduction(mean: bool) -> Callable[[Call], Around]:
         total, size = x.sum(dims, keepdim=keep), x.abs().sum(dims, keepdim=keep)
         n = x.numel() / max(total.numel(), 1)
         value = total / n if mean else total
-        return Around(value, UA * math.sqrt(n) * (size / n if mean else size) + TINY, call.dtype)
+        return Around(value, summation(int(n)) * (size / n if mean else size) + TINY, call.dtype)
 
     return define
 
@@ -223,10 +226,10 @@ def _exp(call: Call) -> Around:
 
 
 def _erf(call: Call) -> Around:
-    """In reduced dtypes small values may come back as zero."""
+    """In reduced dtypes it is several units off on some devices, and small values may come back as zero."""
     y = torch.erf(call.wide(call.args[0]))
-    small = y.abs() * (y.abs() < UNIT[call.dtype]) if call.dtype in REDUCED else 0.0
-    return Around(y, 8 * UA * y.abs() + small + TINY, call.dtype)
+    few = y.abs() * (8 * UNIT[call.dtype] + (y.abs() < UNIT[call.dtype]).double()) if call.dtype in REDUCED else 0.0
+    return Around(y, 8 * UA * y.abs() + few + TINY, call.dtype)
 
 
 def _index_add(call: Call) -> Around:

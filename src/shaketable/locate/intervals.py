@@ -116,7 +116,7 @@ def _ends(value: Tensor, slack: Tensor | float, dtype: torch.dtype) -> tuple[Ten
 
 def summation(terms: int) -> float:
     """How far a sum of so many products may be off, relative to ‖x‖·‖w‖."""
-    return UA * (math.sqrt(terms) + terms / 16)
+    return UA * min(terms, 5 * math.sqrt(terms) + terms / 16)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,9 @@ class Product:
     A language model's head has a hundred thousand channels: in one piece its float64 weights alone would be larger than the
     model. A block stays in the cache, and its ends are rounded only where the result is not within δ anyway.
 
-    δ = ua·(√K + K/16)·‖x‖·‖w‖. By Cauchy–Schwarz that is at least ua·(√K + K/16)·|x||w|ᵀ, and costs no second product: √K for
-    roundings that go either way, K/16 for terms of one sign in a kernel that keeps sixteen sums or more.
+    δ = ua·min(K, 5√K + K/16)·‖x‖·‖w‖, with ‖x‖·‖w‖ ≥ |x||w|ᵀ by Cauchy–Schwarz, which costs no second product. K would be the
+    worst case of any order; 5√K is for roundings that go either way, also when one term dominates the sum, and K/16 for
+    terms of one sign in a kernel that keeps sixteen sums or more.
     """
 
     x: Tensor

@@ -9,6 +9,7 @@ recorded function by function.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def leaf_of(module: nn.Module) -> Leaf | None:
 def _kind(module: nn.Module) -> str | None:
     name = type(module).__name__
     if type(module) is nn.Linear or name == "Conv1D":
-        return name.lower()
+        return name.lower() if module._parameters.get("weight") is not None else None
     if type(module) in _PLAIN:
         return _PLAIN[type(module)]
     if name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
@@ -78,7 +79,9 @@ def _activation(kind: type, name: str, function: str) -> str | None:
 
 @functools.cache
 def _norm_kind(kind: type[nn.Module]) -> str | None:
-    """Which formula an RMSNorm class follows, by running one of eight channels on the host."""
+    """Which formula an RMSNorm class follows, by running one of eight channels on the host. One that takes a gate is none."""
+    if len(inspect.signature(kind.forward).parameters) > 2:
+        return None
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(4, 8, generator=generator), torch.randn(8, generator=generator)
     try:

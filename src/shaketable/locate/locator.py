@@ -11,8 +11,8 @@ import functools
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -76,18 +76,36 @@ def locate(
     if mode not in MODES:
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
     check_model(model)
-    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
+    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, min(tokens, _longest(model)))
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ShaketableError(f"input_ids has shape {tuple(ids.shape)}; locate runs one sequence of at least 2 tokens")
     try:
-        with ExitStack() as stack:
-            was_training = model.training
-            stack.callback(model.train, was_training)
-            locator = Locator(model.eval(), mode, source, seed, progress)
+        with _still(model):
+            locator = Locator(model, mode, source, seed, progress)
             locator.quick = quick
             return locator.run(ids, plan)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
+
+
+@contextmanager
+def _still(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no autocast, nothing compiled; every module's mode comes back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.autocast(_device(model).type, enabled=False), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _longest(model: nn.Module) -> int:
+    """How many tokens the model has positions for."""
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 1 else 1 << 30
 
 
 class Locator:
@@ -156,10 +174,16 @@ class Locator:
     def _plain_forward(self, ids: Tensor) -> tuple[Tensor, float]:
         """The unit of cost: the faster of two plain forwards. They are not counted themselves."""
         times = []
-        for _ in range(2):
-            start = self._now()
-            logits = forward(self.model, ids)
-            times.append(self._now() - start)
+        try:
+            for _ in range(2):
+                start = self._now()
+                logits = forward(self.model, ids)
+                times.append(self._now() - start)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ModelError(f"a plain forward of {type(self.model).__name__} fails on these tokens: {line}") from error
         return logits, min(times)
 
     def layer(
@@ -179,8 +203,9 @@ class Locator:
         if self.on_host:
             names = [f"{call.name}.{n}" for n, _ in call.module.named_parameters()]
             self._run("weights", keep, lambda: probes.weights(names, self.model, self.bench, call.index, call.name))
+            keep("weights", probes.attributes(report.results["weights"], call.module, call.name, self.bench, call.index))
         again = self._run("repeat", keep, lambda: probes.repeat(call, recording, self.bench))
-        self._run("links", keep, lambda: probes.links(call, recording))
+        self._run("links", keep, lambda: probes.links(call.index, recording))
         if self.on_device:
             self._twin(call, recording, keep, again)
         decided = False
@@ -216,7 +241,10 @@ class Locator:
             keep("twin", (Result("inconclusive", reason="the layer's results change from call to call"), []))
             return
         circuit = self._circuit(call)
-        finding, _ = self._timed("twin", lambda: probes.twin(call, recording, circuit, self.bench))
+        try:
+            finding, _ = self._timed("twin", lambda: probes.twin(call, recording, circuit, self.bench))
+        except FAILURES as error:
+            finding = Result("inconclusive", reason=_failed("the twin", error)), []
         keep("twin", finding)
 
     def _permutation(self, call: LayerCall, recording: Recording, again: Result, decided: bool) -> Result:
@@ -224,7 +252,10 @@ class Locator:
             return Result("skipped", reason="replay has judged this layer, and sees more")
         if again.status != "pass":
             return Result("inconclusive", reason="the layer's results change from call to call")
-        return self._timed("permutation", lambda: probes.permutation(call, recording, self._circuit(call), self.bench))
+        try:
+            return self._timed("permutation", lambda: probes.permutation(call, recording, self._circuit(call), self.bench))
+        except FAILURES as error:
+            return Result("inconclusive", reason=_failed("the permuted pair", error))
 
     def _circuit(self, call: LayerCall) -> Any:
         config = getattr(self.model, "config", None)
@@ -232,11 +263,18 @@ class Locator:
 
     def _statistics(self, call: LayerCall, output: Any) -> statistics.LayerStatistics:
         probed, shifted = statistics.probe_input(call.x, self.seed + call.index), statistics.dc_input(call.x)
-        answers = next(tensors_of(call.again(torch.cat([probed, shifted])))).chunk(2)
+        answers = self._answers(call, probed, shifted)
         step = max(1, call.x.shape[1] // STATISTICS_TOKENS)
         tensors = (call.x, call.y, next(tensors_of(output)), probed, answers[0], shifted, answers[1])
         x, first, second, *rest = (t[:, ::step] for t in tensors)
         return statistics.layer_statistics(x, [first, second], *rest)
+
+    def _answers(self, call: LayerCall, *inputs: Tensor) -> Sequence[Tensor]:
+        """A layer's results for several inputs: in one batch, or one by one where its arguments are made for one sequence."""
+        try:
+            return next(tensors_of(call.again(torch.cat(inputs)))).chunk(len(inputs))
+        except RuntimeError:
+            return [next(tensors_of(call.again(x))) for x in inputs]
 
     def _outside(self, traced: Trace, logits: Tensor, evidence: list[Evidence]) -> LayerReport:
         """Embeddings, rotation, last norm, head."""
@@ -250,7 +288,12 @@ class Locator:
                 "weights", lambda: probes.weights(names, self.model, self.bench, None, "")
             )
             found += more
+            attributes = probes.attributes(report.results["weights"], self.model, "", self.bench, None, layers)
+            report.results["weights"], more = attributes
+            found += more
         report.results["repeat"] = self._logits(logits, traced)
+        report.results["links"], broken = probes.links(None, traced.outside)
+        found += broken
         if self.on_host:
             work = lambda: judge(traced.outside, self.reference, "", self.bench.precision, layers)  # noqa: E731
             judgement = self._timed("replay", work)
@@ -259,7 +302,10 @@ class Locator:
         last = max(i for i, r in enumerate(traced.outside.records) if r.path in layers)
         orders = {r.path: i for i, r in enumerate(traced.outside.records)}
         for item in found:
-            item.place = len(layers) if orders.get(item.op or "", last + 1) > last else -1
+            late = (
+                traced.outside.breaks[0].after > last if item.probe == "links" else orders.get(item.op or "", last + 1) > last
+            )
+            item.place = len(layers) if late else -1
         evidence.extend(found)
         return report
 
@@ -315,6 +361,16 @@ class Locator:
         if not self.reference.is_rebuilt:
             notes.append("the model could not be built anew from its config: its own modules define what is right")
         return notes
+
+
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+"""What a layer may raise when it is called otherwise than its model calls it; memory that is full is told apart."""
+
+
+def _failed(what: str, error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    return f"{what} cannot be called: {next(iter(str(error).splitlines()), type(error).__name__)}"
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

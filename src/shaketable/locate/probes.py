@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,19 @@ def _weight_evidence(name: str, got: Tensor, expected: Tensor, differs: Tensor, 
     return Evidence(layer, op, None, "weights", text, "weight", lanes, differs.shape[0], examples)
 
 
+def attributes(
+    so_far: Result, module: torch.nn.Module, prefix: str, bench: Bench, layer: int | None, skip: Collection[str] = ()
+) -> Finding:
+    """Numbers and buffers of the modules (scales, frequencies) against those that the config gives."""
+    wrong = list(bench.reference.other_numbers(module, prefix, skip))
+    if not wrong:
+        return so_far, []
+    path, name, got, expected = wrong[0]
+    text = f"its {name} is {got} where the config says {expected}"
+    found = Evidence(layer, path or None, None, "weights", text, "attribute")
+    return (so_far if so_far.status == "fail" else Result("fail", 1.0, path or None, text)), [found]
+
+
 def _bits(tensor: Tensor) -> Tensor:
     size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(size)
@@ -107,7 +120,7 @@ def _first_change(call: LayerCall, one: Recording, bench: Bench, y: Tensor) -> t
     return "", None, call.y, y
 
 
-def links(call: LayerCall, recording: Recording) -> Finding:
+def links(layer: int | None, recording: Recording) -> Finding:
     """What one operator made is what the next one gets."""
     if recording.breaks:
         first = recording.breaks[0]
@@ -116,7 +129,7 @@ def links(call: LayerCall, recording: Recording) -> Finding:
         low = high = first.expected.detach().cpu()[differs.cpu()]
         kind = fault_class(first.got.detach().cpu(), low, high, differs.cpu())
         lanes = _lanes(differs)
-        found = Evidence(call.index, first.path or None, None, "links", text, kind, lanes, differs.shape[-1])
+        found = Evidence(layer, first.path or None, None, "links", text, kind, lanes, differs.shape[-1])
         return Result("fail", float(differs.double().mean()), first.path or None, text), [found]
     return Result("pass", 0.0), []
 

@@ -1,6 +1,6 @@
 """What the device should compute: the model's class built anew from its config, and the weights of its file.
 
-The skeleton lives on the meta device and gives definitions (which module is what, with which eps). Weights are read
+The skeleton has parameters without values and gives definitions (which module is what, with which eps). Weights are read
 from the file when they are asked for, one layer at a time, and cast on the host to the device's dtype, as loading does.
 A model that came without a file is its own reference: then a wrong weight is not seen, and the diagnosis says so.
 """
@@ -8,6 +8,8 @@ A model that came without a file is its own reference: then a wrong weight is no
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import ModelError
+from shaketable.locate.intervals import UNIT
 from shaketable.locate.leaves import Leaf, leaf_of
 from shaketable.sites.anatomy import find_layers
 
@@ -44,7 +47,7 @@ class Reference:
         config, build = getattr(model, "config", None), getattr(type(model), "_from_config", None)
         if config is None or build is None:
             return model
-        with torch.device("meta"):
+        with torch.device("cpu"), _parameters_on_meta():
             skeleton: nn.Module = build(config)
         if {n for n, _ in skeleton.named_modules()} != {n for n, _ in model.named_modules()}:
             return model
@@ -86,9 +89,64 @@ class Reference:
             return None
         return whole.contiguous().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - own.storage_offset())
 
+    def other_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str, str, str]]:
+        """Numbers and buffers of a module's parts that are not what the config gives: path, name, value, expected value.
+
+        Args:
+            module: A layer, or the model.
+            prefix: Its path in the model.
+            skip: Paths whose parts are looked at elsewhere.
+        """
+        if not self.is_rebuilt:
+            return
+        for path, part in module.named_modules():
+            if any(path == s or path.startswith(f"{s}.") for s in skip) or isinstance(part, nn.Dropout):
+                continue
+            expected = self.skeleton.get_submodule(".".join(p for p in (prefix, path) if p))
+            for name, value in vars(part).items():
+                given = vars(expected).get(name)
+                if isinstance(value, float) and isinstance(given, float) and value != given and "dropout" not in name:
+                    yield path, name, f"{value:g}", f"{given:g}"
+            for name, buffer in part._buffers.items():
+                given = expected._buffers.get(name)
+                if buffer is not None and given is not None and self._is_static(part) and not _agree(buffer, given):
+                    yield path, name, "other values", "others"
+
+    def _is_static(self, module: nn.Module) -> bool:
+        """Whether a module's buffers stay what they were made: rotations that follow the length do not."""
+        return str(getattr(module, "rope_type", "default")) not in ("dynamic", "longrope")
+
     def leaf(self, path: str) -> Leaf | None:
         """The definition of the module at a full path."""
         return self.leaves.get(path)
+
+
+def _agree(buffer: Tensor, given: Tensor) -> bool:
+    """The same up to a few units in the last place: frequencies may have been computed on another device."""
+    if buffer.shape != given.shape or given.device.type == "meta":
+        return given.device.type == "meta"
+    expected, got = given.to(buffer.dtype), buffer.detach().cpu()
+    if not buffer.is_floating_point():
+        return torch.equal(got, expected)
+    return torch.allclose(got.double(), expected.double(), rtol=8 * UNIT.get(buffer.dtype, 2.0**-24), atol=0.0, equal_nan=True)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built here have parameters without values, but real buffers: frequencies and scales can be compared."""
+    register = nn.Module.register_parameter
+
+    def without_values(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(self, name, parameter)
+        if parameter is not None:
+            self._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = without_values  # type: ignore[method-assign,assignment]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _fills(parameter: Tensor) -> bool:
@@ -168,8 +226,9 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ModelError(f"{name} is on the meta device and has no values; load the model's weights first")
-        if not parameter.is_floating_point():
-            raise ModelError(f"{name} is {parameter.dtype}; locate replays floating-point weights only")
-        if not bool(torch.isfinite(parameter).all()):
-            bad = int((~torch.isfinite(parameter)).sum())
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"{name} is {parameter.dtype}; locate judges float32, bfloat16 and float16")
+        finite = torch.isfinite(parameter.detach())
+        if not bool(finite.all()):
+            bad = int((~finite).sum())
             raise ModelError(f"{name} holds {bad} of {parameter.numel()} values that are NaN or infinite")

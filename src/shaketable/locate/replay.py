@@ -23,6 +23,8 @@ from shaketable.locate.reference import Reference
 ROWS = 128
 """How many tokens of a product are replayed, at least; a quarter of them where there are more channels than HEAD."""
 HEAD = 8192
+_CANNOT = (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, StopIteration)
+"""What a definition raises when it does not fit the call: then nobody can judge it."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ def _judge_record(
     label = record.path if record.func is None else f"{record.path}:{record.function}"
     try:
         expected = _expected(host, record, reference, prefix, precision)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
+    except _CANNOT as error:
         judgement.unknown.setdefault(
             label, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         )
@@ -194,7 +196,7 @@ def _tokens(call: Call, got: Tensor, leaf: Leaf, weight: Weight) -> list[int] | 
     w = call.wide(w) if w.numel() <= WIDENED else w
     bias = weight("bias") if leaf.module._parameters.get("bias") is not None else None
     scores = row_scores(x, got, w if leaf.kind == "linear" else w.T, bias, call.precision)
-    return sorted({*range(0, tokens, step), *(scores > 1).nonzero().flatten().tolist()})
+    return sorted({*range(0, tokens, step), tokens - 1, *(scores > 1).nonzero().flatten().tolist()})
 
 
 def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:
