@@ -27,12 +27,21 @@ UNWIRED = ("gpt_neox",)
 ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", seed: int = 0) -> torch.nn.Module:
+def build(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    seed: int = 0,
+    positions: int = 128,
+    hidden: int = 32,
+) -> torch.nn.Module:
     """A random model in eval mode; biases and norms get values too, so that nothing is trivially right."""
     import transformers
 
     prefix, extra = ARCHITECTURES[name]
-    config = getattr(transformers, f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config")(**SIZES, **extra)
+    config = getattr(transformers, f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config")(
+        **SIZES | {"max_position_embeddings": positions, "hidden_size": hidden} | extra
+    )
     config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -328,3 +328,139 @@ def test_models_that_cannot_be_judged_are_refused_in_one_line(model, message):
 def test_bad_input_is_refused_in_one_line(options, message):
     with pytest.raises(ShaketableError, match=message):
         st.locate(build("llama"), **{"input_ids": tokens(), **options})
+
+
+# ---- what a sceptical user found
+
+
+def hooked(model, path, change):
+    model.get_submodule(path).register_forward_hook(lambda m, a, y: change(y))
+    return model
+
+
+@pytest.mark.parametrize("rows", [slice(1, None, 2), slice(255, 256), slice(201, 202)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wrong_rows_of_a_long_sequence_are_found(rows, dtype):
+    """Products of long sequences are replayed at some tokens, and at those whose checksum fires."""
+
+    def zeroed(y):
+        y = y.clone()
+        y[:, rows] = 0
+        return y
+
+    model = hooked(build("llama", dtype, "sdpa", positions=512), "model.layers.1.mlp.down_proj", zeroed)
+    diagnosis = st.locate(model, mode="host", input_ids=tokens(n=256))
+    assert (diagnosis.layer, diagnosis.op) == (1, "mlp.down_proj")
+    wrong = list(range(256))[rows]
+    assert {e["token"] for e in diagnosis.evidence[0].examples} <= set(wrong)
+
+
+@pytest.mark.parametrize(
+    ("plan", "op"), [("gain:0.01@module.rotary_emb", "model.rotary_emb"), ("gain:0.01@module.model", "model")]
+)
+def test_broken_links_outside_of_the_layers_are_found(plan, op):
+    diagnosis = found(build("llama"), "host", plan=plan)
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", None, op)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "attribute", "layer"),
+    [
+        ("llama", "model.rotary_emb", "inv_freq", None),
+        ("gemma3", "model.embed_tokens", "embed_scale", None),
+        ("llama", "model.layers.1.self_attn", "scaling", 1),
+    ],
+)
+def test_numbers_and_buffers_are_those_of_the_config(name, path, attribute, layer):
+    model = build(name)
+    module = model.get_submodule(path)
+    value = getattr(module, attribute)
+    setattr(module, attribute, value * 1.5)
+    diagnosis = found(model, "host")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.fault_class) == ("FAULT", layer, "attribute")
+    assert attribute in diagnosis.sentence
+
+
+def test_one_dominating_channel_is_no_fault():
+    model = build("llama", hidden=128)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0].mul_(1000)
+        model.model.layers[1].mlp.down_proj.weight[:, 0].mul_(200)
+        model.model.layers[1].mlp.up_proj.weight[0].mul_(200)
+        model.model.layers[1].mlp.gate_proj.weight[0].mul_(20)
+    for seed in range(4):
+        assert found(model, "host", seed).verdict == "HEALTHY"
+
+
+def test_activations_far_below_zero_are_no_fault():
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate_proj.weight.mul_(300)
+    assert found(model, "host").verdict == "HEALTHY"
+
+
+@pytest.mark.parametrize("name", ["Olmo2", "Helium", "Mamba2", "Bloom", "Cohere", "GptOss", "OPT", "DeepseekV3", "Llama4Text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_architectures_that_nobody_prepared_are_never_blamed(name, dtype):
+    import transformers
+
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    extra = {
+        "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1},
+        "Cohere": {"use_qk_norm": True},
+        "GptOss": {"num_local_experts": 4},
+        "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 64},
+        "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "head_dim": 8,
+                       "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+                       "moe_intermediate_size": 24, "num_key_value_heads": 4},
+        "Llama4Text": {"num_local_experts": 2, "intermediate_size_mlp": 48},
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**shape | extra.get(name, {}))
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    for mode in ("host", "device", "all"):
+        diagnosis = found(model.to(dtype).eval(), mode)
+        assert diagnosis.verdict != "FAULT", diagnosis.sentence
+        assert not diagnosis.suspicions
+
+
+def test_autocast_around_the_call_changes_nothing():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert found(build("llama"), "host").verdict == "HEALTHY"
+
+
+def test_a_compiled_model_is_judged_uncompiled():
+    model = build("llama")
+    model.compile()
+    assert found(model, "host").verdict == "HEALTHY"
+
+
+def test_each_module_gets_its_own_mode_back():
+    model = build("llama").train()
+    model.model.layers[0].eval()
+    found(model)
+    assert model.training
+    assert model.model.layers[1].mlp.training
+    assert not model.model.layers[0].training
+    assert not model.model.layers[0].mlp.training
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "message"),
+    [
+        (lambda: build("llama").double(), tokens(), "judges float32, bfloat16 and float16"),
+        (lambda: build("llama"), torch.full((1, 8), 5000), "a plain forward of LlamaForCausalLM fails"),
+        (lambda: build("llama").model, tokens(), "a plain forward of LlamaModel fails"),
+        (lambda: build("gpt2"), tokens(n=200), "a plain forward of GPT2LMHeadModel fails"),
+    ],
+)
+def test_models_that_do_not_run_are_told_in_one_line(model, ids, message):
+    with pytest.raises(ModelError, match=message) as error:
+        st.locate(model(), input_ids=ids)
+    assert "\n" not in str(error.value)
