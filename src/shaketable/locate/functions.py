@@ -198,10 +198,9 @@ def _relative(
 
 
 def _pow(call: Call) -> Around:
-    if not isinstance(call.args[0], Tensor):
-        raise NotImplementedError("a power of a number")
+    base = call.wide(call.args[0]) if isinstance(call.args[0], Tensor) else call.args[0]
     exponent = call.args[1] if isinstance(call.args[1], int | float) else call.wide(call.args[1])
-    y = torch.pow(call.wide(call.args[0]), exponent)
+    y = torch.pow(base, exponent)
     # Small whole powers of reduced dtypes are products that some devices round one by one.
     slack = 8 * UA if call.dtype in (torch.float32, torch.float64) else 2 * UNIT[call.dtype]
     return Around(y, slack * y.abs() + TINY, call.dtype)

@@ -273,7 +273,7 @@ class Locator:
         """A layer's results for several inputs: in one batch, or one by one where its arguments are made for one sequence."""
         try:
             return next(tensors_of(call.again(torch.cat(inputs)))).chunk(len(inputs))
-        except RuntimeError:
+        except FAILURES:
             return [next(tensors_of(call.again(x))) for x in inputs]
 
     def _outside(self, traced: Trace, logits: Tensor, evidence: list[Evidence]) -> LayerReport:
