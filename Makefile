@@ -27,7 +27,7 @@ bench-locate: $(STAMP)
 	$(BIN)/python benchmarks/locate.py --out benchmarks/locate.json
 
 bench-locate-sample: $(STAMP)
-	$(BIN)/python benchmarks/locate.py --sample 250 --prompts 2 --whole 6
+	$(BIN)/python benchmarks/locate.py --sample 200 --prompts 2 --whole 4
 
 format: $(STAMP)
 	$(BIN)/ruff format .
