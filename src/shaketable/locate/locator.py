@@ -179,7 +179,7 @@ class Locator:
                 start = self._now()
                 logits = forward(self.model, ids)
                 times.append(self._now() - start)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ShaketableError):
             raise
         except Exception as error:
             line = next(iter(str(error).splitlines()), type(error).__name__)
