@@ -66,8 +66,8 @@ MAGNITUDES = {
 FLIPS = {torch.float32: (0, 12, 22, 24), torch.bfloat16: (0, 3, 6, 8), torch.float16: (0, 4, 9, 11)}
 PRODUCTS = tuple(leaf for leaf in LEAVES if leaf.endswith("_proj"))
 WORDS = (
-    "harbour", "copper", "42", "window", "and", "to", "heavy", "0.8", "slowly", "+", "]", "east", "1e-3", "true", "façade", "水",
-    "ledger", "orbit", "seven", "if",
+    "harbour", "copper", "42", "window", "and", "to", "heavy", "0.8", "slowly", "+", "]", "east", "1e-3", "true", "façade",
+    "水", "ledger", "orbit", "seven", "if",
 )  # fmt: skip
 """Of the healthy texts: other words and another seed than those that the tolerances were set with."""
 ON_STREAM = ("layer", "self_attn.o_proj", "mlp.down_proj")
