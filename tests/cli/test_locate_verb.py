@@ -54,6 +54,16 @@ def test_a_planted_fault_exits_1_and_is_named(folder, tmp_path):
     assert len(data["lanes"]) == 3
 
 
+def test_a_diagnosis_is_not_overwritten_unasked(folder, tmp_path):
+    (tmp_path / "d.json").write_text("mine")
+    done = locate(folder, "--tokens", 16, "--json", tmp_path / "d.json")
+    assert done.returncode == 2
+    assert "add --force" in done.stderr
+    assert (tmp_path / "d.json").read_text() == "mine"
+    assert locate(folder, "--tokens", 16, "--json", tmp_path / "d.json", "--force").returncode == 0
+    assert json.loads((tmp_path / "d.json").read_text())["verdict"] == "HEALTHY"
+
+
 def test_a_suspicion_exits_4(folder):
     done = locate(folder, "--tokens", 48, "--mode", "device", "--plan", "gain:0.5,sparsity=0.1@module.mlp.down_proj,layers=1")
     assert done.returncode == 4, done.stderr
@@ -73,7 +83,7 @@ def test_a_suspicion_exits_4(folder):
         (("MODEL", "--prompts", "EMPTY"), "prompts are empty"),
         (("MODEL", "--prompts", "MISSING"), "cannot be read"),
         (("MODEL", "--attention", "magic"), "attention"),
-        (("MODEL", "--json", "MISSING/d.json"), "cannot be written"),
+        (("MODEL", "--json", "MISSING/d.json"), "its folder does not exist"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(folder, tmp_path, arguments, message):

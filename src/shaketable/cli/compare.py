@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.fingerprint import check_free
+from shaketable.cli.outputs import check_free, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,9 +55,9 @@ def compare(
     found = _compare(file, loaded, planted)
     text = found.plan_text()
     if plan_out is not None and text is not None:
-        plan_out.write_text(text, encoding="utf-8")
+        write(plan_out, text)
     if json_file is not None:
-        json_file.write_text(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
     show(found, plan_out, text is not None)
     raise typer.Exit(found.exit_code)
 

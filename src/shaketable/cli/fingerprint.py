@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shaketable.errors import ShaketableError
+from shaketable.cli.outputs import check_free, write
 
 
 def fingerprint(
@@ -41,30 +41,10 @@ def fingerprint(
         made = make_fingerprint(loaded, ids, name=model, prompts=texts, progress=tell)
     write_fingerprint(made, output)
     if json_file is not None:
-        json_file.write_text(made.about.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+        write(json_file, made.about.model_dump_json(by_alias=True, indent=2) + "\n")
     about = made.about
     ops = sum(len(labels) for labels in (*about.layers, about.before, about.after))
     typer.echo(
         f"{about.model}, {about.dtype} on {about.device}, {about.attention} attention, {about.tokens} tokens: "
         f"{about.num_layers} layers and {ops} operators, {made.bytes / 1e6:.1f} MB in {output}"
     )
-
-
-def check_free(files: list[Path], inputs: list[Path], force: bool) -> None:
-    """Every file can be written and takes nothing away; before any work is done."""
-    taken = [path.resolve() for path in inputs]
-    for file in files:
-        problem = _problem(file, taken, force)
-        if problem:
-            raise ShaketableError(f"cannot write {file}: {problem}")
-        taken.append(file.resolve())
-
-
-def _problem(file: Path, taken: list[Path], force: bool) -> str:
-    if file.resolve() in taken:
-        return "this command reads or writes it already"
-    if file.exists() and not file.is_file():
-        return "it is not a plain file"
-    if file.exists() and not force:
-        return "it exists and is not overwritten; choose another name, or add --force"
-    return "" if file.resolve().parent.is_dir() else "its folder does not exist"

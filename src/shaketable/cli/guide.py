@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shaketable.cli.outputs import check_free, write
 from shaketable.errors import ShaketableError
 
 if TYPE_CHECKING:
@@ -45,12 +44,12 @@ def guide(
     from shaketable.harden.mapping import SigmaMapping
 
     files = [f for f in (output, json_file) if f is not None]
-    _check_free(files, [f for f in (diagnosis, mapping) if f is not None], force)
+    check_free(files, [f for f in (diagnosis, mapping) if f is not None], force)
     rules = SigmaMapping.load(mapping) if mapping is not None else None
     found = Guidance.of(_read(diagnosis), base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)
-    _write(output, found.to_yaml())
+    write(output, found.to_yaml())
     if json_file is not None:
-        _write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
     _print(found, files)
 
 
@@ -62,43 +61,6 @@ def _read(path: Path) -> object:
     except (ValueError, RecursionError) as error:
         raise ShaketableError(f"the diagnosis {path} is not JSON: {error}") from None
     return data
-
-
-def _check_free(files: list[Path], inputs: list[Path], force: bool) -> None:
-    """Every file can be written and takes nothing away; before any of them is written."""
-    taken = list(inputs)
-    for file in files:
-        try:
-            problem = _problem(file, taken, force)
-        except (OSError, RuntimeError) as error:  # a folder that may not be read, a name too long, a circle of links
-            problem = str(error)
-        if problem:
-            raise ShaketableError(f"cannot write {file}: {problem}")
-        taken.append(file)
-
-
-def _problem(file: Path, taken: list[Path], force: bool) -> str:
-    if file.resolve() in [t.resolve() for t in taken]:
-        return "this command reads or writes it already"
-    if file.exists() and not file.is_file():
-        return "it is not a plain file"
-    if file.exists() and not force:
-        return "it exists and is not overwritten; choose another name, or add --force"
-    return "" if file.resolve().parent.is_dir() else "its folder does not exist"
-
-
-def _write(path: Path, text: str) -> None:
-    """All of the file or nothing: written beside its place, then moved there."""
-    place = path.resolve()
-    draft = place.with_name(f".{place.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(place)
-    except OSError as error:
-        raise ShaketableError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
 
 
 def _print(found: Guidance, files: list[Path]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.outputs import check_free, write
 from shaketable.errors import ShaketableError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def locate(
     quick: Annotated[bool, typer.Option("--quick", help="On the host, replay only the products whose checksum fires.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the diagnosis as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis as one page.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
     """Find the layer and the operator that a device computes wrongly. Exits 0 healthy, 1 fault, 4 inconclusive.
 
@@ -53,7 +55,7 @@ def locate(
 
     if mode not in MODES:
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
-    check_writable(json_file, html_file)
+    check_free([f for f in (json_file, html_file) if f is not None], [], force)
     planted = None if plan is None else Plan.load(plan)
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention)
@@ -74,29 +76,13 @@ def locate(
             progress=tell,
         )
     show(diagnosis)
-    _write(diagnosis, json_file, html_file)
+    if json_file is not None:
+        write(json_file, diagnosis.to_json())
+    if html_file is not None:
+        from shaketable.locate.page import page
+
+        write(html_file, page(diagnosis.as_dict()))
     raise typer.Exit(diagnosis.exit_code)
-
-
-def _write(diagnosis: Diagnosis, json_file: Path | None, html_file: Path | None) -> None:
-    from shaketable.locate.page import page
-
-    try:
-        if json_file is not None:
-            diagnosis.save(json_file)
-        if html_file is not None:
-            html_file.write_text(page(diagnosis.as_dict()), encoding="utf-8")
-    except OSError as error:
-        raise ShaketableError(f"the diagnosis cannot be written: {error}") from error
-
-
-def check_writable(*files: Path | None) -> None:
-    """Refuse output files that cannot be written before anything slow is done."""
-    for file in files:
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise ShaketableError(
-                f"{file} cannot be written: {'it is a folder' if file.is_dir() else 'its folder does not exist'}"
-            )
 
 
 def load(model: str, device: str, dtype: str | None, attention: str | None) -> tuple[Any, Any]:

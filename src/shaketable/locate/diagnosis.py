@@ -199,9 +199,13 @@ class Diagnosis:
             del item["place"]
         return plain
 
+    def to_json(self) -> str:
+        """The diagnosis as strict JSON."""
+        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+
     def save(self, path: Path) -> None:
         """Write the diagnosis as JSON."""
-        path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(self.to_json(), encoding="utf-8")
 
     def __str__(self) -> str:
         return self.sentence
