@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: demo test check bench bench-locate bench-locate-sample format clean
+.PHONY: demo test check bench bench-locate bench-locate-sample bench-train nano format clean
 
 demo: $(STAMP)
 	@$(BIN)/python -m shaketable.demo
@@ -28,6 +28,13 @@ bench-locate: $(STAMP)
 
 bench-locate-sample: $(STAMP)
 	$(BIN)/python benchmarks/locate.py --sample 200 --prompts 2 --whole 4
+
+# The model that ships with the package; half an hour on two cores, two minutes with DEVICE=cuda.
+nano: $(STAMP)
+	$(BIN)/python scripts/make_nano.py --device $(or $(DEVICE),cpu)
+
+bench-train: $(STAMP)
+	$(BIN)/python benchmarks/train.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shaketable.errors import InertError, ModelError, NoMatchError, PlanError, ShaketableError
+    from shaketable.harden.aqn import AQN
+    from shaketable.harden.schedules import Constant, EpochAware, GlobalDecay
     from shaketable.inject import Injection, Ledger, inject
     from shaketable.locate.diagnosis import Diagnosis
     from shaketable.locate.locator import locate
@@ -26,6 +28,10 @@ _HOMES = {
     "locate": "shaketable.locate.locator",
     "Diagnosis": "shaketable.locate.diagnosis",
     "phase": "shaketable.sites.phases",
+    "AQN": "shaketable.harden.aqn",
+    "GlobalDecay": "shaketable.harden.schedules",
+    "EpochAware": "shaketable.harden.schedules",
+    "Constant": "shaketable.harden.schedules",
     "ShaketableError": "shaketable.errors",
     "PlanError": "shaketable.errors",
     "NoMatchError": "shaketable.errors",
@@ -45,7 +51,11 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AQN",
+    "Constant",
     "Diagnosis",
+    "EpochAware",
+    "GlobalDecay",
     "InertError",
     "Injection",
     "Ledger",

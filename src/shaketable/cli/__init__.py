@@ -15,6 +15,8 @@ from shaketable.cli.guide import guide
 from shaketable.cli.inspect import inspect
 from shaketable.cli.locate import locate
 from shaketable.cli.run import run
+from shaketable.cli.sweep import sweep
+from shaketable.cli.train import train
 from shaketable.errors import ShaketableError
 
 app = typer.Typer(
@@ -32,6 +34,8 @@ app.command()(locate)
 app.command()(fingerprint)
 app.command()(compare)
 app.command()(guide)
+app.command()(sweep)
+app.command()(train)
 app.command()(env)
 
 

@@ -18,6 +18,7 @@ from shaketable.faults.noise import (
     Noise,
     NonDeterminism,
     RelativeGaussian,
+    RMSGaussian,
     SystematicBias,
 )
 
@@ -25,6 +26,7 @@ AnyFault = (
     RelativeGaussian
     | AbsoluteGaussian
     | Noise
+    | RMSGaussian
     | SystematicBias
     | Bias
     | Gain

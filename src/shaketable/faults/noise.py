@@ -43,6 +43,13 @@ def spread(x: Tensor) -> Tensor:
     return (square / finite.sum().clamp_min(1)).sqrt()
 
 
+def size(x: Tensor) -> Tensor:
+    """Root mean square of the finite values, as a zero-dimensional tensor."""
+    w = wide(x).contiguous()
+    finite = w.isfinite()
+    return (w.where(finite, 0.0).square().sum() / finite.sum().clamp_min(1)).sqrt()
+
+
 def told(clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Tensor:
     """Which values of a before/after pair tell a magnitude: the finite ones in faulty lanes."""
     finite = clean.isfinite() & faulty.isfinite()
@@ -108,6 +115,19 @@ class Noise(MagnitudeFault):
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         return rms(deviation(clean, faulty, lanes)) / max(float(spread(clean)), 1e-300)
+
+
+class RMSGaussian(MagnitudeFault):
+    """y + z·magnitude·rms(y): noise in units of the tensor's own size; what AQN adds to the weight of a norm."""
+
+    kind: Literal["rms_gaussian"] = "rms_gaussian"
+    random: ClassVar[bool] = True
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        return (wide(x) + draw.normal(x) * (self.magnitude * size(x))).to(x.dtype)
+
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+        return rms(deviation(clean, faulty, lanes)) / max(float(size(clean)), 1e-300)
 
 
 class SystematicBias(MagnitudeFault):

@@ -19,6 +19,7 @@ from shaketable.faults import FaultBase, MagnitudeFault, native
 from shaketable.inject import compiled, operators, recompute
 from shaketable.inject.attached import Attached
 from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, Spot
 from shaketable.inject.taps import Tap
 from shaketable.plan import Plan
@@ -67,8 +68,15 @@ def this_rank() -> int:
 class Injection:
     """A plan on one or several models. Make it with `inject`."""
 
-    def __init__(self, plan: Plan, *, step: int = 0, rank: int | None = None, allow_inert: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, *, step: int = 0, rank: int | None = None, allow_inert: bool = False, hold: bool = False
+    ) -> None:
+        """Args:
+        hold: Draw the noise of weights once per rollout instead of once per call.
+        """
         self.plan = plan
+        self.hold = hold
+        self.rollouts = Rollouts()
         self.rank = this_rank() if rank is None else rank
         self.allow_inert = allow_inert
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
@@ -145,6 +153,7 @@ class Injection:
     @step.setter
     def step(self, step: int) -> None:
         self.calls.set_step(step)
+        self.rollouts.begin_step()
 
     def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
         """Change the magnitude of one clause, or of all; takes effect at the next call, compiled or not."""
@@ -164,7 +173,8 @@ class Injection:
         """A tap with its place in the ledger."""
         spots = self.ledger.sites[clause].spots
         label = shown or (name if point == "output" else f"{name}:{point}")
-        tap = Tap(self, clause, spots.setdefault(label, Spot(label, layer)), name, point)
+        kind = HeldTap if self.hold and point == "weight" else Tap
+        tap = kind(self, clause, spots.setdefault(label, Spot(label, layer)), name, point)
         compiled.register(tap)
         return tap
 
@@ -242,6 +252,8 @@ class Injection:
             return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
+        if outermost:
+            self.rollouts.number()
         self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1

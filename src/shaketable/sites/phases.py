@@ -3,14 +3,18 @@
 The phase of a forward pass is, in this order: what `with phase("eval"):` says; `rollout` inside `model.generate`;
 `train` or `eval` as the model's own training flag says. An explicit phase wins over `generate`, because an evaluation
 that samples is an evaluation: the study we come from left its noise on during validation for want of that rule.
+
+One outermost `generate`, or one outermost `with phase("rollout"):`, is one rollout, whatever is called inside it. Noise that is
+held for a rollout asks `current_rollout` which one this is.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,6 +23,8 @@ from shaketable.plan import PHASES
 
 _explicit: ContextVar[str | None] = ContextVar("shaketable_phase", default=None)
 _generating: ContextVar[bool] = ContextVar("shaketable_generating", default=False)
+_rollout: ContextVar[int | None] = ContextVar("shaketable_rollout", default=None)
+_rollouts = itertools.count()
 
 
 @contextmanager
@@ -28,7 +34,8 @@ def phase(name: str) -> Iterator[None]:
         raise PlanError(f"unknown phase {name!r}; {nearest(name, PHASES)}")
     token = _explicit.set(name)
     try:
-        yield
+        with _one_rollout() if name == "rollout" else nullcontext():
+            yield
     finally:
         _explicit.reset(token)
 
@@ -36,6 +43,21 @@ def phase(name: str) -> Iterator[None]:
 def current_phase(training: bool) -> str:
     """The phase now, for a model whose training flag is `training`."""
     return _explicit.get() or ("rollout" if _generating.get() else "train" if training else "eval")
+
+
+def current_rollout() -> int | None:
+    """A number for the rollout that is running, another for each in this process; None outside of rollouts."""
+    return _rollout.get() if _explicit.get() in (None, "rollout") else None
+
+
+@contextmanager
+def _one_rollout() -> Iterator[None]:
+    """Everything inside is one rollout, or part of the one around it."""
+    token = _rollout.set(next(_rollouts) if _rollout.get() is None else _rollout.get())
+    try:
+        yield
+    finally:
+        _rollout.reset(token)
 
 
 _marked: dict[type, tuple[Any, int]] = {}
@@ -76,7 +98,8 @@ def as_rollout(generate: Callable[..., Any]) -> Callable[..., Any]:
     def marked(*args: Any, **kwargs: Any) -> Any:
         token = _generating.set(True)
         try:
-            return generate(*args, **kwargs)
+            with _one_rollout():
+                return generate(*args, **kwargs)
         finally:
             _generating.reset(token)
 

@@ -1,0 +1,146 @@
+"""`shaketable sweep`: a robustness curve with intervals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shaketable.cli.outputs import check_free, write
+from shaketable.errors import ShaketableError
+
+if TYPE_CHECKING:
+    from shaketable.measure.sweep_config import SweepConfig
+    from shaketable.record import RunRecord
+
+
+def sweep(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL…", help="Folders, Hugging Face ids, nano or smollm2-135m.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="What to solve or read, e.g. gsm8k, arithmetic,level=3 or text.")] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="The faults; a clause without a magnitude takes each of --magnitudes.")
+    ] = None,
+    magnitudes: Annotated[
+        str | None, typer.Option(metavar="NUMBERS", help="e.g. 0,0.05,0.1. 0 is clean, and measured in any case.")
+    ] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, show_default="200, or all texts", help="Problems, the same for all.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, show_default="3", help="Noise seeds of every faulty point.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, show_default="0", help="Draws the problems; the first noise seed.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, show_default="what fits", help="Problems at a time.")] = None,
+    device: Annotated[str | None, typer.Option(show_default="cpu", help="cpu, cuda, npu, xpu, mps.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", show_default="runs/sweep-…", help="A new folder for the run record.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on with the sweep recorded there, as it was configured.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the points as JSON.")] = None,
+    png_file: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the curve.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+) -> None:
+    """Measure how a model's accuracy falls as a fault grows: intervals, paired differences, KL, and proof of the fault.
+
+    shaketable sweep nano --task arithmetic,level=3 --plan relative_gaussian@op.matmul --magnitudes 0,0.05,0.1
+    """
+    asked = {
+        "models": tuple(models or ()),
+        "task": task,
+        "plan": plan,
+        "magnitudes": magnitudes,
+        "n": n,
+        "seeds": seeds,
+        "seed": seed,
+        "batch_size": batch_size,
+        "device": device,
+        "dtype": dtype,
+    }
+    given = {key: value for key, value in asked.items() if value not in (None, ())}
+    check_free([f for f in (json_file, png_file) if f is not None], [], force)
+    config, record = _new(given, out) if resume is None else _old(given, out, resume)
+    _run(config, record)
+    _finish(record, json_file, png_file)
+
+
+def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecord]:
+    """A sweep that begins: all that can be known to be wrong with it is said before a folder is made."""
+    from shaketable.cli.environment import gather
+    from shaketable.cli.locate import load
+    from shaketable.measure.sweep_config import SweepConfig, parse_magnitudes, resolve_plan
+
+    needed = {"models": "MODEL", "task": "--task", "plan": "--plan"}
+    if missing := [name for key, name in needed.items() if key not in given]:
+        raise ShaketableError(f"a sweep needs {' and '.join(missing)} (or --resume DIR)")
+    scale = parse_magnitudes(given.pop("magnitudes")) if "magnitudes" in given else None
+    plan = resolve_plan(given.pop("plan"), scale)
+    config = SweepConfig.checked(**{"n": 1} | given, plan=plan, magnitudes=scale)
+
+    from shaketable.measure.sweep import check, default_n
+    from shaketable.measure.tasks import load_task
+
+    config = config.model_copy(update={"n": given.get("n") or default_n(load_task(config.task))})
+    check(config)
+    load("nano", config.device, config.dtype, None)  # the smallest model there is, for the device and the dtype
+    return config, _record(config, out, gather())
+
+
+def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) -> RunRecord:
+    from shaketable.measure.sweep_plot import short_names
+    from shaketable.record import RunRecord, unique_folder
+
+    folder = out or unique_folder(Path("runs"), f"sweep-{short_names([config.models[0]])[0]}")
+    return RunRecord.create(folder, "sweep", config.model_dump(mode="json"), environment)
+
+
+def _old(given: dict[str, Any], out: Path | None, folder: Path) -> tuple[SweepConfig, RunRecord]:
+    """A sweep that goes on, with what it began with."""
+    from shaketable.cli.environment import gather
+    from shaketable.measure.sweep_config import SweepConfig
+    from shaketable.record import RunRecord
+
+    if given or out is not None:
+        named = ", ".join(["MODEL" if k == "models" else f"--{k.replace('_', '-')}" for k in given] + ["--out"] * bool(out))
+        raise ShaketableError(f"--resume goes on as the sweep was configured: drop {named}")
+    record = RunRecord.open(folder, "sweep")
+    if not record.events("finished"):
+        record.append("resumed", step=0, environment=gather())
+    return SweepConfig.checked(**record.config), record
+
+
+def _run(config: SweepConfig, record: RunRecord) -> None:
+    from rich.console import Console
+
+    from shaketable.cli.locate import load, progress_bar
+    from shaketable.measure.sweep import Sweep
+
+    if record.events("finished"):
+        return
+    words = f"recording in {record.folder}; after an interruption: shaketable sweep --resume {record.folder}"
+    Console(stderr=True, highlight=False).print(words, markup=False, soft_wrap=True)
+    with progress_bar() as tell:
+        Sweep(config, record, lambda name: load(name, config.device, config.dtype, None), tell).run()
+
+
+def _finish(record: RunRecord, json_file: Path | None, png_file: Path | None) -> None:
+    from shaketable.cli.sweep_table import show
+    from shaketable.measure.sweep_results import results
+
+    found = results(record)
+    if json_file is not None:
+        write(json_file, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    if png_file is not None:
+        from shaketable.measure.sweep_plot import plot
+
+        try:
+            plot(found, png_file)
+        except OSError as error:
+            raise ShaketableError(f"cannot write {png_file}: {error.strerror or error}") from None
+    show(found, [f for f in (json_file, png_file) if f is not None])

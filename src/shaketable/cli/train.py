@@ -1,0 +1,261 @@
+"""`shaketable train`: GRPO under faults, with or without AQN, and the scores that came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shaketable.cli.outputs import check_free, write
+from shaketable.errors import ShaketableError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shaketable.harden.train_config import TrainConfig
+    from shaketable.harden.training import Tell
+    from shaketable.record import RunRecord
+
+TASK = "arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class; options after commas, e.g. arithmetic,level=2."
+
+
+def train(
+    model: Annotated[str, typer.Argument(help="nano, smollm2-135m, a folder with safetensors, or a hub id.")] = "",
+    task: Annotated[str, typer.Option("--task", help=TASK)] = "",
+    plan: Annotated[str | None, typer.Option("--plan", metavar="P", help="The hardware's errors: a plan, or its YAML.")] = None,
+    plan_in: Annotated[
+        str, typer.Option("--plan-in", help="Where the plan acts in training: both, rollout, loss, or eval (scores only).")
+    ] = "both",
+    aqn: Annotated[
+        str | None,
+        typer.Option("--aqn", metavar="A", help="Noise in the sampler: global_decay:0.05-0.0005,stages=10 or its YAML."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 100,
+    seed: Annotated[int, typer.Option("--seed", help="Keys problems, sampling and noise.")] = 0,
+    tis: Annotated[
+        float | None, typer.Option("--tis", metavar="CAP", help="Truncated importance sampling, e.g. 2; off by default.")
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Problems per step.")] = 16,
+    samples: Annotated[int, typer.Option("--samples", help="Answers per problem: the group rewards are compared in.")] = 8,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Answers per backward pass; 0 is a whole step.")] = 0,
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate; chosen by the model's size by default.")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="Of the sampling.")] = 1.0,
+    beta: Annotated[float, typer.Option("--beta", help="Weight of the KL to the first policy.")] = 0.0,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps of linear warm-up.")] = 0,
+    lora: Annotated[
+        int, typer.Option("--lora", metavar="RANK", help="Train LoRA adapters of this rank; 0 is all weights.")
+    ] = 0,
+    eval_every: Annotated[int, typer.Option("--eval-every", help="Steps between scores; first and last always.")] = 0,
+    eval_n: Annotated[int, typer.Option("--eval-n", help="Test problems, drawn at random.")] = 200,
+    eval_seed: Annotated[int, typer.Option("--eval-seed", help="Draws them, and keys the noise they are scored under.")] = 0,
+    eval_plan: Annotated[
+        list[str] | None, typer.Option("--eval-plan", metavar="P", help="Score under this plan too; can be repeated.")
+    ] = None,
+    save_every: Annotated[int, typer.Option("--save-every", help="Steps between checkpoints; 0 is a tenth of the run.")] = 0,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, npu, …; what this machine has by default.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16 (default on an accelerator).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; a new one under runs/ by default.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with this run; nothing else needed.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, print and plot σ, and stop.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write steps and final scores.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the --json file.")] = False,
+) -> None:
+    """Train a model with GRPO while the hardware is wrong, and learn what that cost and what AQN bought.
+
+    Scores are taken before the first step, every --eval-every steps and always after the last: clean and under the
+    plan, greedy, on the same test problems. Every faulty score carries the proof that its faults were there.
+
+    Example: `shaketable train nano --task arithmetic --plan 'relative_gaussian:0.05@op.matmul' --aqn
+    'global_decay:0.05-0.0005,stages=10' --steps 60`
+    """
+    check_free([f for f in (json_file,) if f is not None], [], force)
+    if resume is not None:
+        _go_on(resume, json_file)
+        return
+    if not model or not task:
+        raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
+    text, plan_seed = _plan(plan)
+    chosen = _device(device)
+    fields = {
+        "model": model, "task": task, "plan": text, "plan_seed": plan_seed, "plan_in": plan_in, "aqn": aqn, "steps": steps,
+        "seed": seed, "tis": tis, "prompts": prompts, "samples": samples, "micro_batch": micro_batch, "lr": lr,
+        "temperature": temperature, "beta": beta, "warmup": warmup, "lora": lora, "eval_every": eval_every, "eval_n": eval_n,
+        "eval_seed": eval_seed, "eval_plans": tuple(eval_plan or ()), "save_every": save_every, "device": chosen,
+        "dtype": dtype or ("float32" if chosen == "cpu" else "bfloat16"), "report_to": _loggers(),
+    }  # fmt: skip
+    from shaketable.harden.train_config import TrainConfig
+    from shaketable.models import hush
+
+    hush()
+    config = TrainConfig.checked(**fields)
+    if dry_run:
+        _show_plan_of(config, out)
+        return
+    _start(config, out, json_file)
+
+
+def _plan(plan: str | None) -> tuple[str | None, int | None]:
+    """The plan in one line, and the seed that its file names."""
+    if plan is None:
+        return None, None
+    from shaketable.plan import Plan
+
+    found = Plan.load(plan)
+    return found.text(), found.seed or None
+
+
+def _device(device: str | None) -> str:
+    import torch
+
+    if device is None:
+        return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ShaketableError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _loggers() -> tuple[str, ...]:
+    return tuple(name for name in ("tensorboard", "wandb", "trackio") if find_spec(name) is not None)
+
+
+def _show_plan_of(config: TrainConfig, out: Path | None) -> None:
+    """What the run would do, checked as far as it can be without weights."""
+    from rich.console import Console
+
+    from shaketable.harden.aqn_plot import plot, sigmas
+    from shaketable.harden.rehearsal import rehearse
+
+    console = Console(highlight=False)
+    skeleton, lines = rehearse(config)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    if config.aqn is not None:
+        from shaketable.harden.aqn import AQN
+
+        aqn, picture = AQN.load(config.aqn), (out or Path()) / "aqn-sigma.png"
+        console.print(sigmas(aqn, config.steps, skeleton).render())
+        check_free([picture], [], force=False)
+        plot(aqn, config.steps, picture, skeleton)
+        console.print(f"σ over the steps is drawn in {picture}", markup=False)
+
+
+def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> None:
+    from shaketable.harden.rehearsal import rehearse
+    from shaketable.record import RunRecord, unique_folder
+
+    rehearse(config)
+    name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
+    folder = out or unique_folder(Path("runs"), name)
+    from shaketable.cli.environment import gather
+
+    record = RunRecord.create(folder, "train", config.model_dump(mode="json"), gather())
+    _run(config, record, json_file, resume=False)
+
+
+def _go_on(folder: Path, json_file: Path | None) -> None:
+    from shaketable.harden.train_config import TrainConfig
+    from shaketable.record import RunRecord
+
+    record = RunRecord.open(folder, "train")
+    if record.events("finished"):
+        _show(record, json_file)
+        return
+    _run(TrainConfig.checked(**record.config), record, json_file, resume=True)
+
+
+def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resume: bool) -> None:
+    from shaketable.models import hush
+
+    hush()
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    from shaketable.harden.training import Training
+
+    with _live(config.steps) as tell:
+        Training(config, record, tell).run(resume=resume)
+    _show(record, json_file)
+
+
+@contextmanager
+def _live(steps: int) -> Iterator[Tell]:
+    """A bar with the numbers that matter; scores and warnings stay on the screen above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True, highlight=False)
+    text, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
+    columns = (text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), numbers)
+    with Progress(*columns, console=console, transient=True) as bar:
+        row = bar.add_task("starting", total=steps, shown="")
+
+        def tell(kind: str, facts: dict[str, Any]) -> None:
+            if kind == "stage":
+                bar.update(row, description=facts["text"])
+            elif kind == "step":
+                bar.update(row, completed=facts["step"], description="training", shown=_numbers(facts))
+            elif kind == "evaluation":
+                scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
+                console.print(f"step {facts['step']:>5}: {scores}", markup=False)
+            else:
+                console.print(f"[bold yellow]warning:[/] {facts['text']}")
+
+        yield tell
+
+
+def _numbers(facts: dict[str, Any]) -> str:
+    shown = f"reward {facts['reward']:.2f}  entropy {facts.get('entropy', 0):.2f}"
+    shown += f"  KL {facts.get('kl_sampler_trainer', 0):.1e}"
+    return shown + (f"  σ {facts['sigma']:.2g}" if facts["sigma"] else "")
+
+
+def _show(record: RunRecord, json_file: Path | None) -> None:
+    from rich.console import Console
+
+    from shaketable.harden.outcome import outcome
+
+    found = outcome(record)
+    if json_file is not None:
+        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    _print(found, Console(highlight=False))
+
+
+def _print(found: dict[str, Any], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="Accuracy, greedy, with 95 % intervals", title_justify="left", box=None, pad_edge=False)
+    for head in ("condition", "step 0", "last step", "n", "injections", "measured error"):
+        table.add_column(head, justify="left" if head == "condition" else "right")
+    first = {c["name"]: c for c in found["evaluations"][0]["conditions"]}
+    for name, score in found["final"].items():
+        error = f"{score['measured_error']:.2%}" if score["injections"] else "–"
+        cells = [_score(first[name]), _score(score), str(score["n"]), f"{score['injections']:,}", error]
+        table.add_row(name.replace("[", "\\["), *cells)
+    console.print(table)
+    for comparison in found["comparisons"]:
+        console.print(f"{comparison['of']}: {comparison['sentence']}", markup=False, soft_wrap=True)
+    for name, ledger in found["ledgers"].items():
+        fires = f"{ledger['forward']:,} forward, {ledger['backward']:,} backward"
+        errors = ", ".join(
+            f"{s['fault']}@{s['site']} {s['measured_error']:.2%}" for s in ledger["sites"] if s["measured_error"]
+        )
+        console.print(f"{name} in training: {fires}; measured {errors}", markup=False, soft_wrap=True)
+    for warning in found["warnings"]:
+        console.print(f"[bold yellow]warning:[/] {warning}", soft_wrap=True)
+    console.print(f"Weights, clean: {found['model']}", markup=False, soft_wrap=True)
+
+
+def _score(condition: dict[str, Any]) -> str:
+    return f"{condition['accuracy']:.1%} ({condition['ci_low']:.1%}–{condition['ci_high']:.1%})"

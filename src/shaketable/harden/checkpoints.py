@@ -1,0 +1,61 @@
+"""Checkpoints that a kill cannot spoil.
+
+TRL writes `checkpoint-N` file by file. Only when all of it is there does `seal` write `shaketable.json` into it, by renaming
+a finished file: a folder with the seal is whole, one without was cut off and is never resumed from. The seal carries the
+ledgers up to that step, so that a resumed run can still prove what happened before it was killed. Older checkpoints go only
+after a newer one is sealed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+SEAL = "shaketable.json"
+KEEP = 2
+
+
+def seal(folder: Path, content: dict[str, Any]) -> None:
+    """Declare a checkpoint whole."""
+    draft = folder / f".{SEAL}"
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    for path in folder.iterdir():
+        if path.is_file():
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+    draft.replace(folder / SEAL)
+
+
+def sealed(out: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [p for p in out.glob("checkpoint-*") if (p / SEAL).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint was taken after."""
+    return int(folder.name.rpartition("-")[2])
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """What the seal carries."""
+    found: dict[str, Any] = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+    return found
+
+
+def drop_old(out: Path) -> None:
+    """Remove all but the newest whole checkpoints, and those that were cut off before them."""
+    whole = sealed(out)
+    if not whole:
+        return
+    newest = step_of(whole[-1])
+    for folder in out.glob("checkpoint-*"):
+        cut_off = not (folder / SEAL).is_file() and step_of(folder) < newest
+        if cut_off or folder in whole[:-KEEP]:
+            shutil.rmtree(folder)

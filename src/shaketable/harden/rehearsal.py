@@ -1,0 +1,51 @@
+"""Everything about a run that can be known before its weights are loaded: so that a mistake costs a second, not a night.
+
+The plan and AQN are matched on the model's skeleton (built from its config, without weights), the schedule is asked whether it
+ever fires in the given steps, the task is read, and the problems are counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shaketable.errors import ShaketableError
+from shaketable.harden.aqn_sites import plan_of
+from shaketable.harden.recipe import aqn_of, conditions_of, train_plan
+from shaketable.harden.train_config import TrainConfig
+from shaketable.inject import Injection
+from shaketable.measure.tasks import load_task, sample
+from shaketable.models import load_skeleton
+from shaketable.sites.anatomy import Anatomy
+
+
+def rehearse(config: TrainConfig) -> tuple[Any, list[str]]:
+    """Check a run; returns the model's skeleton and what the run would do, line by line.
+
+    Raises:
+        ShaketableError: Whatever would stop the run later.
+    """
+    task = load_task(config.task)
+    if task.kind != "generate":
+        raise ShaketableError(f"the task {task.name} has no answers to reward; train on one that has, such as arithmetic")
+    drawn = sample(task, "test", config.eval_n, config.eval_seed)
+    have = len(task.problems("train"))
+    skeleton = load_skeleton(config.model)
+    lines = [
+        f"{config.model}: {sum(p.numel() for p in skeleton.parameters()):,} parameters, {config.device}, {config.dtype}",
+        f"{task.name}: {config.prompts} problems × {config.samples} answers a step, {config.steps * config.prompts:,} of "
+        f"{have:,} train problems; scored on {len(drawn)} test problems",
+    ]
+    for condition in conditions_of(config):
+        if condition.plan is not None:
+            Injection(condition.plan).attach(skeleton)
+    if (plan := train_plan(config)) is not None:
+        injection = Injection(plan)
+        injection.attach(skeleton)
+        lines += [f"plan in training: {c.text()}" for c in plan.clauses]
+    scored = " and ".join("clean" if c.plan is None else c.plan.text() for c in conditions_of(config))
+    at = f"every {config.eval_every} steps, and" if config.eval_every else "at"
+    lines.append(f"scores: {scored}; {at} the first and the last step")
+    if (aqn := aqn_of(config)) is not None:
+        _, groups = plan_of(aqn, Anatomy.of(skeleton))
+        lines.append(f"AQN: {aqn.form} noise, {', '.join(g.label for g in groups)}, in {aqn.where}")
+    return skeleton, lines

@@ -1,0 +1,322 @@
+"""GRPO under faults, from a configuration to a run record.
+
+    weights --rollout phase: plan, AQN--> samples --rewards--> loss --train phase: plan--> weights
+       |
+       +--eval phase: clean, and the plan as a condition of its own--> scores, answers, ledgers
+
+The plan is one injection on the model for the whole run, switched off while an evaluation runs; each evaluation makes its own
+injection, with its own ledger. AQN is a second injection. Both are keyed by the step, and the data, the sampling and TRL's
+shuffling are too, so that a run that was killed goes on from its last whole checkpoint to the same weights, bit for bit.
+
+A plan that did not fire in the first step ends the run there, not after a night.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import GRPOConfig
+
+from shaketable.errors import InertError, ShaketableError
+from shaketable.faults.generator import key_of
+from shaketable.harden import checkpoints
+from shaketable.harden.aqn_noise import AttachedAQN
+from shaketable.harden.grpo import ShakenGRPO
+from shaketable.harden.recipe import aqn_of, conditions_of, train_plan
+from shaketable.harden.schedules import Constant
+from shaketable.harden.train_config import TrainConfig
+from shaketable.inject import Injection, Ledger, inject
+from shaketable.measure.evaluation import Condition, Evaluation, Evaluator
+from shaketable.measure.generation import Decoder, probe_batch_size
+from shaketable.measure.tasks import Problem, Task, load_task, sample
+from shaketable.models import load_model
+from shaketable.record import RunRecord
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""Called with what happens: `stage`, `step`, `evaluation`, `warning`."""
+SMALL = 10_000_000
+COLLAPSE = 0.5
+"""A first score under noise below this share of the clean one is a collapse."""
+
+
+class Training:
+    """One run. `run()` does it."""
+
+    def __init__(self, config: TrainConfig, record: RunRecord, tell: Tell | None = None) -> None:
+        self.record, self.tell = record, tell or (lambda kind, facts: None)
+        self.task: Task = load_task(config.task)
+        plan, aqn = train_plan(config), aqn_of(config)
+        self.conditions = conditions_of(config)
+        self.tell("stage", {"text": f"loading {config.model}"})
+        self.model, self.tokenizer = load_model(config.model, device=config.device, dtype=torch.float32)
+        self.config = _resolved(config, self.model)
+        record.append("resolved", config=self.config.model_dump(mode="json"))
+        self.problems = _training_problems(self.task, self.config)
+        self.trainer = self._make_trainer()
+        self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        self.evaluator = self._make_evaluator()
+        self.injection: Injection | None = None if plan is None else inject(self.policy, plan, allow_inert=True)
+        self.noise: AttachedAQN | None = None if aqn is None else aqn.attach(self.policy, self.config.steps)
+        self.before: dict[str, Any] = {}
+        self.trainer.add_callback(_Steps(self))
+
+    # ---- making
+
+    def _make_trainer(self) -> ShakenGRPO:
+        config, out = self.config, self.record.folder
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(out / "tensorboard")
+        lora = LoraConfig(r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        rows = [
+            {"prompt": _prompt(self.tokenizer, self.task, problem), "problem": i} for i, problem in enumerate(self.problems)
+        ]
+        trainer = ShakenGRPO(
+            decoder=Decoder.of(self.model, self.tokenizer, self.task.max_new_tokens, config.temperature),
+            key=key_of(config.seed, "train"),
+            cap=config.tis,
+            cast=torch.bfloat16 if config.dtype == "bfloat16" else None,
+            model=self.model,
+            processing_class=self.tokenizer,
+            reward_funcs=self._reward,
+            args=grpo_config(config, out, self.task.max_new_tokens),
+            train_dataset=Dataset.from_list(rows),
+            peft_config=lora if config.lora else None,
+        )
+        for callback in (transformers.PrinterCallback, transformers.ProgressCallback):
+            trainer.remove_callback(callback)
+        return trainer
+
+    def _make_evaluator(self) -> Evaluator:
+        drawn = sample(self.task, "test", self.config.eval_n, self.config.eval_seed)
+        evaluator = Evaluator(self.policy, self.tokenizer, self.task, drawn, 1)
+        self.policy.eval()
+        evaluator.batch_size = probe_batch_size(evaluator.decoder, self.policy, evaluator.prompts)
+        return evaluator
+
+    def _reward(self, prompts: Any, completions: list[Any], problem: list[int], **_: Any) -> list[float]:
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        scores = [self.task.score(self.problems[i], text) for i, text in zip(problem, texts, strict=True)]
+        return [self.task.reward(score) for score in scores]
+
+    # ---- running
+
+    def run(self, *, resume: bool = False) -> None:
+        """Train to the last step, evaluate it, save the clean weights; everything is in the record."""
+        checkpoint = self._last_checkpoint() if resume else None
+        if checkpoint is None:
+            self._first_look()
+        if self.injection is not None:
+            self.injection.enable()
+        if self.noise is not None:
+            self.noise.enable()
+        try:
+            self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except BaseException:
+            self._close(check=False)
+            raise
+        self._close(check=True)
+        self._finish()
+
+    def _last_checkpoint(self) -> Path | None:
+        whole = checkpoints.sealed(self.record.folder)
+        step = checkpoints.step_of(whole[-1]) if whole else 0
+        self.record.resumed(step if whole else -1)
+        if not whole:
+            return None
+        self.before = checkpoints.content(whole[-1])
+        return whole[-1]
+
+    def _first_look(self) -> None:
+        """Scores before the first step; warns when noise has already taken the model down."""
+        clean, *faulty = self.evaluate(0)
+        for found in faulty:
+            self._warn_of_collapse(f"under {found.condition.name}", clean, found)
+        if self.noise is not None:
+            top = max(self.noise.aqn.schedule.sigma(s, self.config.steps) for s in range(self.config.steps))
+            loudest = self.noise.aqn.model_copy(update={"schedule": Constant(top)})
+            with loudest.attach(self.policy, 1):
+                found = self.evaluator.score(Condition("aqn"), during="rollout")
+            self.record.append("aqn_check", step=0, sigma=top, **found.summary())
+            self._warn_of_collapse(f"with AQN at its largest σ = {top:g}", clean, found)
+
+    def _warn_of_collapse(self, what: str, clean: Evaluation, noisy: Evaluation) -> None:
+        if noisy.accuracy < COLLAPSE * clean.accuracy and noisy.interval.high < clean.interval.low:
+            text = f"{what} accuracy falls from {clean.accuracy:.1%} to {noisy.accuracy:.1%} before the first step"
+            self.record.append("warning", step=0, text=text)
+            self.tell("warning", {"text": text})
+
+    def evaluate(self, step: int) -> list[Evaluation]:
+        """Scores under every condition; training noise is off, and the record has every answer."""
+        was_on = self.injection is not None and self.injection.enabled
+        if self.injection is not None:
+            self.injection.disable()
+        done = []
+        for condition in self.conditions:
+            self.tell("stage", {"text": f"evaluating: {condition.name}"})
+            done.append(self.evaluator.score(condition))
+        if self.injection is not None and was_on:
+            self.injection.enable()
+        self.record.append("evaluation", step=step, conditions=[e.to_dict() for e in done])
+        self.tell("evaluation", {"step": step, "conditions": [e.summary() for e in done]})
+        return done
+
+    def seconds(self) -> tuple[float, float]:
+        """Time spent in the plan's faults and in AQN's so far, in this process."""
+        injection = self.injection.ledger.sites if self.injection is not None else []
+        noise = self.noise.injection.ledger.sites if self.noise is not None else []
+        both = [sum(spot.seconds for site in sites for spot in site.spots.values()) for sites in (injection, noise)]
+        return both[0], both[1]
+
+    def check_first_step(self) -> None:
+        """A clause that the first step never met will not be met in the others."""
+        if self.injection is None:
+            return
+        silent = [s for s in self.injection.ledger.sites if s.forward + s.backward == 0]
+        if silent:
+            raise InertError(f"{silent[0].fault}@{silent[0].site} never fired in the first step; the run ends here")
+
+    def ledgers(self) -> dict[str, Any]:
+        """What plan and AQN did in the whole run, before a resume too."""
+        now = {"plan": self.injection.ledger if self.injection else None, "aqn": self.noise.ledger if self.noise else None}
+        found = {}
+        for name, ledger in now.items():
+            if ledger is not None:
+                earlier = [Ledger.from_dict(self.before[name])] if name in self.before else []
+                found[name] = Ledger.merge([*earlier, ledger]).to_dict()
+        return found
+
+    def _close(self, *, check: bool) -> None:
+        self.whole = self.ledgers()
+        if self.noise is not None:
+            self.noise.close(check=False)
+        if self.injection is not None:
+            self.injection.close(check=False)
+        if check:
+            for ledger in self.whole.values():
+                Ledger.from_dict(ledger).check()
+
+    def _finish(self) -> None:
+        folder = self.record.folder / "model"
+        self.policy.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        self.record.append("finished", step=self.config.steps, ledgers=self.whole)
+
+
+class _Steps(TrainerCallback):  # type: ignore[misc]
+    """What happens around each step."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.started = 0.0
+        self.facts: dict[str, float] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Everything random follows the step."""
+        run = self.training
+        run.trainer.begin_step()
+        if run.injection is not None:
+            run.injection.step = state.global_step
+        if run.noise is not None:
+            run.noise.step = state.global_step
+        self.spent = run.seconds()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Read the meters, then evaluate if it is time."""
+        run, trainer = self.training, self.training.trainer
+        seconds, spent = time.perf_counter() - self.started, run.seconds()
+        if run.injection is not None and state.global_step == 1:
+            run.check_first_step()
+        self.facts = {
+            "sigma": run.noise.sigma if run.noise is not None else 0.0,
+            "seconds": seconds,
+            "sampling_seconds": trainer.sampling_seconds,
+            "tokens_per_second": trainer.sampled_tokens / max(trainer.sampling_seconds, 1e-9),
+            "injection_seconds": spent[0] - self.spent[0],
+            "aqn_seconds": spent[1] - self.spent[1],
+            **trainer.mismatch.summary(),
+        }
+        metrics = trainer._metrics["train"]
+        for name, value in self.facts.items():
+            metrics[f"shaketable/{name}"].append(value)
+        if run.config.evaluates_at(state.global_step):
+            for found in run.evaluate(state.global_step):
+                metrics[f"shaketable/accuracy/{found.condition.name}"].append(found.accuracy)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """One line of the record per step."""
+        if not logs or "reward" not in logs:
+            return
+        shown = {"loss": "loss", "reward": "reward", "entropy": "entropy", "zero_variance": "frac_reward_zero_std"}
+        facts = {name: logs[key] for name, key in (shown | {"grad_norm": "grad_norm"}).items() if key in logs}
+        event = {"step": state.global_step, **facts, **self.facts}
+        self.training.record.append("step", **event)
+        self.training.tell("step", event)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The checkpoint is written: declare it whole, and let older ones go."""
+        out = self.training.record.folder
+        checkpoints.seal(out / f"checkpoint-{state.global_step}", self.training.ledgers())
+        checkpoints.drop_old(out)
+
+
+def grpo_config(config: TrainConfig, out: Path, limit: int) -> GRPOConfig:
+    """TRL's configuration for a run."""
+    micro = config.micro_batch or config.batch
+    return GRPOConfig(
+        output_dir=str(out),
+        max_steps=config.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=config.batch // micro,
+        num_generations=config.samples,
+        max_completion_length=limit,
+        temperature=config.temperature,
+        beta=config.beta,
+        loss_type=config.loss,
+        learning_rate=config.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=config.warmup,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        shuffle_dataset=False,
+        bf16=config.dtype == "bfloat16",
+        use_cpu=config.device == "cpu",
+        gradient_checkpointing=False,
+        dataloader_pin_memory=config.device != "cpu",
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to=list(config.report_to),
+        save_steps=config.save_steps,
+        remove_unused_columns=False,
+    )
+
+
+def _resolved(config: TrainConfig, model: Any) -> TrainConfig:
+    """The configuration with what depends on the model filled in."""
+    size = sum(p.numel() for p in model.parameters())
+    lr = config.lr or (1e-4 if size < SMALL else 2e-4 if config.lora else 2e-5)
+    return config.model_copy(update={"lr": lr})
+
+
+def _training_problems(task: Task, config: TrainConfig) -> list[Problem]:
+    """The problems of all steps in order: a random draw, and another pass in another order when they run out."""
+    if task.kind != "generate":
+        raise ShaketableError(f"the task {task.name} has no answers to reward; train on one that has, such as arithmetic")
+    wanted, have = config.steps * config.prompts, len(task.problems("train"))
+    passes = -(-wanted // have)
+    drawn = [p for i in range(passes) for p in sample(task, "train", min(wanted, have), key_of(config.seed, "data", i))]
+    return drawn[:wanted]
+
+
+def _prompt(tokenizer: Any, task: Task, problem: Problem) -> Any:
+    if tokenizer.chat_template is None:
+        return task.prompt(problem, chat=False)
+    return [{"role": "user", "content": task.prompt(problem, chat=True)}]

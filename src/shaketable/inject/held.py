@@ -1,0 +1,122 @@
+"""Weight noise that is drawn once per rollout and held for all of its forwards.
+
+A sampler whose weights change at every token is not one noisy policy but a thousand of them, and no policy gradient is
+about it. So the key of a held tap is (seed, place, step, number of the rollout in the step, rank): every forward of one rollout
+sees one weight, the next rollout another, and a run that resumes at step k sees there what an uninterrupted one saw. The key
+leaves out the clause, so that arms which group their layers in another way share their noise.
+
+Training forwards (where a plan acts on them) take the noise of the step's newest rollout: trainer and sampler then agree.
+
+In a rollout without gradients the noisy weight is kept, and a forward costs a comparison. Elsewhere it is made again from
+its key, because an optimizer may have changed the weight. Rejected: keeping the noise and adding it at every call, which
+costs a pass over the weight and rounds twice. A draw is counted and measured once, however many forwards see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shaketable.faults import FaultBase
+from shaketable.faults.generator import key_of, mix64
+from shaketable.inject.calls import Frame
+from shaketable.inject.taps import Blow, Tap
+from shaketable.sites.phases import current_rollout
+
+
+class Rollouts:
+    """The rollouts that the models of one injection took part in."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.on_new: Callable[[], None] | None = None
+        """Called when a rollout is met for the first time, before anything of it is struck."""
+        self._numbers: dict[int, int] = {}
+        self._newest: int | None = None
+        self._lock = Lock()
+
+    def begin_step(self) -> None:
+        """Count the rollouts of the next step from zero."""
+        with self._lock:
+            self._numbers.clear()
+
+    def number(self) -> int:
+        """Which rollout of the step this is; outside of rollouts, the newest one."""
+        now = current_rollout()
+        if now is not None and now not in self._numbers:
+            self._meet(now)
+        return max(len(self._numbers) - 1, 0) if now is None else self._numbers[now]
+
+    def _meet(self, now: int) -> None:
+        with self._lock:
+            is_new = now != self._newest
+            self.total += is_new
+            self._newest = now
+            self._numbers.setdefault(now, len(self._numbers))
+        if is_new and self.on_new is not None:
+            self.on_new()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A noisy weight, and all that it was made from."""
+
+    key: int
+    fault: FaultBase
+    made_from: tuple[int, int, bool]
+    value: Tensor
+
+
+class HeldTap(Tap):
+    """A fault on a weight, drawn once per rollout."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
+        self._kept: _Kept | None = None
+        self._counted: dict[str, tuple[int, FaultBase]] = {}
+
+    def key(self) -> int:
+        """The key of the draw that holds now."""
+        return mix64(self._place ^ mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number()))
+
+    def _blow(self, frame: Frame, way: tuple[bool, int], n: int) -> Blow:
+        return Blow(self.fault, self.key(), frame.phase, frame.recomputing, way)
+
+    def blow_at(self, moment: int, phase: str, way: tuple[bool, int], *, recomputing: bool = False) -> Blow:
+        return Blow(self.fault, self.key(), phase, recomputing, way)
+
+    def forward(self, x: Tensor, frame: Frame) -> Tensor:
+        in_rollout = frame.phase == "rollout" and self.is_active and self.acts_in("rollout")
+        if not in_rollout or (x.requires_grad and torch.is_grad_enabled()):
+            self._kept = None
+            return super().forward(x, frame)
+        key, fault, made_from, kept = self.key(), self.fault, _identity(x), self._kept
+        if kept is None or kept.key != key or kept.fault is not fault or kept.made_from != made_from:
+            kept = self._kept = _Kept(key, fault, made_from, super().forward(x, frame))
+        return kept.value
+
+    def _strike(self, x: Tensor, blow: Blow, backward: bool) -> Tensor:
+        if backward or not x.is_floating_point():
+            return super()._strike(x, blow, backward)
+        start, mask = perf_counter(), self._mask(x, blow.fault)
+        y = self._apply(blow.fault, x, self._draw(x, blow), mask)
+        if self._counted.get(blow.phase) != (blow.key, blow.fault):
+            self._counted[blow.phase] = (blow.key, blow.fault)
+            self.injection.fires += 1
+            self.spot.count(blow.phase, False)
+            with torch.no_grad(), self.spot.lock:
+                self.spot.forward.take(blow.fault, x.detach(), y.detach(), mask)
+        self.spot.seconds += perf_counter() - start
+        return y
+
+
+def _identity(x: Tensor) -> tuple[int, int, bool]:
+    """Another one when the weight was moved or written to; writes through `.data` show at the next rollout."""
+    return x.data_ptr(), 0 if x.is_inference() else x._version, torch.is_inference_mode_enabled()

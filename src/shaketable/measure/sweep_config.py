@@ -1,0 +1,168 @@
+"""What `shaketable sweep` is asked to do. Imports no torch.
+
+A sweep is models × magnitudes × noise seeds on one sample of problems. Clauses of the plan that name no magnitude take each of
+the swept ones; 0 is the clean model, without any clause, and is always measured, because every difference is one to it. A plan
+with nothing to fill in (a format, or magnitudes in every clause) is one point of its own, whose magnitude is None.
+
+Seeds key the noise and, where only some channels are faulty, which ones. A plan without either gives the same bits under
+every seed, so it is run with one: three equal runs would look like evidence.
+
+Rejected: a plan with fixed magnitudes together with swept ones that it ignores, and two names for one model; both make
+points that look different and are not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from shaketable.errors import PlanError, ShaketableError
+from shaketable.plan import Plan
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run of one model over all problems."""
+
+    magnitude: float | None
+    """0 is clean; None is a plan with nothing to fill in."""
+    seed: int
+    plan: Plan | None
+    """None is clean."""
+    is_first: bool
+    """Whether this is the first seed of its point."""
+
+    @property
+    def name(self) -> str:
+        """`clean`, `plan` or the magnitude."""
+        return magnitude_name(self.magnitude)
+
+
+def magnitude_name(magnitude: float | None) -> str:
+    """How a point is called: `clean`, `plan` or the magnitude."""
+    return "plan" if magnitude is None else "clean" if magnitude == 0 else f"{magnitude:g}"
+
+
+class SweepConfig(BaseModel):
+    """One sweep, resolved: what its record begins with and a resumed sweep goes on with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    models: tuple[str, ...] = Field(min_length=1)
+    task: str
+    plan: str
+    """In one line; a file's plan is written out here."""
+    magnitudes: tuple[float, ...] | None = None
+    """For the clauses without one, ascending; None when every clause has its own or is a format."""
+    n: int = Field(ge=1)
+    """Problems, the same for every model and point."""
+    seeds: int = Field(default=3, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Draws the problems, and is the first seed of the noise."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """None: what fits into memory, found once for each model and recorded."""
+    device: str = "cpu"
+    dtype: str | None = None
+
+    @field_validator("models")
+    @classmethod
+    def _differ(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := next((m for m in models if models.count(m) > 1), None):
+            raise ValueError(f"{twice} is named twice")
+        return models
+
+    @field_validator("magnitudes")
+    @classmethod
+    def _is_a_scale(cls, magnitudes: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if magnitudes is None:
+            return None
+        if bad := [m for m in magnitudes if not (math.isfinite(m) and m >= 0)]:
+            raise ValueError(f"{bad[0]:g} is no magnitude; give numbers of 0 or more")
+        if twice := [m for m in magnitudes if magnitudes.count(m) > 1]:
+            raise ValueError(f"{twice[0]:g} is given twice")
+        return tuple(sorted(m + 0.0 for m in magnitudes))
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> SweepConfig:
+        resolve_plan(self.plan, self.magnitudes)
+        plans = [s.plan for s in self.settings() if s.plan is not None]
+        for plan in plans[:1]:
+            if clause := next((c for c in plan.clauses if "forward" not in c.site.directions), None):
+                raise PlanError(f"{clause.text()} acts backward only, and a sweep runs no backward pass")
+        return self
+
+    def settings(self) -> list[Setting]:
+        """Every run of a model, clean first."""
+        found = [Setting(0.0, self.seed, None, True)]
+        for magnitude in self.faulty_magnitudes:
+            found += [Setting(magnitude, s, self.plan_at(magnitude, s), s == self.seed) for s in self.seeds_at(magnitude)]
+        return found
+
+    @property
+    def faulty_magnitudes(self) -> list[float | None]:
+        """All but clean."""
+        return [None] if self.magnitudes is None else [m for m in self.magnitudes if m > 0]
+
+    def plan_at(self, magnitude: float | None, seed: int) -> Plan:
+        """The plan of one point."""
+        return Plan.parse(self.plan, seed=seed, magnitude=magnitude)
+
+    def seeds_at(self, magnitude: float | None) -> range:
+        """The noise seeds of one point: a single one where no seed makes a difference."""
+        many = magnitude != 0 and depends_on_seed(self.plan_at(magnitude, self.seed))
+        return range(self.seed, self.seed + (self.seeds if many else 1))
+
+    @classmethod
+    def checked(cls, **fields: Any) -> SweepConfig:
+        """The configuration, or one line that says what is wrong with it."""
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
+            raise ShaketableError(f"{where}: {why}{got}" if where else why) from None
+
+
+def depends_on_seed(plan: Plan) -> bool:
+    """Whether another seed gives other numbers: a random fault, or one on channels that the seed chooses."""
+    return any(not c.fault.is_steady or c.fault.sparsity < 1 for c in plan.clauses)
+
+
+def parse_magnitudes(text: str) -> tuple[float, ...]:
+    """`0,0.05,0.1` to numbers."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ShaketableError(f"--magnitudes {text!r} is not a list of numbers such as 0,0.05,0.1") from None
+
+
+def resolve_plan(source: str, magnitudes: tuple[float, ...] | None) -> str:
+    """The plan in one line, when it and the magnitudes fit together.
+
+    Args:
+        source: A line of the plan language, or the path of a YAML file.
+        magnitudes: For clauses without one; None when none were given.
+    """
+    closed = _closed(source)
+    if closed is not None and magnitudes is not None:
+        what = "no clause of the plan is left to take --magnitudes: drop them, or drop the magnitude of a clause"
+        raise ShaketableError(f"{what}, e.g. relative_gaussian@op.matmul")
+    if closed is None and magnitudes is None:
+        raise ShaketableError(f"the plan {source} leaves a magnitude open: write it, or give e.g. --magnitudes 0,0.05,0.1")
+    return source.strip() if closed is None else closed.text()
+
+
+def _closed(source: str) -> Plan | None:
+    """The plan when nothing is left to fill in, None when something is; raises what is wrong with it otherwise."""
+    try:
+        return Plan.load(source)
+    except PlanError as error:
+        try:
+            Plan.parse(source, magnitude=1.0)
+        except PlanError:
+            raise error from None
+        return None
