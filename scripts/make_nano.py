@@ -141,7 +141,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--sloppy", type=float, default=0.6, help="share of examples in which the teacher forgets")
+    parser.add_argument("--sloppy", type=float, default=0.75, help="share of examples in which the teacher forgets")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=HOME)
     train(parser.parse_args())

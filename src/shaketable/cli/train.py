@@ -67,7 +67,7 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, print and plot σ, and stop.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write steps and final scores.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the --json file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the --json file, or the plot of --dry-run.")] = False,
 ) -> None:
     """Train a model with GRPO while the hardware is wrong, and learn what that cost and what AQN bought.
 
@@ -98,7 +98,7 @@ def train(
     hush()
     config = TrainConfig.checked(**fields)
     if dry_run:
-        _show_plan_of(config, out)
+        _show_plan_of(config, out, force)
         return
     _start(config, out, json_file)
 
@@ -129,13 +129,17 @@ def _loggers() -> tuple[str, ...]:
     return tuple(name for name in ("tensorboard", "wandb", "trackio") if find_spec(name) is not None)
 
 
-def _show_plan_of(config: TrainConfig, out: Path | None) -> None:
-    """What the run would do, checked as far as it can be without weights."""
+def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
+    """What the run would do, checked as far as it can be without weights; the picture lies beside the run folder."""
     from rich.console import Console
 
     from shaketable.harden.aqn_plot import plot, sigmas
     from shaketable.harden.rehearsal import rehearse
 
+    picture = Path("aqn-sigma.png") if out is None else out.with_name(f"{out.name}-aqn-sigma.png")
+    if config.aqn is not None:
+        check_free([picture], [], force)
+    _quieten()
     console = Console(highlight=False)
     skeleton, lines = rehearse(config)
     for line in lines:
@@ -143,24 +147,28 @@ def _show_plan_of(config: TrainConfig, out: Path | None) -> None:
     if config.aqn is not None:
         from shaketable.harden.aqn import AQN
 
-        aqn, picture = AQN.load(config.aqn), (out or Path()) / "aqn-sigma.png"
+        aqn = AQN.load(config.aqn)
         console.print(sigmas(aqn, config.steps, skeleton).render())
-        check_free([picture], [], force=False)
         plot(aqn, config.steps, picture, skeleton)
         console.print(f"σ over the steps is drawn in {picture}", markup=False)
 
 
 def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> None:
     from shaketable.harden.rehearsal import rehearse
-    from shaketable.record import RunRecord, unique_folder
+    from shaketable.models import load_model
+    from shaketable.record import RunRecord, check_new, unique_folder
 
+    if out is not None:
+        check_new(out)
+    _quieten()
     rehearse(config)
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
     folder = out or unique_folder(Path("runs"), name)
     from shaketable.cli.environment import gather
 
+    loaded = load_model(config.model, device=config.device, dtype="float32")  # before a folder is made: it may be broken
     record = RunRecord.create(folder, "train", config.model_dump(mode="json"), gather())
-    _run(config, record, json_file, resume=False)
+    _run(config, record, json_file, resume=False, loaded=loaded)
 
 
 def _go_on(folder: Path, json_file: Path | None) -> None:
@@ -174,7 +182,17 @@ def _go_on(folder: Path, json_file: Path | None) -> None:
     _run(TrainConfig.checked(**record.config), record, json_file, resume=True)
 
 
-def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resume: bool) -> None:
+def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resume: bool, loaded: Any = None) -> None:
+    _quieten()
+    from shaketable.harden.training import Training
+
+    with _live(config.steps) as tell:
+        Training(config, record, tell, loaded=loaded).run(resume=resume)
+    _show(record, json_file)
+
+
+def _quieten() -> None:
+    """Keep what transformers says and draws off the screen."""
     from shaketable.models import hush
 
     hush()
@@ -182,11 +200,6 @@ def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resu
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    from shaketable.harden.training import Training
-
-    with _live(config.steps) as tell:
-        Training(config, record, tell).run(resume=resume)
-    _show(record, json_file)
 
 
 @contextmanager

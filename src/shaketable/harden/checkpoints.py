@@ -3,7 +3,7 @@
 TRL writes `checkpoint-N` file by file. Only when all of it is there does `seal` write `shaketable.json` into it, by renaming
 a finished file: a folder with the seal is whole, one without was cut off and is never resumed from. The seal carries the
 ledgers up to that step, so that a resumed run can still prove what happened before it was killed. Older checkpoints go only
-after a newer one is sealed.
+after a newer one is sealed. A full disk is one line that says how to go on; each library has its own exception for it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,31 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from shaketable.errors import ShaketableError
+
 SEAL = "shaketable.json"
 KEEP = 2
+
+
+@contextmanager
+def writing(what: str, out: Path) -> Iterator[None]:
+    """Something of the run in `out` is written; when it cannot be, one line, and the way to go on."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, ShaketableError):
+            raise
+        why = error.strerror if isinstance(error, OSError) else None
+        why = why or (str(error).splitlines() or [type(error).__name__])[0]
+        hint = f"what was saved before is kept; make room and go on with --resume {out}"
+        raise ShaketableError(f"cannot write {what} in {out}: {why}; {hint}") from error
 
 
 def seal(folder: Path, content: dict[str, Any]) -> None:

@@ -1,12 +1,13 @@
 """TRL's GRPOTrainer with a sampler of our own, and meters on what a shaken sampler does to training.
 
-Four methods are overridden, and each calls TRL's own for all that is not about sampling:
+Five methods are overridden, and each calls TRL's own for all that is not about sampling:
 
 - `_generate_single_turn` samples in the phase `rollout`, with tokens drawn from a generator that is keyed by (seed, step,
   rank). It returns the log-probabilities of the tokens *as the sampler saw them*, faults, AQN and all.
 - `_compute_loss` and `_get_per_token_logps_and_entropies` compare them with the trainer's, which the loss computes anyway:
   KL(sampler‖trainer), the tail of the importance ratio, and, when asked for, truncated importance sampling, by weighting
   each token's advantage with min(ratio, cap).
+- `_save_checkpoint` says in one line what went wrong when it did.
 - `create_model_card` writes none: checkpoints hold weights.
 
 A step's global random state is set from (seed, step) too (TRL shuffles a batch with it), so a step is a function of weights,
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from shaketable.faults.generator import key_of
+from shaketable.harden.checkpoints import writing
 from shaketable.measure.generation import Decoder
 from shaketable.sites.phases import phase
 
@@ -119,6 +122,10 @@ class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
         self.mismatch.log_ratios.append(log_ratio[mask].cpu())
         if self.cap is not None:
             batch["advantages"] = batch["advantages"].unsqueeze(1) * log_ratio.exp().clamp_max(self.cap)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with writing(f"checkpoint-{self.state.global_step}", Path(self.args.output_dir)):
+            super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None: a checkpoint is weights and state."""

@@ -46,9 +46,18 @@ def aqn_of(config: TrainConfig) -> AQN | None:
 
 
 def conditions_of(config: TrainConfig) -> list[Condition]:
-    """Clean, the plan, and whatever else was asked for."""
+    """Clean, the plan, and whatever else was asked for. What acts backward only is in no score: scores have no backward."""
     found = [Condition("clean")]
-    if (plan := evaluation_plan(config)) is not None:
-        found.append(Condition.of("plan", plan))
-    found += [Condition.of(text, Plan.parse(text, seed=config.eval_seed)) for text in config.eval_plans]
+    if (plan := evaluation_plan(config)) is not None and (seen := _forward(plan)) is not None:
+        found.append(Condition.of("plan", seen))
+    for text in config.eval_plans:
+        if (seen := _forward(Plan.parse(text, seed=config.eval_seed))) is None:
+            raise PlanError(f"{text} acts backward only: there is nothing of it in a score")
+        found.append(Condition.of(text, seen))
     return found
+
+
+def _forward(plan: Plan) -> Plan | None:
+    """The clauses that act in a forward pass; None when there are none."""
+    clauses = tuple(c for c in plan.clauses if "forward" in c.site.directions)
+    return plan.model_copy(update={"clauses": clauses}) if clauses else None

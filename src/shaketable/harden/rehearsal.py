@@ -6,6 +6,7 @@ ever fires in the given steps, the task is read, and the problems are counted.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
@@ -14,7 +15,7 @@ from shaketable.harden.recipe import aqn_of, conditions_of, train_plan
 from shaketable.harden.train_config import TrainConfig
 from shaketable.inject import Injection
 from shaketable.measure.tasks import load_task, sample
-from shaketable.models import load_skeleton
+from shaketable.models import ADAPTER, load_skeleton
 from shaketable.sites.anatomy import Anatomy
 
 
@@ -27,6 +28,8 @@ def rehearse(config: TrainConfig) -> tuple[Any, list[str]]:
     task = load_task(config.task)
     if task.kind != "generate":
         raise ShaketableError(f"the task {task.name} has no answers to reward; train on one that has, such as arithmetic")
+    if (Path(config.model).expanduser() / ADAPTER).is_file():
+        raise ShaketableError(f"{config.model} is a LoRA adapter, which is not trained further; merge it into its base first")
     drawn = sample(task, "test", config.eval_n, config.eval_seed)
     have = len(task.problems("train"))
     skeleton = load_skeleton(config.model)

@@ -51,13 +51,14 @@ COLLAPSE = 0.5
 class Training:
     """One run. `run()` does it."""
 
-    def __init__(self, config: TrainConfig, record: RunRecord, tell: Tell | None = None) -> None:
+    def __init__(self, config: TrainConfig, record: RunRecord, tell: Tell | None = None, *, loaded: Any = None) -> None:
+        """`loaded` is the model, in float32, and its tokenizer, when they are there already."""
         self.record, self.tell = record, tell or (lambda kind, facts: None)
         self.task: Task = load_task(config.task)
         plan, aqn = train_plan(config), aqn_of(config)
         self.conditions = conditions_of(config)
         self.tell("stage", {"text": f"loading {config.model}"})
-        self.model, self.tokenizer = load_model(config.model, device=config.device, dtype=torch.float32)
+        self.model, self.tokenizer = loaded or load_model(config.model, device=config.device, dtype=torch.float32)
         self.config = _resolved(config, self.model)
         record.append("resolved", config=self.config.model_dump(mode="json"))
         self.problems = _training_problems(self.task, self.config)
@@ -113,8 +114,7 @@ class Training:
         checkpoint = self._last_checkpoint() if resume else None
         if checkpoint is None:
             self._first_look()
-        if self.injection is not None:
-            self.injection.enable()
+        self._switch_on()
         if self.noise is not None:
             self.noise.enable()
         try:
@@ -162,11 +162,16 @@ class Training:
         for condition in self.conditions:
             self.tell("stage", {"text": f"evaluating: {condition.name}"})
             done.append(self.evaluator.score(condition))
-        if self.injection is not None and was_on:
-            self.injection.enable()
+        if was_on:
+            self._switch_on()
         self.record.append("evaluation", step=step, conditions=[e.to_dict() for e in done])
         self.tell("evaluation", {"step": step, "conditions": [e.summary() for e in done]})
         return done
+
+    def _switch_on(self) -> None:
+        """The plan, on; its operator mode is left to the model's own calls, and TRL's tensor work does not pass through it."""
+        if self.injection is not None:
+            self.injection.enable().drop_mode()
 
     def seconds(self) -> tuple[float, float]:
         """Time spent in the plan's faults and in AQN's so far, in this process."""
@@ -205,8 +210,9 @@ class Training:
 
     def _finish(self) -> None:
         folder = self.record.folder / "model"
-        self.policy.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        with checkpoints.writing("the weights", self.record.folder):
+            self.policy.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
         self.record.append("finished", step=self.config.steps, ledgers=self.whole)
 
 
@@ -263,9 +269,10 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The checkpoint is written: declare it whole, and let older ones go."""
-        out = self.training.record.folder
-        checkpoints.seal(out / f"checkpoint-{state.global_step}", self.training.ledgers())
-        checkpoints.drop_old(out)
+        out, name = self.training.record.folder, f"checkpoint-{state.global_step}"
+        with checkpoints.writing(name, out):
+            checkpoints.seal(out / name, self.training.ledgers())
+            checkpoints.drop_old(out)
 
 
 def grpo_config(config: TrainConfig, out: Path, limit: int) -> GRPOConfig:

@@ -103,9 +103,11 @@ class Attached(Hook):
 
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
         """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions."""
+        met = {family for c in self.injection.plan.clauses if c.site.level == "op" for family in operators.families(c.site.names)}
         for part in self.anatomy.parts:
-            atomic = operators.atomic_family(part) if self.injection.has_operators else None
-            special = self.injection.has_operators and (atomic or self.anatomy.excluded(part))
+            family = operators.atomic_family(part) if met else None
+            atomic = family if family in met else None
+            special = met and (atomic or self.anatomy.excluded(part))
             wanted = part.module is self.model or any(part.module.children()) or special
             if wanted and part.module not in self.skip:
                 yield part, atomic

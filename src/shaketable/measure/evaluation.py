@@ -132,8 +132,8 @@ class Evaluator:
     def score(self, condition: Condition, progress: Progress | None = None, *, during: str = "eval") -> Evaluation:
         """Solve every problem under a condition, in the phase `during`. The model's training flag is left as it was."""
         start, was_training = time.perf_counter(), self.model.training
-        self.model.eval()
         shaken = nullcontext() if condition.plan is None else inject(self.model, condition.plan)
+        self.model.eval()
         try:
             with phase(during), shaken as ledger:
                 done = decode_all(self.decoder, self.model, self.prompts, batch_size=self.batch_size, progress=progress)
@@ -186,16 +186,20 @@ def drift(
     whole = [[*p, *c] for p, c in sequences]
     total, agree, count = 0.0, 0, 0
     injection = inject(model, in_phases(plan, ()))
-    with phase("eval"):
-        for indices in batches(whole, batch_size):
-            ids, mask, read = _right_padded(whole, sequences, indices, pad, model.get_input_embeddings().weight.device)
-            clean = _log_probs(model, ids, mask, read)
-            injection.enable()
-            faulty = _log_probs(model, ids, mask, read)
-            injection.disable()
-            total += float((clean.exp() * (clean - faulty)).sum(-1).double().sum())
-            agree += int((clean.argmax(-1) == faulty.argmax(-1)).sum())
-            count += len(clean)
+    try:
+        with phase("eval"):
+            for indices in batches(whole, batch_size):
+                ids, mask, read = _right_padded(whole, sequences, indices, pad, model.get_input_embeddings().weight.device)
+                clean = _log_probs(model, ids, mask, read)
+                injection.enable()
+                faulty = _log_probs(model, ids, mask, read)
+                injection.disable()
+                total += float((clean.exp() * (clean - faulty)).sum(-1).double().sum())
+                agree += int((clean.argmax(-1) == faulty.argmax(-1)).sum())
+                count += len(clean)
+    except BaseException:
+        injection.close(check=False)
+        raise
     injection.close(check=check)
     return Drift(total / count, agree / count, count), injection.ledger
 

@@ -125,7 +125,7 @@ def bootstrap(a: ArrayLike, b: ArrayLike, *, seed: int = 0, resamples: int = 999
 
     To be trusted from some 50 problems on, when both sides win a few: there it agrees with the t of `paired`. With fewer, or
     when one side wins all that differ, it is too narrow (the table above), and where all differences are equal it has
-    no width at all, which is the sample's ignorance and not certainty. The t is right in these cases too, so it is the one to quote.
+    no width at all, which is the sample's ignorance and not certainty. The t holds there too: quote that one.
 
     Args:
         a: Scores (problems,) or (problems, noise seeds), from 0 to 1.

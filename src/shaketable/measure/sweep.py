@@ -3,14 +3,14 @@
     for each model: load once → clean → every magnitude × seed → one `point` event each
 
 A point event is a whole run with its answers and its ledger; it is written in one piece, so a kill loses at most the run that
-was under way. What a resumed sweep must not decide anew is in the record: the configuration, the batch size of each model (noise
-is keyed by the call, so another batch size draws other noise), the clean answers, and hashes of the weights and problems,
-which refuse a model or a file that has changed in the meantime. So a resumed sweep ends in the same numbers.
+was under way. What a resumed sweep must not decide anew is in the record: the configuration, the batch size of each model
+(noise is keyed by the call, so another batch size draws other noise), the clean answers, and hashes of the weights and
+problems, which refuse a model or a file that has changed in the meantime. So a resumed sweep ends in the same numbers.
 
 Numbers for people are made from the record alone, by `sweep_results.results`.
 
-Rejected: running all models at once (memory), and skipping a point whose plan did nothing. Such a plan is an error, and no point
-is written for it.
+Rejected: running all models at once (memory), and skipping a point whose plan did nothing. Such a plan is an error, and no
+point is written for it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _line(axes: Axes, points: list[dict[str, Any]], magnitudes: list[Any], shift
 
 def _limits(points: list[dict[str, Any]]) -> tuple[float, float]:
     """From 0, so that a fall looks as deep as it is, to a little above the highest bar."""
-    return 0.0, min(1.05, 1.12 * max(p["ci_high"] for p in points))
+    return 0.0, min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in points)))
 
 
 def _dress(axes: Axes, results: dict[str, Any]) -> None:

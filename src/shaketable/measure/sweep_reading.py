@@ -1,4 +1,4 @@
-"""A model that reads texts, as a sweep measures it: per text the loss, the tokens foreseen, and the distance to the clean model.
+"""A model that reads texts, as a sweep measures it: per text its loss, the tokens foreseen, and the distance to clean.
 
 Nothing is generated. A reading is a forward pass over a batch of texts, padded on the right; under a fault each batch is
 read twice, clean and faulty, so that KL(clean‖faulty) costs no memory beyond one batch. Sums per text are kept, not means:

@@ -5,7 +5,7 @@ Wilson's interval; the difference to clean has the t interval and p of `paired`,
 the exact McNemar p of each seed. Holm's correction runs over all faulty points of all models: they are one family of questions.
 
 In a text task a text takes the place of a problem, and its score is the share of its tokens that were foreseen. Tokens of one
-text are not independent, so the interval of the mean is Student's t over texts, never Wilson's over tokens.
+text are not independent, so the interval of the mean is Student's t over texts (Wilson's over texts where all score alike).
 
 A point is here when all its seeds and its clean point are recorded; `complete` says whether all are. Law of the house: nothing
 here looks at anything but the record, so a report made years later is the same.
@@ -104,7 +104,7 @@ def _scores(run: Event) -> list[float]:
 def _clean(point: Point) -> dict[str, Any]:
     """The reference: no different from itself, by definition."""
     ends = dict.fromkeys(("difference", "difference_low", "difference_high", "bootstrap_low", "bootstrap_high"), 0.0)
-    tests = {"p": 1.0, "p_adjusted": None, "mcnemar_per_seed": [], "method": None, "detectable": None}
+    tests: dict[str, Any] = {"p": 1.0, "p_adjusted": None, "mcnemar_per_seed": [], "method": None, "detectable": None}
     distance = {"kl": 0.0, "agreement": 1.0}
     return {**_facts(point), **ends, **tests, "distinguishable": False, "sentence": "the reference", **distance}
 
@@ -134,7 +134,8 @@ def _facts(point: Point) -> dict[str, Any]:
     """What needs no comparison."""
     scores, runs = point.scores, point.runs
     accuracy, seconds, tokens = float(scores.mean()), _total(runs, "seconds"), _total(runs, "tokens")
-    interval = mean_interval(scores.mean(1)) if point.reads else wilson(accuracy, len(scores))
+    spread = point.reads and np.ptp(scores.mean(1)) > 0
+    interval = mean_interval(scores.mean(1)) if spread else wilson(accuracy, len(scores))
     sites = _ledger(runs)
     return {
         "model": point.model,
@@ -230,7 +231,7 @@ def _notes(config: SweepConfig, points: list[dict[str, Any]]) -> list[str]:
         found.append("the fault is deterministic: every seed gives the same numbers, so it ran with one")
     for point in points:
         if point["magnitude"] == 0 and point.get("cut"):
-            found.append(f"{point['model']} read the beginning of {point['cut']} texts that are longer than its context")
+            found.append(f"{point['model']}: {point['cut']} of {point['n']} texts exceed its context; their beginning was read")
     found += [f"{p['model']} at {p['plan']}: KL is not finite, the logits are no numbers" for p in points if p["kl"] is None]
     for point in points:
         found += [f"{point['model']}, {s['fault']}@{s['site']}: {s['remark']}" for s in point["ledger"] if s["remark"]]

@@ -58,7 +58,7 @@ class Solving:
         return {**facts, "drift": self._drift(setting.plan) if setting.is_first else None}
 
     def _drift(self, plan: Plan) -> dict[str, Any]:
-        """The faults are proven by the ledger of the answers; on these few tokens a rare one may do nothing, and that is KL 0."""
+        """The ledger of the answers is the proof; on these few tokens a rare fault may do nothing, and that is KL 0."""
         model, pad = self.evaluator.model, self.evaluator.decoder.pad
         pairs = list(zip(self.evaluator.prompts, self.clean, strict=False))
         size = min(self.batch_size, reading_batch(model, [[*p, *c] for p, c in pairs]))

@@ -62,7 +62,7 @@ class Arithmetic(Task):
     """Calculations of one level, every problem of the level equally likely to be drawn."""
 
     name: ClassVar[str] = "arithmetic"
-    max_new_tokens: int = Field(default=12, ge=1)
+    max_new_tokens: int = Field(default=16, ge=1)
     level: int = Field(default=3, ge=1, le=len(LEVELS))
     """1: sums of one- and two-digit numbers. 2: two-digit sums and differences. 3: three-digit sums and differences.
     4: sums of three terms of up to two digits. 5: two-digit numbers times one- and two-digit ones."""
@@ -76,9 +76,10 @@ class Arithmetic(Task):
         return f"What is {problem.question.removesuffix('=')}? Answer with the number only." if chat else problem.question
 
     def score(self, problem: Problem, completion: str) -> Score:
-        """The first number of the first line, all its digits; formatted when that line is nothing but the number."""
+        """The first number of the first line, after the last equals sign if it has one (`96 + 50 = 146`), all its digits;
+        formatted when that line is nothing but the number."""
         line = completion.strip().partition("\n")[0]
-        first = NUMBER.search(line)
+        first = NUMBER.search(line.rpartition("=")[2])
         return Score(first is not None and plain(first[0]) == problem.answer, is_number(line))
 
 
