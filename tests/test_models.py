@@ -32,7 +32,7 @@ def error_line(load, name) -> str:
     with pytest.raises(ModelError) as caught:
         load(str(name))
     line = str(caught.value)
-    assert "\n" not in line and "valid: smollm2-135m" in line
+    assert "\n" not in line and "valid: nano, smollm2-135m" in line
     return line
 
 

@@ -94,6 +94,7 @@ def test_every_character_has_a_token_of_its_own(nano):
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
+@pytest.mark.slow
 def test_the_script_makes_a_model_that_loads(tmp_path):
     words = [sys.executable, SCRIPT, "--steps", "3", "--batch", "8", "--out", tmp_path / "made"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)

@@ -11,6 +11,7 @@ Rejected: one JSON file written at the end (a kill loses everything), and a data
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import uuid
@@ -87,7 +88,7 @@ class RunRecord:
                     yield json.loads(line)
 
     def _write(self, event: dict[str, Any]) -> None:
-        line = json.dumps(event, ensure_ascii=False) + "\n"
+        line = json.dumps(_strict(event), ensure_ascii=False, allow_nan=False) + "\n"
         try:
             self._cut_torn_line()
             with (self.folder / FILE).open("ab", buffering=0) as file:
@@ -110,6 +111,15 @@ class RunRecord:
             if file.read() in (b"", b"\n"):
                 return
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def _strict(value: Any) -> Any:
+    """The value as strict JSON has it: a number that is not finite is null."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_new(folder: Path) -> None:

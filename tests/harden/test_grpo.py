@@ -63,7 +63,7 @@ def test_truncated_importance_sampling_is_the_policy_gradient_with_capped_weight
     weight = torch.ones_like(ratio) if cap is None else ratio.clamp(max=cap)
     own = (logps - logps.detach()).exp()
     expected = -(weight * batch["advantages"].unsqueeze(1) * own * mask).sum() / mask.sum()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
     for name, grad in gradient(trainer, expected).items():
         assert torch.allclose(found[name], grad, rtol=1e-3, atol=1e-6), name
 

@@ -13,7 +13,7 @@ from shaketable.harden.training import _training_problems
 from shaketable.measure.tasks import load_task
 from shaketable.models import NANO, load_model
 
-NOISE = "relative_gaussian:0.02@op.matmul"
+NOISE = "relative_gaussian:0.2@op.matmul"
 LOUD_AQN = "constant:0.3"
 NORMS = 17  # two in each of eight layers, and the last
 
@@ -109,7 +109,7 @@ def test_the_plan_acts_in_the_phases_asked_for_and_no_other(clean, tmp_path, pla
     assert same(final(run), final(clean)) == (plan_in == "eval")
     assert fires_in_scores(run)
     kl = [e["kl_sampler_trainer"] for e in run.record.events("step")]
-    assert all(k > 1e-7 for k in kl) == bool(phases)
+    assert max(kl) > 1e-6 if phases else max(kl) < 1e-9
 
 
 def test_aqn_acts_in_rollouts_with_the_sigma_of_the_schedule(clean, tmp_path):
@@ -255,6 +255,14 @@ def test_problems_follow_the_seed_and_come_again_only_when_all_were_there():
     assert not test & set(ids)
     assert [p.id for p in _training_problems(task, config)] == ids
     assert [p.id for p in _training_problems(task, config.model_copy(update={"seed": 1}))] != ids
+
+
+def test_every_step_takes_the_next_problems_of_the_draw(tmp_path):
+    training = prepared(tmp_path / "run", steps=2)
+    asked, reward = [], training._reward
+    training.trainer.reward_funcs[0] = lambda problem, **rest: (asked.append(problem), reward(problem=problem, **rest))[1]
+    training.run()
+    assert asked == [[i for i in step for _ in range(4)] for step in (range(4), range(4, 8))]
 
 
 def test_a_rehearsal_loads_no_weights_and_tells_what_would_happen():

@@ -8,7 +8,7 @@ from shaketable.record import RunRecord
 
 SMALL = {
     "model": "nano", "task": "arithmetic", "steps": 3, "prompts": 4, "samples": 4, "eval_n": 8, "lr": 1e-3, "report_to": (),
-    "temperature": 1.3,
+    "temperature": 2.0,
 }  # fmt: skip
 
 

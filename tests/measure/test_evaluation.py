@@ -205,7 +205,8 @@ def test_drift_leaves_no_hook_and_refuses_what_changes_nothing(nano, texts, monk
         drift(model, texts, inert, 16, tokenizer.pad_token_id)
     found, _ = drift(model, texts, inert, 16, tokenizer.pad_token_id, check=False)
     assert (found.kl, found.agreement) == (0, 1)
-    monkeypatch.setattr("shaketable.measure.evaluation._log_probs", stop)
+    readings = iter([lambda: torch.zeros(1, 2), stop])
+    monkeypatch.setattr("shaketable.measure.evaluation._log_probs", lambda *_: next(readings)())
     with pytest.raises(StopError):
         drift(model, texts, Plan.parse(f"{NOISE};{NOISE.replace('module.linear', 'op.matmul')}"), 16, tokenizer.pad_token_id)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

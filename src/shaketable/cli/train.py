@@ -83,13 +83,16 @@ def train(
         return
     if not model or not task:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
+    from shaketable.plan import Plan
+
     text, plan_seed = _plan(plan)
+    eval_plans = tuple(dict.fromkeys(Plan.load(p).text() for p in eval_plan or ()))
     chosen = _device(device)
     fields = {
         "model": model, "task": task, "plan": text, "plan_seed": plan_seed, "plan_in": plan_in, "aqn": aqn, "steps": steps,
         "seed": seed, "tis": tis, "prompts": prompts, "samples": samples, "micro_batch": micro_batch, "lr": lr,
         "temperature": temperature, "beta": beta, "warmup": warmup, "lora": lora, "eval_every": eval_every, "eval_n": eval_n,
-        "eval_seed": eval_seed, "eval_plans": tuple(eval_plan or ()), "save_every": save_every, "device": chosen,
+        "eval_seed": eval_seed, "eval_plans": eval_plans, "save_every": save_every, "device": chosen,
         "dtype": dtype or ("float32" if chosen == "cpu" else "bfloat16"), "report_to": _loggers(),
     }  # fmt: skip
     from shaketable.harden.train_config import TrainConfig

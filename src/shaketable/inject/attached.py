@@ -103,7 +103,8 @@ class Attached(Hook):
 
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
         """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions."""
-        met = {family for c in self.injection.plan.clauses if c.site.level == "op" for family in operators.families(c.site.names)}
+        operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
+        met = {family for site in operator_sites for family in operators.families(site.names)}
         for part in self.anatomy.parts:
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
