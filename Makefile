@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: demo test check bench bench-locate bench-locate-sample bench-train nano format clean
+.PHONY: demo test check bench bench-locate bench-locate-sample bench-train nano example-harden format clean
 
 demo: $(STAMP)
 	@$(BIN)/python -m shaketable.demo
@@ -32,6 +32,9 @@ bench-locate-sample: $(STAMP)
 # The model that ships with the package; half an hour on two cores, two minutes with DEVICE=cuda.
 nano: $(STAMP)
 	$(BIN)/python scripts/make_nano.py --device $(or $(DEVICE),cpu)
+
+example-harden: $(STAMP)
+	$(BIN)/python examples/harden.py
 
 bench-train: $(STAMP)
 	$(BIN)/python benchmarks/train.py

@@ -44,7 +44,7 @@ def test_yaml_snippets_load(tmp_path):
 def test_commands_of_the_readme_run(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nm = torch.nn.Linear(4, 4)\nm(torch.ones(2, 4)).sum().backward()\n")
     commands = [c for block in blocks("README.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
-    assert [c.split()[1] for c in commands] == ["run", "inspect", "locate"]
+    assert [c.split()[1] for c in commands] == ["run", "inspect", "locate", "sweep", "train"]
     for command in commands:
         words = [sys.executable, "-m", "shaketable", *shlex.split(command)[1:]]
         words = [sys.executable if w == "python" else w for w in words]

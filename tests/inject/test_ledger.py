@@ -90,3 +90,20 @@ def test_the_fused_share_and_time_are_kept():
     site = shaken().to_dict()["sites"][0]
     assert site["seconds"] > 0
     assert site["layers"] == {"None": {"forward": 6, "backward": 0}}
+
+
+def test_merged_ledgers_average_a_magnitude_that_changed():
+    model = torch.nn.Linear(64, 64)
+    parts = []
+    for magnitude, calls in ((0.1, 3), (0.4, 1)):
+        injection = st.inject(model, "relative_gaussian:0.1@module.linear")
+        injection.set_magnitude(magnitude)
+        with injection as ledger:
+            for _ in range(calls):
+                model(torch.ones(8, 64))
+        parts.append(ledger)
+    merged = st.Ledger.merge(parts).sites[0]
+    measured = [p.sites[0].measured().magnitudes for p in parts]
+    assert merged.asked == pytest.approx((0.1 * measured[0] + 0.4 * measured[1]) / sum(measured))
+    assert merged.remark() is None
+    assert st.Ledger.merge([parts[0], parts[0]]).sites[0].asked == 0.1

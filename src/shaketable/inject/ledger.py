@@ -244,7 +244,10 @@ class SiteLedger:
         return cls(data["site"], data["fault"], data["asked"], spots, data["static"], data["fused"])
 
     def add(self, other: SiteLedger) -> None:
-        """Add the same clause of another process."""
+        """Add the same clause of another process, or of the run before it was resumed; a magnitude that changed is averaged."""
+        mine, theirs = self.measured().magnitudes, other.measured().magnitudes
+        if self.asked is not None and other.asked is not None and mine + theirs:
+            self.asked += (other.asked - self.asked) * theirs / (mine + theirs)
         self.fused += other.fused
         for name, spot in other.spots.items():
             if name in self.spots:
