@@ -85,6 +85,11 @@ def smollm2_path(progress: Callable[[str], None] | None = None) -> Path:
     return folder
 
 
+def built_in_path(name: str) -> Path:
+    """The folder of a built-in model, fetched if it is not here."""
+    return NANO if name == "nano" else smollm2_path()
+
+
 def load_model(
     name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -219,7 +224,7 @@ def _config(source: str | None) -> Any:
 def _locate(name: str) -> str:
     """Return a folder, a file or a hub id that transformers can be given."""
     if name in BUILT_IN:
-        return str(NANO if name == "nano" else smollm2_path())
+        return str(built_in_path(name))
     path = Path(name).expanduser()
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
         raise _error(name, "is a folder without config.json")

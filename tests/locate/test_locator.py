@@ -464,3 +464,15 @@ def test_models_that_do_not_run_are_told_in_one_line(model, ids, message):
     with pytest.raises(ModelError, match=message) as error:
         st.locate(model(), input_ids=ids)
     assert "\n" not in str(error.value)
+
+
+def test_the_model_that_ships_is_healthy_and_shows_a_planted_fault():
+    from shaketable.models import load_model
+    from shaketable.plan import Plan
+
+    model, tokenizer = load_model("nano")
+    assert st.locate(model, tokenizer, source="nano", tokens=16).verdict == "HEALTHY"
+    found = st.locate(
+        model, tokenizer, source="nano", tokens=16, plan=Plan.parse("dead_zone:0.2,sparsity=0.1@module.mlp.down_proj,layers=3")
+    )
+    assert (found.verdict, found.layer) == ("FAULT", 3)

@@ -185,9 +185,9 @@ class _Loaded:
 
 
 def _open(source: str, parameters: dict[str, Any]) -> _Folder | _Loaded:
-    from shaketable.models import BUILT_IN, smollm2_path
+    from shaketable.models import BUILT_IN, built_in_path
 
-    folder = smollm2_path() if source in BUILT_IN else Path(source).expanduser()
+    folder = built_in_path(source) if source in BUILT_IN else Path(source).expanduser()
     if not folder.is_dir():
         return _Loaded(source)
     files = _index(folder)
