@@ -10,12 +10,14 @@ Rejected: one JSON file written at the end (a kill loses everything), and a data
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +85,28 @@ class RunRecord:
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         with (self.folder / FILE).open("rb") as file:  # bytes: a torn line may end within a character
-            for line in file:
+            for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
-                    yield json.loads(line)
+                    yield self._event(number, line)
+
+    def _event(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict) or "event" not in event:
+            raise ShaketableError(f"{self.folder / FILE} is damaged: line {number} is no event")
+        return event
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Work on this run; an error when another process does."""
+        with (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ShaketableError(f"another process is working on the run in {self.folder}") from None
+            yield
 
     def _write(self, event: dict[str, Any]) -> None:
         line = json.dumps(_strict(event), ensure_ascii=False, allow_nan=False) + "\n"

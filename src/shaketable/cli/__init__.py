@@ -52,4 +52,5 @@ def main() -> None:
 
 
 def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
+    """Without markup, and without advice for Python callers."""
+    return text.replace(" (allow_inert=True accepts this)", "").replace("[", "\\[")

@@ -125,7 +125,7 @@ def _run(config: SweepConfig, record: RunRecord) -> None:
         return
     words = f"recording in {record.folder}; after an interruption: shaketable sweep --resume {record.folder}"
     Console(stderr=True, highlight=False).print(words, markup=False, soft_wrap=True)
-    with progress_bar() as tell:
+    with record.alone(), progress_bar() as tell:
         Sweep(config, record, lambda name: load(name, config.device, config.dtype, None), tell).run()
 
 

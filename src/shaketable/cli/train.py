@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 TASK = "arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class; options after commas, e.g. arithmetic,level=2."
 
 
+RESUME_TAKES = ("resume", "json_file", "force")
+
+
 def train(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="nano, smollm2-135m, a folder with safetensors, or a hub id.")] = "",
     task: Annotated[str, typer.Option("--task", help=TASK)] = "",
     plan: Annotated[str | None, typer.Option("--plan", metavar="P", help="The hardware's errors: a plan, or its YAML.")] = None,
@@ -79,17 +83,22 @@ def train(
     """
     check_free([f for f in (json_file,) if f is not None], [], force)
     if resume is not None:
+        given = [f"--{n.replace('_', '-')}" for n in context.params if _is_given(context, n) and n not in RESUME_TAKES]
+        if given:
+            raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
         _go_on(resume, json_file)
         return
     if not model or not task:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
+    from shaketable.harden.aqn import AQN
     from shaketable.plan import Plan
 
     text, plan_seed = _plan(plan)
+    noise = None if aqn is None else AQN.load(aqn).text()
     eval_plans = tuple(dict.fromkeys(Plan.load(p).text() for p in eval_plan or ()))
     chosen = _device(device)
     fields = {
-        "model": model, "task": task, "plan": text, "plan_seed": plan_seed, "plan_in": plan_in, "aqn": aqn, "steps": steps,
+        "model": model, "task": task, "plan": text, "plan_seed": plan_seed, "plan_in": plan_in, "aqn": noise, "steps": steps,
         "seed": seed, "tis": tis, "prompts": prompts, "samples": samples, "micro_batch": micro_batch, "lr": lr,
         "temperature": temperature, "beta": beta, "warmup": warmup, "lora": lora, "eval_every": eval_every, "eval_n": eval_n,
         "eval_seed": eval_seed, "eval_plans": eval_plans, "save_every": save_every, "device": chosen,
@@ -106,6 +115,11 @@ def train(
     _start(config, out, json_file)
 
 
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _plan(plan: str | None) -> tuple[str | None, int | None]:
     """The plan in one line, and the seed that its file names."""
     if plan is None:
@@ -113,7 +127,7 @@ def _plan(plan: str | None) -> tuple[str | None, int | None]:
     from shaketable.plan import Plan
 
     found = Plan.load(plan)
-    return found.text(), found.seed or None
+    return found.text(), found.seed if plan.strip().endswith((".yaml", ".yml")) else None
 
 
 def _device(device: str | None) -> str:
@@ -189,7 +203,9 @@ def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resu
     _quieten()
     from shaketable.harden.training import Training
 
-    with _live(config.steps) as tell:
+    again = f"shaketable train --resume {record.folder}"
+    typer.echo(f"recording in {record.folder}; after an interruption: {again}", err=True)
+    with record.alone(), _live(config.steps) as tell:
         Training(config, record, tell, loaded=loaded).run(resume=resume)
     _show(record, json_file)
 

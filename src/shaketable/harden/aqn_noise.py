@@ -39,7 +39,7 @@ class AttachedAQN:
         self.aqn = aqn
         self.total_steps = total_steps
         self.allow_inert = allow_inert
-        plan, self._groups = plan_of(aqn, Anatomy.of(model))
+        plan, self._groups = plan_of(aqn, Anatomy.of(model), total_steps)
         self.injection = Injection(plan, step=step, rank=rank, hold=True)
         self.injection.attach(model)
         self._moved = False

@@ -27,10 +27,13 @@ KINDS = {
 PHASES = {"rollout": ("rollout",), "both": ("rollout", "train")}
 
 
-def plan_of(aqn: AQN, anatomy: Anatomy) -> tuple[Plan, list[Group]]:
-    """The plan, and the group of each of its clauses."""
+def plan_of(aqn: AQN, anatomy: Anatomy, total_steps: int | None = None) -> tuple[Plan, list[Group]]:
+    """The plan, and the group of each of its clauses; layers whose σ is 0 at every step of the run have none."""
     groups = aqn.groups(len(anatomy.layers))
-    placed = [(site, group) for group in groups for site in _sites(aqn, group, anatomy, alone=len(groups) == 1)]
+    alone = len(groups) == 1
+    if total_steps is not None and aqn.zones is not None:
+        groups = [g for g in groups if any(aqn.sigma(g, step, total_steps) for step in range(total_steps))] or groups
+    placed = [(site, group) for group in groups for site in _sites(aqn, group, anatomy, alone)]
     clauses = tuple(Clause(fault=_fault(aqn, group), site=site) for site, group in placed)
     _check_once(clauses, anatomy)
     return Plan(clauses=clauses, seed=aqn.seed), [group for _, group in placed]

@@ -48,6 +48,9 @@ def aqn_of(config: TrainConfig) -> AQN | None:
 def conditions_of(config: TrainConfig) -> list[Condition]:
     """Clean, the plan, and whatever else was asked for. What acts backward only is in no score: scores have no backward."""
     found = [Condition("clean")]
+    if config.plan_in == "eval" and (plan := evaluation_plan(config)) is not None and _forward(plan) != plan:
+        lost = next(c for c in plan.clauses if "forward" not in c.site.directions)
+        raise PlanError(f"{lost.text()} acts backward only, and with --plan-in eval there is no backward: it would do nothing")
     if (plan := evaluation_plan(config)) is not None and (seen := _forward(plan)) is not None:
         found.append(Condition.of("plan", seen))
     for text in config.eval_plans:

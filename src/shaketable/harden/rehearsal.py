@@ -32,6 +32,8 @@ def rehearse(config: TrainConfig) -> tuple[Any, list[str]]:
         raise ShaketableError(f"{config.model} is a LoRA adapter, which is not trained further; merge it into its base first")
     drawn = sample(task, "test", config.eval_n, config.eval_seed)
     have = len(task.problems("train"))
+    if have == 0:
+        raise ShaketableError(f"the task {task.name} has no train problems")
     skeleton = load_skeleton(config.model)
     lines = [
         f"{config.model}: {sum(p.numel() for p in skeleton.parameters()):,} parameters, {config.device}, {config.dtype}",

@@ -19,11 +19,11 @@ PLAN_IN: dict[str, tuple[str, ...]] = {"both": ("rollout", "train"), "rollout": 
 class TrainConfig(BaseModel):
     """One training run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str
     task: str
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, le=10_000_000)
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Keys the problems, their order, the sampling and all noise."""
     plan: str | None = None
@@ -49,7 +49,7 @@ class TrainConfig(BaseModel):
     """Weight of the KL penalty to the first policy."""
     loss: str = "dapo"
     """TRL's loss_type."""
-    lora: int = Field(default=0, ge=0)
+    lora: int = Field(default=0, ge=0, le=1024)
     """Rank of LoRA adapters; 0 trains all weights."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup: int = Field(default=0, ge=0)

@@ -13,6 +13,8 @@ A plan that did not fire in the first step ends the run there, not after a night
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable
@@ -34,9 +36,11 @@ from shaketable.harden.recipe import aqn_of, conditions_of, train_plan
 from shaketable.harden.schedules import Constant
 from shaketable.harden.train_config import TrainConfig
 from shaketable.inject import Injection, Ledger, inject
+from shaketable.locate.identity import weights_hash
 from shaketable.measure.evaluation import Condition, Evaluation, Evaluator
 from shaketable.measure.generation import Decoder, probe_batch_size
 from shaketable.measure.tasks import Problem, Task, load_task, sample
+from shaketable.measure.tasks.task import reward_of
 from shaketable.models import load_model
 from shaketable.record import RunRecord
 
@@ -61,15 +65,29 @@ class Training:
         self.config = _resolved(config, self.model)
         record.append("resolved", config=self.config.model_dump(mode="json"))
         self.problems = _training_problems(self.task, self.config)
+        self.tests = sample(self.task, "test", self.config.eval_n, self.config.eval_seed)
+        known = self._same_as_it_began()
         self.trainer = self._make_trainer()
         self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self.evaluator = self._make_evaluator()
+        self.evaluator = self._make_evaluator(known["batch_size"] if known else None)
         self.injection: Injection | None = None if plan is None else inject(self.policy, plan, allow_inert=True)
         self.noise: AttachedAQN | None = None if aqn is None else aqn.attach(self.policy, self.config.steps)
         self.before: dict[str, Any] = {}
         self.trainer.add_callback(_Steps(self))
+        if not known:
+            record.append("made_of", **self.made_of, batch_size=self.evaluator.batch_size)
 
     # ---- making
+
+    def _same_as_it_began(self) -> dict[str, Any] | None:
+        """What the record says this run is made of; refuses other problems or weights, whose scores could not be compared."""
+        content = json.dumps([[p.id, p.question, p.answer] for p in (*self.problems, *self.tests)])
+        self.made_of = {"problems": hashlib.sha256(content.encode()).hexdigest(), "weights": weights_hash(self.model)}
+        known = next(iter(self.record.events("made_of")), None)
+        for what, digest in self.made_of.items():
+            if known is not None and known[what] != digest:
+                raise ShaketableError(f"the {what} are not those that the run in {self.record.folder} began with; begin anew")
+        return known
 
     def _make_trainer(self) -> ShakenGRPO:
         config, out = self.config, self.record.folder
@@ -94,17 +112,15 @@ class Training:
             trainer.remove_callback(callback)
         return trainer
 
-    def _make_evaluator(self) -> Evaluator:
-        drawn = sample(self.task, "test", self.config.eval_n, self.config.eval_seed)
-        evaluator = Evaluator(self.policy, self.tokenizer, self.task, drawn, 1)
+    def _make_evaluator(self, batch_size: int | None) -> Evaluator:
+        evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, 1)
         self.policy.eval()
-        evaluator.batch_size = probe_batch_size(evaluator.decoder, self.policy, evaluator.prompts)
+        evaluator.batch_size = batch_size or probe_batch_size(evaluator.decoder, self.policy, evaluator.prompts)
         return evaluator
 
     def _reward(self, prompts: Any, completions: list[Any], problem: list[int], **_: Any) -> list[float]:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        scores = [self.task.score(self.problems[i], text) for i, text in zip(problem, texts, strict=True)]
-        return [self.task.reward(score) for score in scores]
+        return [reward_of(self.task, self.problems[i], text) for i, text in zip(problem, texts, strict=True)]
 
     # ---- running
 
@@ -179,6 +195,15 @@ class Training:
         both = [sum(spot.seconds for site in sites for spot in site.spots.values()) for sites in (injection, noise)]
         return both[0], both[1]
 
+    def check_weights(self, step: int) -> None:
+        """Weights that are not numbers end the run: they would be saved as clean ones, and scored."""
+        sums = torch.stack([p.detach().float().square().sum() for p in self.policy.parameters() if p.requires_grad])
+        if not bool(sums.isfinite().all()):
+            raise ShaketableError(
+                f"step {step}: the weights are no longer finite, the noise or the learning rate was too much; "
+                f"nothing of this step is saved, earlier checkpoints are in {self.record.folder}"
+            )
+
     def check_first_step(self) -> None:
         """A clause that the first step never met will not be met in the others."""
         if self.injection is None:
@@ -238,6 +263,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
         """Read the meters, then evaluate if it is time."""
         run, trainer = self.training, self.training.trainer
         seconds, spent = time.perf_counter() - self.started, run.seconds()
+        run.check_weights(state.global_step)
         if run.injection is not None and state.global_step == 1:
             run.check_first_step()
         self.facts = {

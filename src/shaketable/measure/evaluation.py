@@ -25,6 +25,7 @@ from shaketable.inject import Ledger, inject
 from shaketable.measure.generation import Completion, Decoder, Progress, batches, decode_all
 from shaketable.measure.statistics import Interval, wilson
 from shaketable.measure.tasks import Problem, Task
+from shaketable.measure.tasks.task import score_of
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
 
@@ -128,6 +129,13 @@ class Evaluator:
         self.prompts = [prompt_tokens(tokenizer, task, p) for p in self.problems]
         self.decoder = Decoder.of(model, tokenizer, task.max_new_tokens)
         self.batch_size = batch_size
+        self._check_context()
+
+    def _check_context(self) -> None:
+        longest, context = max(len(p) for p in self.prompts), getattr(self.model.config, "max_position_embeddings", None)
+        if context is not None and longest + self.task.max_new_tokens > context:
+            what = f"a prompt of {longest} tokens and an answer of {self.task.max_new_tokens}"
+            raise ShaketableError(f"{self.task.name}: {what} do not fit into the model's context of {context}")
 
     def score(self, condition: Condition, progress: Progress | None = None, *, during: str = "eval") -> Evaluation:
         """Solve every problem under a condition, in the phase `during`. The model's training flag is left as it was."""
@@ -144,7 +152,7 @@ class Evaluator:
 
     def _answer(self, problem: Problem, completion: Completion) -> Answer:
         text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        score = self.task.score(problem, text)
+        score = score_of(self.task, problem, text)
         return Answer(problem.id, text, score.correct, score.formatted)
 
 

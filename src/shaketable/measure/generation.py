@@ -88,6 +88,10 @@ class Decoder:
             logits = logits / self.temperature
             if self.top_k:
                 logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -torch.inf)
+            if bool(logits.isnan().any() | logits.isposinf().any()):
+                raise ShaketableError(
+                    "the sampler's logits are no longer finite: the noise, or the training, has destroyed the model"
+                )
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
         chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens, chosen - logits.logsumexp(-1)

@@ -59,7 +59,7 @@ class SweepConfig(BaseModel):
     """For the clauses without one, ascending; None when every clause has its own or is a format."""
     n: int = Field(ge=1)
     """Problems, the same for every model and point."""
-    seeds: int = Field(default=3, ge=1)
+    seeds: int = Field(default=3, ge=1, le=1000)
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Draws the problems, and is the first seed of the noise."""
     batch_size: int | None = Field(default=None, ge=1)

@@ -12,6 +12,7 @@ difficulty, and Python's `hash`, which differs from process to process.
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -91,6 +92,24 @@ def sample(task: Task, split: Split, n: int, seed: int) -> list[Problem]:
         raise ShaketableError(f"cannot draw {n} {split} problems from {task.name}: it has {len(every)}")
     drawn = random.Random(f"{task.name}/{split}/{seed}").sample(range(len(every)), n)
     return [every[i] for i in drawn]
+
+
+def score_of(task: Task, problem: Problem, completion: str) -> Score:
+    """The task's score, if it is one: tasks may be a user's own."""
+    found = task.score(problem, completion)
+    if not isinstance(found, Score):
+        raise ShaketableError(f"the task {task.name} returned {found!r} as the score of {problem.id}; expected a Score")
+    return found
+
+
+def reward_of(task: Task, problem: Problem, completion: str) -> float:
+    """The task's reward, if it is a finite number."""
+    found = task.reward(score_of(task, problem, completion))
+    if not isinstance(found, int | float) or not math.isfinite(found):
+        raise ShaketableError(
+            f"the task {task.name} returned {found!r} as the reward of {problem.id}; expected a finite number"
+        )
+    return float(found)
 
 
 def checked_split(split: str) -> Split:

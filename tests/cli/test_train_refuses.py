@@ -1,0 +1,138 @@
+"""What a sceptical user found: each was a false number, a traceback or a wasted run, and is one clear line now."""
+
+import json
+import shutil
+
+import pytest
+from command_server import shaketable
+
+from shaketable.record import RunRecord
+
+RUN = [
+    "train", "--device", "cpu", "--prompts", "4", "--samples", "4", "--lr", "1e-3", "--eval-n", "8", "--temperature", "2",
+]  # fmt: skip
+STOP = (  # dies before the seal of the checkpoint of step 4, so that step 2 is the last one
+    "import os, signal\nfrom shaketable.harden import checkpoints\nseal = checkpoints.seal\n"
+    "def patched(folder, content):\n"
+    "    folder.name.endswith('-4') and os.kill(os.getpid(), signal.SIGKILL)\n"
+    "    seal(folder, content)\n"
+    "checkpoints.seal = patched\n"
+)
+
+
+def line_of(done, code=2):
+    assert done.code == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return next(line for line in reversed(done.stderr.splitlines()) if line.startswith("error:"))
+
+
+def write_problems(path, shift):
+    rows = [{"id": str(i), "question": f"{i + 10}+{i + 20}=", "answer": str(2 * i + 30 + shift)} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed")
+    write_problems(folder / "q.jsonl", 0)
+    model = shutil.copytree(__import__("shaketable.models").models.NANO, folder / "base")
+    words = [*RUN, str(model), "--task", "q.jsonl,max_new_tokens=5", "--steps", "5", "--save-every", "2", "--out", "run"]
+    assert shaketable(folder, *words, first=STOP).code == -9
+    return folder
+
+
+def copy_of(killed, tmp_path):
+    return shutil.copytree(killed, tmp_path / "copy")
+
+
+def test_a_run_does_not_go_on_with_other_problems(killed, tmp_path):
+    here = copy_of(killed, tmp_path)
+    write_problems(here / "q.jsonl", 1)
+    assert "the problems are not those" in line_of(shaketable(here, "train", "--resume", "run"))
+    assert not (here / "run" / "model").exists()
+
+
+def test_a_run_does_not_go_on_from_another_base(killed, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    here = copy_of(killed, tmp_path)
+    weights = load_file(killed / "base" / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.01
+    save_file(weights, killed / "base" / "model.safetensors", {"format": "pt"})
+    assert "the weights are not those" in line_of(shaketable(here, "train", "--resume", "run"))
+    shutil.copy(__import__("shaketable.models").models.NANO / "model.safetensors", killed / "base" / "model.safetensors")
+
+
+def test_resume_takes_no_other_options(killed, tmp_path):
+    here = copy_of(killed, tmp_path)
+    line = line_of(shaketable(here, "train", "nano", "--resume", "run", "--steps", "9", "--dry-run"))
+    assert "drop" in line and "--steps" in line and "--dry-run" in line
+    assert not (here / "run" / "model").exists()
+
+
+def test_two_processes_do_not_work_on_one_run(killed, tmp_path):
+    here = copy_of(killed, tmp_path)
+    with RunRecord.open(here / "run", "train").alone():
+        assert "another process" in line_of(shaketable(here, "train", "--resume", "run"))
+    assert shaketable(here, "train", "--resume", "run").code == 0
+
+
+def test_a_damaged_record_is_named(killed, tmp_path):
+    here = copy_of(killed, tmp_path)
+    record = here / "run" / "record.jsonl"
+    lines = record.read_bytes().splitlines(keepends=True)
+    record.write_bytes(b"".join([*lines[:2], b"garbage\n", *lines[2:]]))
+    assert "line 3 is no event" in line_of(shaketable(here, "train", "--resume", "run"))
+
+
+def test_the_record_holds_the_content_of_an_aqn_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("schedule: {kind: constant, value: 0.02}\n")
+    words = [*RUN, "nano", "--task", "arithmetic", "--steps", "1", "--aqn", "a.yaml", "--out", "run"]
+    assert shaketable(tmp_path, *words).code == 0
+    assert RunRecord.open(tmp_path / "run", "train").config["aqn"] == "constant:0.02"
+
+
+def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
+    words = [*RUN, "nano", "--task", "arithmetic", "--steps", "1", "--out", "run"]
+    done = shaketable(tmp_path, *words, "--plan", "bit_flip:1e-3@op.all,direction=backward")
+    assert "step 1: the weights are no longer finite" in line_of(done)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("option", [["--tis", "inf"], ["--lr", "inf"], ["--temperature", "nan"], ["--steps", "99999999999"]])
+def test_numbers_that_no_run_can_have(tmp_path, option):
+    line_of(shaketable(tmp_path, *RUN, "nano", "--task", "arithmetic", "--out", "run", *option))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_that_would_do_nothing_is_refused_before_the_run(tmp_path):
+    words = [*RUN, "nano", "--task", "arithmetic", "--steps", "1", "--out", "run", "--plan-in", "eval"]
+    done = shaketable(tmp_path, *words, "--plan", "gain:0.1@layer.2;bit_flip:1e-4@op.all,direction=backward")
+    assert "acts backward only" in line_of(done)
+    assert not (tmp_path / "run").exists()
+
+
+def test_layers_without_noise_do_not_spoil_a_run(tmp_path):
+    words = [*RUN, "nano", "--task", "arithmetic", "--steps", "2", "--out", "run"]
+    assert shaketable(tmp_path, *words, "--aqn", "constant:0.05,zones=edge:0.25+middle:0+after:0").code == 0
+    ledger = RunRecord.open(tmp_path / "run", "train").events("finished")[0]["ledgers"]["aqn"]
+    layers = {spot["layer"] for site in ledger["sites"] for spot in site["spots"].values()}
+    assert layers == {0, 1, 6, 7, None}
+
+
+@pytest.mark.parametrize(("body", "what"), [("return None", "as the reward"), ("return float('nan')", "as the reward")])
+def test_a_task_that_rewards_nonsense_is_named(tmp_path, body, what):
+    (tmp_path / "mine.py").write_text(
+        "from shaketable.measure.tasks import Arithmetic\n"
+        "class Mine(Arithmetic):\n    name = 'mine'\n"
+        f"    def reward(self, score):\n        {body}\n"
+    )
+    line = line_of(shaketable(tmp_path, *RUN, "nano", "--task", "mine.py:Mine", "--steps", "1", "--out", "run"))
+    assert "mine" in line and what in line
+
+
+def test_prompts_beyond_the_context_are_refused(tmp_path):
+    rows = [{"question": "1+" * 150 + f"{i}=", "answer": "1"} for i in range(60)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = line_of(shaketable(tmp_path, *RUN, "nano", "--task", "long.jsonl", "--steps", "1", "--out", "run"))
+    assert "do not fit into the model's context of 256" in line
