@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 TASK = "arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class; options after commas, e.g. arithmetic,level=2."
 
 
+MOSTLY = 0.9
+"""Share of groups without variance from which on the summary speaks of it."""
 RESUME_TAKES = ("resume", "json_file", "force")
 
 
@@ -280,13 +282,25 @@ def _print(found: dict[str, Any], console: Console) -> None:
         console.print(f"{comparison['of']}: {comparison['sentence']}", markup=False, soft_wrap=True)
     for name, ledger in found["ledgers"].items():
         fires = f"{ledger['forward']:,} forward, {ledger['backward']:,} backward"
-        errors = ", ".join(
-            f"{s['fault']}@{s['site']} {s['measured_error']:.2%}" for s in ledger["sites"] if s["measured_error"]
-        )
-        console.print(f"{name} in training: {fires}; measured {errors}", markup=False, soft_wrap=True)
+        console.print(f"{name} in training: {fires}; {_measured(ledger)}", markup=False, soft_wrap=True)
+    same = [step["zero_variance"] for step in found["steps"] if step.get("zero_variance") is not None]
+    if same and sum(same) / len(same) > MOSTLY:
+        share = f"{sum(same) / len(same):.0%} of the groups had one reward for all answers"
+        console.print(f"note: {share}; those teach nothing", markup=False)
     for warning in found["warnings"]:
         console.print(f"[bold yellow]warning:[/] {warning}", soft_wrap=True)
     console.print(f"Weights, clean: {found['model']}", markup=False, soft_wrap=True)
+
+
+def _measured(ledger: dict[str, Any]) -> str:
+    """Each clause with what was asked for, on average over a schedule, and what was measured."""
+    shown = []
+    for site in ledger["sites"]:
+        fault, found = site["fault"].partition(":")[0], site["measured_magnitude"]
+        asked = "" if site["asked"] is None else f" asked {site['asked']:.3g},"
+        size = found if found is not None else site["measured_error"]
+        shown.append(f"{fault}@{site['site']}{asked} measured {size:.3g}" if size is not None else f"{fault}@{site['site']}")
+    return "; ".join(shown)
 
 
 def _score(condition: dict[str, Any]) -> str:
