@@ -94,7 +94,7 @@ class RunRecord:
             event = json.loads(line)
         except ValueError:
             event = None
-        if not isinstance(event, dict) or "event" not in event:
+        if not isinstance(event, dict) or ("event" not in event and number > 1):
             raise ShaketableError(f"{self.folder / FILE} is damaged: line {number} is no event")
         return event
 
