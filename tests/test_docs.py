@@ -53,6 +53,16 @@ def test_commands_of_the_readme_run(tmp_path):
         assert "locate" not in command or "FAULT: layer 12, mlp.down_proj" in done.stdout
 
 
+def test_the_demo_runs_and_every_clause_of_it_changes_values(capsys):
+    from shaketable.demo import PLAN, main
+
+    main()
+    shown = capsys.readouterr().out
+    assert "bit-identical: True" in shown
+    for clause in Plan.parse(PLAN).clauses:
+        assert clause.fault.kind in shown
+
+
 def test_every_fault_and_key_is_in_the_guide():
     from shaketable.faults import KINDS
     from shaketable.plan import INCLUDABLE, OPS, SITE_KEYS

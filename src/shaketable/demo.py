@@ -13,7 +13,7 @@ PLAN = (
     "relative_gaussian:0.05@op.matmul;"
     "dead_zone:0.01,scope=token@layer.3;"
     "mxfp4@module.mlp.down_proj,layers=4-7;"
-    "bit_flip:1e-4,bit=20,sparsity=0.25@module.self_attn,phase=rollout"
+    "bit_flip:0.01,bit=20,sparsity=0.25@module.self_attn,phase=rollout"
 )
 
 
