@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class ShaketableError(Exception):
@@ -36,3 +40,11 @@ def nearest(name: str, valid: Iterable[str], shown: int = 8) -> str:
     hint = f"did you mean {close[0]!r}? " if close else ""
     more = f", … ({len(names)} in all)" if len(names) > shown else ""
     return f"{hint}valid: {', '.join(names[:shown])}{more}"
+
+
+def first_problem(error: ValidationError) -> str:
+    """What pydantic minds first, as an error line: the field, why, and what it was given."""
+    first = error.errors(include_url=False)[0]
+    where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
+    return f"{where}: {why}{got}" if where else why

@@ -9,7 +9,6 @@ from hypothesis import strategies as some
 from scipy import stats
 
 import shaketable as st
-from shaketable.cache import cache_folder
 from shaketable.errors import ShaketableError
 from shaketable.measure import generation
 from shaketable.measure.generation import Completion, Decoder, batches, decode_all, probe_batch_size
@@ -52,7 +51,6 @@ def test_greedy_is_what_transformers_generates_without_padding_too(nano, prompts
     assert [c.tokens for c in found] == [generated(model, tokenizer, p, 12) for p in alike]
 
 
-@pytest.mark.skipif(not list(cache_folder().glob("smollm2-135m-*")), reason="smollm2-135m is not in the cache")
 def test_greedy_is_what_transformers_generates_with_a_chat_model():
     model, tokenizer = load_model("smollm2-135m", dtype="float32")
     asked = ["What is 2+3?", "Name a colour.", "Write one short sentence about the sea and the moon."]

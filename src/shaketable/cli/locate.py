@@ -93,11 +93,7 @@ def load(model: str, device: str, dtype: str | None, attention: str | None) -> t
 
     from shaketable.models import load_model
 
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        line = str(error).splitlines()[0]
-        raise ShaketableError(f"device {device!r} cannot be used here: {line}") from error
+    check_device(device)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -112,6 +108,16 @@ def load(model: str, device: str, dtype: str | None, attention: str | None) -> t
     except (ValueError, ImportError) as error:
         raise ShaketableError(f"attention {attention!r}: {str(error).splitlines()[0]}") from error
     return loaded, tokenizer
+
+
+def check_device(device: str) -> None:
+    """Refuse in one line a device that this machine does not have, or that computes nothing."""
+    import torch
+
+    try:
+        torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ShaketableError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager

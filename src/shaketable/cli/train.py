@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.locate import check_device
 from shaketable.cli.outputs import check_free, write
 from shaketable.errors import ShaketableError
 
@@ -137,10 +138,7 @@ def _device(device: str | None) -> str:
 
     if device is None:
         return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ShaketableError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    check_device(device)
     return device
 
 

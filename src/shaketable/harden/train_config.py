@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shaketable.errors import ShaketableError
+from shaketable.errors import ShaketableError, first_problem
 
 PLAN_IN: dict[str, tuple[str, ...]] = {"both": ("rollout", "train"), "rollout": ("rollout",), "loss": ("train",), "eval": ()}
 """Where the plan acts in training, and the phases that means."""
@@ -100,6 +100,4 @@ class TrainConfig(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-            raise ShaketableError(f"{where}: {why} (got {first['input']!r})" if where else why) from None
+            raise ShaketableError(first_problem(error)) from None

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from shaketable.errors import PlanError, ShaketableError
+from shaketable.errors import PlanError, ShaketableError, first_problem
 from shaketable.plan import Plan
 
 
@@ -121,10 +121,7 @@ class SweepConfig(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-            got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
-            raise ShaketableError(f"{where}: {why}{got}" if where else why) from None
+            raise ShaketableError(first_problem(error)) from None
 
 
 def depends_on_seed(plan: Plan) -> bool:
