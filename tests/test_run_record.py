@@ -1,21 +1,35 @@
 """The run record: append-only, whole lines, nothing overwritten, also when the disk is full or the process is killed."""
 
 import errno
+import fcntl
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import threading
 from pathlib import Path
 
 import pytest
 
+from shaketable.cli.environment import gather
 from shaketable.errors import ShaketableError
-from shaketable.record import FILE, SCHEMA, RunRecord, unique_folder
+from shaketable.record import FILE, SCHEMA, SEAL, RunRecord, unique_folder
+
+OLD = Path(__file__).parents[1] / "results" / "harden" / "records.tar.gz"
 
 
 def record_in(folder, **config):
     return RunRecord.create(folder, "train", config, {"python": "3"})
+
+
+def finished_in(folder, steps=2):
+    record = record_in(folder)
+    for step in range(steps):
+        record.append("step", step=step, text="é\n")
+    record.append("finished", step=steps)
+    return record
 
 
 def content(record):
@@ -28,7 +42,14 @@ def test_the_first_line_says_what_the_run_is(tmp_path):
     assert (head["schema"], head["event"], head["verb"]) == (SCHEMA, "run", "train")
     assert head["config"] == {"steps": 3, "name": "é"} == record.config
     assert head["environment"] == {"python": "3"}
-    assert RunRecord.open(record.folder, "train").head == head
+    assert head["about"] == {} and len(head.pop("sha")) == 16
+    assert RunRecord.open(record.folder, "train").head == head == record.head
+
+
+def test_a_run_of_a_study_says_so_in_its_head(tmp_path):
+    about = {"study": "noise", "arm": "aqn", "seed": 3, "key": "ab"}
+    RunRecord.create(tmp_path / "run", "train", {}, {}, about)
+    assert RunRecord.open(tmp_path / "run").head["about"] == about
 
 
 def test_ids_are_unique(tmp_path):
@@ -147,6 +168,255 @@ def test_a_run_of_another_verb_cannot_be_resumed(tmp_path):
     record_in(tmp_path)
     with pytest.raises(ShaketableError, match="no run of `shaketable sweep`"):
         RunRecord.open(tmp_path, "sweep")
+    assert RunRecord.open(tmp_path).head["verb"] == "train"
+
+
+# --- the chain ------------------------------------------------------------------------------------------------------------
+
+
+def lines_in(data):
+    return data.count(b"\n")
+
+
+def line_of(folder):
+    """The one line that reading a record ends in; opening it says the same."""
+    with pytest.raises(ShaketableError, match=FILE) as read:
+        RunRecord(folder, {}).events()
+    with pytest.raises(ShaketableError) as opened:
+        RunRecord.open(folder, "train")
+    assert str(opened.value) == str(read.value) and "\n" not in str(read.value)
+    return str(read.value)
+
+
+def test_the_chain_is_sha256_as_anybody_can_compute_it(tmp_path):
+    previous = ""
+    for line in content(finished_in(tmp_path)).decode().splitlines():
+        body, _, sha = line.removesuffix('"}').rpartition(', "sha": "')
+        previous = hashlib.sha256((previous + body + "}").encode()).hexdigest()[:16]
+        assert sha == previous
+    assert json.loads((tmp_path / SEAL).read_text())["sha"] == previous
+
+
+def test_readers_see_no_link_but_an_event_keeps_a_sha_of_its_own(tmp_path):
+    record = record_in(tmp_path)
+    record.append("model", sha="mine")
+    record.append("finished")
+    assert [e.get("sha") for e in record.events()] == [None, "mine", None]
+
+
+def test_any_byte_of_a_finished_record_that_is_changed_is_found_and_its_line_named(tmp_path):
+    data = content(finished_in(tmp_path))
+    for place, byte in enumerate(data):
+        line = lines_in(data[:place]) + 1
+        for other in {byte ^ 1, byte ^ 0x80, byte ^ 3, ord("\n"), ord(" ")} - {byte}:
+            (tmp_path / FILE).write_bytes(data[:place] + bytes([other]) + data[place + 1 :])
+            message = line_of(tmp_path)
+            last = place == len(data) - 1  # without its end it is no line
+            assert f"{FILE} was changed after it was finished" in message if last else f"line {line}" in message, (place, other)
+
+
+def test_any_byte_of_a_running_record_but_its_last_is_guarded_too(tmp_path):
+    data = content(finished_in(tmp_path))
+    (tmp_path / SEAL).unlink()
+    for place in range(len(data) - 1):
+        (tmp_path / FILE).write_bytes(data[:place] + bytes([data[place] ^ 3]) + data[place + 1 :])
+        assert f"line {lines_in(data[:place]) + 1}" in line_of(tmp_path)
+
+
+def test_a_finished_record_cut_at_any_byte_is_truncated_and_says_where(tmp_path):
+    data = content(finished_in(tmp_path))
+    for end in range(len(data)):
+        (tmp_path / FILE).write_bytes(data[:end])
+        assert line_of(tmp_path).endswith(f"{FILE} was truncated: it ends after line {lines_in(data[:end])} of 4")
+
+
+def test_lines_that_were_dropped_swapped_or_put_in_are_found(tmp_path):
+    lines = content(finished_in(tmp_path, steps=3)).splitlines(keepends=True)
+    (tmp_path / SEAL).unlink()
+    a, b, c, d, e = lines
+    for changed, line in [((a, b, d, e), 3), ((a, c, b, d, e), 2), ((a, b, b, c, d, e), 3), ((b, c, d, e), 1)]:
+        (tmp_path / FILE).write_bytes(b"".join(changed))
+        assert f"was changed at line {line}" in line_of(tmp_path)
+
+
+def test_more_after_the_end_is_found(tmp_path):
+    data = content(finished_in(tmp_path))
+    for more in (b"{", b"\n", data.splitlines(keepends=True)[-1]):
+        (tmp_path / FILE).write_bytes(data + more)
+        assert "was changed" in line_of(tmp_path)
+
+
+def test_a_changed_record_is_not_gone_on_with(tmp_path):
+    record = record_in(tmp_path)
+    record.append("step", step=1, reward=0.1)
+    data = content(record)
+    (tmp_path / FILE).write_bytes(data.replace(b"0.1", b"0.9"))
+    with pytest.raises(ShaketableError, match="was changed at line 2"):
+        RunRecord.open(tmp_path, "train")
+    (tmp_path / FILE).write_bytes(data.replace(b'"sha"', b'"shb"'))
+    with pytest.raises(ShaketableError, match="was changed at line 1"):
+        RunRecord(tmp_path, record.head).append("step", step=2)
+
+
+def test_two_hands_on_one_record_make_one_chain(tmp_path):
+    """A worker writes what happens, and who started it writes that it died."""
+    one = record_in(tmp_path)
+    other = RunRecord.open(tmp_path, "train")
+    one.append("attempt", number=1)
+    other.append("step", step=1)
+    one.append("failed", error="killed")
+    other.append("step", step=2, text="x" * 200_000)
+    one.append("step", step=3)
+    assert [e["event"] for e in RunRecord.open(tmp_path).events()] == ["run", "attempt", "step", "failed", "step", "step"]
+
+
+def test_text_that_is_no_unicode_comes_back(tmp_path):
+    record = record_in(tmp_path)
+    record.append("failed", error="no file \udcff")
+    assert RunRecord.open(tmp_path).events("failed")[0]["error"] == "no file \udcff"
+
+
+def test_events_without_a_step_outlive_a_resume(tmp_path):
+    record = record_in(tmp_path)
+    record.append("attempt", number=1, pid=1, engine="local")
+    record.append("step", step=1)
+    record.append("failed", error="…", exit=1)
+    record.resumed(-1)
+    assert [e["event"] for e in record.events()] == ["run", "attempt", "failed", "resumed"]
+
+
+# --- the seal -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_record_is_sealed_and_nothing_is_added(tmp_path):
+    record = finished_in(tmp_path)
+    seal = json.loads((tmp_path / SEAL).read_text())
+    assert (seal["lines"], seal["bytes"], seal["attempts"]) == (4, len(content(record)), 0)
+    before = content(record)
+    for hand in (record, RunRecord.open(tmp_path, "train")):
+        for event in ("step", "resumed", "finished"):
+            with pytest.raises(ShaketableError, match="is finished: nothing is added"):
+                hand.append(event, step=1)
+    assert content(record) == before and sorted(p.name for p in tmp_path.iterdir()) == [FILE, SEAL]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"ev'])
+def test_a_kill_between_the_last_line_and_the_seal_is_made_up_for(tmp_path, torn):
+    record = finished_in(tmp_path)
+    seal, data = (tmp_path / SEAL).read_bytes(), content(record)
+    (tmp_path / SEAL).unlink()
+    (tmp_path / FILE).write_bytes(data + torn)
+    again = RunRecord.open(tmp_path, "train")
+    assert again.events("finished")
+    again.seal()
+    again.seal()
+    assert (tmp_path / SEAL).read_bytes() == seal and content(again) == data
+
+
+def test_only_what_is_finished_and_unchanged_is_sealed(tmp_path):
+    record = record_in(tmp_path)
+    record.append("step", step=1)
+    (tmp_path / FILE).write_bytes(content(record) + b'{"event": "st')  # somebody is writing
+    before = content(record)
+    with pytest.raises(ShaketableError, match="is not finished"):
+        record.seal()
+    assert content(record) == before and not (tmp_path / SEAL).exists()
+    record.append("finished")
+    (tmp_path / SEAL).unlink()
+    (tmp_path / FILE).write_bytes(content(record).replace(b'"step": 1', b'"step": 7'))
+    with pytest.raises(ShaketableError, match="was changed at line 2"):
+        record.seal()
+
+
+def test_a_disk_that_is_full_at_the_seal_leaves_a_finished_record(tmp_path, monkeypatch):
+    record = record_in(tmp_path)
+
+    def full(self, to):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(ShaketableError, match=r"cannot write .*record.seal: No space left"):
+            record.append("finished")
+    assert [p.name for p in tmp_path.iterdir()] == [FILE]
+    RunRecord.open(tmp_path, "train").seal()
+    assert record.sealed()["lines"] == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"lines": 4}', "\xff"])
+def test_a_seal_that_is_none_is_named(tmp_path, text):
+    record = finished_in(tmp_path)
+    (tmp_path / SEAL).write_text(text, encoding="latin-1")
+    with pytest.raises(ShaketableError, match=r"record.seal is damaged"):
+        record.events()
+
+
+# --- records without a chain ----------------------------------------------------------------------------------------------
+
+
+def old_record(folder):
+    """One that was published before there was a chain."""
+    with tarfile.open(OLD) as archive:
+        (folder / FILE).write_bytes(archive.extractfile("20noise-0/record.jsonl").read())
+    return RunRecord.open(folder, "train")
+
+
+def test_a_record_without_a_chain_still_reads(tmp_path):
+    record = old_record(tmp_path)
+    assert len(record.events("step")) == 60 and record.events("finished") and record.config["steps"] == 60
+    with pytest.raises(ShaketableError, match="is finished: nothing is added"):
+        record.append("step", step=61)
+
+
+def test_a_record_without_a_chain_goes_on_without_one_and_ends_sealed(tmp_path):
+    old_record(tmp_path)
+    lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
+    (tmp_path / FILE).write_bytes(b"".join(lines[:30]) + b'{"ev')
+    record = RunRecord.open(tmp_path, "train")
+    record.resumed(20)
+    assert content(record).endswith(b'"step": 20}\n') and content(record).startswith(b"".join(lines[:30]))
+    record.append("finished", step=60)
+    assert RunRecord.open(tmp_path).events("finished") and b'"sha"' not in content(record)
+    (tmp_path / FILE).write_bytes(content(record).replace(b'"step": 20}', b'"step": 21}'))
+    with pytest.raises(ShaketableError, match="was changed after it was finished"):
+        RunRecord.open(tmp_path)
+
+
+# --- one process at a time ------------------------------------------------------------------------------------------------
+
+
+def test_busy_sees_who_works_and_harms_nobody(tmp_path):
+    record, other = record_in(tmp_path), RunRecord.open(tmp_path)
+    assert not other.busy() and [p.name for p in tmp_path.iterdir()] == [FILE]
+    with record.alone():
+        assert other.busy() and other.busy()
+        with pytest.raises(ShaketableError, match="another process is working"), other.alone():
+            pass
+    assert not other.busy()
+
+
+def test_who_only_looks_keeps_nobody_from_working(tmp_path, monkeypatch):
+    record = record_in(tmp_path)
+    with record.alone():
+        pass
+    look = (tmp_path / ".lock").open("rb")
+    fcntl.flock(look, fcntl.LOCK_SH)
+    monkeypatch.setattr("time.sleep", lambda seconds: look.close())
+    with record.alone():
+        assert look.closed and RunRecord.open(tmp_path).busy()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    record = record_in(tmp_path / "run")
+    (tmp_path / "run" / ".lock").mkdir()
+    with pytest.raises(ShaketableError, match=rf"cannot write in {tmp_path / 'run'}"), record.alone():
+        pass
+    (tmp_path / "run" / FILE).unlink()
+    (tmp_path / "run" / FILE).mkdir()
+    with pytest.raises(ShaketableError, match=rf"cannot write {tmp_path / 'run' / FILE}: Is a directory"):
+        record.append("step", step=1)
+    with pytest.raises(ShaketableError, match=rf"cannot read {tmp_path / 'run' / FILE}: Is a directory"):
+        record.events()
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"event": "st'])
@@ -200,3 +470,30 @@ def test_a_new_name_is_one_that_nobody_has_used(tmp_path):
 def test_the_record_imports_no_torch():
     code = "import sys, shaketable.record; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False"]
+
+
+# --- the revision in a record's environment -------------------------------------------------------------------------------
+
+
+def git(folder, *words):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main", "-c", "commit.gpgsign=false"]
+    return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_environment_names_the_revision_and_whether_it_is_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert (gather()["revision"], gather()["dirty"]) == (None, None), "outside of a repository"
+    git(tmp_path, "init")
+    assert (gather()["revision"], gather()["dirty"]) == (None, None), "without a commit"
+    (tmp_path / "file").write_text("a")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "one")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "new").touch()
+    facts = gather()
+    assert (facts["revision"], facts["dirty"]) == (git(tmp_path, "rev-parse", "HEAD"), False)
+    (tmp_path / "file").write_text("b")
+    assert gather()["dirty"] is True
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (gather()["revision"], gather()["dirty"]) == (None, None), "without git"

@@ -15,7 +15,7 @@ from shaketable.measure.sweep_results import results
 from shaketable.measure.tasks import load_task
 from shaketable.models import NANO, load_model
 from shaketable.plan import Plan
-from shaketable.record import FILE, RunRecord
+from shaketable.record import FILE, SEAL, RunRecord
 
 NOISE = "relative_gaussian@op.matmul"
 TIMES = ("seconds", "tokens_per_second")
@@ -46,7 +46,8 @@ def swept(folder, **fields):
 
 def resumed(folder, **facts):
     record = RunRecord.open(folder, "sweep")
-    record.append("resumed", step=0)
+    if not record.events("finished"):
+        record.append("resumed", step=0)
     Sweep(SweepConfig.checked(**record.config), record, **facts).run()
     return record
 
@@ -174,6 +175,7 @@ def test_other_weights_are_not_mixed_in(done, tmp_path):
     shutil.copytree(done.folder, tmp_path / "run")
     lines = (tmp_path / "run" / FILE).read_text().splitlines(keepends=True)
     (tmp_path / "run" / FILE).write_text("".join(lines[:5]))
+    (tmp_path / "run" / SEAL).unlink()
 
     def load(name):
         model, tokenizer = load_model(name)

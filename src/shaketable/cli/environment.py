@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +28,7 @@ def env(
 
 
 def gather() -> dict[str, Any]:
-    """Versions and devices."""
+    """Versions, devices, and the revision of the repository that we are in."""
     import torch
 
     import shaketable
@@ -38,6 +39,7 @@ def gather() -> dict[str, Any]:
         "shaketable": shaketable.__version__,
         "python": sys.version.split()[0],
         "system": f"{platform.system()} {platform.machine()}",
+        **_revision(),
         "device": str(accelerator or "cpu"),
         "threads": torch.get_num_threads(),
         "noise kernels": native.name(),
@@ -49,3 +51,21 @@ def gather() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             facts[package] = None
     return facts
+
+
+def _revision() -> dict[str, Any]:
+    """The commit of the repository around us, and whether a file that git knows differs from it; None where nobody can say.
+
+    Files that git does not know make nothing dirty: a run's own folder is often one.
+    """
+    revision = _git("rev-parse", "--verify", "HEAD")
+    changed = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no") if revision else None
+    return {"revision": revision or None, "dirty": None if changed is None else bool(changed)}
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, errors="replace", timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
