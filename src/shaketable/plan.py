@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -41,6 +40,7 @@ from pydantic import (
 
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import KINDS, Fault, FaultBase, Format, MagnitudeFault, make_fault
+from shaketable.yaml_file import read_yaml
 
 T = TypeVar("T", bound=BaseModel)
 Level = Literal["module", "layer", "op"]
@@ -191,14 +191,7 @@ class Plan(BaseModel):
 
     @classmethod
     def _from_yaml(cls, path: Path, seed: int | None) -> Plan:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise PlanError(f"cannot read the plan file {path}: {error}") from None
-        try:
-            data = yaml.load(text, _Loader)
-        except Exception as error:  # PyYAML's constructors raise whatever int(), dict[] and datetime do
-            raise PlanError(f"{path} is not YAML: {error or type(error).__name__}") from None
+        data = read_yaml(path, "the plan file", PlanError)
         return cls.from_data(data, seed=seed, name=str(path))
 
     @classmethod
@@ -357,13 +350,3 @@ def _shown(value: object) -> str:
         return repr(value)
     except ValueError:  # an integer of more than 4300 digits
         return "a huge number"
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader takes the last of two equal keys; a plan is refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if twice := next((k for k in keys if keys.count(k) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)

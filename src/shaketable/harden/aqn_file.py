@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from shaketable.errors import ShaketableError, nearest
@@ -27,6 +26,7 @@ from shaketable.harden.aqn import AQN, Zones
 from shaketable.harden.mapping import checked
 from shaketable.harden.schedules import SCHEDULES, AnySchedule, Constant, EpochAware, GlobalDecay, like_the_origin, number
 from shaketable.plan import join_layers, parse_layers
+from shaketable.yaml_file import read_yaml
 
 KEYS = tuple(name for name in AQN.model_fields if name != "schedule")
 OWN = {"global_decay": ("stages",), "epoch_aware": ("epochs",), "constant": ()}
@@ -167,15 +167,10 @@ class _Guided(BaseModel):
 
 
 def _from_file(path: Path) -> AQN:
-    try:
-        data = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise ShaketableError(f"cannot read the AQN file {path}: {error.strerror or error}") from None
-    except Exception as error:  # PyYAML's constructors raise whatever int(), dict[] and datetime do
-        raise ShaketableError(f"the AQN file {path} is not YAML: {error or type(error).__name__}") from None
+    data = read_yaml(path, "the AQN file")
     if not isinstance(data, Mapping):
         raise ShaketableError(f"the AQN file {path} must hold a mapping, not {type(data).__name__}")
-    return _from_guidance(data, path) if "aqn" in data else _from_fields(dict(data), path)
+    return from_guidance(data, str(path)) if "aqn" in data else _from_fields(dict(data), path)
 
 
 def _from_fields(fields: dict[Any, Any], path: Path) -> AQN:
@@ -198,7 +193,8 @@ def _described(schedule: object) -> Any:
     return _schedule(head, pairs)
 
 
-def _from_guidance(data: Mapping[Any, Any], path: Path) -> AQN:
+def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
+    """AQN from what `shaketable guide` writes, as data; `path` is how an error calls it."""
     for key in data:
         _one_of(f"key in {path}", str(key), ("aqn", "metadata"))
     body = data["aqn"]
@@ -207,7 +203,7 @@ def _from_guidance(data: Mapping[Any, Any], path: Path) -> AQN:
     free = ("unit", "form", "roles", "zones", "where", "seed")
     for key in body:
         _one_of(f"key in aqn of {path}", str(key), (*_Guided.model_fields, "schedule", *free))
-    guided = checked(_Guided, {key: value for key, value in body.items() if key in _Guided.model_fields}, str(path))
+    guided = checked(_Guided, {key: value for key, value in body.items() if key in _Guided.model_fields}, path)
     if not guided.enabled:
         raise ShaketableError(f"{path} says enabled: false; train without it instead")
     schedule = body.get("schedule", "epoch_aware")

@@ -22,13 +22,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shaketable.errors import ShaketableError, nearest
 from shaketable.harden.mapping import Labels, LocatedRule, Rule, SigmaMapping, checked
+
+if TYPE_CHECKING:
+    from shaketable.harden.aqn import AQN
 
 SCHEMA = 1
 TARGETS = ("all", "fault", "healthy")
@@ -149,6 +152,12 @@ class Guidance:
             "high_priority_layers": self.high_priority_layers,
         }
         return {"aqn": aqn, "metadata": dict(self.metadata)}
+
+    def aqn(self, **more: Any) -> AQN:
+        """The noise itself; `more` are fields that guidance leaves open, such as `form` and `where`."""
+        from shaketable.harden.aqn_file import from_guidance
+
+        return from_guidance({"aqn": {**self.config()["aqn"], **more}}, "the guidance")
 
     def to_yaml(self) -> str:
         """The AQN file. It loads back to the same numbers, bit for bit."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shaketable.errors import ShaketableError
+from shaketable.yaml_file import read_yaml
 
 T = TypeVar("T", bound=BaseModel)
 ORIGIN = Path(__file__).with_name("mapping.yaml")
@@ -97,12 +97,7 @@ class SigmaMapping(_Data):
     @classmethod
     def load(cls, path: Path = ORIGIN) -> SigmaMapping:
         """The mapping of a YAML file; the origin's by default."""
-        try:
-            data = yaml.safe_load(path.read_bytes())
-        except OSError as error:
-            raise ShaketableError(f"cannot read the mapping {path}: {error.strerror or error}") from None
-        except Exception as error:  # PyYAML's constructors raise whatever int(), dict[] and datetime do
-            raise ShaketableError(f"the mapping {path} is not YAML: {error or type(error).__name__}") from None
+        data = read_yaml(path, "the mapping")
         return checked(cls, data, f"the mapping {path}")
 
 
