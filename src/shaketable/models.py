@@ -205,6 +205,13 @@ def hush() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def quieten() -> None:
+    """Keep what transformers says and draws off the screen; verbs have progress bars of their own."""
+    logging_of = _transformers().utils.logging
+    logging_of.set_verbosity_error()
+    logging_of.disable_progress_bar()
+
+
 def _transformers() -> Any:
     """Import transformers late, and untyped: its Auto classes carry no usable annotations."""
     hush()

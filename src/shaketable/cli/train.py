@@ -152,11 +152,12 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
 
     from shaketable.harden.aqn_plot import plot, sigmas
     from shaketable.harden.rehearsal import rehearse
+    from shaketable.models import quieten
 
     picture = Path("aqn-sigma.png") if out is None else out.with_name(f"{out.name}-aqn-sigma.png")
     if config.aqn is not None:
         check_free([picture], [], force)
-    _quieten()
+    quieten()
     console = Console(highlight=False)
     skeleton, lines = rehearse(config)
     for line in lines:
@@ -172,12 +173,12 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
 
 def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> None:
     from shaketable.harden.rehearsal import rehearse
-    from shaketable.models import load_model
+    from shaketable.models import load_model, quieten
     from shaketable.record import RunRecord, check_new, unique_folder
 
     if out is not None:
         check_new(out)
-    _quieten()
+    quieten()
     rehearse(config)
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
     folder = out or unique_folder(Path("runs"), name)
@@ -200,25 +201,16 @@ def _go_on(folder: Path, json_file: Path | None) -> None:
 
 
 def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resume: bool, loaded: Any = None) -> None:
-    _quieten()
     from shaketable.harden.training import Training
+    from shaketable.models import quieten
+
+    quieten()
 
     again = f"shaketable train --resume {record.folder}"
     typer.echo(f"recording in {record.folder}; after an interruption: {again}", err=True)
     with record.alone(), _live(config.steps) as tell:
         Training(config, record, tell, loaded=loaded).run(resume=resume)
     _show(record, json_file)
-
-
-def _quieten() -> None:
-    """Keep what transformers says and draws off the screen."""
-    from shaketable.models import hush
-
-    hush()
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 @contextmanager

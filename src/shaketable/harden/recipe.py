@@ -48,16 +48,24 @@ def aqn_of(config: TrainConfig) -> AQN | None:
 def conditions_of(config: TrainConfig) -> list[Condition]:
     """Clean, the plan, and whatever else was asked for. What acts backward only is in no score: scores have no backward."""
     found = [Condition("clean")]
+    if config.conditions is not None:
+        return [*found, *(_named(name, text, config) for name, text in config.conditions.items())]
     if config.plan_in == "eval" and (plan := evaluation_plan(config)) is not None and _forward(plan) != plan:
         lost = next(c for c in plan.clauses if "forward" not in c.site.directions)
         raise PlanError(f"{lost.text()} acts backward only, and with --plan-in eval there is no backward: it would do nothing")
     if (plan := evaluation_plan(config)) is not None and (seen := _forward(plan)) is not None:
         found.append(Condition.of("plan", seen))
-    for text in config.eval_plans:
-        if (seen := _forward(Plan.parse(text, seed=config.eval_seed))) is None:
-            raise PlanError(f"{text} acts backward only: there is nothing of it in a score")
-        found.append(Condition.of(text, seen))
-    return found
+    return [*found, *(_scored(text, text, config.eval_seed) for text in config.eval_plans)]
+
+
+def _named(name: str, text: str, config: TrainConfig) -> Condition:
+    return _scored(name, text, key_of(config.eval_seed, "condition", config.seed) >> 1)
+
+
+def _scored(name: str, text: str, seed: int) -> Condition:
+    if (seen := _forward(Plan.parse(text, seed=seed))) is None:
+        raise PlanError(f"{text} acts backward only: there is nothing of it in a score")
+    return Condition.of(name, seen)
 
 
 def _forward(plan: Plan) -> Plan | None:

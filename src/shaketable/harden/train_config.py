@@ -62,6 +62,12 @@ class TrainConfig(BaseModel):
     """Draws the test problems: the same in every arm of a study."""
     eval_plans: tuple[str, ...] = ()
     """Further conditions to evaluate under, beside clean and the plan."""
+    eval_batch: int = Field(default=0, ge=0)
+    """Problems at a time; what fits when 0. Noise is keyed by the call, so a study fixes it."""
+    conditions: dict[str, str] | None = None
+    """Plans to be scored under, by name, in place of the plan and `eval_plans`; their noise depends on the run's seed too."""
+    mechanism: bool = False
+    """Read gradient norms and activations per layer, under every condition, before the first step and after the last."""
     save_every: int = Field(default=0, ge=0)
     """Checkpoint every so many steps; a tenth of the run when 0."""
     device: str = "cpu"
@@ -76,6 +82,8 @@ class TrainConfig(BaseModel):
             raise ValueError(f"micro_batch {self.micro_batch} does not divide the {total} answers of a step")
         if self.plan is None and self.plan_in != "both":
             raise ValueError(f"plan_in={self.plan_in} needs a plan")
+        if self.conditions is not None and (self.eval_plans or self.plan_in == "eval"):
+            raise ValueError("conditions stand in place of eval_plans and of plan_in=eval; give one or the other")
         if self.warmup >= self.steps and self.warmup:
             raise ValueError(f"a warm-up of {self.warmup} steps leaves nothing of a run of {self.steps}")
         return self

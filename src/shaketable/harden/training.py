@@ -13,8 +13,6 @@ A plan that did not fire in the first step ends the run there, not after a night
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -39,8 +37,9 @@ from shaketable.inject import Injection, Ledger, inject
 from shaketable.locate.identity import weights_hash
 from shaketable.measure.evaluation import Condition, Evaluation, Evaluator
 from shaketable.measure.generation import Decoder, probe_batch_size
+from shaketable.measure.readings import readings
 from shaketable.measure.tasks import Problem, Task, load_task, sample
-from shaketable.measure.tasks.task import reward_of
+from shaketable.measure.tasks.task import digest, examples, reward_of
 from shaketable.models import load_model
 from shaketable.record import RunRecord
 
@@ -69,23 +68,24 @@ class Training:
         known = self._same_as_it_began()
         self.trainer = self._make_trainer()
         self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self.evaluator = self._make_evaluator(known["batch_size"] if known else None)
+        self.evaluator = self._make_evaluator(known["batch_size"] if known else self.config.eval_batch)
         self.injection: Injection | None = None if plan is None else inject(self.policy, plan, allow_inert=True)
         self.noise: AttachedAQN | None = None if aqn is None else aqn.attach(self.policy, self.config.steps)
         self.before: dict[str, Any] = {}
         self.trainer.add_callback(_Steps(self))
         if not known:
             record.append("made_of", **self.made_of, batch_size=self.evaluator.batch_size)
+            record.append("examples", problems=examples(self.tests))
 
     # ---- making
 
     def _same_as_it_began(self) -> dict[str, Any] | None:
         """What the record says this run is made of; refuses other problems or weights, whose scores could not be compared."""
-        content = json.dumps([[p.id, p.question, p.answer] for p in (*self.problems, *self.tests)])
-        self.made_of = {"problems": hashlib.sha256(content.encode()).hexdigest(), "weights": weights_hash(self.model)}
+        problems, tests = digest([*self.problems, *self.tests]), digest(self.tests)
+        self.made_of = {"problems": problems, "tests": tests, "weights": weights_hash(self.model)}
         known = next(iter(self.record.events("made_of")), None)
-        for what, digest in self.made_of.items():
-            if known is not None and known[what] != digest:
+        for what, content in self.made_of.items():
+            if known is not None and known.get(what, content) != content:
                 raise ShaketableError(f"the {what} are not those that the run in {self.record.folder} began with; begin anew")
         return known
 
@@ -112,7 +112,7 @@ class Training:
             trainer.remove_callback(callback)
         return trainer
 
-    def _make_evaluator(self, batch_size: int | None) -> Evaluator:
+    def _make_evaluator(self, batch_size: int) -> Evaluator:
         evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, 1)
         self.policy.eval()
         evaluator.batch_size = batch_size or probe_batch_size(evaluator.decoder, self.policy, evaluator.prompts)
@@ -177,10 +177,13 @@ class Training:
         for condition in self.conditions:
             self.tell("stage", {"text": f"evaluating: {condition.name}"})
             done.append(self.evaluator.score(condition))
-        if was_on:
-            self._switch_on()
         self.record.append("evaluation", step=step, conditions=[e.to_dict() for e in done])
         self.tell("evaluation", {"step": step, "conditions": [e.summary() for e in done]})
+        if self.config.mechanism and step in (0, self.config.steps):
+            self.tell("stage", {"text": "reading the mechanism"})
+            self.record.append("mechanism", step=step, conditions=readings(self.evaluator, done))
+        if was_on:
+            self._switch_on()
         return done
 
     def _switch_on(self) -> None:

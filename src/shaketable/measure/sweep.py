@@ -15,8 +15,6 @@ point is written for it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +29,7 @@ from shaketable.measure.sweep_config import Setting, SweepConfig
 from shaketable.measure.sweep_reading import Reading
 from shaketable.measure.sweep_solving import Solving
 from shaketable.measure.tasks import Problem, Task, load_task, sample
+from shaketable.measure.tasks.task import digest
 from shaketable.measure.tasks.text import TextTask
 from shaketable.models import load_model, load_skeleton
 from shaketable.record import RunRecord
@@ -136,12 +135,10 @@ class Sweep:
         return subject
 
     def _same_problems(self) -> None:
-        content = json.dumps([[p.id, p.question, p.answer] for p in self.problems])
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        known = self._recorded("sample")
+        known, content = self._recorded("sample"), digest(self.problems)
         if not known:
-            self.record.append("sample", task=self.task.describe(), n=len(self.problems), sha256=digest)
-        elif known["sha256"] != digest:
+            self.record.append("sample", task=self.task.describe(), n=len(self.problems), sha256=content)
+        elif known["sha256"] != content:
             raise ShaketableError(f"the problems of {self.config.task} are not those that this sweep began with; begin anew")
 
     def _recorded(self, kind: str, **facts: Any) -> dict[str, Any]:

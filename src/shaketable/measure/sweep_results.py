@@ -29,6 +29,7 @@ from shaketable.record import RunRecord
 
 SCHEMA = "shaketable.sweep/1"
 Event = dict[str, Any]
+MEASURED = ("measured_error", "measured_magnitude", "changed_fraction", "survival_rate")
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _facts(point: Point) -> dict[str, Any]:
     accuracy, seconds, tokens = float(scores.mean()), _total(runs, "seconds"), _total(runs, "tokens")
     spread = point.reads and np.ptp(scores.mean(1)) > 0
     interval = mean_interval(scores.mean(1)) if spread else wilson(accuracy, len(scores))
-    sites = _ledger(runs)
+    sites = merged_sites([run["ledger"] for run in runs])
     return {
         "model": point.model,
         "magnitude": point.magnitude,
@@ -199,18 +200,16 @@ def _text_losses(runs: list[Event]) -> list[float]:
     return [float(x) for x in np.mean(each, axis=0)]
 
 
-def _ledger(runs: list[Event]) -> list[dict[str, Any]]:
-    """What happened at each clause of the plan: fires of all seeds together, measurements as their mean."""
-    if runs[0]["ledger"] is None:
-        return []
-    clauses = zip(*(run["ledger"]["sites"] for run in runs), strict=True)
-    return [_site(sites) for sites in clauses]
+def merged_sites(ledgers: Sequence[Event | None]) -> list[dict[str, Any]]:
+    """What happened at each clause of one plan: fires of all ledgers together, measurements as their mean."""
+    known = [ledger for ledger in ledgers if ledger is not None]
+    return [_site(sites) for sites in zip(*(ledger["sites"] for ledger in known), strict=True)]
 
 
 def _site(sites: Sequence[dict[str, Any]]) -> dict[str, Any]:
     same = {name: sites[0][name] for name in ("site", "fault", "asked", "matched")}
     sums = {name: sum(s[name] for s in sites) for name in ("forward", "backward", "fused")}
-    means = {name: _mean([s[name] for s in sites]) for name in ("measured_error", "measured_magnitude", "changed_fraction")}
+    means = {name: _mean([s[name] for s in sites]) for name in MEASURED}
     return {**same, **sums, **means, "remark": next((s["remark"] for s in sites if s["remark"]), None)}
 
 

@@ -12,6 +12,8 @@ difficulty, and Python's `hash`, which differs from process to process.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 from abc import ABC, abstractmethod
@@ -118,3 +120,14 @@ def checked_split(split: str) -> Split:
         if split == valid:
             return valid
     raise ShaketableError(f"unknown split {split!r}; {nearest(split, SPLITS)}")
+
+
+def digest(problems: Sequence[Problem]) -> str:
+    """A hash of problems in their order: what makes scores on them comparable."""
+    content = json.dumps([[p.id, p.question, p.answer] for p in problems])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def examples(problems: Sequence[Problem], count: int = 6) -> list[dict[str, str]]:
+    """The first problems as a record holds them, so that a report can show what was asked."""
+    return [{"id": p.id, "question": p.question, "answer": p.answer} for p in problems[:count]]
