@@ -15,6 +15,7 @@ from shaketable.cli.guide import guide
 from shaketable.cli.inspect import inspect
 from shaketable.cli.locate import locate
 from shaketable.cli.run import run
+from shaketable.cli.study import study
 from shaketable.cli.sweep import sweep
 from shaketable.cli.train import train
 from shaketable.errors import ShaketableError
@@ -36,6 +37,7 @@ app.command()(compare)
 app.command()(guide)
 app.command()(sweep)
 app.command()(train)
+app.add_typer(study)
 app.command()(env)
 
 

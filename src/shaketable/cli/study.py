@@ -1,0 +1,205 @@
+"""`shaketable study`: arms × seeds from one file, their records, and the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shaketable.cli.outputs import check_free, write
+from shaketable.errors import ShaketableError, nearest
+
+if TYPE_CHECKING:
+    from shaketable.study.config import StudyConfig
+
+FORMATS = {"html": ".html", "md": ".md", "json": ".json"}
+STORE = typer.Option("--store", metavar="DIR", help="Where records lie.")
+SET = typer.Option("--set", metavar="A.B=C", help="Replace a value of the file, e.g. train.steps=200; can be repeated.")
+JSON = typer.Option("--json", metavar="FILE", help="Write the same as JSON.")
+FORCE = typer.Option("--force", help="Replace files that exist.")
+DEFAULT = Path("shaketable-runs")
+
+study = typer.Typer(
+    name="study",
+    help="Arms × seeds from one YAML file: run them, look at them, and report what they show.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+
+@study.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="The study, YAML.")],
+    replaced: Annotated[list[str] | None, SET] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, how long, and what it can show.")] = False,
+    engine: Annotated[str | None, typer.Option(help="local or ray, in place of the file's.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster, e.g. auto or ray://host:10001.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; as many as fit by default.")] = None,
+    store: Annotated[Path, STORE] = DEFAULT,
+    report_file: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the report too: .html, .md or .json.")
+    ] = None,
+    json_file: Annotated[Path | None, JSON] = None,
+    force: Annotated[bool, FORCE] = False,
+) -> None:
+    """Do what is missing of a study. After an interruption, the same command goes on.
+
+    Runs that are finished are not done again; one that was killed goes on from its last checkpoint; two processes that run
+    the same study share its runs. Exits 1 when a run failed.
+
+    shaketable study run studies/guided-aqn.yaml --set seeds=5 --report guided.html
+    """
+    from shaketable.study.file import load_study
+
+    files = [f for f in (report_file, json_file) if f is not None]
+    check_free(files, [file], force)
+    format_of(report_file, None)
+    chosen = [f"engine.{k}={v}" for k, v in {"kind": engine, "address": address, "workers": workers}.items() if v is not None]
+    asked = load_study(file, [*(replaced or ()), *chosen])
+    if dry_run:
+        from shaketable.cli.study_live import show_forecast
+
+        forecast = show_forecast(asked, store)
+        if json_file is not None:
+            write(json_file, json.dumps(forecast, indent=1, ensure_ascii=False) + "\n")
+        return
+    failed = _do(asked, store)
+    found = _findings(asked, store, f"shaketable study run {file}")
+    if json_file is not None:
+        write(json_file, rendered(found, "json"))
+    if report_file is not None:
+        write(report_file, rendered(found, format_of(report_file, None)))
+    from shaketable.cli.study_table import show
+
+    show(found, files)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _do(asked: StudyConfig, store: Path) -> int:
+    """Run it, with a live view; the number of runs that failed."""
+    from shaketable.cli.study_live import live
+    from shaketable.study.running import run_study
+
+    with live(asked, store) as watch:
+        board = run_study(asked, store, watch)
+    return sum(state == "failed" for state in board.states.values())
+
+
+def _findings(asked: StudyConfig, store: Path, command: str) -> dict[str, Any]:
+    from shaketable.study.findings import findings
+
+    found = findings(asked, store / asked.study)
+    found["study"]["command"] = command
+    return found
+
+
+@study.command()
+def status(
+    what: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="The study's YAML, or its folder in a store.")],
+    replaced: Annotated[list[str] | None, SET] = None,
+    store: Annotated[Path, STORE] = DEFAULT,
+    json_file: Annotated[Path | None, JSON] = None,
+    force: Annotated[bool, FORCE] = False,
+) -> None:
+    """Show which runs of a study are done, running, partial, failed, damaged or missing."""
+    from shaketable.cli.study_table import show_status
+    from shaketable.study.progress import progress
+
+    check_free([f for f in (json_file,) if f is not None], [what], force)
+    asked, folder = _which(what, replaced or [], store)
+    found = progress(asked, folder)
+    if json_file is not None:
+        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    show_status(found)
+
+
+@study.command(name="list")
+def list_studies(
+    store: Annotated[Path, STORE] = DEFAULT,
+    runs: Annotated[bool, typer.Option("--runs", help="Every run, not only the studies.")] = False,
+    json_file: Annotated[Path | None, JSON] = None,
+    force: Annotated[bool, FORCE] = False,
+) -> None:
+    """List the studies of a store, and single runs that lie there."""
+    from shaketable.cli.study_table import show_list
+    from shaketable.study.progress import listed
+
+    check_free([f for f in (json_file,) if f is not None], [], force)
+    found = listed(store)
+    if json_file is not None:
+        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    show_list(found, runs)
+
+
+@study.command()
+def report(
+    what: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A study's YAML or folder, or a training run's folder.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Standard output by default.")] = None,
+    style: Annotated[
+        str | None, typer.Option("--format", help="html, md or json; by the file's ending, else html, by default.")
+    ] = None,
+    replaced: Annotated[list[str] | None, SET] = None,
+    store: Annotated[Path, STORE] = DEFAULT,
+    force: Annotated[bool, FORCE] = False,
+) -> None:
+    """Report what a study shows: one page with no network, Markdown, or JSON. Made from the records alone.
+
+    shaketable study report studies/guided-aqn.yaml -o report.html
+    """
+    chosen = format_of(output, style)
+    check_free([f for f in (output,) if f is not None], [], force)
+    text = rendered(_reported(what, replaced or [], store), chosen)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write(output, text)
+        typer.echo(f"wrote {output}", err=True)
+
+
+def _reported(what: Path, replaced: list[str], store: Path) -> dict[str, Any]:
+    from shaketable.record import FILE
+    from shaketable.study.findings import run_findings
+
+    if (what / FILE).is_file():
+        return run_findings(what)
+    asked, folder = _which(what, replaced, store)
+    return _findings(asked, folder.parent, f"shaketable study run {what}" if what.is_file() else "")
+
+
+def _which(what: Path, replaced: list[str], store: Path) -> tuple[StudyConfig, Path]:
+    """The study that is meant, and its folder."""
+    from shaketable.study.file import load_study
+    from shaketable.study.running import last_defined
+
+    if what.is_dir():
+        if replaced:
+            raise ShaketableError("--set goes with a study's file; a folder is shown as it was run")
+        return last_defined(what), what
+    if not what.exists() and (store / what).is_dir():
+        return last_defined(store / what), store / what
+    asked = load_study(what, replaced)
+    return asked, store / asked.study
+
+
+def format_of(output: Path | None, style: str | None) -> str:
+    """The format of a report: as said, else by its file's ending, else HTML."""
+    if style is not None:
+        if style not in FORMATS:
+            raise ShaketableError(f"unknown format {style!r}; {nearest(style, FORMATS)}")
+        return style
+    return next((name for name, ending in FORMATS.items() if output is not None and output.suffix == ending), "html")
+
+
+def rendered(found: dict[str, Any], style: str) -> str:
+    """Findings as a page, Markdown or JSON."""
+    if style == "json":
+        return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    if style == "md":
+        from shaketable.study.markdown import markdown
+
+        return markdown(found)
+    from shaketable.study.page import page
+
+    return page(found)

@@ -1,0 +1,113 @@
+"""Studies on the screen: the verdict with its tables, how far one is, and what lies in a store."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+STYLES = {
+    "done": "green",
+    "failed": "bold red",
+    "damaged": "bold red",
+    "running": "cyan",
+    "partial": "yellow",
+    "missing": "dim",
+}
+VERDICTS = {"shown": "bold green", "not shown": "bold yellow", "nothing": "bold yellow"}
+
+
+def show(found: dict[str, Any], files: list[Path]) -> None:
+    """The verdict first, then scores, differences, proof, and what went wrong."""
+    console = Console(highlight=False)
+    console.print()
+    console.print(found["verdict"]["headline"], style=VERDICTS[found["verdict"]["kind"]], markup=False, soft_wrap=True)
+    console.print(_scores(found))
+    for comparison in found["comparisons"]:
+        mark = "[bold]primary[/]  " if comparison["primary"] else ""
+        console.print(f"  {mark}{_plain(comparison['sentence'])}", soft_wrap=True)
+    console.print(_proof(found))
+    for run in found["runs"]:
+        if run["error"]:
+            console.print(f"[bold red]{run['status']}[/] {_plain(run['name'])}: {_plain(run['error'])}", soft_wrap=True)
+    for note in found["notes"]:
+        console.print(f"[bold yellow]note:[/] {_plain(note)}", soft_wrap=True)
+    for file in files:
+        console.print(f"wrote {file.resolve() if file.suffix == '.html' else file}", markup=False, soft_wrap=True)
+
+
+def _scores(found: dict[str, Any]) -> Table:
+    conditions = [c["name"] for c in found["study"]["conditions"]]
+    table = Table(title="Accuracy in %, mean over seeds with 95 % interval", title_justify="left")
+    table.add_column("arm")
+    table.add_column("seeds", justify="right")
+    for name in conditions:
+        table.add_column(_plain(name), justify="right")
+    for arm in found["arms"]:
+        known = {s["condition"]: s for s in arm["scores"]}
+        cells = [_score(known[c]) if c in known else "–" for c in conditions]
+        table.add_row(_plain(arm["name"]), str(len(arm["seeds"])), *cells)
+    return table
+
+
+def _score(score: dict[str, Any]) -> str:
+    return f"{100 * score['mean']:.1f} ({100 * score['ci_low']:.1f}–{100 * score['ci_high']:.1f})"
+
+
+def _proof(found: dict[str, Any]) -> str:
+    rows = [row for arm in found["arms"] for row in arm["proof"]]
+    fires = sum(row["forward"] + row["backward"] for row in rows)
+    agree = sum(row["verdict"] in ("agrees", "proven") for row in rows)
+    if not rows:
+        return "no faults were asked for, and none were injected"
+    off = "" if agree == len(rows) else f"; [bold yellow]{len(rows) - agree} differ, see the report[/]"
+    return f"proof: {fires:,} injections; {agree} of {len(rows)} ledgers measure what was asked for{off}"
+
+
+def show_status(found: dict[str, Any]) -> None:
+    """One line per run."""
+    console = Console(highlight=False)
+    table = Table(title=f"{found['study']}  {_counts(found['counts'])}", title_justify="left")
+    for head in ("run", "status", "step", "attempts", ""):
+        table.add_column(head, justify="right" if head in ("step", "attempts") else "left", overflow="fold")
+    for row in found["runs"]:
+        step = "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}" if row["steps"] else str(row["step"])
+        status = f"[{STYLES[row['status']]}]{row['status']}[/]"
+        table.add_row(_plain(row["title"]), status, step, str(row["attempts"] or ""), _plain(row["error"] or ""))
+    console.print(table)
+    if found["others"]:
+        console.print(f"{len(found['others'])} runs of other versions of this study lie in {found['folder']}", markup=False)
+
+
+def show_list(found: dict[str, Any], runs: bool) -> None:
+    """One line per study; per run when asked for."""
+    console = Console(highlight=False)
+    if not found["studies"] and not found["runs"]:
+        console.print(f"nothing in {found['store']}", markup=False)
+        return
+    table = Table(title=f"{found['store']}: {len(found['studies'])} studies, {len(found['runs'])} runs", title_justify="left")
+    for head in ("study", "runs", "last written"):
+        table.add_column(head)
+    for study in found["studies"]:
+        table.add_row(_plain(study["name"]), _counts(study["counts"]), _time(study["updated"]))
+    for run in found["runs"]:
+        alone = "/" not in run["path"]
+        if runs or alone:
+            table.add_row(_plain(run["path"]), f"[{STYLES[run['status']]}]{run['status']}[/]", _time(run["updated"]))
+    console.print(table)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    order = [s for s in STYLES if counts.get(s)]
+    return ", ".join(f"[{STYLES[s]}]{counts[s]} {s}[/]" for s in order) or "none yet"
+
+
+def _time(seconds: float | None) -> str:
+    return "–" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,130 @@
+"""The runs that a study consists of, each with a key that says what it is. Imports no torch.
+
+A run is known by the hash of all that its numbers depend on: configuration, seed, threads, and the diagnosis it is guided by.
+The hash is in the name of its folder. So a study that gets another seed or another arm does only what is new, a study whose
+steps were changed does all anew beside what was there, and nothing is ever taken for something else. What the numbers do not
+depend on (the engine, the question, the comparisons) is not in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shaketable.errors import ShaketableError
+from shaketable.harden.train_config import TrainConfig
+from shaketable.study.config import Arm, Guide, StudyConfig
+
+STEPS = 60
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    kind: Literal["train", "evaluate", "locate"]
+    arm: str | None
+    """None for a diagnosis, which serves every arm with its plan."""
+    seed: int | None
+    config: dict[str, Any]
+    threads: int
+    guide: dict[str, Any] | None = None
+    needs: str | None = None
+    """The name of the diagnosis that must be there first."""
+    keep_weights: bool = True
+
+    @property
+    def key(self) -> str:
+        """What the run is, in eight digits."""
+        facts = {k: v for k, v in self.config.items() if k not in ("report_to", "save_every")}
+        content = [self.kind, facts, self.threads, self.guide, self.needs]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder."""
+        words = ["diagnosis"] if self.arm is None else [_slug(self.arm), f"s{self.seed}"]
+        return "-".join([*words, self.key])
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"diagnosis of {self.config['plan']}" if self.arm is None else f"{self.arm}, seed {self.seed}"
+
+    def about(self, study: str) -> dict[str, Any]:
+        """What the head of its record says of its place."""
+        return {"study": study, "arm": self.arm, "seed": self.seed, "key": self.key, "threads": self.threads}
+
+
+def cells_of(study: StudyConfig) -> list[Cell]:
+    """All runs: diagnoses first, then seed by seed through the arms, so that an unfinished study has whole seeds."""
+    diagnoses: dict[str, Cell] = {}
+    found = []
+    for seed in study.seeds:
+        for name, arm in study.arms.items():
+            needed = None
+            if isinstance(arm.aqn, Guide):
+                needed = _diagnosis(study, arm)
+                diagnoses[needed.name] = needed
+            found.append(_cell(study, name, arm, seed, needed))
+    return [*diagnoses.values(), *found]
+
+
+def _cell(study: StudyConfig, name: str, arm: Arm, seed: int, needed: Cell | None) -> Cell:
+    kind: Literal["train", "evaluate"] = "train" if arm.train else "evaluate"
+    guide = arm.aqn.model_dump() if isinstance(arm.aqn, Guide) else None
+    config = train_config(study, name, seed) if arm.train else evaluate_config(study, name, seed)
+    needs = None if needed is None else needed.name
+    return Cell(kind, name, seed, config, study.engine.threads, guide, needs, study.keep == "weights")
+
+
+def _diagnosis(study: StudyConfig, arm: Arm) -> Cell:
+    where = {"model": arm.model or study.model, "device": study.device, "dtype": study.resolved_dtype}
+    config = {**where, "plan": study.plan_of(arm), **study.diagnose.model_dump()}
+    return Cell("locate", None, None, config, study.engine.threads)
+
+
+def train_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
+    """A trained run's configuration; a guided arm's AQN is filled in when its diagnosis is there."""
+    arm = study.arms[name]
+    try:
+        config = TrainConfig.checked(
+            **{"steps": STEPS} | study.train | arm.overrides,
+            **_common(study, arm, seed),
+            plan=study.plan_of(arm),
+            plan_in=arm.plan_in,
+            aqn=arm.aqn if isinstance(arm.aqn, str) else None,
+            eval_every=study.evaluate.every,
+            report_to=(),
+        )
+    except ShaketableError as error:
+        raise ShaketableError(f"arm {name!r}: {error}") from None
+    return config.model_dump(mode="json")
+
+
+def evaluate_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
+    """The configuration of a run that is only scored: that of training, as far as there is none."""
+    return _common(study, study.arms[name], seed)
+
+
+def _common(study: StudyConfig, arm: Arm, seed: int) -> dict[str, Any]:
+    score = study.evaluate
+    return {
+        "model": arm.model or study.model,
+        "task": arm.task or study.task,
+        "seed": seed,
+        "eval_n": score.n,
+        "eval_seed": score.seed,
+        "eval_batch": score.batch,
+        "conditions": dict(score.conditions),
+        "mechanism": score.mechanism,
+        "device": study.device,
+        "dtype": study.resolved_dtype,
+    }
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40] or "arm"

@@ -1,0 +1,321 @@
+"""A study as its file says it: arms × seeds, the conditions they are scored under, and the comparison that decides.
+
+    study: guided-aqn
+    question: Does noise at the located layer help more than noise everywhere?
+    model: nano
+    task: arithmetic
+    seeds: 5
+    train: {steps: 40}                                   # any option of `shaketable train`
+    evaluate:
+      n: 300
+      conditions: {faulty: "dead_zone:0.05,scope=token@layer.3"}
+    arms:
+      dead zone: {plan: faulty}                          # the plan of a condition, by its name
+      global: {plan: faulty, aqn: "epoch_aware:0.05-0.01+0.01-0.0005"}
+      targeted: {plan: faulty, aqn: {guide: fault}}      # from a diagnosis of this arm's own plan
+    compare:
+      primary: {a: targeted, b: global, condition: faulty}
+      against: dead zone                                 # every other arm against this one, under every condition
+
+Imports no torch. What can be known to be wrong from the file alone is wrong here, in one line: an unknown key, two arms that
+are the same, a primary endpoint that nothing measures. One seed, or none, is allowed; the report then concludes nothing.
+
+An arm that is not trained takes no plan and no AQN: it is scored under the study's conditions like all others, and a plan that
+acts nowhere would be a silent no-op. Rejected: an arm's own conditions. Then two arms would have scores that look
+comparable and are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shaketable.errors import nearest
+from shaketable.harden.aqn import AQN
+from shaketable.harden.train_config import TrainConfig
+from shaketable.plan import Plan
+
+PER_PROBLEM = ("accuracy", "formatted")
+"""Endpoints with a score for every problem, under a condition."""
+PER_RUN = ("reward", "seconds_per_step", "aqn_share")
+"""Endpoints with one number for every training run."""
+CLEAN = "clean"
+OPTIONS = tuple(
+    name
+    for name in TrainConfig.model_fields
+    if name not in ("model", "task", "seed", "plan", "plan_seed", "plan_in", "aqn", "device", "dtype", "report_to")
+    and not name.startswith(("eval_", "conditions", "mechanism"))
+)
+"""What `train` and an arm's `overrides` may set."""
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Guide(_Data):
+    """AQN made from a diagnosis of the arm's own plan, as `shaketable guide` makes it."""
+
+    guide: Literal["fault", "healthy", "all"]
+    """Noise at the located layer, at all but it, or at all layers with σ by their statistics."""
+    sigma: float = Field(default=0.05, gt=0)
+    schedule: Literal["epoch_aware", "global_decay"] = "epoch_aware"
+    form: Literal["weight", "output"] = "weight"
+    where: Literal["rollout", "both"] = "rollout"
+
+
+class Arm(_Data):
+    """One recipe."""
+
+    description: str = ""
+    train: bool = True
+    """Or only scored, as the model comes."""
+    plan: str | None = None
+    """The faults in training: a plan, its YAML file, or the name of a condition."""
+    plan_in: Literal["both", "rollout", "loss"] = "both"
+    aqn: str | Guide | None = None
+    """A line, the path of a YAML file, or a guide."""
+    model: str | None = None
+    """In place of the study's."""
+    task: str | None = None
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Options of training that differ from the study's."""
+
+    @field_validator("aqn", mode="before")
+    @classmethod
+    def _aqn_is_read(cls, aqn: object) -> object:
+        return AQN.load(aqn).text() if isinstance(aqn, str) else Guide.model_validate(aqn) if isinstance(aqn, Mapping) else aqn
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Arm:
+        if not self.train and (used := [n for n in ("plan", "aqn", "overrides") if getattr(self, n)]):
+            raise ValueError(f"train is false, so {used[0]} would do nothing; faults of a score are conditions")
+        if self.plan is None and self.plan_in != "both":
+            raise ValueError(f"plan_in: {self.plan_in} needs a plan")
+        if isinstance(self.aqn, Guide) and self.plan is None:
+            raise ValueError("a guide needs a plan: the diagnosis is of the arm's own faults")
+        return self
+
+
+class Evaluate(_Data):
+    """How every arm is scored."""
+
+    n: int = Field(default=200, ge=1)
+    """Test problems, the same for all."""
+    seed: int = Field(default=0, ge=0)
+    """Draws the problems; with a run's seed it keys the noise they are scored under."""
+    every: int = Field(default=0, ge=0)
+    """Steps between scores; the first and the last step always."""
+    batch: int = Field(default=128, ge=1)
+    """Problems at a time. Fixed, because noise is keyed by the call: the same in every run and on every machine."""
+    conditions: dict[str, str] = Field(default_factory=dict)
+    """Plans by name; `clean` is always there."""
+    mechanism: bool = True
+    """Read gradient norms and activations per layer, before the first step and after the last."""
+
+    @field_validator("conditions")
+    @classmethod
+    def _plans_are_read(cls, conditions: dict[str, str]) -> dict[str, str]:
+        if CLEAN in conditions:
+            raise ValueError(f"{CLEAN} is always there, and has no plan")
+        _check_names("condition", conditions)
+        read = {name: Plan.load(plan).text() for name, plan in conditions.items()}
+        _check_different("conditions", read)
+        for name, plan in read.items():
+            if not any("forward" in c.site.directions for c in Plan.parse(plan).clauses):
+                raise ValueError(f"{name}: {plan} acts backward only, and there is no backward in a score")
+        return read
+
+
+class Diagnose(_Data):
+    """How guided arms are diagnosed; as `shaketable locate`."""
+
+    mode: Literal["device", "host", "all"] = "all"
+    tokens: int = Field(default=256, ge=2)
+    seed: int = Field(default=0, ge=0)
+
+
+class Comparing(_Data):
+    """One difference: a − b."""
+
+    a: str
+    b: str
+    condition: str | None = None
+    """For endpoints with a score for every problem."""
+    endpoint: str = "accuracy"
+
+    @model_validator(mode="after")
+    def _is_measurable(self) -> Comparing:
+        if self.endpoint not in PER_PROBLEM + PER_RUN:
+            known = nearest(self.endpoint, PER_PROBLEM + PER_RUN)
+            raise ValueError(f"no arm measures the endpoint {self.endpoint!r}; {known}")
+        if (self.condition is None) == (self.endpoint in PER_PROBLEM):
+            needs = "needs a condition" if self.condition is None else "is of the training run and has no condition"
+            raise ValueError(f"the endpoint {self.endpoint} {needs}")
+        if self.a == self.b:
+            raise ValueError(f"{self.a} is compared with itself")
+        return self
+
+
+class Compare(_Data):
+    """What is compared. The primary comparison decides; it is named before the run."""
+
+    primary: Comparing | None = None
+    secondary: tuple[Comparing, ...] = ()
+    against: str | None = None
+    """Every other arm against this one, under every condition."""
+
+
+class Engine(_Data):
+    """Where runs are done, and what each of them gets."""
+
+    kind: Literal["local", "ray"] = "local"
+    workers: int = Field(default=0, ge=0)
+    """Runs at a time; as many as fit when 0."""
+    threads: int = Field(default=1, ge=1)
+    """Cores of each run. Another number of threads adds in another order: it belongs to what a run is."""
+    gpus: float | None = Field(default=None, ge=0)
+    """Cards of each run, 0.25 for four runs on a card; none on a CPU and one elsewhere by default."""
+    retries: int = Field(default=1, ge=0)
+    """How often a run that crashed is tried again."""
+    address: str | None = None
+    """Of the Ray cluster; a local one is started when there is none."""
+
+
+class StudyConfig(_Data):
+    """A whole study."""
+
+    study: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
+    """Its name, and that of its folder in the store."""
+    question: str = ""
+    origin: str = ""
+    """Which question of the origin study it answers."""
+    model: str
+    task: str
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...]
+    train: dict[str, Any] = Field(default_factory=dict)
+    """Options of training, for all arms."""
+    evaluate: Evaluate = Evaluate()
+    diagnose: Diagnose = Diagnose()
+    arms: dict[str, Arm] = Field(min_length=1)
+    compare: Compare = Compare()
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """float32 on a CPU and bfloat16 elsewhere by default."""
+    keep: Literal["weights", "records"] = "weights"
+    """Whether the trained weights stay in the store."""
+    engine: Engine = Engine()
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _count_or_list(cls, seeds: object) -> object:
+        if isinstance(seeds, list | tuple):
+            return seeds
+        if isinstance(seeds, bool) or not isinstance(seeds, int) or not 0 <= seeds <= 1000:
+            raise ValueError(f"{seeds!r} is neither a number of seeds, 0 to 1000, nor a list of them")
+        return tuple(range(seeds))
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds_differ(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if twice := [s for s in seeds if seeds.count(s) > 1]:
+            raise ValueError(f"seed {twice[0]} is given twice")
+        return seeds
+
+    @field_validator("arms")
+    @classmethod
+    def _arms_have_names(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
+        _check_names("arm", arms)
+        return arms
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> StudyConfig:
+        for name, arm in self.arms.items():
+            _check_options(f"arms.{name}.overrides", arm.overrides)
+        _check_options("train", self.train)
+        recipes = {name: self._recipe(arm) for name, arm in self.arms.items()}
+        _check_different("arms", recipes)
+        for asked in self.comparisons:
+            self._check_comparison(asked)
+        if self.compare.against is not None:
+            self._known("compare.against", "arm", self.compare.against, self.arms)
+        if len(self.arms) > 1 and self.compare.primary is None:
+            raise ValueError("compare.primary is missing: name the comparison that decides before the run")
+        return self
+
+    def _recipe(self, arm: Arm) -> dict[str, Any]:
+        """What an arm does, with everything filled in: two arms with the same are the same."""
+        own = {"plan": self.plan_of(arm), "model": arm.model or self.model, "task": arm.task or self.task}
+        return {**arm.model_dump(exclude={"description", "overrides"}), **own, "options": {**self.train, **arm.overrides}}
+
+    def _check_comparison(self, asked: Comparing) -> None:
+        for name in (asked.a, asked.b):
+            self._known("compare", "arm", name, self.arms)
+            if asked.endpoint in PER_RUN and not self.arms[name].train:
+                raise ValueError(f"compare: {name} is not trained, and does not measure {asked.endpoint}")
+        if asked.condition is not None:
+            self._known("compare", "condition", asked.condition, self.conditions)
+        tasks = {self.arms[n].task or self.task for n in (asked.a, asked.b)}
+        if len(tasks) > 1 and asked.endpoint in PER_PROBLEM:
+            raise ValueError(f"compare: {asked.a} and {asked.b} solve different tasks, {' and '.join(sorted(tasks))}")
+
+    @staticmethod
+    def _known(where: str, what: str, name: str, names: Iterable[str]) -> None:
+        if name not in (valid := list(names)):
+            raise ValueError(f"{where}: there is no {what} {name!r}; {nearest(name, valid)}")
+
+    @property
+    def conditions(self) -> dict[str, str | None]:
+        """Plans by the name of their condition, clean first."""
+        return {CLEAN: None, **self.evaluate.conditions}
+
+    def plan_of(self, arm: Arm) -> str | None:
+        """An arm's plan, in one line."""
+        if arm.plan is None:
+            return None
+        if "@" not in arm.plan and not arm.plan.endswith((".yaml", ".yml")) and arm.plan not in self.evaluate.conditions:
+            known = nearest(arm.plan, self.evaluate.conditions)
+            raise ValueError(f"{arm.plan!r} is neither a plan nor the name of a condition; {known}")
+        return self.evaluate.conditions.get(arm.plan) or Plan.load(arm.plan).text()
+
+    @property
+    def comparisons(self) -> list[Comparing]:
+        """All that is compared, the primary first, each once."""
+        asked = [self.compare.primary] if self.compare.primary is not None else []
+        asked += self.compare.secondary
+        base = self.compare.against
+        for name in self.arms if base in self.arms else ():
+            same_task = base is not None and (self.arms[name].task or self.task) == (self.arms[base].task or self.task)
+            if base is not None and name != base and same_task:
+                asked += [Comparing(a=name, b=base, condition=c) for c in self.conditions]
+        found: dict[tuple[Any, ...], Comparing] = {}
+        for one in asked:
+            found.setdefault((frozenset((one.a, one.b)), one.condition, one.endpoint), one)
+        return list(found.values())
+
+    @property
+    def resolved_dtype(self) -> Literal["float32", "bfloat16"]:
+        """The arithmetic of the runs."""
+        return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+
+
+def _check_names(what: str, names: Iterable[str]) -> None:
+    for name in names:
+        if not name.strip() or "." in name or not name.isprintable():
+            raise ValueError(f"{name!r} is no name for an {what}: it must be printable, without dots".replace("an c", "a c"))
+
+
+def _check_different(what: str, things: Mapping[str, Any]) -> None:
+    names = list(things)
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            if things[name] == things[other]:
+                raise ValueError(f"the {what} {other!r} and {name!r} are the same; any difference between them would be chance")
+
+
+def _check_options(where: str, options: Mapping[str, Any]) -> None:
+    for key in options:
+        if key not in OPTIONS:
+            raise ValueError(f"{where}: unknown option {key!r}; {nearest(key, OPTIONS, shown=20)}")

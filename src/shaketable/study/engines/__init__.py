@@ -1,0 +1,1 @@
+"""Where the runs of a study are done: worker processes of this computer, or a Ray cluster."""

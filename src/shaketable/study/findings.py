@@ -1,0 +1,240 @@
+"""What a study found: all that its report says, as data. From records alone, so the same at any time and on any machine.
+
+Times apart, an undisturbed study and one that was killed and went on have the same findings, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shaketable.errors import ShaketableError
+from shaketable.harden.train_config import TrainConfig
+from shaketable.plan import Plan
+from shaketable.study import arms
+from shaketable.study.cells import STEPS, cells_of
+from shaketable.study.comparisons import compare
+from shaketable.study.config import Arm, Comparing, Guide, StudyConfig
+from shaketable.study.diagnoses import diagnosis
+from shaketable.study.running import definitions
+from shaketable.study.runs import Run
+from shaketable.study.verdict import verdict
+
+SCHEMA = "shaketable.study/1"
+
+
+def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
+    """Everything about a study in its folder of the store."""
+    runs = [Run.of(cell, folder / "runs") for cell in cells_of(study)]
+    compared = compare(study.comparisons, study.compare.primary, runs)
+    complete = all(run.is_done for run in runs)
+    return {
+        "schema": SCHEMA,
+        "kind": "study",
+        "study": _study(study),
+        "complete": complete,
+        "runs": [run_facts(run) for run in runs],
+        "verdict": verdict(study, compared, runs),
+        "arms": [_arm(study, name, runs) for name in study.arms],
+        "comparisons": compared,
+        "robustness": robustness(study.conditions, {name: _done(runs, name) for name in study.arms}),
+        "diagnoses": [diagnosis(run, runs) for run in runs if run.kind == "locate" and run.is_done],
+        "environments": environments(runs),
+        "notes": _notes(study, folder, runs),
+    }
+
+
+def run_findings(folder: Path) -> dict[str, Any]:
+    """A single training run, told as a study of one arm and one seed: what training changed."""
+    run = Run.alone(folder)
+    config = TrainConfig.checked(**run.config)
+    conditions = {c["name"]: c["plan"] for c in (run.last("evaluation") or {"conditions": []})["conditions"]}
+    name = str(run.arm or folder.name)
+    facts = {"name": name, "description": "", "kind": "train", "plan": config.plan, "plan_in": config.plan_in}
+    own = {"aqn": config.aqn, "guided": None, "model": config.model, "task": config.task, "seeds": [config.seed]}
+    sentence = "One run concludes nothing about a recipe: another seed may end elsewhere. This page tells what happened in it."
+    return {
+        "schema": SCHEMA,
+        "kind": "run",
+        "study": {
+            "name": folder.name, "question": "", "origin": "", "model": config.model, "task": config.task,
+            "seeds": [config.seed], "key": run.head["id"][:8], "steps": config.steps, "n": config.eval_n,
+            "conditions": [{"name": n, "plan": p} for n, p in conditions.items()], "primary": None, "engine": "",
+            "command": "",
+        },
+        "complete": run.is_done,
+        "runs": [run_facts(run) | {"folder": "."}],
+        "verdict": {"kind": "nothing", "headline": "One training run", "sentence": sentence},
+        "arms": [{**facts, **own, **_measured([run], conditions)}],
+        "comparisons": [],
+        "robustness": robustness(conditions, {name: [run]}),
+        "diagnoses": [],
+        "environments": environments([run]),
+        "notes": [],
+    }  # fmt: skip
+
+
+def _study(study: StudyConfig) -> dict[str, Any]:
+    primary = study.compare.primary
+    return {
+        "name": study.study,
+        "question": study.question,
+        "origin": study.origin,
+        "model": study.model,
+        "task": study.task,
+        "seeds": list(study.seeds),
+        "steps": study.train.get("steps", STEPS),
+        "n": study.evaluate.n,
+        "conditions": [{"name": n, "plan": p} for n, p in study.conditions.items()],
+        "primary": None if primary is None else primary.model_dump(),
+        "engine": study.engine.kind,
+        "command": f"shaketable study run {study.study}.yaml",
+        "key": cells_of(study)[-1].key if study.seeds else "",
+    }
+
+
+def _done(runs: Sequence[Run], arm: str) -> list[Run]:
+    return [r for r in runs if r.arm == arm and r.is_done]
+
+
+def _arm(study: StudyConfig, name: str, runs: Sequence[Run]) -> dict[str, Any]:
+    arm, done = study.arms[name], _done(runs, name)
+    return {
+        "name": name,
+        "description": arm.description,
+        "kind": "train" if arm.train else "evaluate",
+        "model": arm.model or study.model,
+        "task": arm.task or study.task,
+        "plan": study.plan_of(arm),
+        "plan_in": arm.plan_in,
+        "aqn": _aqn(arm, done),
+        "guided": arm.aqn.guide if isinstance(arm.aqn, Guide) else None,
+        "overrides": arm.overrides,
+        "seeds": [r.seed for r in done],
+        **_measured(done, study.conditions),
+    }
+
+
+def _aqn(arm: Arm, done: Sequence[Run]) -> str | None:
+    """The noise as it was, for a guided arm too."""
+    return next((str(r.config["aqn"]) for r in done if r.config.get("aqn")), arm.aqn if isinstance(arm.aqn, str) else None)
+
+
+def _measured(done: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "scores": arms.scores(done, conditions),
+        "curves": arms.curves(done, conditions),
+        "sigma": arms.sigmas(done[0]) if done else [],
+        "proof": arms.proof(done),
+        "mechanism": arms.mechanism(done),
+        "cost": arms.cost(done),
+        "samples": arms.samples(done),
+    }
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """One line of the table of runs."""
+    times = [e["time"] for e in run.events if "time" in e]
+    return {
+        "name": run.name,
+        "kind": run.kind,
+        "arm": run.arm,
+        "seed": run.seed,
+        "status": run.status,
+        "id": run.head.get("id"),
+        "folder": f"runs/{run.name}",
+        "attempts": len(run.of_kind("attempt")),
+        "resumed": len(run.of_kind("resumed")),
+        "seconds": times[-1] - times[0] if len(times) > 1 else None,
+        "error": run.error,
+        "warnings": [e["text"] for e in run.of_kind("warning")],
+    }
+
+
+def robustness(conditions: Mapping[str, str | None], done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """Scores over conditions: along a magnitude where they differ in nothing else, side by side where they do."""
+    places = magnitudes(conditions)
+    found: list[dict[str, Any]] = []
+    for name, runs in done.items():
+        rows = {s["condition"]: s for s in arms.scores(runs, conditions)}
+        points: list[dict[str, Any]] = [
+            {"label": c, "x": places[c], "condition": c, "mean": s["mean"], "low": s["ci_low"], "high": s["ci_high"]}
+            for c, s in rows.items()
+        ]
+        found.append({"arm": name, "points": sorted(points, key=lambda p: (p["x"] is None, p["x"] or 0.0))})
+    return [row for row in found if len(row["points"]) > 1]
+
+
+def magnitudes(conditions: Mapping[str, str | None]) -> dict[str, float | None]:
+    """The magnitude of each condition, clean being 0; None for all when their plans differ in anything else."""
+    found: dict[str, float | None] = {}
+    shapes = set()
+    for name, text in conditions.items():
+        clauses = () if text is None else Plan.parse(text).clauses
+        fault = clauses[0].fault.model_dump() if len(clauses) == 1 else {}
+        found[name] = 0.0 if text is None else fault.pop("magnitude", None)
+        if text is not None:
+            shapes.add(f"{fault} {clauses[0].site}" if len(clauses) == 1 else text)
+    alike = len(shapes) == 1 and len(found) > 2 and None not in found.values()
+    return found if alike else dict.fromkeys(conditions)
+
+
+def environments(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The machines and versions that runs were done with, and how many by each."""
+    found: list[dict[str, Any]] = []
+    for facts in (r.head["environment"] for r in runs if r.head):
+        known = next((row for row in found if row["facts"] == facts), None)
+        if known is None:
+            found.append({"runs": 1, "facts": facts})
+        else:
+            known["runs"] += 1
+    return found
+
+
+def _notes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> list[str]:
+    return [*_named_late(study, folder, runs), *_not_the_same(study, runs), *_damage(runs)]
+
+
+def _named_late(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> list[str]:
+    """Whether the comparison that decides was changed when results were there already."""
+    ends = [e["time"] for r in runs if (e := r.last("finished")) is not None]
+    try:
+        versions = definitions(folder)
+    except ShaketableError:
+        return ["the study was never run from its file: nothing says when its comparison was named"]
+    if not ends:
+        return []
+    primary = None if study.compare.primary is None else study.compare.primary.model_dump()
+    same = [v for v in versions if _primary(v["config"]) == primary]
+    if same and same[0]["time"] <= min(ends):
+        return []
+    before = [Comparing(**p) for v in versions if (p := _primary(v["config"])) is not None and p != primary]
+    was = f"; it was {before[0].a} − {before[0].b} under {before[0].condition}" if before else ""
+    when = datetime.fromtimestamp(same[0]["time"], UTC).strftime("on %Y-%m-%d at %H:%M UTC") if same else "in this report only"
+    return [f"the primary comparison was named {when}, after the first run had ended{was}: read it as exploratory"]
+
+
+def _primary(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    found = config["compare"]["primary"]
+    return None if found is None else dict(found)
+
+
+def _not_the_same(study: StudyConfig, runs: Sequence[Run]) -> list[str]:
+    """Runs that were to begin with the same weights, or solve the same problems, and did not."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for run in runs:
+        made = run.last("made_of")
+        if made is not None:
+            found.setdefault(("weights", str(run.config["model"])), set()).add(made["weights"])
+            found.setdefault(("test problems", str(run.config["task"])), set()).add(made["tests"])
+    return [
+        f"the {what} of {name} were not the same in all runs: their differences mean nothing"
+        for (what, name), hashes in found.items()
+        if len(hashes) > 1
+    ]
+
+
+def _damage(runs: Sequence[Run]) -> list[str]:
+    return [f"{run.name} is left out: {run.error}" for run in runs if run.status == "damaged"]

@@ -1,0 +1,155 @@
+"""Before a study: how long it will take, from a probe, and what difference it can show.
+
+The probe trains every trained arm for two steps on a handful of problems, with its plan and AQN on, in a folder that is thrown
+away; the second step is the one that counts. A guided arm is probed without its noise, for there is no diagnosis yet.
+The smallest detectable difference needs assumptions, since there are no data; they are said beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shaketable.harden.train_config import TrainConfig
+from shaketable.measure.power import detectable, expected_discordance
+from shaketable.study.cells import Cell, cells_of
+from shaketable.study.config import PER_PROBLEM, StudyConfig
+
+SCHEMA = "shaketable.forecast/1"
+PROBLEMS = 16
+STEPS = 2
+LOADING = 5.0
+"""Seconds that a run takes beside steps and scores; a guess, small beside both."""
+SEED_SD = 0.01
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the probe measured of an arm."""
+
+    step: float
+    """Seconds."""
+    problem: float
+    """Seconds per problem, all conditions together."""
+
+    def seconds(self, config: TrainConfig) -> float:
+        """Of a whole run."""
+        scores = sum(config.evaluates_at(step) for step in range(config.steps + 1))
+        return LOADING + config.steps * self.step + scores * config.eval_n * self.problem
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What would run."""
+
+    cells: list[Cell]
+    left: list[Cell]
+    """What is not done yet."""
+    probed: int
+    seconds: float
+    workers: int
+    can_show: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [{"name": c.name, "arm": c.arm, "seed": c.seed, "kind": c.kind, "to_do": c in self.left} for c in self.cells]
+        facts = {"probed_arms": self.probed, "seconds": self.seconds, "workers": self.workers, "can_show": self.can_show}
+        return {"schema": SCHEMA, "runs": rows, **facts}
+
+
+def forecast(study: StudyConfig, folder: Path, tell: Callable[[str], None]) -> Forecast:
+    """Look at what is there, and probe the arms that have something to do."""
+    from shaketable.study.running import finished
+
+    cells = cells_of(study)
+    done = finished(folder, cells)
+    left = [cell for cell in cells if cell.name not in done]
+    speeds = probe(study, left, tell)
+    return Forecast(cells, left, len(speeds), seconds(study, left, speeds), workers(study, max(1, len(left))), can_show(study))
+
+
+def probe(study: StudyConfig, left: Sequence[Cell], tell: Callable[[str], None]) -> dict[str, Speed]:
+    """Speed of every trained arm, by its name."""
+    import torch
+
+    from shaketable.models import quieten
+
+    torch.set_num_threads(study.engine.threads)
+    quieten()
+    found: dict[str, Speed] = {}
+    first = {cell.arm: cell for cell in reversed(left) if cell.kind == "train"}
+    for name, cell in sorted(first.items(), key=lambda pair: list(study.arms).index(str(pair[0]))):
+        tell(f"probing {name}")
+        found[str(name)] = _measured(cell.config)
+    return found
+
+
+def _measured(config: dict[str, Any]) -> Speed:
+    from shaketable.harden.training import Training
+    from shaketable.record import RunRecord
+
+    warmup = {"warmup": 0, "eval_every": 0, "mechanism": False, "save_every": STEPS}
+    aqn = None if config["aqn"] is None else _constant(config)
+    few = {"steps": STEPS, "eval_n": min(PROBLEMS, config["eval_n"]), "aqn": aqn, **warmup}
+    small = TrainConfig.checked(**{**config, **few})
+    with tempfile.TemporaryDirectory(prefix="shaketable-probe-") as folder:
+        record = RunRecord.create(Path(folder) / "run", "train", small.model_dump(mode="json"), {})
+        Training(small, record).run()
+        steps, scores = record.events("step"), record.events("evaluation")
+    per_problem = sum(c["seconds"] for c in scores[-1]["conditions"]) / small.eval_n
+    return Speed(steps[-1]["seconds"], per_problem)
+
+
+def _constant(config: dict[str, Any]) -> str:
+    """The arm's noise at its loudest, all the time: two steps of a schedule may have none."""
+    from shaketable.harden.aqn import AQN
+    from shaketable.harden.schedules import Constant
+
+    aqn = AQN.load(config["aqn"])
+    loudest = max(aqn.schedule.sigma(step, config["steps"]) for step in range(config["steps"]))
+    return aqn.model_copy(update={"schedule": Constant(loudest)}).text()
+
+
+def seconds(study: StudyConfig, cells: Sequence[Cell], speeds: dict[str, Speed]) -> float:
+    """How long these runs take, with as many at a time as there are places for."""
+    if not cells:
+        return 0.0
+    problem = max((s.problem for s in speeds.values()), default=0.05)
+    each = []
+    for cell in cells:
+        if cell.kind == "train":
+            each.append(speeds[str(cell.arm)].seconds(TrainConfig.checked(**cell.config)))
+        else:
+            each.append(LOADING + (cell.config["eval_n"] * problem if cell.kind == "evaluate" else 2 * LOADING))
+    return max(sum(each) / workers(study, len(cells)), max(each))
+
+
+def workers(study: StudyConfig, most: int) -> int:
+    """How many runs there can be at a time."""
+    if study.engine.kind == "ray":
+        return study.engine.workers or max(1, (os.cpu_count() or 1) // study.engine.threads)
+    from shaketable.study.engines.local import slots
+
+    return len(slots(study, most))
+
+
+def can_show(study: StudyConfig) -> str:
+    """What difference of the primary endpoint this study can show, with what that assumes."""
+    primary, n, seeds = study.compare.primary, study.evaluate.n, len(study.seeds)
+    if primary is None:
+        return "no comparison is named, so none will be decided"
+    what = f"{primary.a} − {primary.b}, {primary.condition or ''} {primary.endpoint}".replace("  ", " ")
+    if seeds < 2:
+        few = "one seed concludes" if seeds else "no seeds conclude"
+        return f"{what}: {few} nothing about a recipe; give two or more, better five"
+    if primary.endpoint not in PER_PROBLEM:
+        return f"{what}: depends on how much runs differ; {seeds} seeds"
+    size = detectable(n, seeds=seeds, seed_sd=SEED_SD)
+    share = f"if arms disagree on {expected_discordance():.0%} of the problems and seeds differ by {100 * SEED_SD:g} point"
+    if size is None:
+        return f"{what}: {seeds} seeds × {n} problems can show no difference"
+    return f"{what}: {seeds} seeds × {n} problems show a difference of {100 * size:.1f} points with 80 % power, {share}"

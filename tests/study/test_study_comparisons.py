@@ -1,0 +1,115 @@
+"""Differences of a study: which side is which, against scipy, the sentence, the families of Holm."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from shaketable.measure.statistics import over_seeds
+from shaketable.study.comparisons import compare
+from shaketable.study.config import Comparing
+from shaketable.study.runs import Run
+
+FAULTY = Comparing(a="AQN", b="none", condition="faulty")
+
+
+def run(arm, seed, scores=(), status="done", **step):
+    answers = [{"correct": bool(s), "formatted": True} for s in scores]
+    events = [{"event": "step", "step": i, "reward": 0.5, "seconds": 1.0, "aqn_seconds": 0.1} | step for i in range(4)]
+    events.append({"event": "evaluation", "step": 4, "conditions": [{"name": "faulty", "answers": answers}]})
+    return Run(f"{arm}-{seed}", "train", arm, seed, status, {}, events)
+
+
+def arms(a, b):
+    """Runs of two arms, a row of 0/1 for every seed."""
+    return [run("AQN", i, row) for i, row in enumerate(a)] + [run("none", i, row) for i, row in enumerate(b)]
+
+
+def drawn(rate, seeds=5, n=80, key=0):
+    return (np.random.default_rng(key).random((seeds, n)) < rate).astype(int).tolist()
+
+
+def test_the_difference_is_a_minus_b():
+    a, b = drawn(0.9), drawn(0.5, key=1)
+    [found] = compare([FAULTY], FAULTY, arms(a, b))
+    assert found["difference"] == pytest.approx(np.mean(a) - np.mean(b))
+    assert found["difference"] > 0.2
+    assert found["ci_low"] < found["difference"] < found["ci_high"]
+    assert found["verdict"] == "shown" and found["primary"]
+    assert found["sentence"].startswith(f"AQN − none, faulty accuracy: +{100 * found['difference']:.1f} points, 95 % CI +")
+    assert "5 seeds: shown (p < 0.001)" in found["sentence"]
+    swapped = compare([Comparing(a="none", b="AQN", condition="faulty")], None, arms(a, b))[0]
+    assert swapped["difference"] == -found["difference"]
+    assert "−" in swapped["sentence"].split(":")[1]
+
+
+def test_seeds_and_problems_are_crossed_as_in_measure():
+    a, b = drawn(0.6), drawn(0.5, key=1)
+    [found] = compare([FAULTY], FAULTY, arms(a, b))
+    expected = over_seeds(b, a)
+    assert (found["p"], found["ci_low"], found["ci_high"]) == (expected.p, expected.interval.low, expected.interval.high)
+    assert found["p_holm"] == found["p"], "the primary comparison stands alone"
+    assert found["verdict"] == "not shown"
+    assert "not shown (p = " in found["sentence"] and "would have been seen)" in found["sentence"]
+    assert found["mcnemar"] == [pytest.approx(_mcnemar(x, y)) for x, y in zip(a, b, strict=True)]
+    differences = np.mean(a, 1) - np.mean(b, 1)
+    exact = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=np.inf, vectorized=True)
+    assert found["p_seeds"] == pytest.approx(exact.pvalue)
+
+
+def _mcnemar(a, b):
+    won, lost = sum(x > y for x, y in zip(a, b, strict=True)), sum(x < y for x, y in zip(a, b, strict=True))
+    return stats.binomtest(won, won + lost).pvalue
+
+
+def test_secondary_comparisons_are_one_family_without_the_primary():
+    others = [Comparing(a="AQN", b="none", condition="faulty", endpoint=e) for e in ("formatted",)]
+    more = Comparing(a="none", b="AQN", condition="faulty")
+    found = compare([FAULTY, *others, more], FAULTY, arms(drawn(0.62), drawn(0.5, key=1)))
+    primary, formatted, swapped = found
+    assert primary["p_holm"] == primary["p"]
+    assert swapped["p_holm"] == pytest.approx(min(1, 2 * swapped["p"]))
+    assert formatted["p_holm"] == 1.0
+    assert "after Holm" in swapped["sentence"] and "after Holm" not in primary["sentence"]
+
+
+def test_one_seed_concludes_nothing_however_large_the_difference():
+    [found] = compare([FAULTY], FAULTY, arms([[1] * 200], [[0] * 200]))
+    assert found["verdict"] == "nothing"
+    assert found["p"] < 1e-10
+    assert "1 seed: nothing can be concluded" in found["sentence"]
+
+
+def test_no_seed_concludes_nothing():
+    [found] = compare([FAULTY], FAULTY, [])
+    assert (found["verdict"], found["difference"], found["seeds"]) == ("nothing", None, 0)
+    assert "nothing can be concluded, no seed is finished in both arms" in found["sentence"]
+
+
+def test_only_seeds_that_both_arms_finished_are_compared():
+    runs = arms(drawn(0.9, seeds=4), drawn(0.5, seeds=4, key=1))
+    runs[1] = run("AQN", 1, drawn(0.9)[1], status="partial")
+    runs[6] = run("none", 2, drawn(0.9)[1], status="damaged")
+    [found] = compare([FAULTY], FAULTY, runs)
+    assert [s["seed"] for s in found["per_seed"]] == [0, 3]
+    assert found["seeds"] == 2
+
+
+def test_numbers_of_a_run_are_compared_by_a_paired_t():
+    rng = np.random.default_rng(0)
+    a, b = 2 + rng.random(5), 1 + rng.random(5)
+    runs = [run("AQN", i, seconds=x) for i, x in enumerate(a)] + [run("none", i, seconds=x) for i, x in enumerate(b)]
+    what = Comparing(a="AQN", b="none", endpoint="seconds_per_step")
+    [found] = compare([what], what, runs)
+    expected = stats.ttest_rel(a, b)
+    assert found["difference"] == pytest.approx(np.mean(a - b))
+    assert found["p"] == pytest.approx(expected.pvalue)
+    interval = expected.confidence_interval()
+    assert (found["ci_low"], found["ci_high"]) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    assert found["detectable"] > 0
+    assert "seconds per step: +" in found["sentence"] and " s, 95 % CI" in found["sentence"]
+
+
+def test_one_number_of_a_run_is_no_comparison():
+    what = Comparing(a="AQN", b="none", endpoint="reward")
+    [found] = compare([what], what, arms([[1]], [[0]]))
+    assert found["verdict"] == "nothing" and found["p"] is None
