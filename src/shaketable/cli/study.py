@@ -80,8 +80,11 @@ def run(
 def _do(asked: StudyConfig, store: Path) -> int:
     """Run it, with a live view; the number of runs that failed."""
     from shaketable.cli.study_live import live
-    from shaketable.study.running import run_study
+    from shaketable.models import quieten
+    from shaketable.study.running import check, run_study
 
+    quieten()
+    check(asked)
     with live(asked, store) as watch:
         board = run_study(asked, store, watch)
     return sum(state == "failed" for state in board.states.values())

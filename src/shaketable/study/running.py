@@ -27,9 +27,8 @@ DEFINITION = "definition"
 
 
 def run_study(study: StudyConfig, store: Path, watch: Watch) -> Board:
-    """Do what is missing of a study; the board says how each run ended."""
+    """Do what is missing of a study, which `check` has looked at; the board says how each run ended."""
     folder = store / study.study
-    check(study)
     define(study, store)
     cells = cells_of(study)
     board = Board(cells, folder / "runs", study.engine.retries, watch, finished(folder, cells))

@@ -1,0 +1,45 @@
+"""The same study on a real Ray, started here: the same findings, one task per run, records where all can see them."""
+
+import json
+import os
+
+import pytest
+import torch
+from small_studies import data, study
+
+ray = pytest.importorskip("ray")
+
+from shaketable.record import RunRecord  # noqa: E402
+from shaketable.study.cells import cells_of  # noqa: E402
+from shaketable.study.findings import findings  # noqa: E402
+from shaketable.study.running import define, run_study  # noqa: E402
+from shaketable.study.work import do  # noqa: E402
+
+
+def numbers(found):
+    return json.loads(json.dumps({k: [{n: v for n, v in a.items() if n != "cost"} for a in found["arms"]] for k in ("arms",)}))
+
+
+@pytest.mark.slow
+def test_a_study_on_ray_is_the_study(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    arms = {name: data()["arms"][name] for name in ("noise", "targeted", "as it comes")}
+    compare = {"primary": {"a": "targeted", "b": "noise", "condition": "noise"}}
+    asked = study(arms=arms, compare=compare, seeds=1, engine={"kind": "ray", "workers": 2})
+    told = []
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        board = run_study(asked, tmp_path / "ray", lambda what, cell, facts: told.append((what, cell.arm)))
+    finally:
+        ray.shutdown()
+    assert set(board.states.values()) == {"done"}
+    assert ("start", "targeted") in told and ("done", "noise") in told
+    for cell in cells_of(asked):
+        [attempt] = RunRecord.open(tmp_path / "ray" / "small" / "runs" / cell.name).events("attempt")
+        assert attempt["engine"] == "ray" and attempt["pid"] != os.getpid()
+
+    torch.set_num_threads(1)
+    define(asked, tmp_path / "here")
+    for cell in cells_of(asked):
+        do(cell, "small", tmp_path / "here" / "small" / "runs", "test")
+    assert numbers(findings(asked, tmp_path / "ray" / "small")) == numbers(findings(asked, tmp_path / "here" / "small"))
