@@ -55,6 +55,7 @@ def study(arms=None, seeds=5, steps=60, layers=8, conditions=None, name="guided-
             "primary": {"a": a, "b": b, "condition": states[-1][0], "endpoint": "accuracy"} if main else None,
             "engine": "local",
             "command": "shaketable study run studies/guided.yaml",
+            "named_before": True,
         },
         "kind": "study",
         "complete": True,

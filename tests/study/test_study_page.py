@@ -443,8 +443,9 @@ def test_page_reads_what_json_gives_back_and_needs_no_torch(tmp_path):
 
 def test_named_before_the_run_is_claimed_only_when_nothing_speaks_against_it():
     assert "Primary endpoint, named before the run: targeted AQN − global AQN" in read("study").of("design")
-    note = "the primary comparison was named on 2026-11-15 at 12:00 UTC, after the first run had ended: read it as exploratory"
-    words = Reader(page(study() | {"notes": [note]})).of("design")
+    late = study()
+    late["study"]["named_before"] = False
+    words = Reader(page(late)).of("design")
     assert "named before the run:" not in words and "not known to be named before the run" in words
 
 

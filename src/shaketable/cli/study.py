@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,9 +69,9 @@ def run(
     failed = _do(asked, store)
     found = _findings(asked, store, f"shaketable study run {file}")
     if json_file is not None:
-        write(json_file, rendered(found, "json"))
+        write(json_file, rendered(found, "json", store / asked.study, json_file))
     if report_file is not None:
-        write(report_file, rendered(found, format_of(report_file, None)))
+        write(report_file, rendered(found, format_of(report_file, None), store / asked.study, report_file))
     from shaketable.cli.study_table import show
 
     show(found, files)
@@ -153,7 +154,8 @@ def report(
     """
     chosen = format_of(output, style)
     check_free([f for f in (output,) if f is not None], [], force)
-    text = rendered(_reported(what, replaced or [], store), chosen)
+    found, folder = _reported(what, replaced or [], store)
+    text = rendered(found, chosen, folder, output)
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -161,14 +163,15 @@ def report(
         typer.echo(f"wrote {output}", err=True)
 
 
-def _reported(what: Path, replaced: list[str], store: Path) -> dict[str, Any]:
+def _reported(what: Path, replaced: list[str], store: Path) -> tuple[dict[str, Any], Path]:
+    """Findings of a study or a run, and the folder that its records lie in."""
     from shaketable.record import FILE
     from shaketable.study.findings import run_findings
 
     if (what / FILE).is_file():
-        return run_findings(what)
+        return run_findings(what), what
     asked, folder = _which(what, replaced, store)
-    return _findings(asked, folder.parent, f"shaketable study run {what}" if what.is_file() else "")
+    return _findings(asked, folder.parent, f"shaketable study run {what}" if what.is_file() else ""), folder
 
 
 def _which(what: Path, replaced: list[str], store: Path) -> tuple[StudyConfig, Path]:
@@ -195,8 +198,14 @@ def format_of(output: Path | None, style: str | None) -> str:
     return next((name for name, ending in FORMATS.items() if output is not None and output.suffix == ending), "html")
 
 
-def rendered(found: dict[str, Any], style: str) -> str:
-    """Findings as a page, Markdown or JSON."""
+def rendered(found: dict[str, Any], style: str, folder: Path, output: Path | None) -> str:
+    """Findings as a page, Markdown or JSON; records are linked as seen from where the report lies."""
+    here = os.path.relpath(folder.resolve(), Path.cwd() if output is None else output.resolve().parent)
+    runs = [run | {"folder": Path(here, run["folder"]).as_posix()} for run in found["runs"]]
+    found = found | {
+        "runs": runs,
+        "diagnoses": [d | {"folder": Path(here, d["folder"]).as_posix()} for d in found["diagnoses"]],
+    }
     if style == "json":
         return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     if style == "md":

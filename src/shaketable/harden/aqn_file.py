@@ -208,7 +208,7 @@ def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
         raise ShaketableError(f"{path} says enabled: false; train without it instead")
     schedule = body.get("schedule", "epoch_aware")
     named = schedule in ("epoch_aware", "global_decay")
-    factors = {layer: sigma / guided.base_sigma for layer, sigma in guided.layer_sigmas.items()}
+    factors = {layer: float(f"{sigma / guided.base_sigma:.12g}") for layer, sigma in guided.layer_sigmas.items()}
     return AQN(
         like_the_origin(schedule, guided.base_sigma) if named else _described(schedule),
         layers=tuple(sorted(factors)),

@@ -152,9 +152,7 @@ def _reach(found: Comparison, unit: str, scale: float) -> str:
     if found.detectable is None:
         return "these seeds and problems can show no difference at all"
     size = abs(scale * found.detectable)
-    return (
-        f"a difference of {size:.2g}{unit} would have been seen" if size < 10 else f"only {size:.0f}{unit} would have been seen"
-    )
+    return f"a difference of {size:.{2 if size < 10 else 3}g}{unit} would have been seen"
 
 
 def _signed(scale: float) -> Any:

@@ -33,7 +33,7 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "kind": "study",
-        "study": _study(study),
+        "study": {**_study(study), "named_before": not (late := _named_late(study, folder, runs))},
         "complete": complete,
         "runs": [run_facts(run) for run in runs],
         "verdict": verdict(study, compared, runs),
@@ -42,7 +42,7 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
         "robustness": robustness(study.conditions, {name: _done(runs, name) for name in study.arms}),
         "diagnoses": [diagnosis(run, runs) for run in runs if run.kind == "locate" and run.is_done],
         "environments": environments(runs),
-        "notes": _notes(study, folder, runs),
+        "notes": [*late, *_not_the_same(runs), *_damage(runs)],
     }
 
 
@@ -62,7 +62,7 @@ def run_findings(folder: Path) -> dict[str, Any]:
             "name": folder.name, "question": "", "origin": "", "model": config.model, "task": config.task,
             "seeds": [config.seed], "key": run.head["id"][:8], "steps": config.steps, "n": config.eval_n,
             "conditions": [{"name": n, "plan": p} for n, p in conditions.items()], "primary": None, "engine": "",
-            "command": "",
+            "command": "", "named_before": False,
         },
         "complete": run.is_done,
         "runs": [run_facts(run) | {"folder": "."}],
@@ -144,6 +144,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "status": run.status,
         "id": run.head.get("id"),
+        "sha": run.sha,
         "folder": f"runs/{run.name}",
         "attempts": len(run.of_kind("attempt")),
         "resumed": len(run.of_kind("resumed")),
@@ -193,10 +194,6 @@ def environments(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def _notes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> list[str]:
-    return [*_named_late(study, folder, runs), *_not_the_same(study, runs), *_damage(runs)]
-
-
 def _named_late(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> list[str]:
     """Whether the comparison that decides was changed when results were there already."""
     ends = [e["time"] for r in runs if (e := r.last("finished")) is not None]
@@ -221,7 +218,7 @@ def _primary(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if found is None else dict(found)
 
 
-def _not_the_same(study: StudyConfig, runs: Sequence[Run]) -> list[str]:
+def _not_the_same(runs: Sequence[Run]) -> list[str]:
     """Runs that were to begin with the same weights, or solve the same problems, and did not."""
     found: dict[tuple[str, str], set[str]] = {}
     for run in runs:

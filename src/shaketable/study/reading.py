@@ -6,6 +6,7 @@ word is never shortened to "no difference".
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -112,9 +113,22 @@ def duration(seconds: Any) -> str:
 
 
 def named(f: Findings) -> str:
-    """When the primary endpoint was named, as far as the notes tell: only what was named before the results decides."""
-    late = any(note.startswith(("the primary comparison was named", "the study was never run")) for note in f["notes"])
-    return "not known to be named before the run (see the notes)" if late else "named before the run"
+    """When the primary endpoint was named: only what was named before the results decides."""
+    return "named before the run" if f["study"]["named_before"] else "not known to be named before the run (see the notes)"
+
+
+def methods_of(comparisons: Iterable[Findings]) -> list[str]:
+    """The methods of comparisons, each once; those that differ only in their degrees of freedom together."""
+    found: dict[str, list[float]] = {}
+    for method in (str(c["method"]) for c in comparisons if c["method"]):
+        name, _, freedom = method.partition(", t with ")
+        found.setdefault(name, []).extend(float(x) for x in re.findall(r"^[\d.]+", freedom))
+    return [f"{name}, t with {_span(freedom)} degrees of freedom" if freedom else name for name, freedom in found.items()]
+
+
+def _span(values: list[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def place(condition: str | None, endpoint: str) -> str:

@@ -30,6 +30,8 @@ class Run:
     head: Event
     events: list[Event]
     error: str | None = None
+    sha: str | None = None
+    """The last link of the record's chain, from its seal."""
 
     @classmethod
     def of(cls, cell: Cell, runs: Path) -> Run:
@@ -43,7 +45,7 @@ class Run:
         except ShaketableError as damage:
             return cls(*place, "damaged", {}, [], str(damage))
         status, error = _status(events, is_held(runs, cell.name))
-        return cls(*place, status, record.head, events, error)
+        return cls(*place, status, record.head, events, error, (record.sealed() or {}).get("sha"))
 
     @classmethod
     def alone(cls, folder: Path) -> Run:
@@ -51,7 +53,8 @@ class Run:
         record = RunRecord.open(folder, "train")
         about, events = record.head.get("about", {}), record.events()
         status, error = _status(events, record.busy())
-        return cls(folder.name, "train", about.get("arm"), record.config["seed"], status, record.head, events, error)
+        place = (folder.name, "train", about.get("arm"), record.config["seed"])
+        return cls(*place, status, record.head, events, error, (record.sealed() or {}).get("sha"))
 
     @property
     def is_done(self) -> bool:

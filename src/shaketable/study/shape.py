@@ -79,7 +79,16 @@ _COMPARISON: dict[str, Any] = {
     "sentence": "",
     "method": "",
 }
-_RUN: dict[str, Any] = {"name": "", "arm": "", "seed": None, "status": "missing", "id": "", "folder": "", "attempts": None}
+_RUN: dict[str, Any] = {
+    "name": "",
+    "arm": "",
+    "seed": None,
+    "status": "missing",
+    "id": "",
+    "sha": "",
+    "folder": "",
+    "attempts": None,
+}
 _DIAGNOSIS: dict[str, Any] = {
     "plan": None,
     "model": "",
@@ -106,6 +115,7 @@ SHAPE: dict[str, Any] = {
         "primary": None,
         "engine": "",
         "command": "",
+        "named_before": False,
     },
     "kind": "study",
     "complete": False,
