@@ -4,10 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: demo test check bench bench-locate bench-locate-sample bench-train nano example-harden format clean
+.PHONY: demo test check bench bench-locate bench-locate-sample bench-train bench-store nano example-ledger example-harden format clean
 
+# The whole guided-AQN study on nano: plant a dead zone, locate it, guide, train the arms over seeds, compare, report.
 demo: $(STAMP)
-	@$(BIN)/python -m shaketable.demo
+	@$(BIN)/shaketable study run studies/guided-aqn.yaml --store demo-runs --report demo.html --force
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -33,11 +34,17 @@ bench-locate-sample: $(STAMP)
 nano: $(STAMP)
 	$(BIN)/python scripts/make_nano.py --device $(or $(DEVICE),cpu)
 
+example-ledger: $(STAMP)
+	@$(BIN)/python examples/ledger.py
+
 example-harden: $(STAMP)
 	$(BIN)/python examples/harden.py
 
 bench-train: $(STAMP)
 	$(BIN)/python benchmarks/train.py
+
+bench-store: $(STAMP)
+	$(BIN)/python benchmarks/store.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

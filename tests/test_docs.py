@@ -1,6 +1,7 @@
 """Every snippet of the README and of docs/plans.md is executed."""
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -41,25 +42,38 @@ def test_yaml_snippets_load(tmp_path):
         assert plan.clauses[0].text() == "dead_zone:0.01,scope=token@layer.2,phase=rollout"
 
 
+SMALL = "seeds=1 train.steps=4 train.prompts=2 train.samples=2 evaluate.n=6 evaluate.every=0"
+"""A study of the README, in seconds."""
+
+
 def test_commands_of_the_readme_run(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nm = torch.nn.Linear(4, 4)\nm(torch.ones(2, 4)).sum().backward()\n")
+    (tmp_path / "studies").symlink_to(ROOT / "studies")
     commands = [c for block in blocks("README.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
-    assert [c.split()[1] for c in commands] == ["run", "inspect", "locate", "sweep", "train"]
+    verbs = ["run", "inspect", "locate", "sweep", "train", "study", "study", "study"]
+    assert [c.split()[1] for c in commands] == verbs
     for command in commands:
         words = [sys.executable, "-m", "shaketable", *shlex.split(command)[1:]]
         words = [sys.executable if w == "python" else w for w in words]
+        if "study" in words and "list" not in words:
+            words += [word for small in SMALL.split() for word in ("--set", small)]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == ("locate" in command), done.stderr
         assert "locate" not in command or "FAULT: layer 12, mlp.down_proj" in done.stdout
+    assert "there is one seed" in (tmp_path / "guided.html").read_text()
 
 
-def test_the_demo_runs_and_every_clause_of_it_changes_values(capsys):
-    from shaketable.demo import PLAN, main
+def test_the_demo_is_a_study_that_is_shipped():
+    line = next(x for x in (ROOT / "Makefile").read_text().splitlines() if "study run" in x)
+    assert (ROOT / next(word for word in line.split() if word.endswith(".yaml"))).is_file()
 
-    main()
+
+def test_the_ledger_example_runs_and_every_clause_of_it_changes_values(capsys):
+    space = runpy.run_path(str(ROOT / "examples" / "ledger.py"))
+    space["main"]()
     shown = capsys.readouterr().out
     assert "bit-identical: True" in shown
-    for clause in Plan.parse(PLAN).clauses:
+    for clause in Plan.parse(space["PLAN"]).clauses:
         assert clause.fault.kind in shown
 
 

@@ -62,7 +62,8 @@ def _proof(found: dict[str, Any]) -> str:
     fires = sum(row["forward"] + row["backward"] for row in rows)
     agree = sum(row["verdict"] in ("agrees", "proven") for row in rows)
     if not rows:
-        return "no faults were asked for, and none were injected"
+        ended = any(arm["seeds"] for arm in found["arms"])
+        return "no faults were asked for, and none were injected" if ended else "no run has ended, so nothing is proven yet"
     off = "" if agree == len(rows) else f"; [bold yellow]{len(rows) - agree} differ, see the report[/]"
     return f"proof: {fires:,} injections; {agree} of {len(rows)} ledgers measure what was asked for{off}"
 
@@ -88,7 +89,10 @@ def show_list(found: dict[str, Any], runs: bool) -> None:
     if not found["studies"] and not found["runs"]:
         console.print(f"nothing in {found['store']}", markup=False)
         return
-    table = Table(title=f"{found['store']}: {len(found['studies'])} studies, {len(found['runs'])} runs", title_justify="left")
+    table = Table(
+        title=f"{found['store']}: {_many(found['studies'], 'study', 'studies')}, {_many(found['runs'], 'run', 'runs')}",
+        title_justify="left",
+    )
     for head in ("study", "runs", "last written"):
         table.add_column(head)
     for study in found["studies"]:
@@ -98,6 +102,10 @@ def show_list(found: dict[str, Any], runs: bool) -> None:
         if runs or alone:
             table.add_row(_plain(run["path"]), f"[{STYLES[run['status']]}]{run['status']}[/]", _time(run["updated"]))
     console.print(table)
+
+
+def _many(things: list[Any], one: str, more: str) -> str:
+    return f"{len(things)} {one if len(things) == 1 else more}"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""`make demo`: shake a small random Llama and print its ledger."""
+"""Shake a small random Llama with four faults at once, and print its ledger: `make example-ledger`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main(picture: str | None = None) -> None:
         console.print(f"  ! {line}", style="yellow", markup=False)
     console.print(f"\nloss clean {clean:.4f} · shaken {faulty.item():.4f} · after {after:.4f}, bit-identical: {after == clean}")
     if picture is not None:
-        console.save_svg(picture, title="make demo")
+        console.save_svg(picture, title="make example-ledger")
 
 
 if __name__ == "__main__":
