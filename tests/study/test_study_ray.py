@@ -9,8 +9,10 @@ from small_studies import data, study
 
 ray = pytest.importorskip("ray")
 
+from shaketable.errors import ShaketableError  # noqa: E402
 from shaketable.record import RunRecord  # noqa: E402
 from shaketable.study.cells import cells_of  # noqa: E402
+from shaketable.study.engines.on_ray import check_reachable  # noqa: E402
 from shaketable.study.findings import findings  # noqa: E402
 from shaketable.study.running import define, run_study  # noqa: E402
 from shaketable.study.work import do  # noqa: E402
@@ -43,3 +45,9 @@ def test_a_study_on_ray_is_the_study(tmp_path, monkeypatch):
     for cell in cells_of(asked):
         do(cell, "small", tmp_path / "here" / "small" / "runs", "test")
     assert numbers(findings(asked, tmp_path / "ray" / "small")) == numbers(findings(asked, tmp_path / "here" / "small"))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "somewhere:port"])
+def test_a_cluster_that_nobody_answers_for_is_one_line(address):
+    with pytest.raises(ShaketableError, match=f"cannot reach the Ray cluster {address}"):
+        check_reachable(address)

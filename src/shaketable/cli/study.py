@@ -86,8 +86,12 @@ def _do(asked: StudyConfig, store: Path) -> int:
 
     quieten()
     check(asked)
-    with live(asked, store) as watch:
-        board = run_study(asked, store, watch)
+    try:
+        with live(asked, store) as watch:
+            board = run_study(asked, store, watch)
+    except KeyboardInterrupt:
+        typer.echo("stopped; what is recorded is kept, and the same command goes on", err=True)
+        raise typer.Exit(130) from None
     return sum(state == "failed" for state in board.states.values())
 
 

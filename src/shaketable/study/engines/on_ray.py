@@ -8,6 +8,7 @@ from the records, which every node writes anyway.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,24 @@ def run_on_ray(study: StudyConfig, board: Board, folder: Path) -> None:
 def _connect(ray: Any, study: StudyConfig) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False, "logging_level": "ERROR"}
     if study.engine.address is not None:
+        check_reachable(study.engine.address)
         options = {"address": study.engine.address, "log_to_driver": False, "logging_level": "ERROR"}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ShaketableError(f"cannot reach the Ray cluster {study.engine.address or '(local)'}: {error}") from None
+
+
+def check_reachable(address: str) -> None:
+    """Refuse at once a cluster that nobody answers for; Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return  # `auto`: Ray looks by itself, and gives up soon
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise ShaketableError(f"cannot reach the Ray cluster {address}: {error}") from None
 
 
 def _serve(ray: Any, study: StudyConfig, board: Board, folder: Path) -> None:
