@@ -1,0 +1,150 @@
+"""The studies that ship: each can be read without torch, says what it is for, and runs to a report with its faults proven."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shaketable.harden.schedules import EpochAware, GlobalDecay
+from shaketable.plan import Plan
+from shaketable.study.cells import cells_of
+from shaketable.study.config import Guide
+from shaketable.study.file import load_study
+from shaketable.study.findings import findings, magnitudes
+from shaketable.study.running import check
+from shaketable.study.work import do
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "studies").glob("*.yaml"))
+NAMES = [file.stem for file in FILES]
+LISTED = {
+    "module-level", "operator-level", "operator-aqn", "directions", "aqn-strength", "model-size", "systematic", "schedules", "cost",
+    "tasks", "guided-aqn", "guided-aqn-five-arms", "formats", "checkpoint-robustness",
+}  # fmt: skip
+SMALL = (
+    "seeds=1", "task=arithmetic,level=3,max_new_tokens=1", "train.steps=2", "train.prompts=1", "train.samples=2", "evaluate.n=4", "evaluate.every=0",
+    "evaluate.mechanism=false", "diagnose.tokens=32", "keep=records",
+)  # fmt: skip
+LARGER = "smollm2-135m"
+"""Its weights need a download, and its steps a minute: `nano` runs in its place, and its skeleton is checked."""
+OWN = {"directions": ("task=arithmetic,level=3", "train.prompts=4", "train.samples=8")}
+"""Where all answers have the same reward there is no gradient: nothing that errors of a backward could change."""
+
+
+def header(file):
+    """The comment that a file opens with."""
+    lines = file.read_text().splitlines()
+    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(lines[:end])
+
+
+def small(file):
+    """The study with one seed, two steps, four problems and answers of one character, on the smallest model."""
+    study = load_study(file)
+    replaced = [*SMALL, *OWN.get(file.stem, ())]
+    for name, arm in study.arms.items():
+        if arm.model == LARGER:
+            replaced += [f"arms.{name}.model=nano", f"arms.{name}.overrides.steps=2"]
+    return load_study(file, replaced)
+
+
+def hit(arm):
+    """The directions in which the faults of an arm's training fired."""
+    rows = [row for row in arm["proof"] if row["where"] == "training: plan"]
+    return {name for name in ("forward", "backward") for row in rows if row[name] > 0}
+
+
+def directions(study, arm):
+    """The directions in which they were to: rollouts have no backward."""
+    if arm.plan is None:
+        return set()
+    asked = {d for clause in Plan.parse(study.plan_of(arm)).clauses for d in clause.site.directions}
+    return asked - {"backward"} if arm.plan_in == "rollout" else asked
+
+
+def test_every_study_of_the_list_is_there():
+    assert set(NAMES) == LISTED
+
+
+def test_studies_are_read_without_torch():
+    code = (
+        "import sys; from pathlib import Path; from shaketable.study.file import load_study; from shaketable.study.cells import cells_of\n"
+        "for name in sys.argv[1:]: cells_of(load_study(Path(name)))\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *map(str, FILES)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_study_says_what_it_is_for(file):
+    study, text = load_study(file), header(file)
+    assert study.study == file.stem
+    assert study.question.endswith("?") and study.origin
+    assert study.compare.primary is not None and len(study.seeds) >= 3
+    assert study.evaluate.n >= (100 if study.compare.primary.condition is None else 200)
+    assert all(arm.description for arm in study.arms.values())
+    assert "origin" in text
+    assert f"shaketable study run studies/{file.name}\n" in text and f"shaketable study run studies/{file.name} --set" in text
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_the_large_command_of_a_header_is_accepted(file, tmp_path):
+    """Its own line, read by a shell as a user would paste it."""
+    lines = [line.removeprefix("#").strip() for line in header(file).splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"shaketable study run studies/{file.name} --set"))
+    end = next(i for i in range(start, len(lines)) if not lines[i].endswith("\\"))
+    shell = 'shaketable() { printf "%s\\n" "$@"; }\n' + "\n".join(lines[start : end + 1])
+    words = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[:3] == ["study", "run", f"studies/{file.name}"]
+    assert words[3::2] == ["--set"] * (len(words[3:]) // 2)
+    large = load_study(file, words[4::2])
+    assert large.device == "cuda" and "Qwen" in large.model
+    assert cells_of(large)
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_study_as_it_ships_stands_its_check(file):
+    """Every plan matches its model's skeleton, every schedule fires within the steps, every task has enough problems."""
+    check(load_study(file))
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_a_study_runs_and_proves_its_faults(file, tmp_path):
+    study = small(file)
+    for cell in cells_of(study):
+        assert do(cell, study.study, tmp_path / "runs", "test") == "done"
+    found = findings(study, tmp_path)
+    assert found["complete"]
+    assert found["verdict"]["kind"] == "nothing" and "one seed" in found["verdict"]["headline"].lower()
+    for arm in found["arms"]:
+        asked = study.arms[arm["name"]]
+        assert [s["condition"] for s in arm["scores"]] == list(study.conditions)
+        where = [row["where"] for row in arm["proof"]]
+        assert ("training: plan" in where) == (asked.plan is not None)
+        assert ("training: AQN" in where) == (asked.aqn is not None)
+        assert {f"scored: {name}" for name in study.evaluate.conditions} <= set(where)
+        assert [row for row in arm["proof"] if row["verdict"] == "inert"] == []
+        assert hit(arm) == directions(study, asked)
+    assert len(found["diagnoses"]) == len({arm.plan for arm in study.arms.values() if isinstance(arm.aqn, Guide)})
+    for diagnosis in found["diagnoses"]:
+        assert diagnosis["verdict"] == "FAULT" and f"layer.{diagnosis['layer']}" in diagnosis["plan"]
+
+
+def test_the_robustness_study_draws_a_curve():
+    study = load_study(ROOT / "studies" / "checkpoint-robustness.yaml")
+    assert list(magnitudes(study.conditions).values()) == [0.0, 0.05, 0.1, 0.2, 0.3]
+
+
+def test_schedules_have_about_the_same_mean():
+    """So that their shapes are compared, and not their doses."""
+    steps = load_study(ROOT / "studies" / "schedules.yaml").train["steps"]
+    schedules = GlobalDecay(0.05, 0.0005, stages=10), EpochAware([(0.05, 0.01), (0.01, 0.0005)])
+    means = [sum(s.sigma(step, steps) for step in range(steps)) / steps for s in schedules]
+    assert means == pytest.approx([0.0114, 0.0143], abs=5e-4)
+
+
+def test_the_guide_names_every_study():
+    text = (ROOT / "docs" / "studies.md").read_text()
+    assert [name for name in NAMES if f"`{name}`" not in text and f"{name}.yaml" not in text] == []
