@@ -6,6 +6,7 @@ The measure of all is a study done run by run in this process: whatever happens 
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 import yaml
 from small_studies import data, study
 
+from shaketable.errors import ShaketableError
 from shaketable.record import FILE, RunRecord
 from shaketable.study.cells import cells_of
 from shaketable.study.findings import findings
@@ -208,3 +210,17 @@ def test_a_damaged_record_is_named_and_left_alone(tmp_path):
     with pytest.raises(Exception, match="was changed at line"):
         do(cells_of(asked)[1], "small", tmp_path / "small" / "runs", "test")
     assert broken.read_bytes() == before
+
+
+def test_a_record_of_another_run_is_not_believed(tmp_path):
+    asked = study(arms={"as it comes": {"train": False}}, compare={}, seeds=2)
+    by_hand(asked, tmp_path)
+    runs = tmp_path / "small" / "runs"
+    first, second = cells_of(asked)
+    shutil.rmtree(runs / second.name)
+    shutil.copytree(runs / first.name, runs / second.name)
+    found = findings(asked, tmp_path / "small")
+    assert [r["status"] for r in found["runs"]] == ["done", "damaged"]
+    assert "holds another run than its name says" in found["notes"][0]
+    with pytest.raises(ShaketableError, match="holds another run than its name says"):
+        do(second, "small", runs, "test")

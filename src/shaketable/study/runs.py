@@ -10,6 +10,7 @@ from shaketable.errors import ShaketableError
 from shaketable.record import FILE, RunRecord
 from shaketable.study.cells import Cell
 from shaketable.study.locks import is_held
+from shaketable.study.work import opened
 
 Event = dict[str, Any]
 PER_ANSWER = {"accuracy": "correct", "formatted": "formatted"}
@@ -40,7 +41,7 @@ class Run:
         if not (runs / cell.name / FILE).is_file():
             return cls(*place, "running" if is_held(runs, cell.name) else "missing", {}, [])
         try:
-            record = RunRecord.open(runs / cell.name, cell.kind)
+            record = opened(cell, runs / cell.name)
             events = record.events()
         except ShaketableError as damage:
             return cls(*place, "damaged", {}, [], str(damage))

@@ -36,13 +36,21 @@ def do(cell: Cell, study: str, runs: Path, engine: str, tell: Tell | None = None
         folder = runs / cell.name
         begun = _is_begun(folder)
         config = cell.config if begun else _filled_in(cell, runs)
-        record = RunRecord.open(folder, cell.kind) if begun else _new(cell, study, folder, config)
+        record = opened(cell, folder) if begun else _new(cell, study, folder, config)
         if record.events("finished"):
             record.seal()
             return "done"
         with record.alone():
             _attempt(cell, record, engine, begun, tell or (lambda kind, facts: None))
         return "done"
+
+
+def opened(cell: Cell, folder: Path) -> RunRecord:
+    """The record of a cell's run; refuses one that was put there and is of another run."""
+    record = RunRecord.open(folder, cell.kind)
+    if record.head.get("about", {}).get("key") != cell.key:
+        raise ShaketableError(f"{folder} holds another run than its name says; move it away")
+    return record
 
 
 def _is_begun(folder: Path) -> bool:
