@@ -38,6 +38,6 @@ def progress(study: StudyConfig, folder: Path) -> dict[str, Any]:
 
 def listed(store: Path) -> dict[str, Any]:
     """The studies of a store and every run in it."""
-    shelf = Store(store)
-    runs = [summary.to_dict() for summary in shelf.summaries()]
-    return {"schema": SCHEMA, "store": str(store), "studies": [s.to_dict() for s in shelf.studies()], "runs": runs}
+    runs, studies = Store(store).all()
+    facts = {"studies": [s.to_dict() for s in studies], "runs": [r.to_dict() for r in runs]}
+    return {"schema": SCHEMA, "store": str(store), **facts}

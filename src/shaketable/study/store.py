@@ -130,12 +130,17 @@ class Store:
 
     def studies(self) -> list[StudySummary]:
         """Every study in the store, by the name of its folder."""
-        runs: dict[str, list[Summary]] = {}
-        for summary in self._records(None):
+        return self.all()[1]
+
+    def all(self) -> tuple[list[Summary], list[StudySummary]]:
+        """Runs and studies, from one look at the store."""
+        records, runs = self._records(None), dict[str, list[Summary]]()
+        for summary in records:
             runs.setdefault(summary.path.partition("/")[0], []).append(summary)
         defined = {folder for folder, found in runs.items() if any(s.verb == DEFINES for s in found)}
         names = defined | {file.parent.name for file in self.root.glob("*/study.json")}
-        return [_study(self.root / name, runs.get(name, [])) for name in sorted(names)]
+        studies = [_study(self.root / name, runs.get(name, [])) for name in sorted(names)]
+        return [summary for summary in records if summary.verb != DEFINES], studies
 
     def _relative(self, folder: Path) -> str:
         path = os.path.relpath(folder, self.root)
