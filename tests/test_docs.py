@@ -60,7 +60,7 @@ def test_commands_of_the_readme_run(tmp_path):
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == ("locate" in command), done.stderr
         assert "locate" not in command or "FAULT: layer 12, mlp.down_proj" in done.stdout
-    assert "there is one seed" in (tmp_path / "guided.html").read_text()
+    assert "there is one seed" in (tmp_path / "guided.html").read_text().lower()
 
 
 def test_the_demo_is_a_study_that_is_shipped():

@@ -209,7 +209,7 @@ def merged_sites(ledgers: Sequence[Event | None]) -> list[dict[str, Any]]:
 def _site(sites: Sequence[dict[str, Any]]) -> dict[str, Any]:
     same = {name: sites[0][name] for name in ("site", "fault", "asked", "matched")}
     sums = {name: sum(s[name] for s in sites) for name in ("forward", "backward", "fused")}
-    means = {name: _mean([s[name] for s in sites]) for name in MEASURED}
+    means = {name: _mean([s.get(name) for s in sites]) for name in MEASURED}
     return {**same, **sums, **means, "remark": next((s["remark"] for s in sites if s["remark"]), None)}
 
 
