@@ -321,3 +321,13 @@ def test_the_record_is_plain_json_and_the_configuration_reads_back(clean):
     lines = (clean.record.folder / "record.jsonl").read_text().splitlines()
     head = json.loads(lines[0])
     assert small(**head["config"]) == clean.config == small(**SMALL)
+
+
+def test_scores_before_and_after_training_are_in_the_arithmetic_of_the_run(tmp_path):
+    """With a learning rate that changes nothing the last score is the first one, in bfloat16 too."""
+    plan = "relative_gaussian:0.02@module.linear"
+    run = trained(tmp_path / "r", steps=1, dtype="bfloat16", lr=1e-30, conditions={"noise": plan}, eval_batch=8)
+    first, last = run.record.events("evaluation")
+    for before, after in zip(first["conditions"], last["conditions"], strict=True):
+        assert [a["text"] for a in before["answers"]] == [a["text"] for a in after["answers"]]
+        assert before["measured_error"] == after["measured_error"]

@@ -1,5 +1,6 @@
 """What a study's findings say beyond its numbers: when the comparison was named, and whether runs can be compared at all."""
 
+import dataclasses
 import json
 import shutil
 import time
@@ -10,10 +11,11 @@ from small_studies import data, study
 
 from shaketable.measure.statistics import over_seeds, wilson
 from shaketable.record import FILE, RunRecord
-from shaketable.study.arms import mean_interval
+from shaketable.study.arms import mean_interval, proof
 from shaketable.study.cells import cells_of
 from shaketable.study.findings import findings, magnitudes, run_findings
 from shaketable.study.running import define
+from shaketable.study.runs import Run
 from shaketable.study.work import do
 
 ARMS = {"as it comes": {"train": False}, "noise + AQN": {**data()["arms"]["noise + AQN"]}}
@@ -92,22 +94,63 @@ def test_samples_are_the_recorded_questions_and_answers(found):
     assert sample["question"] and sample["answer"] and sample["condition"] == "clean"
 
 
-def test_a_comparison_named_after_the_results_is_called_exploratory(store, tmp_path):
-    shutil.copytree(store / "small", tmp_path / "small")
+def copied(store, folder):
+    shutil.copytree(store / "small", folder / "small")
     time.sleep(0.01)
+    return folder / "small"
+
+
+def test_a_comparison_named_after_the_results_is_called_exploratory(store, tmp_path):
+    folder = copied(store, tmp_path)
     other = small(compare={"primary": {"a": "noise + AQN", "b": "as it comes", "condition": "faulty"}})
     define(other, tmp_path)
-    late = findings(other, tmp_path / "small")
+    late = findings(other, folder)
     assert not late["study"]["named_before"]
     [note] = late["notes"]
-    assert "after the first run had ended" in note and "it was noise + AQN − as it comes under noise" in note
-    assert findings(small(), tmp_path / "small")["study"]["named_before"], "the first one was named in time"
+    assert "after the first run had ended: the primary comparison (it was noise + AQN − as it comes, noise accuracy)" in note
+    assert findings(small(), folder)["study"]["named_before"], "the first one was named in time"
 
 
-def test_a_comparison_that_is_only_in_the_report_is_called_so(store):
-    other = small(compare={"primary": {"a": "as it comes", "b": "noise + AQN", "condition": "clean"}})
-    [note] = findings(other, store / "small")["notes"]
-    assert "in this report only" in note
+LATE = {
+    "seeds": ({"seeds": 1}, "seeds", False),
+    "steps": ({"train": data()["train"] | {"steps": 3}}, "train", False),
+    "problems": ({"evaluate": data()["evaluate"] | {"n": 9}}, "evaluate", False),
+    "an arm of it": (
+        {"arms": ARMS | {"noise + AQN": {"plan": "noise", "aqn": "constant:0.1"}}},
+        "the arm 'noise + AQN'",
+        False,
+    ),
+    "another arm": ({"arms": ARMS | {"clean": {}}}, "beside the primary comparison: the arm 'clean'", True),
+    "fewer others": ({"compare": COMPARE | {"against": "as it comes"}}, "compare.against", True),
+}
+
+
+@pytest.mark.parametrize("change", LATE)
+def test_whatever_is_changed_after_the_results_is_told(store, change):
+    replaced, told, named_before = LATE[change]
+    found = findings(small(**replaced), store / "small")
+    assert any("changed in this report only, after the first run had ended" in n and told in n for n in found["notes"])
+    assert found["study"]["named_before"] is named_before
+
+
+def test_a_study_that_was_never_run_or_whose_definition_was_changed_is_told(store, tmp_path):
+    folder = copied(store, tmp_path)
+    path = folder / "definition" / FILE
+    path.write_text(path.read_text().replace("noise + AQN", "noise + aqn", 1))
+    found = findings(small(), folder)
+    assert not found["study"]["named_before"] and "was changed at line 1" in found["notes"][0]
+    shutil.rmtree(folder / "definition")
+    assert "never run from its file" in findings(small(), folder)["notes"][0]
+
+
+def test_a_run_without_the_ledger_it_should_have_proves_nothing():
+    run = Run("x", "train", "a", 0, "done", {"config": {"plan": "gain:0.1@layer.1"}}, [{"event": "finished", "ledgers": {}}])
+    site = {"site": "layer.1", "fault": "gain:0.1", "asked": 0.1, "matched": 1, "forward": 1, "backward": 0, "fused": 0}
+    site |= {"measured_magnitude": 0.1, "changed_fraction": 1.0, "remark": None}
+    good = dataclasses.replace(run, events=[{"event": "finished", "ledgers": {"plan": {"sites": [site]}}}])
+    assert [row["verdict"] for row in proof([good, good])] == ["agrees"]
+    [row] = proof([good, run])
+    assert row["verdict"] == "inert" and row["remark"] == "1 of 2 runs have no ledger of it"
 
 
 def test_runs_that_began_with_other_weights_are_not_compared_silently(store, tmp_path):
@@ -121,8 +164,9 @@ def test_runs_that_began_with_other_weights_are_not_compared_silently(store, tmp
     for event in events:
         facts = {k: v for k, v in event.items() if k not in ("event", "time")}
         made.append(event["event"], **facts | ({"weights": "others"} if event["event"] == "made_of" else {}))
-    [note] = findings(small(), tmp_path / "small")["notes"]
-    assert note.startswith("the weights of nano were not the same in all runs")
+    found = findings(small(), tmp_path / "small")
+    assert found["notes"][0].startswith("the weights of nano were not the same in all runs")
+    assert found["verdict"]["kind"] == "nothing" and "the weights of nano" in found["verdict"]["headline"]
 
 
 def test_a_missing_run_makes_a_study_partial(store, tmp_path):

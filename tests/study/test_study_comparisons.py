@@ -49,7 +49,7 @@ def test_seeds_and_problems_are_crossed_as_in_measure():
     assert (found["p"], found["ci_low"], found["ci_high"]) == (expected.p, expected.interval.low, expected.interval.high)
     assert found["p_holm"] == found["p"], "the primary comparison stands alone"
     assert found["verdict"] == "not shown"
-    assert "not shown (p = " in found["sentence"] and "would have been seen)" in found["sentence"]
+    assert "not shown (p = " in found["sentence"] and "would have been seen with 80 % power)" in found["sentence"]
     assert found["mcnemar"] == [pytest.approx(_mcnemar(x, y)) for x, y in zip(a, b, strict=True)]
     differences = np.mean(a, 1) - np.mean(b, 1)
     exact = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=np.inf, vectorized=True)
@@ -69,6 +69,7 @@ def test_secondary_comparisons_are_one_family_without_the_primary():
     assert primary["p_holm"] == primary["p"]
     assert swapped["p_holm"] == pytest.approx(min(1, 2 * swapped["p"]))
     assert formatted["p_holm"] == 1.0
+    assert swapped["detectable"] > primary["detectable"], "two comparisons must see more to show it"
     assert "after Holm" in swapped["sentence"] and "after Holm" not in primary["sentence"]
 
 

@@ -69,6 +69,11 @@ WRONG = {
     "study=../x": "study",
     "train.steps=0": "arm 'noise': steps",
     "train=3": "train: Input should be a valid dictionary",
+    "arms.other={plan: noise, overrides: {beta: 0.0}}": "the arms 'noise' and 'other' are the same",
+    f"arms.{'x' * 61}={{}}": "is no name for an arm",
+    "arms.noise.task=arithmetic,level=2": "solve different tasks",
+    "compare.primary.aa=x": "compare.primary: unknown key 'aa'",
+    "compare.primary={b: noise, condition: noise}": "compare.primary.a is missing",
     "nothing": "--set nothing: write a.b=c",
     "study.x.y=1": "has nothing inside",
     "train.steps={": "the value is not YAML",
@@ -136,3 +141,19 @@ def test_guided_runs_wait_for_the_diagnosis_of_their_own_plan():
     needed = {c.needs for c in cells if c.guide}
     assert needed == {cells[0].name}
     assert cells[0].kind == "locate" and cells[0].config["plan"] == FAULTY
+
+
+def test_the_plan_of_a_file_is_held_by_the_study_and_its_seed_refused(tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("plan: gain:0.1@layer.2\n")
+    arms = data()["arms"] | {"file": {"plan": str(plan)}}
+    assert study(arms=arms).model_dump()["arms"]["file"]["plan"] == "gain:0.1@layer.2"
+    plan.write_text("plan: gain:0.1@layer.2\nseed: 7\n")
+    with pytest.raises(ShaketableError, match="has a seed of its own, 7"):
+        study(arms=arms)
+
+
+def test_final_rewards_of_different_tasks_are_not_compared():
+    arms = {"a": {}, "b": {"task": "arithmetic,level=2"}}
+    with pytest.raises(ShaketableError, match="solve different tasks"):
+        study(arms=arms, compare={"primary": {"a": "a", "b": "b", "endpoint": "reward"}})

@@ -18,7 +18,7 @@ import yaml
 from small_studies import data, study
 
 from shaketable.errors import ShaketableError
-from shaketable.record import FILE, RunRecord
+from shaketable.record import FILE, SEAL, RunRecord
 from shaketable.study.cells import cells_of
 from shaketable.study.findings import findings
 from shaketable.study.progress import progress
@@ -32,6 +32,8 @@ TIMES = ("cost",)
 def numbers(found):
     """Findings without the clock and the identity of runs."""
     arms = [{k: v for k, v in arm.items() if k not in TIMES} for arm in found["arms"]]
+    for arm in arms:  # of faults in training each process measures its first fires
+        arm["proof"] = [{k: row[k] for k in ("where", "fault", "site", "verdict")} for row in arm["proof"]]
     rest = {k: found[k] for k in ("study", "complete", "verdict", "comparisons", "robustness", "diagnoses", "notes")}
     return json.loads(json.dumps({"arms": arms, **rest}))
 
@@ -224,3 +226,29 @@ def test_a_record_of_another_run_is_not_believed(tmp_path):
     assert "holds another run than its name says" in found["notes"][0]
     with pytest.raises(ShaketableError, match="holds another run than its name says"):
         do(second, "small", runs, "test")
+
+
+def test_a_run_that_was_scored_and_then_killed_still_reads_its_mechanism(tmp_path):
+    evaluate = data()["evaluate"] | {"mechanism": True}
+    asked = study(arms={"as it comes": {"train": False}}, compare={}, seeds=1, evaluate=evaluate)
+    by_hand(asked, tmp_path)
+    [cell] = cells_of(asked)
+    folder = tmp_path / "small" / "runs" / cell.name
+    lines = (folder / FILE).read_text().splitlines(keepends=True)
+    kept = next(i for i, line in enumerate(lines) if '"event": "evaluation"' in line)
+    (folder / FILE).write_text("".join(lines[: kept + 1]))
+    (folder / SEAL).unlink()
+    do(cell, "small", tmp_path / "small" / "runs", "test")
+    assert len(RunRecord.open(folder).events("mechanism")) == len(RunRecord.open(folder).events("examples")) == 1
+
+
+def test_a_sealed_run_whose_record_is_lost_is_not_thrown_away(tmp_path):
+    asked = study(arms={"as it comes": {"train": False}}, compare={}, seeds=1)
+    by_hand(asked, tmp_path)
+    [cell] = cells_of(asked)
+    folder = tmp_path / "small" / "runs" / cell.name
+    (folder / FILE).unlink()
+    with pytest.raises(ShaketableError, match="it has no record"):
+        do(cell, "small", tmp_path / "small" / "runs", "test")
+    assert (folder / SEAL).is_file()
+    assert findings(asked, tmp_path / "small")["runs"][0]["status"] == "damaged"

@@ -39,7 +39,8 @@ def gather() -> dict[str, Any]:
         "shaketable": shaketable.__version__,
         "python": sys.version.split()[0],
         "system": f"{platform.system()} {platform.machine()}",
-        **_revision(),
+        **_revision(None),
+        "shaketable revision": _revision(Path(shaketable.__file__).parent)["revision"],
         "device": str(accelerator or "cpu"),
         "threads": torch.get_num_threads(),
         "noise kernels": native.name(),
@@ -53,19 +54,19 @@ def gather() -> dict[str, Any]:
     return facts
 
 
-def _revision() -> dict[str, Any]:
-    """The commit of the repository around us, and whether a file that git knows differs from it; None where nobody can say.
+def _revision(folder: Path | None) -> dict[str, Any]:
+    """The commit of the repository around a folder, or around us, and whether a file that git knows differs from it.
 
-    Files that git does not know make nothing dirty: a run's own folder is often one.
+    Files that git does not know make nothing dirty: a run's own folder is often one. None where nobody can say.
     """
-    revision = _git("rev-parse", "--verify", "HEAD")
-    changed = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no") if revision else None
+    revision = _git(folder, "rev-parse", "--verify", "HEAD")
+    changed = _git(folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no") if revision else None
     return {"revision": revision or None, "dirty": None if changed is None else bool(changed)}
 
 
-def _git(*words: str) -> str | None:
+def _git(folder: Path | None, *words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, errors="replace", timeout=5)
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace", timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,7 +68,7 @@ def run(
             write(json_file, json.dumps(forecast, indent=1, ensure_ascii=False) + "\n")
         return
     failed = _do(asked, store)
-    found = _findings(asked, store, f"shaketable study run {file}")
+    found = _findings(asked, store, _command(file, replaced or [], store))
     if json_file is not None:
         write(json_file, rendered(found, "json", store / asked.study, json_file))
     if report_file is not None:
@@ -175,7 +176,13 @@ def _reported(what: Path, replaced: list[str], store: Path) -> tuple[dict[str, A
     if (what / FILE).is_file():
         return run_findings(what), what
     asked, folder = _which(what, replaced, store)
-    return _findings(asked, folder.parent, f"shaketable study run {what}" if what.is_file() else ""), folder
+    return _findings(asked, folder.parent, _command(what, replaced, store) if what.is_file() else ""), folder
+
+
+def _command(file: Path, replaced: list[str], store: Path) -> str:
+    """What does the study again."""
+    kept = [] if store == DEFAULT else ["--store", str(store)]
+    return shlex.join(["shaketable", "study", "run", str(file), *(w for r in replaced for w in ("--set", r)), *kept])
 
 
 def _which(what: Path, replaced: list[str], store: Path) -> tuple[StudyConfig, Path]:

@@ -35,7 +35,7 @@ from shaketable.harden.schedules import Constant
 from shaketable.harden.train_config import TrainConfig
 from shaketable.inject import Injection, Ledger, inject
 from shaketable.locate.identity import weights_hash
-from shaketable.measure.evaluation import Condition, Evaluation, Evaluator
+from shaketable.measure.evaluation import Condition, Evaluation, Evaluator, arithmetic
 from shaketable.measure.generation import Decoder, probe_batch_size
 from shaketable.measure.readings import readings
 from shaketable.measure.tasks import Problem, Task, load_task, sample
@@ -75,6 +75,7 @@ class Training:
         self.trainer.add_callback(_Steps(self))
         if not known:
             record.append("made_of", **self.made_of, batch_size=self.evaluator.batch_size)
+        if not record.events("examples"):
             record.append("examples", problems=examples(self.tests))
 
     # ---- making
@@ -157,7 +158,7 @@ class Training:
         if self.noise is not None:
             top = max(self.noise.aqn.schedule.sigma(s, self.config.steps) for s in range(self.config.steps))
             loudest = self.noise.aqn.model_copy(update={"schedule": Constant(top)})
-            with loudest.attach(self.policy, 1):
+            with loudest.attach(self.policy, 1), arithmetic(self.config.device, self.config.dtype):
                 found = self.evaluator.score(Condition("aqn"), during="rollout")
             self.record.append("aqn_check", step=0, sigma=top, **found.summary())
             self._warn_of_collapse(f"with AQN at its largest σ = {top:g}", clean, found)
@@ -176,12 +177,14 @@ class Training:
         done = []
         for condition in self.conditions:
             self.tell("stage", {"text": f"evaluating: {condition.name}"})
-            done.append(self.evaluator.score(condition))
+            with arithmetic(self.config.device, self.config.dtype):
+                done.append(self.evaluator.score(condition))
         self.record.append("evaluation", step=step, conditions=[e.to_dict() for e in done])
         self.tell("evaluation", {"step": step, "conditions": [e.summary() for e in done]})
         if self.config.mechanism and step in (0, self.config.steps):
             self.tell("stage", {"text": "reading the mechanism"})
-            self.record.append("mechanism", step=step, conditions=readings(self.evaluator, done))
+            with arithmetic(self.config.device, self.config.dtype):
+                self.record.append("mechanism", step=step, conditions=readings(self.evaluator, done))
         if was_on:
             self._switch_on()
         return done

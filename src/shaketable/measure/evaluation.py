@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,11 @@ class Evaluation:
         """All of it, for the run record."""
         answers = [{"id": a.id, "text": a.text, "correct": a.correct, "formatted": a.formatted} for a in self.answers]
         return {**self.summary(), "answers": answers, "ledger": self.ledger and self.ledger.to_dict()}
+
+
+def arithmetic(device: str, dtype: str) -> AbstractContextManager[Any]:
+    """Score in bfloat16 what is trained in it: weights stay float32, and products are cast, as in training."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
 def proof_of(ledger: Ledger) -> dict[str, Any]:

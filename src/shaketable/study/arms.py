@@ -118,13 +118,23 @@ def proof(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """That the faults were there: asked and measured, in training and in every score."""
     rows = []
     for name, where in (("plan", "training: plan"), ("aqn", "training: AQN")):
-        ledgers = [e["ledgers"].get(name) for r in runs if (e := r.last("finished")) is not None]
-        rows += [_proof(where, site) for site in merged_sites(ledgers)]
+        asked = [r for r in runs if r.config.get(name)]
+        ledgers = [(r.last("finished") or {"ledgers": {}})["ledgers"].get(name) for r in asked]
+        rows += _rows(where, ledgers)
     names = dict.fromkeys(c["name"] for r in runs if (e := r.last("evaluation")) for c in e["conditions"])
     for name in names:
-        scored = [c["ledger"] for r in runs if (c := r.condition(name)) is not None]
-        rows += [_proof(f"scored: {name}", site) for site in merged_sites(scored)]
+        scored = [c for r in runs if (c := r.condition(name)) is not None and c["plan"] is not None]
+        rows += _rows(f"scored: {name}", [c["ledger"] for c in scored])
     return rows
+
+
+def _rows(where: str, ledgers: Sequence[Event | None]) -> list[dict[str, Any]]:
+    """The proof of one plan in all runs; a run that should have a ledger and has none proves nothing for all."""
+    rows = [_proof(where, site) for site in merged_sites(ledgers)]
+    if all(ledger is not None for ledger in ledgers):
+        return rows
+    remark = f"{sum(x is None for x in ledgers)} of {len(ledgers)} runs have no ledger of it"
+    return [row | {"verdict": "inert", "remark": remark} for row in rows]
 
 
 def _proof(where: str, site: Event) -> dict[str, Any]:

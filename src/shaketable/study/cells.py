@@ -70,7 +70,18 @@ def cells_of(study: StudyConfig) -> list[Cell]:
                 needed = _diagnosis(study, arm)
                 diagnoses[needed.name] = needed
             found.append(_cell(study, name, arm, seed, needed))
+    _check_different(found)
     return [*diagnoses.values(), *found]
+
+
+def _check_different(cells: list[Cell]) -> None:
+    """Two arms that are the same once every default is filled in are the same, however they were written."""
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        other = first.setdefault(cell.key, cell)
+        if other.arm != cell.arm:
+            what = f"the arms {other.arm!r} and {cell.arm!r} are the same"
+            raise ShaketableError(f"{what}; any difference between them would be chance")
 
 
 def _cell(study: StudyConfig, name: str, arm: Arm, seed: int, needed: Cell | None) -> Cell:

@@ -5,14 +5,15 @@ numbers per run, such as seconds per step, by a paired t over seeds. Beside the 
 less: the sign-flip test over the seeds' differences (five seeds cannot reach 5 % with it), and McNemar's for each seed.
 
 Holm's correction has two families. The primary comparison was named before the run and stands alone; all others are one family,
-and are called exploratory. One seed in either arm concludes nothing about a recipe, whatever its p: the verdict is "nothing".
+and are called exploratory; the smallest difference that they could have shown allows for their number. One seed in either arm
+concludes nothing about a recipe, whatever its p: the verdict is "nothing".
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,12 @@ class Asked:
             return None
         return over_seeds(self.b, self.a) if self.per_problem else _values([x[0] for x in self.b], [x[0] for x in self.a])
 
+    def detectable(self, level: float) -> float | None:
+        """The smallest difference seen with 80 % power at a level that allows for the whole family (Bonferroni's)."""
+        if self.per_problem:
+            return over_seeds(self.b, self.a, level=level).detectable
+        return _values([x[0] for x in self.b], [x[0] for x in self.a], level).detectable
+
     def differences(self) -> list[float]:
         """One for every seed."""
         return [float(np.mean(a) - np.mean(b)) for a, b in zip(self.a, self.b, strict=True)]
@@ -68,7 +75,9 @@ def compare(asked: Sequence[Comparing], primary: Comparing | None, runs: Sequenc
     done: dict[int, Comparison] = {}
     for family in (True, False):
         members = [i for i, c in enumerate(raw) if c is not None and (asked[i] == primary) is family]
-        done |= dict(zip(members, corrected([c for i in members if (c := raw[i]) is not None]), strict=True))
+        level = 1 - 0.05 / max(1, len(members))
+        wide = [replace(c, detectable=found[i].detectable(level)) for i in members if (c := raw[i]) is not None]
+        done |= dict(zip(members, corrected(wide), strict=True))
     return [_to_dict(one, done.get(i), one.what == primary) for i, one in enumerate(found)]
 
 
@@ -79,7 +88,7 @@ def _row(run: Run, what: Comparing) -> list[float]:
     return [] if value is None else [value]
 
 
-def _values(a: list[float], b: list[float]) -> Comparison:
+def _values(a: list[float], b: list[float], level: float = 0.95) -> Comparison:
     """Paired t over seeds, of numbers that need not lie between 0 and 1."""
     d = np.round(np.subtract(b, a), 12)
     n, mean = len(d), float(d.mean())
@@ -88,10 +97,10 @@ def _values(a: list[float], b: list[float]) -> Comparison:
         p = 1.0 if mean == 0 else 2 * 0.5**n
         return Comparison(mean, Interval(mean, mean), p, f"no spread: {method}", "", None, 1, (n, n))
     se = float(stats.sem(d))
-    half = se * float(stats.t.ppf(0.975, n - 1))
+    half = se * float(stats.t.ppf((1 + level) / 2, n - 1))
     p = 2 * float(stats.t.sf(abs(mean) / se, n - 1))
     scale = 1e3 * se  # t_detectable speaks of fractions, and knows none above 1
-    reach = t_detectable(se / scale, n - 1)
+    reach = t_detectable(se / scale, n - 1, level=level)
     interval = Interval(mean - half, mean + half)
     return Comparison(mean, interval, p, method, "", reach and reach * scale, 1, (n, n))
 
@@ -152,7 +161,8 @@ def _reach(found: Comparison, unit: str, scale: float) -> str:
     if found.detectable is None:
         return "these seeds and problems can show no difference at all"
     size = abs(scale * found.detectable)
-    return f"a difference of {size:.{2 if size < 10 else 3}g}{unit} would have been seen"
+    shown = f"{size:.1f}" if scale == 100 else f"{size:.2g}"
+    return f"a true difference of {shown}{unit} would have been seen with 80 % power"
 
 
 def _signed(scale: float) -> Any:

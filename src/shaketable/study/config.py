@@ -42,6 +42,8 @@ PER_PROBLEM = ("accuracy", "formatted")
 PER_RUN = ("reward", "seconds_per_step", "aqn_share")
 """Endpoints with one number for every training run."""
 CLEAN = "clean"
+LONGEST = 60
+"""Characters in a name: it stands in tables and figures."""
 OPTIONS = tuple(
     name
     for name in TrainConfig.model_fields
@@ -83,6 +85,11 @@ class Arm(_Data):
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Options of training that differ from the study's."""
 
+    @field_validator("plan")
+    @classmethod
+    def _a_file_is_read(cls, plan: str | None) -> str | None:
+        return plan if plan is None or not plan.strip().endswith((".yaml", ".yml")) else _line(plan)
+
     @field_validator("aqn", mode="before")
     @classmethod
     def _aqn_is_read(cls, aqn: object) -> object:
@@ -121,7 +128,7 @@ class Evaluate(_Data):
         if CLEAN in conditions:
             raise ValueError(f"{CLEAN} is always there, and has no plan")
         _check_names("condition", conditions)
-        read = {name: Plan.load(plan).text() for name, plan in conditions.items()}
+        read = {name: _line(plan) for name, plan in conditions.items()}
         _check_different("conditions", read)
         for name, plan in read.items():
             if not any("forward" in c.site.directions for c in Plan.parse(plan).clauses):
@@ -258,7 +265,7 @@ class StudyConfig(_Data):
         if asked.condition is not None:
             self._known("compare", "condition", asked.condition, self.conditions)
         tasks = {self.arms[n].task or self.task for n in (asked.a, asked.b)}
-        if len(tasks) > 1 and asked.endpoint in PER_PROBLEM:
+        if len(tasks) > 1 and asked.endpoint in (*PER_PROBLEM, "reward"):
             raise ValueError(f"compare: {asked.a} and {asked.b} solve different tasks, {' and '.join(sorted(tasks))}")
 
     @staticmethod
@@ -275,10 +282,10 @@ class StudyConfig(_Data):
         """An arm's plan, in one line."""
         if arm.plan is None:
             return None
-        if "@" not in arm.plan and not arm.plan.endswith((".yaml", ".yml")) and arm.plan not in self.evaluate.conditions:
+        if "@" not in arm.plan and arm.plan not in self.evaluate.conditions:
             known = nearest(arm.plan, self.evaluate.conditions)
             raise ValueError(f"{arm.plan!r} is neither a plan nor the name of a condition; {known}")
-        return self.evaluate.conditions.get(arm.plan) or Plan.load(arm.plan).text()
+        return self.evaluate.conditions.get(arm.plan) or _line(arm.plan)
 
     @property
     def comparisons(self) -> list[Comparing]:
@@ -303,8 +310,19 @@ class StudyConfig(_Data):
 
 def _check_names(what: str, names: Iterable[str]) -> None:
     for name in names:
-        if not name.strip() or "." in name or not name.isprintable():
-            raise ValueError(f"{name!r} is no name for an {what}: it must be printable, without dots".replace("an c", "a c"))
+        if not name.strip() or "." in name or not name.isprintable() or len(name) > LONGEST:
+            kind = f"an {what}" if what == "arm" else f"a {what}"
+            raise ValueError(
+                f"{name!r} is no name for {kind}: it must be printable, without dots, of {LONGEST} characters at most"
+            )
+
+
+def _line(plan: str) -> str:
+    """A plan, or the plan of a file, in one line: what a study holds must not change when a file does."""
+    found = Plan.load(plan)
+    if found.seed:
+        raise ValueError(f"{plan} has a seed of its own, {found.seed}, which a study would not use: its seeds key all noise")
+    return found.text()
 
 
 def _check_different(what: str, things: Mapping[str, Any]) -> None:

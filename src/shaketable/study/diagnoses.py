@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shaketable.study.cells import Cell
 from shaketable.study.runs import Run
 
 
-def diagnosis(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
-    """The diagnosis of a finished `locate` run, with the noise of the arms that it guided."""
+def diagnosis(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The diagnosis of a finished `locate` run, with the noise that its rules give the arms that it guided."""
     event = run.last("diagnosis")
     assert event is not None
     found = event["diagnosis"]
@@ -29,14 +30,14 @@ def diagnosis(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
         "sentence": found["sentence"],
         "layer": found["layer"],
         "layers": layers,
-        "sigmas": _sigmas(found),
+        "sigmas": _sigmas(found, next(c.guide for c in cells if c.needs == run.name and c.guide)),
         "folder": f"runs/{run.name}",
     }
 
 
-def _sigmas(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """σ of every layer by the origin's rules: what `guide: all` gives, and `fault` and `healthy` take from."""
+def _sigmas(found: dict[str, Any], guide: dict[str, Any]) -> list[dict[str, Any]]:
+    """σ of every layer by the rules: what `guide: all` gives, and `fault` and `healthy` take from."""
     from shaketable.harden.guidance import Guidance
 
-    rows = Guidance.of(found, target="all").layers
+    rows = Guidance.of(found, target="all", base_sigma=guide["sigma"], schedule=guide["schedule"]).layers
     return [{"layer": r.layer, "sigma": r.sigma, "label": r.label, "why": list(r.why)} for r in rows]

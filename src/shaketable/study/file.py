@@ -39,9 +39,11 @@ def parse_study(data: Mapping[str, Any], name: str = "the study") -> StudyConfig
 
 
 def _why(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    if first["type"] != "extra_forbidden":
-        return first_problem(error)
+    problems = error.errors(include_url=False)
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), None)
+    if first is None:
+        missing = problems[0]["type"] == "missing"
+        return f"{'.'.join(map(str, problems[0]['loc']))} is missing" if missing else first_problem(error)
     *above, key = (str(part) for part in first["loc"])
     where = f"{'.'.join(above)}: " if above else ""
     return f"{where}unknown key {key!r}; {nearest(key, _fields(above), shown=20)}"

@@ -1,48 +1,50 @@
 """What a study found: all that its report says, as data. From records alone, so the same at any time and on any machine.
 
-Times apart, an undisturbed study and one that was killed and went on have the same findings, to the bit.
+An undisturbed study and one that was killed and went on have the same scores and comparisons, to the bit. Times differ, and so
+do the last digits of what was measured of faults in training: each process measures its first fires, and then ever fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shaketable.errors import ShaketableError
 from shaketable.harden.train_config import TrainConfig
 from shaketable.plan import Plan
 from shaketable.study import arms
 from shaketable.study.cells import STEPS, cells_of
 from shaketable.study.comparisons import compare
-from shaketable.study.config import Arm, Comparing, Guide, StudyConfig
+from shaketable.study.config import Arm, Guide, StudyConfig
 from shaketable.study.diagnoses import diagnosis
-from shaketable.study.running import definitions
+from shaketable.study.history import changes
 from shaketable.study.runs import Run
 from shaketable.study.verdict import verdict
 
 SCHEMA = "shaketable.study/1"
+MADE_OF = {"weights": "weights", "tests": "test problems"}
 
 
 def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
     """Everything about a study in its folder of the store."""
-    runs = [Run.of(cell, folder / "runs") for cell in cells_of(study)]
+    cells = cells_of(study)
+    runs = [Run.of(cell, folder / "runs") for cell in cells]
+    unlike, late = _not_the_same(runs), changes(study, folder, runs)
     compared = compare(study.comparisons, study.compare.primary, runs)
     complete = all(run.is_done for run in runs)
     return {
         "schema": SCHEMA,
         "kind": "study",
-        "study": {**_study(study), "named_before": not (late := _named_late(study, folder, runs))},
+        "study": {**_study(study), "named_before": late.named_before},
         "complete": complete,
         "runs": [run_facts(run) for run in runs],
-        "verdict": verdict(study, compared, runs),
+        "verdict": verdict(compared, runs, unlike),
         "arms": [_arm(study, name, runs) for name in study.arms],
         "comparisons": compared,
         "robustness": robustness(study.conditions, {name: _done(runs, name) for name in study.arms}),
-        "diagnoses": [diagnosis(run, runs) for run in runs if run.kind == "locate" and run.is_done],
+        "diagnoses": [diagnosis(run, cells) for run in runs if run.kind == "locate" and run.is_done],
         "environments": environments(runs),
-        "notes": [*late, *_not_the_same(runs), *_damage(runs)],
+        "notes": [*unlike, *late.notes, *_damage(runs)],
     }
 
 
@@ -52,7 +54,14 @@ def run_findings(folder: Path) -> dict[str, Any]:
     config = TrainConfig.checked(**run.config)
     conditions = {c["name"]: c["plan"] for c in (run.last("evaluation") or {"conditions": []})["conditions"]}
     name = str(run.arm or folder.name)
-    facts = {"name": name, "description": "", "kind": "train", "plan": config.plan, "plan_in": config.plan_in}
+    facts: dict[str, Any] = {
+        "name": name,
+        "description": "",
+        "settings": [],
+        "kind": "train",
+        "plan": config.plan,
+        "plan_in": config.plan_in,
+    }
     own = {"aqn": config.aqn, "guided": None, "model": config.model, "task": config.task, "seeds": [config.seed]}
     sentence = "One run concludes nothing about a recipe: another seed may end elsewhere. This page tells what happened in it."
     return {
@@ -86,6 +95,7 @@ def _study(study: StudyConfig) -> dict[str, Any]:
         "task": study.task,
         "seeds": list(study.seeds),
         "steps": study.train.get("steps", STEPS),
+        "options": ", ".join(f"{k} {v}" for k, v in study.train.items()),
         "n": study.evaluate.n,
         "conditions": [{"name": n, "plan": p} for n, p in study.conditions.items()],
         "primary": None if primary is None else primary.model_dump(),
@@ -111,10 +121,18 @@ def _arm(study: StudyConfig, name: str, runs: Sequence[Run]) -> dict[str, Any]:
         "plan_in": arm.plan_in,
         "aqn": _aqn(arm, done),
         "guided": arm.aqn.guide if isinstance(arm.aqn, Guide) else None,
-        "overrides": arm.overrides,
+        "settings": _settings(study, arm),
         "seeds": [r.seed for r in done],
         **_measured(done, study.conditions),
     }
+
+
+def _settings(study: StudyConfig, arm: Arm) -> list[str]:
+    """What an arm has that is not the study's, in words."""
+    where = {"both": [], "rollout": ["faults in rollouts only"], "loss": ["faults in the loss only"]}
+    own = {"model": (arm.model, study.model), "task": (arm.task, study.task)}
+    others = [f"{name} {mine}" for name, (mine, whole) in own.items() if mine not in (None, whole)]
+    return [*where[arm.plan_in], *(f"{name} {value}" for name, value in arm.overrides.items()), *others]
 
 
 def _aqn(arm: Arm, done: Sequence[Run]) -> str | None:
@@ -194,38 +212,15 @@ def environments(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def _named_late(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> list[str]:
-    """Whether the comparison that decides was changed when results were there already."""
-    ends = [e["time"] for r in runs if (e := r.last("finished")) is not None]
-    try:
-        versions = definitions(folder)
-    except ShaketableError:
-        return ["the study was never run from its file: nothing says when its comparison was named"]
-    if not ends:
-        return []
-    primary = None if study.compare.primary is None else study.compare.primary.model_dump()
-    same = [v for v in versions if _primary(v["config"]) == primary]
-    if same and same[0]["time"] <= min(ends):
-        return []
-    before = [Comparing(**p) for v in versions if (p := _primary(v["config"])) is not None and p != primary]
-    was = f"; it was {before[0].a} − {before[0].b} under {before[0].condition}" if before else ""
-    when = datetime.fromtimestamp(same[0]["time"], UTC).strftime("on %Y-%m-%d at %H:%M UTC") if same else "in this report only"
-    return [f"the primary comparison was named {when}, after the first run had ended{was}: read it as exploratory"]
-
-
-def _primary(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    found = config["compare"]["primary"]
-    return None if found is None else dict(found)
-
-
 def _not_the_same(runs: Sequence[Run]) -> list[str]:
     """Runs that were to begin with the same weights, or solve the same problems, and did not."""
     found: dict[tuple[str, str], set[str]] = {}
     for run in runs:
         made = run.last("made_of")
         if made is not None:
-            found.setdefault(("weights", str(run.config["model"])), set()).add(made["weights"])
-            found.setdefault(("test problems", str(run.config["task"])), set()).add(made["tests"])
+            for name, what in (("weights", "model"), ("tests", "task")):
+                if name in made:
+                    found.setdefault((MADE_OF[name], str(run.config[what])), set()).add(made[name])
     return [
         f"the {what} of {name} were not the same in all runs: their differences mean nothing"
         for (what, name), hashes in found.items()
@@ -234,4 +229,5 @@ def _not_the_same(runs: Sequence[Run]) -> list[str]:
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:
-    return [f"{run.name} is left out: {run.error}" for run in runs if run.status == "damaged"]
+    advice = "move its folder away to have it done again"
+    return [f"{run.name} is left out: {run.error}; {advice}" for run in runs if run.status == "damaged"]

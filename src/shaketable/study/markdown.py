@@ -82,7 +82,15 @@ def _design(f: Findings) -> list[str]:
     facts = [f"study {code(s['name'])}", f"key {code(s['key'])}", f"model {plain(s['model'])}", f"task {plain(s['task'])}"]
     facts += [counted(s["n"], "problem"), counted(len(s["seeds"]), "seed"), counted(s["steps"], "step")]
     pair = f"{plain(p['a'])} − {plain(p['b'])}, {plain(place(p['condition'], p['endpoint']))}" if p else ""
-    arms = [[plain(a["name"]), plain(a["description"]), code(a["plan"] or ""), code(a["aqn"] or "")] for a in f["arms"]]
+    arms = [
+        [
+            plain(a["name"]),
+            plain("; ".join([a["description"], *a["settings"]] if a["description"] else a["settings"])),
+            code(a["plan"] or ""),
+            code(a["aqn"] or ""),
+        ]
+        for a in f["arms"]
+    ]
     conditions = [[plain(c["name"]), code(c["plan"] or "") or "no fault"] for c in s["conditions"]]
     return [
         "## Design",

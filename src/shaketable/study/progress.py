@@ -20,6 +20,8 @@ def progress(study: StudyConfig, folder: Path) -> dict[str, Any]:
     rows = []
     for cell in cells_of(study):
         found = known.pop(cell.name, None) or {"status": "missing"}
+        if found["status"] != "missing" and found.get("key") not in (None, cell.key):
+            found = {"status": "damaged", "error": "it holds another run than its name says"}
         if found["status"] == "missing" and is_held(folder / "runs", cell.name):
             found = {"status": "running"}
         place = {"name": cell.name, "kind": cell.kind, "arm": cell.arm, "seed": cell.seed, "title": cell.title}

@@ -46,8 +46,8 @@ def run_study(study: StudyConfig, store: Path, watch: Watch) -> Board:
 
 def finished(folder: Path, cells: list[Cell]) -> set[str]:
     """Names of the runs that need nothing more."""
-    done = {summary.name for summary in Store(folder).summaries() if summary.status == "done"}
-    return done & {cell.name for cell in cells}
+    done = {(summary.name, summary.key) for summary in Store(folder).summaries() if summary.status == "done"}
+    return {cell.name for cell in cells if (cell.name, cell.key) in done}
 
 
 def check(study: StudyConfig) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.record import FILE, RunRecord
+from shaketable.record import FILE, SEAL, RunRecord
 from shaketable.study.cells import Cell
 from shaketable.study.locks import is_held
 from shaketable.study.work import opened
@@ -38,7 +39,7 @@ class Run:
     def of(cls, cell: Cell, runs: Path) -> Run:
         """The run of a cell; a record that was changed by hand is `damaged`, and none of it is believed."""
         place = (cell.name, cell.kind, cell.arm, cell.seed)
-        if not (runs / cell.name / FILE).is_file():
+        if not (runs / cell.name / FILE).is_file() and not (runs / cell.name / SEAL).is_file():
             return cls(*place, "running" if is_held(runs, cell.name) else "missing", {}, [])
         try:
             record = opened(cell, runs / cell.name)
@@ -94,10 +95,9 @@ class Run:
         if endpoint == "reward":
             tail = steps[-max(1, round(LAST * len(steps))) :]
             return float(sum(s["reward"] for s in tail) / len(tail))
-        times = sorted(s["seconds"] for s in steps)
-        median = float(times[len(times) // 2])
+        times = [s["seconds"] for s in steps]
         if endpoint == "seconds_per_step":
-            return median
+            return float(median(times))
         return float(sum(s["aqn_seconds"] for s in steps) / sum(times))
 
 

@@ -14,7 +14,7 @@ from shaketable.harden.recipe import conditions_of
 from shaketable.harden.train_config import TrainConfig
 from shaketable.inject import Injection
 from shaketable.locate.identity import weights_hash
-from shaketable.measure.evaluation import Evaluator
+from shaketable.measure.evaluation import Evaluator, arithmetic
 from shaketable.measure.readings import readings
 from shaketable.measure.tasks import load_task, sample
 from shaketable.measure.tasks.task import digest, examples
@@ -33,13 +33,16 @@ def score(record: RunRecord, tell: Any) -> None:
     done = []
     for condition in conditions_of(config):
         tell("stage", {"text": f"scoring {condition.name}"})
-        done.append(evaluator.score(condition))
+        with arithmetic(config.device, config.dtype):
+            done.append(evaluator.score(condition))
     if not record.events("made_of"):
         record.append("made_of", tests=digest(tests), weights=weights_hash(model), batch_size=config.eval_batch)
+    if not record.events("examples"):
         record.append("examples", problems=examples(tests))
     if not record.events("evaluation"):
         record.append("evaluation", step=0, conditions=[e.to_dict() for e in done])
-        if config.mechanism:
+    if config.mechanism and not record.events("mechanism"):
+        with arithmetic(config.device, config.dtype):
             record.append("mechanism", step=0, conditions=readings(evaluator, done))
     tell("evaluation", {"step": 0, "conditions": [e.summary() for e in done]})
     record.append("finished", step=0, ledgers={})

@@ -40,6 +40,7 @@ _SCORE = {"condition": "", "endpoint": "accuracy", "unit": "", "mean": None, "ci
 _ARM: dict[str, Any] = {
     "name": "",
     "description": "",
+    "settings": [],
     "kind": "",
     "model": "",
     "task": "",
@@ -110,6 +111,7 @@ SHAPE: dict[str, Any] = {
         "seeds": [],
         "key": "",
         "steps": None,
+        "options": "",
         "n": None,
         "conditions": [{"name": "", "plan": None}],
         "primary": None,

@@ -110,7 +110,7 @@ class Store:
 
     def summaries(self, under: Path | None = None) -> list[Summary]:
         """Every run in the store, in the order of their paths; or only those in `under`, a folder of it."""
-        return [summary for summary in self._records(under) if summary.verb != DEFINES]
+        return [summary for summary in self._records(under) if not _defines(summary)]
 
     def _records(self, under: Path | None) -> list[Summary]:
         top = "" if under is None else self._relative(under)
@@ -137,10 +137,10 @@ class Store:
         records, runs = self._records(None), dict[str, list[Summary]]()
         for summary in records:
             runs.setdefault(summary.path.partition("/")[0], []).append(summary)
-        defined = {folder for folder, found in runs.items() if any(s.verb == DEFINES for s in found)}
+        defined = {folder for folder, found in runs.items() if any(_defines(s) or "/runs/" in s.path for s in found)}
         names = defined | {file.parent.name for file in self.root.glob("*/study.json")}
         studies = [_study(self.root / name, runs.get(name, [])) for name in sorted(names)]
-        return [summary for summary in records if summary.verb != DEFINES], studies
+        return [summary for summary in records if not _defines(summary)], studies
 
     def _relative(self, folder: Path) -> str:
         path = os.path.relpath(folder, self.root)
@@ -269,10 +269,15 @@ def _standing(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {"status": status, "error": error, "step": step if step >= 0 else None}
 
 
+def _defines(summary: Summary) -> bool:
+    """Whether a record says what a study asks for; by its place where it is damaged."""
+    return summary.verb == DEFINES or (summary.verb is None and summary.name == "definition")
+
+
 def _study(folder: Path, found: list[Summary]) -> StudySummary:
     content, error = _study_file(folder / "study.json")
     about = next(({"name": s.study, "key": s.key} for s in found if s.verb == DEFINES), {})
-    runs, wanted = [s for s in found if s.verb != DEFINES], content.get("runs")
+    runs, wanted = [s for s in found if not _defines(s)], content.get("runs")
     return StudySummary(
         name=content.get("name") or about.get("name") or folder.name,
         key=content.get("key") or about.get("key"),

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shaketable.study.config import StudyConfig
 from shaketable.study.runs import Run
 
 
-def verdict(study: StudyConfig, compared: Sequence[dict[str, Any]], runs: Sequence[Run]) -> dict[str, Any]:
-    """Kind, headline, and the sentence of the primary comparison."""
+def verdict(compared: Sequence[dict[str, Any]], runs: Sequence[Run], unlike: Sequence[str]) -> dict[str, Any]:
+    """Kind, headline, and the sentence of the primary comparison; `unlike` says why runs cannot be compared."""
     primary = next((c for c in compared if c["primary"]), None)
     if primary is None:
         return {"kind": "nothing", "headline": "No comparison was named", "sentence": "There is nothing to decide."}
+    if unlike:
+        return {"kind": "nothing", "headline": f"Nothing can be concluded: {unlike[0]}", "sentence": primary["sentence"]}
     missing = sum(not run.is_done for run in runs)
     so_far = f"So far ({missing} of {len(runs)} runs are missing): " if missing else ""
     headline = so_far + _headline(primary)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shaketable.errors import ShaketableError
-from shaketable.record import FILE, RunRecord
+from shaketable.record import FILE, SEAL, RunRecord
 from shaketable.study.cells import Cell
 from shaketable.study.locks import held
 
@@ -55,6 +55,8 @@ def opened(cell: Cell, folder: Path) -> RunRecord:
 
 def _is_begun(folder: Path) -> bool:
     """Whether there is a record to go on with. A kill before its first line was whole leaves nothing worth keeping."""
+    if (folder / SEAL).exists():
+        return True
     if not (folder / FILE).is_file() or b"\n" not in (folder / FILE).read_bytes()[: 1 << 20]:
         if folder.exists():
             shutil.rmtree(folder)
@@ -118,6 +120,7 @@ def _evaluate(record: RunRecord, begun: bool, tell: Tell) -> None:
 def _locate(record: RunRecord, begun: bool, tell: Tell) -> None:
     import torch
 
+    from shaketable.locate.identity import weights_hash
     from shaketable.locate.locator import locate
     from shaketable.models import load_model
     from shaketable.plan import Plan
@@ -125,6 +128,9 @@ def _locate(record: RunRecord, begun: bool, tell: Tell) -> None:
     config = record.config
     tell("stage", {"text": f"loading {config['model']}"})
     model, tokenizer = load_model(config["model"], device=config["device"], dtype=getattr(torch, config["dtype"]))
+    if not record.events("made_of"):
+        name = "weights" if config["dtype"] == "float32" else f"weights_{config['dtype']}"
+        record.append("made_of", **{name: weights_hash(model)})
     diagnosis = locate(
         model,
         tokenizer,
