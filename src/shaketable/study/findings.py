@@ -95,7 +95,7 @@ def _study(study: StudyConfig) -> dict[str, Any]:
         "task": study.task,
         "seeds": list(study.seeds),
         "steps": study.train.get("steps", STEPS),
-        "options": ", ".join(f"{k} {v}" for k, v in study.train.items()),
+        "options": ", ".join(f"{k} {v}" for k, v in study.train.items() if k != "steps"),
         "n": study.evaluate.n,
         "conditions": [{"name": n, "plan": p} for n, p in study.conditions.items()],
         "primary": None if primary is None else primary.model_dump(),
