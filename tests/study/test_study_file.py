@@ -1,5 +1,6 @@
 """Study files: what is refused, in which words, and what is filled in."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import yaml
 from small_studies import AQN, FAULTY, NOISE, data, study
 
 from shaketable.errors import ShaketableError
+from shaketable.study import cells
 from shaketable.study.cells import cells_of
 from shaketable.study.file import load_study
 
@@ -157,3 +159,26 @@ def test_final_rewards_of_different_tasks_are_not_compared():
     arms = {"a": {}, "b": {"task": "arithmetic,level=2"}}
     with pytest.raises(ShaketableError, match="solve different tasks"):
         study(arms=arms, compare={"primary": {"a": "a", "b": "b", "endpoint": "reward"}})
+
+
+GOLDEN = {
+    "as-it-comes-s0-86ff13ce",
+    "diagnosis-138f4f89",
+    "noise-aqn-s0-6d283a9b",
+    "noise-s0-dd3decc1",
+    "targeted-s0-f13c09ae",
+}
+
+
+def test_keys_stay_what_they_are():
+    """A store must be found again. Whoever adds an option gives its old meaning in `cells.NEWER`, and this still holds."""
+    found = {cell.name for cell in cells_of(study(seeds=1))}
+    assert found == GOLDEN
+
+
+def test_a_newer_option_counts_only_when_it_is_used(monkeypatch):
+    before = names()
+    monkeypatch.setitem(cells.NEWER, "novel", False)
+    cell = cells_of(study())[1]
+    assert dataclasses.replace(cell, config=cell.config | {"novel": False}).name in before
+    assert dataclasses.replace(cell, config=cell.config | {"novel": True}).name not in before

@@ -19,6 +19,9 @@ from shaketable.harden.train_config import TrainConfig
 from shaketable.study.config import Arm, Guide, StudyConfig
 
 STEPS = 60
+NEWER: dict[str, Any] = {}
+"""Options added after stores had been written, each with the value that means what was done before there was such an option.
+They count in a key only when they have another value: so old runs keep their names."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ class Cell:
     @property
     def key(self) -> str:
         """What the run is, in eight digits."""
-        facts = {k: v for k, v in self.config.items() if k not in ("report_to", "save_every")}
-        content = [self.kind, facts, self.threads, self.guide, self.needs]
+        content = [self.kind, _known(self.config), self.threads, self.guide and _known(self.guide), self.needs]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
@@ -57,6 +59,12 @@ class Cell:
     def about(self, study: str) -> dict[str, Any]:
         """What the head of its record says of its place."""
         return {"study": study, "arm": self.arm, "seed": self.seed, "key": self.key, "threads": self.threads}
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """What a run's numbers depend on."""
+    apart = ("report_to", "save_every")
+    return {k: v for k, v in options.items() if k not in apart and not (k in NEWER and NEWER[k] == v)}
 
 
 def cells_of(study: StudyConfig) -> list[Cell]:

@@ -1,0 +1,30 @@
+"""The published studies: their records are whole, and still give the report that lies beside them."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from shaketable.study.findings import findings
+from shaketable.study.markdown import markdown
+from shaketable.study.running import last_defined
+
+PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "guided-aqn-h200").glob("*/records.tar.gz"))
+
+
+@pytest.mark.parametrize("archive", PUBLISHED, ids=lambda path: path.parent.name)
+def test_the_records_give_the_report(archive, tmp_path):
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    folder = tmp_path / "guided-aqn"
+    found = findings(last_defined(folder), folder)
+    assert found["complete"] and found["study"]["named_before"] and found["notes"] == []
+    assert all(row["verdict"] == "agrees" for arm in found["arms"] for row in arm["proof"])
+    report = (archive.parent / "report.md").read_text()
+    for comparison in found["comparisons"]:
+        assert comparison["sentence"] in report
+    assert markdown(found).splitlines()[0] == report.splitlines()[0]
+
+
+def test_both_are_here():
+    assert len(PUBLISHED) == 2
