@@ -139,7 +139,7 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
         "other": {"plan": "noise"},
         "wrong": {"overrides": {"lr": 1e30}, "plan": "noise"},
     }
-    compare = {"primary": {"a": "one", "b": "other", "endpoint": "reward"}}
+    compare = {"primary": {"a": "one", "b": "other", "endpoint": "seconds_per_step"}}
     asked = data(arms=arms, compare=compare, seeds=1)
     store = tmp_path / "store"
     out = finished(start(file_of(tmp_path, arms=arms, compare=compare, seeds=1), store, "--workers", "1"), code=1)
