@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shaketable.cli.environment import gather
+from shaketable.environment import gather
 from shaketable.errors import ShaketableError
 from shaketable.record import FILE, SCHEMA, SEAL, RunRecord, unique_folder
 

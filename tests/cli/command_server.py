@@ -15,7 +15,7 @@ from dataclasses import dataclass
 SERVER = """
 import json, os, signal, sys, traceback
 import torch, transformers, trl, peft
-import shaketable.cli, shaketable.cli.environment, shaketable.harden.rehearsal, shaketable.harden.training
+import shaketable.cli, shaketable.environment, shaketable.harden.rehearsal, shaketable.harden.training
 import shaketable.harden.outcome, shaketable.harden.aqn_plot, rich.progress, rich.table
 from shaketable.measure.tasks import load_task
 torch.set_num_threads(1)

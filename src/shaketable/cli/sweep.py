@@ -72,8 +72,8 @@ def sweep(
 
 def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecord]:
     """A sweep that begins: all that can be known to be wrong with it is said before a folder is made."""
-    from shaketable.cli.environment import gather
     from shaketable.cli.locate import load
+    from shaketable.environment import gather
     from shaketable.measure.sweep_config import SweepConfig, parse_magnitudes, resolve_plan
 
     needed = {"models": "MODEL", "task": "--task", "plan": "--plan"}
@@ -102,7 +102,7 @@ def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) 
 
 def _old(given: dict[str, Any], out: Path | None, folder: Path) -> tuple[SweepConfig, RunRecord]:
     """A sweep that goes on, with what it began with."""
-    from shaketable.cli.environment import gather
+    from shaketable.environment import gather
     from shaketable.measure.sweep_config import SweepConfig
     from shaketable.record import RunRecord
 

@@ -182,7 +182,7 @@ def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> Non
     rehearse(config)
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
     folder = out or unique_folder(Path("runs"), name)
-    from shaketable.cli.environment import gather
+    from shaketable.environment import gather
 
     loaded = load_model(config.model, device=config.device, dtype="float32")  # before a folder is made: it may be broken
     record = RunRecord.create(folder, "train", config.model_dump(mode="json"), gather())

@@ -79,7 +79,7 @@ def define(study: StudyConfig, store: Path) -> None:
         if not ours:
             raise ShaketableError(f"another process keeps {folder} for itself; try again")
         if not (folder / DEFINITION / FILE).is_file():
-            from shaketable.cli.environment import gather
+            from shaketable.environment import gather
 
             record = RunRecord.create(folder / DEFINITION, "study", config, gather(), about={"study": study.study})
             record.append("defined", config=config)

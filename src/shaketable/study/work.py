@@ -65,7 +65,7 @@ def _is_begun(folder: Path) -> bool:
 
 
 def _new(cell: Cell, study: str, folder: Path, config: dict[str, Any]) -> RunRecord:
-    from shaketable.cli.environment import gather
+    from shaketable.environment import gather
 
     return RunRecord.create(folder, cell.kind, config, gather(), about=cell.about(study))
 
