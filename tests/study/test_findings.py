@@ -67,6 +67,16 @@ def test_scores_and_differences_are_those_of_the_answers(found, store):
     assert primary["seeds"] == 2
 
 
+def test_arms_are_scored_under_the_same_noise_and_seeds_under_another(store):
+    """Law 3: paired by seed means the very same errors, in every arm, trained or not, and at every step."""
+    drawn = {}
+    for cell in cells_of(small()):
+        for event in RunRecord.open(store / "small" / "runs" / cell.name).events("evaluation"):
+            drawn.setdefault(cell.seed, set()).add(tuple(c["plan_seed"] for c in event["conditions"]))
+    assert [len(seeds) for seeds in drawn.values()] == [1, 1]
+    assert drawn[0] != drawn[1]
+
+
 def test_every_arm_proves_its_faults(found):
     plain, noisy = found["arms"]
     assert [row["where"] for row in plain["proof"]] == ["scored: faulty", "scored: noise"]
