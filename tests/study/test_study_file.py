@@ -107,6 +107,8 @@ def test_a_key_given_twice_is_refused(file):
 
 def test_zero_and_one_seed_are_allowed():
     assert cells_of(study(seeds=0)) == []
+    with pytest.raises(ShaketableError, match="are the same"):
+        cells_of(study(seeds=0, arms=data()["arms"] | {"twin": {"plan": "noise"}}))
     assert len(cells_of(study(seeds=1))) == 5
 
 

@@ -4,18 +4,17 @@ import json
 import os
 
 import pytest
+import ray
 import torch
 from small_studies import data, study
 
-ray = pytest.importorskip("ray")
-
-from shaketable.errors import ShaketableError  # noqa: E402
-from shaketable.record import RunRecord  # noqa: E402
-from shaketable.study.cells import cells_of  # noqa: E402
-from shaketable.study.engines.on_ray import check_reachable  # noqa: E402
-from shaketable.study.findings import findings  # noqa: E402
-from shaketable.study.running import define, run_study  # noqa: E402
-from shaketable.study.work import do  # noqa: E402
+from shaketable.errors import ShaketableError
+from shaketable.record import RunRecord
+from shaketable.study.cells import cells_of
+from shaketable.study.engines.on_ray import check_reachable
+from shaketable.study.findings import findings
+from shaketable.study.running import define, run_study
+from shaketable.study.work import do
 
 
 def numbers(found):

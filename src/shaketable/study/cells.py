@@ -69,34 +69,27 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 def cells_of(study: StudyConfig) -> list[Cell]:
     """All runs: diagnoses first, then seed by seed through the arms, so that an unfinished study has whole seeds."""
-    diagnoses: dict[str, Cell] = {}
-    found = []
-    for seed in study.seeds:
-        for name, arm in study.arms.items():
-            needed = None
-            if isinstance(arm.aqn, Guide):
-                needed = _diagnosis(study, arm)
-                diagnoses[needed.name] = needed
-            found.append(_cell(study, name, arm, seed, needed))
-    _check_different(found)
-    return [*diagnoses.values(), *found]
+    _check_arms([_cell(study, name, 0) for name in study.arms])
+    needed = [_diagnosis(study, arm) for arm in study.arms.values() if isinstance(arm.aqn, Guide)]
+    diagnoses = {cell.name: cell for cell in needed} if study.seeds else {}
+    return [*diagnoses.values(), *(_cell(study, name, seed) for seed in study.seeds for name in study.arms)]
 
 
-def _check_different(cells: list[Cell]) -> None:
+def _check_arms(cells: list[Cell]) -> None:
     """Two arms that are the same once every default is filled in are the same, however they were written."""
-    first: dict[str, Cell] = {}
+    first: dict[str, str | None] = {}
     for cell in cells:
-        other = first.setdefault(cell.key, cell)
-        if other.arm != cell.arm:
-            what = f"the arms {other.arm!r} and {cell.arm!r} are the same"
+        if (other := first.setdefault(cell.key, cell.arm)) != cell.arm:
+            what = f"the arms {other!r} and {cell.arm!r} are the same"
             raise ShaketableError(f"{what}; any difference between them would be chance")
 
 
-def _cell(study: StudyConfig, name: str, arm: Arm, seed: int, needed: Cell | None) -> Cell:
+def _cell(study: StudyConfig, name: str, seed: int) -> Cell:
+    arm = study.arms[name]
     kind: Literal["train", "evaluate"] = "train" if arm.train else "evaluate"
     guide = arm.aqn.model_dump() if isinstance(arm.aqn, Guide) else None
     config = train_config(study, name, seed) if arm.train else evaluate_config(study, name, seed)
-    needs = None if needed is None else needed.name
+    needs = None if guide is None else _diagnosis(study, arm).name
     return Cell(kind, name, seed, config, study.engine.threads, guide, needs, study.keep == "weights")
 
 

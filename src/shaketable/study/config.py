@@ -129,7 +129,7 @@ class Evaluate(_Data):
             raise ValueError(f"{CLEAN} is always there, and has no plan")
         _check_names("condition", conditions)
         read = {name: _line(plan) for name, plan in conditions.items()}
-        _check_different("conditions", read)
+        _check_different(read)
         for name, plan in read.items():
             if not any("forward" in c.site.directions for c in Plan.parse(plan).clauses):
                 raise ValueError(f"{name}: {plan} acts backward only, and there is no backward in a score")
@@ -242,8 +242,8 @@ class StudyConfig(_Data):
         for name, arm in self.arms.items():
             _check_options(f"arms.{name}.overrides", arm.overrides)
         _check_options("train", self.train)
-        recipes = {name: self._recipe(arm) for name, arm in self.arms.items()}
-        _check_different("arms", recipes)
+        for arm in self.arms.values():
+            self.plan_of(arm)
         for asked in self.comparisons:
             self._check_comparison(asked)
         if self.compare.against is not None:
@@ -251,11 +251,6 @@ class StudyConfig(_Data):
         if len(self.arms) > 1 and self.compare.primary is None:
             raise ValueError("compare.primary is missing: name the comparison that decides before the run")
         return self
-
-    def _recipe(self, arm: Arm) -> dict[str, Any]:
-        """What an arm does, with everything filled in: two arms with the same are the same."""
-        own = {"plan": self.plan_of(arm), "model": arm.model or self.model, "task": arm.task or self.task}
-        return {**arm.model_dump(exclude={"description", "overrides"}), **own, "options": {**self.train, **arm.overrides}}
 
     def _check_comparison(self, asked: Comparing) -> None:
         for name in (asked.a, asked.b):
@@ -325,12 +320,11 @@ def _line(plan: str) -> str:
     return found.text()
 
 
-def _check_different(what: str, things: Mapping[str, Any]) -> None:
-    names = list(things)
-    for i, name in enumerate(names):
-        for other in names[:i]:
-            if things[name] == things[other]:
-                raise ValueError(f"the {what} {other!r} and {name!r} are the same; any difference between them would be chance")
+def _check_different(plans: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for name, plan in plans.items():
+        if (other := first.setdefault(plan, name)) != name:
+            raise ValueError(f"the conditions {other!r} and {name!r} are the same")
 
 
 def _check_options(where: str, options: Mapping[str, Any]) -> None:
