@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaketable.cache import cache_folder
-from shaketable.errors import ModelError, nearest
+from shaketable.errors import ModelError, ShaketableError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -203,6 +203,16 @@ def hush() -> None:
     """Keep what other packages say about their own optional parts while they are imported off the screen."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def check_device(device: str) -> None:
+    """Refuse in one line a device that this machine does not have, or that computes nothing."""
+    import torch
+
+    try:
+        torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ShaketableError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def quieten() -> None:

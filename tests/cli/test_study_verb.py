@@ -6,6 +6,8 @@ import pytest
 import yaml
 from command_server import shaketable
 
+from shaketable.study.running import definitions
+
 TINY = {
     "study": "tiny",
     "question": "Is [bold]this[/] <script>alert(1)</script> safe?",
@@ -112,6 +114,8 @@ BAD = {
     ("run", "tiny.yaml", "--set", "evaluate.conditions.noise=relative_gaussian:0.2@layer.9"): "arm 'noise'",
     ("run", "tiny.yaml", "--set", "train.steps=1", "--set", "arms.noise.aqn=global_decay:0.05-0.01,stages=3"): "arm 'noise'",
     ("run", "tiny.yaml", "--engine", "slurm"): "engine.kind",
+    ("run", "tiny.yaml", "--set", "device=npu"): "device 'npu' cannot be used here",
+    ("run", "tiny.yaml", "--set", "device=meta"): "device 'meta' cannot be used here",
     ("run", "tiny.yaml", "--report", "tiny.yaml"): "cannot write tiny.yaml",
     ("run", "tiny.yaml", "--store", "tiny.yaml"): "cannot write in the store tiny.yaml/tiny: Not a directory",
     ("report", "tiny", "--format", "pdf"): "unknown format 'pdf'",
@@ -128,6 +132,7 @@ def test_bad_input_is_one_line_and_exit_2(done, words):
     errors = [line for line in found.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and BAD[words] in errors[0], found.stderr
     assert "Traceback" not in found.stderr
+    assert len(definitions(done[0] / "shaketable-runs" / "tiny")) == 1, "what cannot be run was not asked for"
 
 
 def test_no_seeds_run_nothing_and_conclude_nothing(tmp_path):

@@ -91,7 +91,7 @@ def load(model: str, device: str, dtype: str | None, attention: str | None) -> t
         raise ShaketableError(f"unknown dtype {dtype!r}; valid: {', '.join(DTYPES)}")
     import torch
 
-    from shaketable.models import load_model
+    from shaketable.models import check_device, load_model
 
     check_device(device)
     import transformers
@@ -108,16 +108,6 @@ def load(model: str, device: str, dtype: str | None, attention: str | None) -> t
     except (ValueError, ImportError) as error:
         raise ShaketableError(f"attention {attention!r}: {str(error).splitlines()[0]}") from error
     return loaded, tokenizer
-
-
-def check_device(device: str) -> None:
-    """Refuse in one line a device that this machine does not have, or that computes nothing."""
-    import torch
-
-    try:
-        torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ShaketableError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager

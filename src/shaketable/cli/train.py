@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.locate import check_device
 from shaketable.cli.outputs import check_free, write
 from shaketable.errors import ShaketableError
 
@@ -135,6 +134,8 @@ def _plan(plan: str | None) -> tuple[str | None, int | None]:
 
 def _device(device: str | None) -> str:
     import torch
+
+    from shaketable.models import check_device
 
     if device is None:
         return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"

@@ -51,11 +51,16 @@ def finished(folder: Path, cells: list[Cell]) -> set[str]:
 
 
 def check(study: StudyConfig) -> None:
-    """Whatever can be known before the first run: every arm's model, task, plan and AQN, once."""
+    """Whatever can be known before the first run: the device, and every arm's model, task, plan and AQN, once."""
     from shaketable.harden.rehearsal import rehearse
     from shaketable.harden.train_config import TrainConfig
+    from shaketable.models import check_device
+    from shaketable.study.engines.local import slots
     from shaketable.study.scoring import check_scoring
 
+    if study.engine.kind == "local":
+        check_device(study.device)
+        slots(study, 1)
     first: dict[str | None, Cell] = {}
     for cell in cells_of(study):
         if cell.kind != "locate":
