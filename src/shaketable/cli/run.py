@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,9 @@ def run(
 ) -> None:
     """Run any program with its models shaken, unchanged.
 
-    The plan travels by environment into children, DataLoader workers, torchrun ranks and Ray workers. Each process
-    writes its own ledger; at the end they are merged and printed.
+    The plan travels by environment into children, DataLoader workers and torchrun ranks, and by `ray.init` into Ray
+    workers, also those of a cluster that runs already. Each process writes its own ledger; at the end they are merged
+    and printed.
 
     Exits with the program's own code, or with **3** when a clause of the plan did nothing anywhere.
 
@@ -53,7 +55,7 @@ def _print(result: object) -> None:
     from rich.table import Table
 
     from shaketable.inject.table import build_table, remarks
-    from shaketable.launch.runner import RunResult
+    from shaketable.launch.runner import RunResult, called
 
     assert isinstance(result, RunResult)
     console = Console(stderr=True, highlight=False)
@@ -63,9 +65,9 @@ def _print(result: object) -> None:
         for line in remarks(result.ledger):
             console.print(f"  ! {line}", style="yellow", markup=False)
     if len(result.processes) > 1:
-        table = Table("process", "rank", "command", "models", "forward", "backward", title="Processes", title_justify="left")
+        table = Table("process", "rank", "what", "models", "forward", "backward", title="Processes", title_justify="left")
         for row in result.to_dict()["workers"]:
-            cells = [row["pid"], row["rank"], row["command"][:60], ", ".join(row["models"]), row["forward"], row["backward"]]
+            cells = [row["pid"], row["rank"], called(row)[:60], _counted(row["models"]), row["forward"], row["backward"]]
             table.add_row(*(str(c) for c in cells))
         console.print(table)
     shown = set(remarks(result.ledger)) if result.ledger else set()
@@ -73,3 +75,8 @@ def _print(result: object) -> None:
         if line not in shown:
             console.print(f"warning: {line}", style="yellow", markup=False)
     console.print(f"ledger: {result.folder / 'ledger.json'}", style="dim", markup=False)
+
+
+def _counted(names: list[str]) -> str:
+    """Each name once, with how often it comes."""
+    return ", ".join(name if n == 1 else f"{n} × {name}" for name, n in Counter(names).items())

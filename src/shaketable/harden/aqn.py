@@ -181,13 +181,20 @@ class AQN(Described):
         rest = "all other layers" if named else "all layers"
         return [Group(rest, (), 1.0, False, True), *named] if self.layers is None else named
 
-    def sigma(self, group: Group, step: int, total_steps: int) -> float:
-        """σ of a group's layers at a step."""
+    def sigma(self, group: Group, step: int, total_steps: int, base: float | None = None) -> float:
+        """σ of a group's layers at a step; `base` stands in place of the schedule's."""
         zone = self.zones.factor(group.middle, step, total_steps) if self.zones is not None else 1.0
-        return self.schedule.sigma(step, total_steps) * group.multiplier * zone
+        return (self.schedule.sigma(step, total_steps) if base is None else base) * group.multiplier * zone
 
     def attach(
-        self, model: nn.Module, total_steps: int, *, step: int = 0, rank: int | None = None, allow_inert: bool = False
+        self,
+        model: nn.Module,
+        total_steps: int,
+        *,
+        step: int = 0,
+        rank: int | None = None,
+        allow_inert: bool = False,
+        sampler: bool = False,
     ) -> AttachedAQN:
         """Put the noise on a model; a context manager.
 
@@ -197,6 +204,7 @@ class AQN(Described):
             step: Where a resumed run goes on.
             rank: Keys the noise of this process; the distributed rank by default.
             allow_inert: Accept a run in which no rollout has noise.
+            sampler: The model lives in a sampling engine (see `Injection`).
 
         Raises:
             NoMatchError: Nothing in the model answers to `roles` and `layers`.
@@ -204,7 +212,7 @@ class AQN(Described):
         """
         from shaketable.harden.aqn_noise import AttachedAQN
 
-        return AttachedAQN(self, model, total_steps, step=step, rank=rank, allow_inert=allow_inert)
+        return AttachedAQN(self, model, total_steps, step=step, rank=rank, allow_inert=allow_inert, sampler=sampler)
 
     def text(self) -> str:
         """One line that `AQN.load` reads back."""

@@ -13,12 +13,13 @@ still. In the study we come from a trainer never advanced the step, and what was
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 from typing import Self
 
 from torch import nn
 
-from shaketable.errors import InertError
+from shaketable.errors import InertError, ShaketableError
 from shaketable.harden.aqn import AQN
 from shaketable.harden.aqn_sites import plan_of
 from shaketable.inject.attached import refuse
@@ -31,7 +32,15 @@ class AttachedAQN:
     """AQN on one model. Make it with `AQN.attach`."""
 
     def __init__(
-        self, aqn: AQN, model: nn.Module, total_steps: int, *, step: int = 0, rank: int | None = None, allow_inert: bool = False
+        self,
+        aqn: AQN,
+        model: nn.Module,
+        total_steps: int,
+        *,
+        step: int = 0,
+        rank: int | None = None,
+        allow_inert: bool = False,
+        sampler: bool = False,
     ) -> None:
         refuse(model)
         if not allow_inert:
@@ -40,9 +49,10 @@ class AttachedAQN:
         self.total_steps = total_steps
         self.allow_inert = allow_inert
         plan, self._groups = plan_of(aqn, Anatomy.of(model), total_steps)
-        self.injection = Injection(plan, step=step, rank=rank, hold=True)
+        self.injection = Injection(plan, step=step, rank=rank, hold=True, sampler=sampler)
         self.injection.attach(model)
         self._moved = False
+        self._forced: float | None = None
         self._asked = [0.0] * len(self._groups)
         self._measured = [0] * len(self._groups)
         self._lost: dict[int, bool] = {}
@@ -61,14 +71,24 @@ class AttachedAQN:
         if step == self.step:
             return
         self._settle()
-        self.injection.step = step
-        self._moved = True
-        self._follow()
+        with self.injection.changing():
+            self.injection.step = step
+            self._moved = True
+            self._follow()
 
     @property
     def sigma(self) -> float:
         """The schedule's σ now, before multipliers and zones."""
-        return self.aqn.schedule.sigma(self.step, self.total_steps)
+        return self.aqn.schedule.sigma(self.step, self.total_steps) if self._forced is None else self._forced
+
+    def force_sigma(self, sigma: float | None) -> None:
+        """Put a σ in place of the schedule's, multipliers and zones as they are; None gives the schedule back."""
+        if sigma is not None and not 0 <= sigma < math.inf:
+            raise ShaketableError(f"σ must be 0 or above, not {sigma}")
+        self._settle()
+        with self.injection.changing():
+            self._forced = sigma
+            self._follow()
 
     @property
     def sigmas(self) -> dict[int, float]:
@@ -77,7 +97,7 @@ class AttachedAQN:
         return dict(sorted(pairs))
 
     def _now(self, clause: int) -> float:
-        return self.aqn.sigma(self._groups[clause], self.step, self.total_steps)
+        return self.aqn.sigma(self._groups[clause], self.step, self.total_steps, self._forced)
 
     def _follow(self) -> None:
         for i in range(len(self._groups)):

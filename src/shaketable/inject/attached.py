@@ -20,8 +20,11 @@ from shaketable.inject import operators, recompute, weights
 from shaketable.inject.calls import Entry
 from shaketable.inject.hooks import Hook
 from shaketable.inject.modules import ModuleTaps
+from shaketable.inject.residuals import PairTaps, carries_pair
 from shaketable.inject.taps import Tap
-from shaketable.sites.anatomy import Anatomy, Part
+from shaketable.inject.written import Written
+from shaketable.sites.anatomy import Anatomy, Part, class_name
+from shaketable.sites.engines import shard_of
 from shaketable.sites.match import Target, check_layers, targets
 from shaketable.sites.phases import mark_generate, unmark_generate
 
@@ -33,11 +36,18 @@ class Attached(Hook):
     """The plan on one model: what it matches, and its hooks."""
 
     def __init__(
-        self, injection: Injection, model: nn.Module, owner: int, skip: Container[nn.Module] = (), lenient: bool = False
+        self,
+        injection: Injection,
+        model: nn.Module,
+        owner: int,
+        skip: Container[nn.Module] = (),
+        lenient: bool = False,
+        number: int | None = None,
     ) -> None:
         """Args:
         skip: Modules that another model of this injection has hooked already.
         lenient: Leave out clauses that match nothing here.
+        number: Which model it is to those who name its spots and key its noise; `owner` by default.
         """
         refuse(model)
         self.injection = injection
@@ -46,13 +56,16 @@ class Attached(Hook):
         self.skip = skip
         self.lenient = lenient
         self.unmatched: list[str] = []
-        self.prefix = f"model{owner}." if owner else ""
+        self.number = owner if number is None else number
+        self.prefix = f"model{self.number}." if self.number else ""
         self.anatomy = Anatomy.of(model)
         reasons = {p.name: self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
         self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora")}
         self.entries: dict[int, Entry] = {}
         self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
+        self.written: Written | None = None
+        """Where the faults of weights are written into them."""
         self.hooks: list[RemovableHandle] = []
         self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
@@ -76,21 +89,23 @@ class Attached(Hook):
 
     def _place(self, clause: int, target: Target) -> None:
         part, name = target.part, f"{self.prefix}{target.part.name}"
+        shard = shard_of(part.module, target.point)
         if target.point != "weight":
-            tap = self.injection.make_tap(clause, name, target.point, part.layer)
+            label = name if target.point == "output" else f"{name}:{target.point}"
+            tap = self.injection.make_tap(clause, f"{name}{shard}", target.point, part.layer, label)
             self.points.setdefault((id(part.module), target.point), (part.module, []))[1].append(tap)
             self._entry(part)
             return
         for own in part.weights:
             shown = f"{name}:weight" if own == "weight" else f"{name}.{own}:weight"
-            tap = self.injection.make_tap(clause, f"{name}.{own}", "weight", part.layer, shown)
-            tap.transposed = type(part.module).__name__ == "Conv1D"
+            tap = self.injection.make_tap(clause, f"{name}{shard}.{own}", "weight", part.layer, shown)
+            tap.transposed = class_name(part.module) == "Conv1D"
             self.weights.append((part.module, weights.WeightTap(own, tap, self.injection.calls, self._entry(part))))
 
     def _entry(self, part: Part) -> Entry:
         known = self.entries.get(id(part.module))
         if known is None:
-            index = len(self.entries) + (self.owner << 16) + 1
+            index = len(self.entries) + (self.number << 16) + 1
             known = Entry(index, part.module, part.layer, self.owner, self._excluded(part))
             self.entries[id(part.module)] = known
         return known
@@ -116,9 +131,16 @@ class Attached(Hook):
     # ---- hooks
 
     def hook(self) -> None:
-        """Set every hook; does nothing when they are set."""
-        if self.hooks:
+        """Set every hook; does nothing when they are set.
+
+        A sampling engine whose weights alone are faulty is not hooked: what it has compiled or captured stays valid.
+        """
+        if self.hooks or self.written is not None:
             return
+        if self.injection.sampler:
+            self.written = Written(self.weights)
+            if not self.points and not self.injection.has_operators:
+                return
         operators.cover_transformers()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
@@ -130,13 +152,15 @@ class Attached(Hook):
             entries.append(entry)
             self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
         for (_, point), (module, taps) in self.points.items():
-            hook = ModuleTaps(point, taps, self.injection.calls, self.entries[id(module)])
-            self.hooks.append(hook.install(module))
+            kind = PairTaps if carries_pair(module) else ModuleTaps
+            hook = kind(point, taps, self.injection.calls, self.entries[id(module)])
+            self.hooks.extend(hook.install(module))
         for entry in entries:
             if entry.atomic:
                 self._hook_operator(entry)
-        for module, tap in self.weights:
-            weights.add_tap(module, tap)
+        if self.written is None:
+            for module, tap in self.weights:
+                weights.add_tap(module, tap)
         for entry in entries:
             leave = _Leave(self.injection, entry)
             self.hooks.append(entry.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
@@ -167,6 +191,7 @@ class Attached(Hook):
 
     def unhook(self) -> None:
         """Take every hook off again."""
+        self.written = None
         if not self.hooks:
             return
         for hook in self.hooks:

@@ -89,6 +89,8 @@ class Calls:
 
     def __init__(self, step: int = 0) -> None:
         self.step = step
+        self.phase: str | None = None
+        """What the engine that the models live in is doing; None where they live in no engine."""
         self._local = threading.local()
         self._passes: dict[tuple[int | tuple[object, int], str], int] = {}
         self._lock = threading.Lock()
@@ -133,7 +135,7 @@ class Calls:
     def _outermost(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
         if in_backward() and (known := entry.moments.get(_address(args, kwargs))):
             return Frame(entry, known[0], known[1], entry.layer, entry.excluded, recomputing=True)
-        phase = current_phase(entry.module.training)
+        phase = current_phase(entry.module.training, self.phase)
         moment = self.new_moment(entry.index, phase)
         return Frame(entry, moment, phase, entry.layer, entry.excluded, recomputing=False)
 

@@ -19,18 +19,24 @@ from torch import Tensor
 
 from shaketable.inject.calls import in_backward
 from shaketable.inject.taps import Blow, Tap
-from shaketable.sites.phases import current_phase
 
 _taps: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
 _handles = count()
+_newest = -1
 _pending: weakref.WeakKeyDictionary[Tap, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
 _PENDING_MAX = 64
 
 
 def register(tap: Tap) -> None:
     """Give a tap the number under which compiled graphs know it."""
-    tap.handle = next(_handles)
+    global _newest
+    tap.handle = _newest = next(_handles)
     _taps[tap.handle] = tap
+
+
+def newest() -> int:
+    """The number that was given last; graphs that are kept beyond the process hold such numbers."""
+    return _newest
 
 
 def trace(x: Tensor, tap: Tap) -> Tensor:
@@ -46,7 +52,8 @@ def trace_forward(x: Tensor, handle: int) -> Tensor:
     return y  # type: ignore[no-any-return]
 
 
-def _live(handle: int) -> Tap | None:
+def live(handle: int) -> Tap | None:
+    """The tap of a handle, if it would do anything now."""
     tap = _taps.get(handle)
     return tap if tap is not None and tap.is_active and not tap.injection.closed else None
 
@@ -56,7 +63,7 @@ def _forward_blow(tap: Tap) -> Blow | None:
     if in_backward() and pending:
         moment, phase = pending.pop()
         return tap.blow_at(moment, phase, (False, 0), recomputing=True)
-    phase = current_phase(tap.injection.is_training)
+    phase = tap.injection.phase_now()
     if not tap.acts_in(phase):
         return None
     moment = tap.injection.calls.new_moment((tap, 0), phase)
@@ -69,7 +76,7 @@ def _forward_blow(tap: Tap) -> Blow | None:
 @torch.library.custom_op("shaketable::strike", mutates_args=())
 def _strike(x: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """The faulty tensor and the key it was made with; key -1 where nothing was done."""
-    tap = _live(handle)
+    tap = live(handle)
     blow = _forward_blow(tap) if tap is not None else None
     if tap is None or blow is None:
         return x.clone(), torch.zeros(2, dtype=torch.int64)
@@ -110,7 +117,7 @@ def _(g: Tensor, x: Tensor, packed: Tensor, handle: int) -> Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, ctx.handle = inputs
-    tap = _taps.get(ctx.handle)
+    tap = _taps.get(int(ctx.handle))
     keep = tap is not None and not tap.straight and tap.fault.saves_input
     ctx.straight = tap is None or tap.straight
     ctx.save_for_backward(x if keep else x.new_empty(0), output[1])
@@ -127,8 +134,8 @@ _strike.register_autograd(_backward, setup_context=_setup)
 @torch.library.custom_op("shaketable::echo", mutates_args=())
 def _echo(g: Tensor, handle: int, argument: int) -> Tensor:
     """A gradient as the tap leaves it."""
-    tap = _live(handle)
-    phase = current_phase(tap.injection.is_training) if tap is not None else ""
+    tap = live(handle)
+    phase = tap.injection.phase_now() if tap is not None else ""
     if tap is None or not tap.acts_in(phase):
         return g.clone()
     moment = tap.injection.calls.new_moment((tap, argument + 1), phase)
@@ -153,4 +160,4 @@ class TracedEcho(torch.autograd.Function):
         return torch.ops.shaketable.echo(g, ctx.handle, ctx.argument), None, None, None
 
 
-__all__ = ["TracedEcho", "register", "trace", "trace_forward"]
+__all__ = ["TracedEcho", "live", "register", "trace", "trace_forward"]

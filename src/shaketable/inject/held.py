@@ -82,6 +82,10 @@ class HeldTap(Tap):
         self._kept: _Kept | None = None
         self._counted: dict[str, tuple[int, FaultBase]] = {}
 
+    def forget(self) -> None:
+        """The weight is another one: its next draw counts, and is measured, whatever its key."""
+        self._counted.clear()
+
     def key(self) -> int:
         """The key of the draw that holds now."""
         return mix64(self._place ^ mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number()))

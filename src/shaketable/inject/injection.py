@@ -7,6 +7,8 @@ checks its ledger when it is closed: a clause that never fired or changed nothin
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from shaketable.errors import PlanError
+from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault, native
 from shaketable.inject import compiled, operators, recompute
 from shaketable.inject.attached import Attached
@@ -22,7 +24,8 @@ from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, Spot
 from shaketable.inject.taps import Tap
-from shaketable.plan import Plan
+from shaketable.plan import PHASES, Plan
+from shaketable.sites.phases import current_phase
 
 
 def inject(
@@ -59,30 +62,44 @@ def inject(
 
 
 def this_rank() -> int:
-    """The distributed rank of this process, 0 when it has none."""
+    """The distributed rank of this process; else that of the Ray actor it is or is a child of; else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
-    return int(os.environ.get("RANK", "0") or 0)
+    actor = os.environ.get("SHAKETABLE_PLACE", "").partition(":")[0]
+    return int(os.environ.get("RANK") or actor or 0)
 
 
 class Injection:
     """A plan on one or several models. Make it with `inject`."""
 
     def __init__(
-        self, plan: Plan, *, step: int = 0, rank: int | None = None, allow_inert: bool = False, hold: bool = False
+        self,
+        plan: Plan,
+        *,
+        step: int = 0,
+        rank: int | None = None,
+        allow_inert: bool = False,
+        hold: bool = False,
+        sampler: bool = False,
     ) -> None:
         """Args:
         hold: Draw the noise of weights once per rollout instead of once per call.
+        sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
+            weights are written into them (`written.py`), once per step.
         """
         self.plan = plan
-        self.hold = hold
+        self.hold = hold or sampler
+        self.sampler = sampler
         self.rollouts = Rollouts()
         self.rank = this_rank() if rank is None else rank
         self.allow_inert = allow_inert
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
         self.ledger = Ledger.for_plan(plan, native.name())
         self.calls = Calls(step)
+        self.calls.phase = "rollout" if sampler else None
         self.enabled = False
+        self.spares: Callable[[], bool] | None = None
+        """Says of a pass that it is not to be shaken although the plan is on (a reference that shares the policy's weights)."""
         self.closed = False
         self.fires = 0
         """Grows with every fire; tells whoever keeps a copy of the ledger that it is out of date."""
@@ -93,6 +110,7 @@ class Injection:
         self._operator_taps: dict[tuple[int, int | None, str, str | None], list[Tap]] = {}
         self._mode = operators.Operators(self) if self.has_operators else None
         self._depth = 0
+        self._changing = 0
 
     # ---- the switch
 
@@ -113,11 +131,13 @@ class Injection:
             self.calls.stack.clear()
         self.enabled = True
         self.push_mode()
+        self.rewrite()
         return self
 
     def disable(self) -> Self:
         """Switch off, bit for bit. Hooks and mode stay, so that compiled graphs stay valid."""
         self.enabled = False
+        self.rewrite()
         return self
 
     def close(self, *, check: bool = True) -> None:
@@ -126,6 +146,7 @@ class Injection:
             return
         self.enabled = False
         self.closed = True
+        self.rewrite()
         self.drop_mode()
         for model in self.models:
             model.unhook()
@@ -154,6 +175,43 @@ class Injection:
     def step(self, step: int) -> None:
         self.calls.set_step(step)
         self.rollouts.begin_step()
+        self.rewrite()
+
+    @property
+    def phase(self) -> str | None:
+        """What the sampling engine is doing: rollout or eval. None, and not to be set, outside of engines."""
+        return self.calls.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        if not self.sampler:
+            raise PlanError("only the models of a sampling engine are told their phase; elsewhere write `with st.phase(...)`")
+        if phase not in PHASES:
+            raise PlanError(f"unknown phase {phase!r}; {nearest(phase, PHASES)}")
+        self.calls.phase = phase
+        self.rewrite()
+
+    def phase_now(self) -> str:
+        """The phase of a forward that would begin now."""
+        return current_phase(self.is_training, self.phase)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Several changes that belong together: weights are written once, at the end."""
+        self._changing += 1
+        try:
+            yield
+        finally:
+            self._changing -= 1
+        self.rewrite()
+
+    def rewrite(self) -> None:
+        """Bring the weights that faults are written into up to date; also when new weights have come from outside."""
+        if self._changing:
+            return
+        for model in self.models:
+            if model.written is not None:
+                model.written.update()
 
     def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
         """Change the magnitude of one clause, or of all; takes effect at the next call, compiled or not."""
@@ -161,6 +219,7 @@ class Injection:
             if clause in (None, i) and isinstance(fault, MagnitudeFault):
                 self.faults[i] = fault.with_magnitude(magnitude)
                 self.ledger.sites[i].asked = self.faults[i].asked()
+        self.rewrite()
 
     @property
     def is_training(self) -> bool:

@@ -30,6 +30,7 @@ from shaketable.inject.hooks import Hook
 from shaketable.inject.tensors import change_first, change_input
 from shaketable.plan import OPS
 from shaketable.sites.anatomy import Part
+from shaketable.sites.engines import is_engine_experts, is_engine_linear, is_engine_module
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
@@ -89,6 +90,10 @@ def atomic_family(part: Part) -> str | None:
     if any(part.module.children()):
         return None
     kind = type(part.module).__name__.lower()
+    if is_engine_module(part.module) and kind == "attention":
+        return "sdpa"
+    if is_engine_linear(part.module) or is_engine_experts(part.module):
+        return "matmul"
     if part.role == "rmsnorm":
         return "rms_norm"
     return next((family for family in ("gelu", "silu") if family in kind), None)

@@ -72,7 +72,8 @@ class Tap:
     @property
     def is_active(self) -> bool:
         """Whether the tap would do anything now, phases aside."""
-        return self.injection.enabled and not self.fault.is_off
+        injection = self.injection
+        return injection.enabled and not self.fault.is_off and (injection.spares is None or not injection.spares())
 
     def acts_in(self, phase: str) -> bool:
         """Whether the clause names this phase."""

@@ -5,6 +5,12 @@ module's forward the property is the parameter itself; inside, it is the faulty 
 autograd function. `_parameters` is never written to: optimizers, `state_dict`, tied modules, saving and other threads
 see the clean parameter at every moment, so there is nothing to restore and nothing to forget to restore.
 
+The faulty tensor is made when the module first reads its weight, not when it is called. FSDP2 and others put the whole weight
+in the place of a shard by a hook of their own, and between hooks the order is a matter of luck; whoever computes reads last.
+So the fault acts on the weight that is multiplied with, FSDP2's reduction of its gradient goes on as ever, and a weight that
+the module never looks at is not counted as struck. `fully_shard` also changes the class of a module: ours stays below its own,
+and when the plan leaves, ours is taken out from under it.
+
 Rejected: swapping the tensor before forward and back after it (the gradient is then computed with another weight than
 the forward used, a raised exception leaves the noise in, and threads see each other's weights), and
 torch.nn.utils.parametrize (it renames the parameter, so checkpoints and optimizers see another model). Rejected too: keeping
@@ -14,13 +20,15 @@ a quantized weight until it changes. Writes through `.data`, the usual way to sy
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shaketable.errors import PlanError
 from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.hooks import Hook
@@ -50,11 +58,33 @@ class WeightTap:
         )
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of the module that is running."""
+
+    frames: list[tuple[WeightTap, Frame]]
+    grad: bool
+    """Whether the call is part of a graph: a module may read its weight, for its type say, where gradients are off."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def value(self, name: str, parameter: Tensor) -> Tensor:
+        """The faulty weight, made when it is asked for the first time."""
+        if name not in self.values:
+            value = parameter
+            with torch.set_grad_enabled(self.grad):
+                for own, frame in self.frames:
+                    value = own.touch(_whole(value, own), frame) if own.name == name else value
+            self.values[name] = value
+        return self.values[name]
+
+
 class WeightTaps:
     """The weight taps of one module, of all injections that are active on it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.original = type(module)
+        self.original: Any = type(module)
+        self.dressed: Any = self.original
+        """Its class with our properties."""
         self.taps: list[WeightTap] = []
         self.local = threading.local()
         self.tracing = False
@@ -63,25 +93,20 @@ class WeightTaps:
             module.register_forward_hook(_Around(self), with_kwargs=True, always_call=True),
         ]
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The module is called: make its faulty weights."""
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called: note in which frame, for when it reads its weights."""
         if torch.compiler.is_compiling():
             self.tracing = True
             return
-        values: dict[str, Tensor] = {}
-        for own in self.taps:
-            parameter = module._parameters[own.name]
-            assert parameter is not None
-            frame = own.calls.top() or own.calls.open(own.entry, args, kwargs)
-            values[own.name] = own.touch(values.get(own.name, parameter), frame)
-        self.local.values = values
+        frames = [(own, own.calls.top() or own.calls.open(own.entry, args, kwargs)) for own in self.taps]
+        self.local.call = _Call(frames, torch.is_grad_enabled())
 
     def end(self) -> None:
-        """The module returns, or raises: forget them."""
+        """The module returns, or raises: forget its faulty weights."""
         if torch.compiler.is_compiling():
             self.tracing = False
             return
-        self.local.__dict__.pop("values", None)
+        self.local.__dict__.pop("call", None)
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """What the module sees when it reads its weight."""
@@ -91,8 +116,19 @@ class WeightTaps:
                     if own.name == name:
                         parameter = own.trace(parameter)
             return parameter
-        values: dict[str, Tensor] = self.local.__dict__.get("values", {})
-        return values.get(name, parameter)
+        call: _Call | None = self.local.__dict__.get("call")
+        return parameter if call is None else call.value(name, parameter)
+
+
+def _whole(weight: Tensor, own: WeightTap) -> Tensor:
+    """The weight itself; raises where a module multiplies with a shard, whose noise would not be the weight's."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(weight, tensors.DTensor):
+        raise PlanError(
+            f"{own.tap.site.label}: {own.tap.name} is still sharded when it is used (tensor parallel, or called past FSDP2's "
+            "root); weight faults act on whole weights"
+        )
+    return weight
 
 
 class _Around(Hook):
@@ -105,7 +141,7 @@ class _Around(Hook):
         if output:
             self.taps.end()
         else:
-            self.taps.begin(module, args, kwargs)
+            self.taps.begin(args, kwargs)
 
 
 def add_tap(module: nn.Module, tap: WeightTap) -> None:
@@ -124,17 +160,30 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
     if found is None:
         return
     found.taps = [t for t in found.taps if t.tap not in taps]
-    if found.taps:
-        _dress(module, found)
-        return
-    for hook in found.hooks:
-        hook.remove()
-    del module.__dict__[_SLOT]
-    module.__class__ = found.original
+    _dress(module, found)
+    if not found.taps:
+        for hook in found.hooks:
+            hook.remove()
+        del module.__dict__[_SLOT]
 
 
 def _dress(module: nn.Module, found: WeightTaps) -> None:
-    module.__class__ = _subclass(found.original, tuple(sorted({t.name for t in found.taps})))  # type: ignore[arg-type]
+    """The class in which the tapped weights are properties, or the module's own when there are none."""
+    names = tuple(sorted({t.name for t in found.taps}))
+    kind: Any = _subclass(found.original, names) if names else found.original
+    now: Any = type(module)
+    module.__class__ = _exchanged(now, found.dressed, kind)
+    found.dressed = kind
+
+
+@functools.cache
+def _exchanged(kind: Any, old: Any, new: Any) -> Any:
+    """`kind` with `new` in the place of `old`, also below a class that `fully_shard` has made of it meanwhile."""
+    if kind is old:
+        return new
+    bases = tuple(_exchanged(base, old, new) if old in base.__mro__ else base for base in kind.__bases__)
+    body = {k: v for k, v in kind.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, bases, body)
 
 
 @functools.cache

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -26,13 +27,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from shaketable.faults.generator import mix64
 from shaketable.inject.attached import Attached
-from shaketable.inject.calls import Entry, Frame
+from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.hooks import Hook
 from shaketable.inject.injection import Injection
+from shaketable.inject.ledger import Ledger
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.taps import Tap
 from shaketable.inject.tensors import change_input
+from shaketable.launch import places
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
 
@@ -47,17 +51,46 @@ class Seen(Hook):
     """Marks a module that has been met; a copy of the module is not marked. Dynamo can read it."""
 
 
+class ByTask(Calls):
+    """The frames of a process that does one task after another: each task counts its passes and its models from zero."""
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__(step)
+        self.task = 0
+        self.models = 0
+        """Models met in this task."""
+
+    def follow(self) -> None:
+        """Notice that another task has begun. Threads of a task do not know it, and belong to the one that was noticed last."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        task = places.current_task()
+        if task != self.task:
+            self.task, self.models = task, 0
+            self.set_step(self.step)
+
+    def new_moment(self, who: int | tuple[object, int], phase: str) -> int:
+        self.follow()
+        moment = super().new_moment(who, phase)
+        return mix64(moment ^ self.task) if self.task else moment
+
+
 class ProcessInjection(Injection):
     """An injection on every model of the process."""
 
+    calls: ByTask
+
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, allow_inert=True)
+        self.calls = ByTask()
         self.seen: WeakSet[nn.Module] = WeakSet()
         self.roots: WeakSet[nn.Module] = WeakSet()
         self.attaching = threading.RLock()
         self.names: list[str] = []
         self.late: set[str] = set()
         self.unmatched: list[str] = []
+        self.aside = 0
+        """Above 0 while an engine runs its own models, which have an injection of their own."""
         self.meet = torch.compiler.disable(self._meet)
         """A model that is first called inside a compiled function: the graph is left to meet it."""
         self._loose = Entry(0, nn.Identity(), None, _LOOSE)
@@ -68,7 +101,22 @@ class ProcessInjection(Injection):
         return any(m.training for m in self.roots) or not len(self.roots)
 
     def operator_frame(self) -> Frame | None:
-        return self.calls.top() or self._loose_frame()
+        return None if self.aside else self.calls.top() or self._loose_frame()
+
+    @contextmanager
+    def standing_aside(self) -> Iterator[None]:
+        """Leave alone what happens inside: an engine's own loop, outside of all modules too."""
+        self.aside += 1
+        try:
+            yield
+        finally:
+            self.aside -= 1
+
+    def leave_alone(self, model: nn.Module) -> None:
+        """A model that another injection acts on."""
+        self.seen.update(model.modules())
+        for module in model.modules():
+            module.__dict__["_shaketable_seen"] = Seen()
 
     def traced_taps(self, family: str) -> list[Tap]:
         if self.tracing:
@@ -106,18 +154,18 @@ class ProcessInjection(Injection):
         return frame is not None and any(module is m for m in frame.entry.module.modules())
 
     def _attach_root(self, root: nn.Module) -> None:
+        self.calls.follow()
         attached = None
         if any(root.children()) or any(p is not None for p in root._parameters.values()):
-            attached = Attached(self, root, len(self.names), skip=self.seen, lenient=True)
+            attached = Attached(self, root, len(self.names), skip=self.seen, lenient=True, number=self.calls.models)
             self.unmatched.extend(attached.unmatched)
         if attached is not None and (attached.points or attached.weights or self.has_operators):
             self.names.append(type(root).__name__)
+            self.calls.models += 1
             self.roots.add(root)
             attached.hook()
             root.__dict__["_shaketable_attached"] = attached
-        self.seen.update(root.modules())
-        for module in root.modules():
-            module.__dict__["_shaketable_seen"] = Seen()
+        self.leave_alone(root)
 
     def _catch_up(self, module: nn.Module, args: tuple[Any, ...], hooks: list[Callable[..., Any]]) -> Any:
         """Run the hooks that came too late for the call they were added in."""
@@ -136,7 +184,11 @@ class LedgerFile:
     def __init__(self, injection: ProcessInjection, folder: Path) -> None:
         self.injection = injection
         self.folder = folder
+        self.engines: list[tuple[str, Injection]] = []
+        """Models of sampling engines in this process, and their injections of the same plan."""
         self.fork = False
+        self.place = places.Place()
+        """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
 
     def _begin(self) -> None:
@@ -150,8 +202,10 @@ class LedgerFile:
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
         self.injection.ledger.clear()
+        self.engines.clear()
         self.injection.calls._lock = threading.Lock()
         self.injection.attaching = threading.RLock()
+        self.place = self.place.child()
         self.fork = True
         self._begin()
 
@@ -159,8 +213,8 @@ class LedgerFile:
         pause, seen = FLUSH_SECONDS, -1
         while True:
             time.sleep(pause)
-            if self.injection.fires != seen:
-                seen, start = self.injection.fires, time.perf_counter()
+            if self._fires() != seen:
+                seen, start = self._fires(), time.perf_counter()
                 self.flush()
                 pause = max(FLUSH_SECONDS, 20 * (time.perf_counter() - start))
 
@@ -175,28 +229,46 @@ class LedgerFile:
                 self._written = text
 
     def _record(self) -> dict[str, Any]:
+        found = self.place if self.fork else places.current_place()
+        self.place = found if found.label else self.place
         return {
             "schema": SCHEMA,
             "pid": os.getpid(),
             "parent": os.getppid(),
             "rank": self.injection.rank,
+            "place": self.place.label,
+            "actor": self.place.actor,
             "forked": self.fork,
             "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
             "started": self.started,
-            "models": self.injection.names,
+            "models": [*self.injection.names, *(name for name, _ in self.engines)],
             "late": sorted(self.injection.late),
             "unmatched": sorted(set(self.injection.unmatched))[:8],
             "ledger": self._ledger(),
         }
 
+    def _fires(self) -> int:
+        return sum(injection.fires for injection in (self.injection, *(i for _, i in self.engines)))
+
     def _ledger(self) -> dict[str, Any]:
         """The program goes on while we read: a dictionary that grew meanwhile is read again."""
         for _ in range(20):
             try:
-                return self.injection.ledger.to_dict()
+                return self._merged()
             except RuntimeError:
                 time.sleep(0.001)
-        return self.injection.ledger.to_dict()
+        return self._merged()
+
+    def _merged(self) -> dict[str, Any]:
+        if not self.engines:
+            return self.injection.ledger.to_dict()
+        every = [self.injection.ledger, *(injection.ledger for _, injection in self.engines)]
+        return Ledger.merge(every).to_dict() | {"processes": 1}
+
+
+def active() -> LedgerFile | None:
+    """The ledger of this process, when a plan is active in all of it."""
+    return _active
 
 
 _active: LedgerFile | None = None

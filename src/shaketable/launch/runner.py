@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """The merged ledger, with the command and its processes."""
         body = {"schema": None} if self.ledger is None else self.ledger.to_dict()
-        people = [{k: p[k] for k in ("pid", "parent", "rank", "forked", "command", "models")} for p in self.processes]
+        shown = ("pid", "parent", "rank", "place", "actor", "forked", "command", "models")
+        people = [{k: p[k] for k in shown} | {"life": p.get("life")} for p in self.processes]
         for row, p in zip(people, self.processes, strict=True):
             row |= {"forward": p["ledger"]["forward"], "backward": p["ledger"]["backward"]}
         extra = {"command": self.command, "program_exit": self.program_exit, "exit": self.exit_code}
@@ -59,7 +61,15 @@ class RunResult:
 
 def _idle(process: dict[str, Any]) -> str:
     why = f" ({process['unmatched'][0]})" if process["unmatched"] else ""
-    return f"process {process['pid']} ({process['command']}) imported torch but injected nothing{why}"
+    return f"process {process['pid']} ({called(process)}) imported torch but injected nothing{why}"
+
+
+def called(process: dict[str, Any]) -> str:
+    """How a process is called for people: its place in a program of many, else its command."""
+    if not process["place"]:
+        return str(process["command"])
+    again = f", life {process['life']}" if (process.get("life") or 1) > 1 else ""
+    return f"{process['place']}{again}"
 
 
 def run_program(plan: Plan, command: list[str], folder: Path, *, allow_inert: bool = False) -> RunResult:
@@ -68,15 +78,30 @@ def run_program(plan: Plan, command: list[str], folder: Path, *, allow_inert: bo
     Raises:
         PlanError: The folder holds another run, or the command cannot be started.
     """
+    new_folder(folder)
+    code = _run(command, environment(plan, folder.resolve()))
+    return collect(folder, command, code, allow_inert=allow_inert)
+
+
+def new_folder(folder: Path) -> None:
+    """Make a folder for ledgers; raises `PlanError` when it cannot be used or holds another run."""
     if (folder / "ledger.json").exists() or any(folder.glob("process-*.json")):
         raise PlanError(f"{folder} holds the ledger of another run; name another folder, nothing is overwritten")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlanError(f"cannot use {folder} for ledgers: {error.strerror}") from None
-    code = _run(command, environment(plan, folder.resolve()))
+
+
+def collect(folder: Path, command: list[str], code: int, *, allow_inert: bool = False) -> RunResult:
+    """Merge what the processes of a program left in `folder`, and write it there."""
     processes = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("process-*.json"))]
     processes.sort(key=lambda p: p["started"])
+    lives: Counter[str] = Counter()
+    for process in processes:
+        if process["actor"]:
+            lives[process["actor"]] += 1
+            process["life"] = lives[process["actor"]]
     ledgers = [Ledger.from_dict(p["ledger"]) for p in processes]
     merged = Ledger.merge(ledgers) if ledgers else None
     result = RunResult(command, code, folder, merged, processes, allow_inert)

@@ -1,4 +1,7 @@
-"""Be called right after torch has been imported. Standard library only: this runs in every Python of the program."""
+"""Be called right after torch, or a framework that starts workers, has been imported.
+
+Standard library only: this runs in every Python of the program.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,42 @@ def _on_generate(module: ModuleType) -> None:
     mixin.generate = as_rollout(mixin.generate)
 
 
+def _on_ray(module: ModuleType) -> None:
+    from shaketable.integrations.ray import follow
+
+    follow(module)
+
+
+def _on_vllm_worker(module: ModuleType) -> None:
+    from shaketable.integrations.vllm import adopt_workers
+
+    adopt_workers(module.WorkerBase)
+
+
+def _on_vllm_engine(module: ModuleType) -> None:
+    from shaketable.integrations.vllm import guard_cache
+
+    guard_cache(module.EngineCore)
+
+
 WATCHED: dict[str, Callable[[ModuleType], None]] = {
     "torch": _on_torch,
     "transformers.generation.utils": _on_generate,
+    "ray": _on_ray,
+    "vllm.v1.worker.worker_base": _on_vllm_worker,
+    "vllm.v1.engine.core": _on_vllm_engine,
 }
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
     """Finds a watched module as everybody else would, and adds a call after it has run."""
 
-    def __init__(self) -> None:
+    def __init__(self, watched: dict[str, Callable[[ModuleType], None]]) -> None:
+        self.watched = watched
         self.busy: set[str] = set()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in WATCHED or fullname in self.busy:
+        if fullname not in self.watched or fullname in self.busy:
             return None
         self.busy.add(fullname)
         try:
@@ -49,15 +74,17 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def run_and_tell(module: ModuleType) -> None:
             run(module)
-            WATCHED[fullname](module)
+            self.watched[fullname](module)
 
         spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
         return spec
 
 
-def install() -> None:
-    """Begin to watch; what is imported already is told at once."""
-    sys.meta_path.insert(0, AfterImport())
-    for name, tell in WATCHED.items():
+def install(watched: dict[str, Callable[[ModuleType], None]] = WATCHED) -> None:
+    """Begin to watch; what is imported already is told at once. Does nothing the second time."""
+    if any(isinstance(finder, AfterImport) and finder.watched is watched for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, AfterImport(watched))
+    for name, tell in watched.items():
         if name in sys.modules:
             tell(sys.modules[name])

@@ -10,11 +10,14 @@ taken out, so that a plan and its noise do not depend on whether a model is wrap
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+
+from shaketable.sites.engines import is_engine_experts, is_engine_linear
 
 ROLES = ("linear", "rmsnorm", "layernorm", "attention", "mlp", "embedding", "lm_head", "router", "lora")
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
@@ -99,14 +102,20 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class as it was before FSDP2's `fully_shard` made it a class of its own."""
+    fsdp, kinds = sys.modules.get("torch.distributed.fsdp"), type(module).__mro__
+    return kinds[kinds.index(fsdp.FSDPModule) + 1 if fsdp is not None and fsdp.FSDPModule in kinds else 0].__name__
+
+
 def _kind(module: nn.Module) -> str:
-    return type(module).__name__.lower()
+    return class_name(module).lower()
 
 
 def _dims(module: nn.Module) -> int:
-    """Dimensions of the module's own weight, 0 when it has none (a packed weight still has its shape)."""
+    """Dimensions of the module's own weight, 0 when it has none; an engine's linear has two, wherever its weight went."""
     weight = module._parameters.get("weight")
-    return 0 if weight is None else weight.dim()
+    return 2 if is_engine_linear(module) else 0 if weight is None else weight.dim()
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
@@ -147,6 +156,8 @@ def _role(module: nn.Module, name: str, is_moe: bool, head: nn.Module | None) ->
 def is_linear(module: nn.Module) -> bool:
     """A matrix product with a weight of its own: Linear of any library, GPT-2's Conv1D, stacked experts."""
     kind, dims = _kind(module), _dims(module)
+    if is_engine_experts(module):
+        return True
     if kind.endswith("experts"):
         return any(p is not None and p.dim() == 3 for p in module._parameters.values())
     return dims == 2 and ("linear" in kind or kind == "conv1d")

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 
 from shaketable.errors import NoMatchError, PlanError, nearest
 from shaketable.plan import Clause, Site, join_layers, parse_layers
-from shaketable.sites.anatomy import ROLES, Anatomy, Part
+from shaketable.sites.anatomy import ROLES, Anatomy, Part, class_name
+from shaketable.sites.engines import FUSED, is_engine_module, is_packed, reads_weight_of
 
 ALL_ROLES = ("linear", "rmsnorm", "layernorm")
 
@@ -31,6 +32,7 @@ def targets(clause: Clause, anatomy: Anatomy) -> list[Target]:
     parts = _layer_parts(clause.site, anatomy) if clause.site.level == "layer" else _module_parts(clause.site, anatomy)
     for point in clause.points:
         _check_point(clause, parts, point)
+        _check_engine(clause, [p for p in parts if is_engine_module(p.module)], point, anatomy)
     return [Target(part, point) for part in parts for point in clause.points]
 
 
@@ -93,7 +95,7 @@ def _matches(part: Part, name: str, site: Site) -> bool:
     if name == "all":
         return part.role in ALL_ROLES or part.role in site.include
     by_name = part.name != "" and (fnmatchcase(part.name, name) or fnmatchcase(part.name, f"*.{name}"))
-    by_class = name != "*" and fnmatchcase(type(part.module).__name__, name)
+    by_class = name != "*" and fnmatchcase(class_name(part.module), name)
     return by_name or by_class
 
 
@@ -103,7 +105,10 @@ def _nothing(site: Site, name: str, anatomy: Anatomy, wanted: list[Part]) -> str
         reason = anatomy.excluded(wanted[0])
         return f"{site.text()}: {wanted[0].name!r} is left out by default ({reason}); add include={reason}"
     names = {p.role for p in anatomy.parts if p.role} | {p.name.rsplit(".", 1)[-1] for p in anatomy.parts if p.name}
-    classes = {type(p.module).__name__ for p in anatomy.parts}
+    classes = {class_name(p.module) for p in anatomy.parts}
+    fused = FUSED.get(name)
+    if fused is not None and any(is_engine_module(p.module) and p.name.endswith(f".{fused}") for p in anatomy.parts):
+        return f"{site.text()}: {model} computes {name} inside of {fused}, for which write module.{fused}"
     where = f" in layers {join_layers(site.layers)}" if site.layers else ""
     names = {n for n in names if not n.isdigit()}
     return f"{site.text()}: nothing in {model} matches {name!r}{where}; {nearest(name, names | classes, shown=12)}"
@@ -116,3 +121,18 @@ def _check_point(clause: Clause, parts: list[Part], point: str) -> None:
     reads_ids = [p for p in parts if point == "input" and p.role == "embedding"]
     if reads_ids:
         raise PlanError(f"{clause.text()}: {reads_ids[0].name!r} reads integer token ids; use point=output or point=weight")
+
+
+def _check_engine(clause: Clause, parts: list[Part], point: str, anatomy: Anatomy) -> None:
+    """What cannot be faulty in a sampling engine: heads are never called there, and weights are written to."""
+    heads = [p for p in parts if p.role == "lm_head" and point != "weight"]
+    if heads:
+        raise PlanError(f"{clause.text()}: a sampling engine never calls {heads[0].name!r}, it only reads its weight")
+    for part, name in ((p, name) for p in parts if point == "weight" for name in p.weights):
+        if is_packed(part.module, name):
+            raise PlanError(
+                f"{clause.text()}: the weight of {part.name!r} was packed when the model was loaded; "
+                "give the plan before the engine loads it"
+            )
+        if (other := reads_weight_of(part.module, name, anatomy.model)) is not None:
+            raise PlanError(f"{clause.text()}: {part.name!r} and {other!r} have one weight, and both would be faulty")

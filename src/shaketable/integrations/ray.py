@@ -1,0 +1,267 @@
+"""A plan in the actors and tasks of Ray.
+
+Under `shaketable run` nothing needs to be said: the plan goes with `ray.init`, also to a cluster that somebody else has
+started. Without it, one argument does the same:
+
+    from shaketable.integrations.ray import collect, runtime_env
+
+    ray.init(address="auto", runtime_env=runtime_env("relative_gaussian:0.05@module.linear", seed=0, ledger="/shared/ledger"))
+    ...
+    ray.shutdown()
+    print(collect("/shared/ledger").ledger)
+
+**How it gets in.** Workers of a running cluster are children of a raylet that never saw our environment. What reaches them
+is the job's `runtime_env`: its variables, and its `worker_process_setup_hook`, which Ray calls in each worker before any
+task. Ours (`begin`) watches for torch there, from the worker's own installation, and a hook of the user's runs after it.
+Rejected: a PYTHONPATH among the variables, which is the driver's path and not the worker's, is lost when an actor brings
+a PYTHONPATH of its own, and is silent where the folder does not exist. A hook that fails stops the worker and Ray tells
+the driver why. Rejected too: RAY_RUNTIME_ENV_HOOK, which Ray does not read in programs started by `uv run`.
+
+**The ledger folder must be seen by every node.** The driver leaves a mark in it; a worker that does not find the mark stops
+with an error. (Rejected: counting at the end how many workers never reported. They would have run for hours by then, and
+workers which never import torch report nothing and are fine.) A worker that is killed loses what it did in the last 0.05
+seconds, and when the program ends Ray kills them all: so the driver waits half a second before it shuts Ray down.
+
+**Whose noise is whose**: see `launch/places.py`. Actors have ranks of their own, so two that do the same work see other noise
+and the same broken lanes. An actor that dies and is restarted begins again at pass 0 of the same rank: work that it does
+again, it does under the noise of the first time, as law 3 says of every resumed run. An actor that goes on from a
+checkpoint instead of doing its work again meets the noise of its first passes again, in new places. Both lives are in the
+ledger, which tells what happened and not what counted. A task has the noise of its id, which is made from the job and the
+number of the call: it is the same when Ray tries the task again, and in each run that starts its own cluster. On a
+cluster that stays up every job has another number, and so other noise in its tasks; noise that must repeat there belongs
+into actors. Tasks that are submitted by threads have random ids.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import importlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shaketable.errors import PlanError, ShaketableError
+from shaketable.launch import places, watch
+
+if TYPE_CHECKING:
+    from shaketable.launch.runner import RunResult
+    from shaketable.plan import Plan
+
+PLAN, LEDGER, MARK = "SHAKETABLE_PLAN", "SHAKETABLE_LEDGER", "SHAKETABLE_MARK"
+BEGIN = "shaketable.integrations.ray.begin"
+HOOK = "worker_process_setup_hook"
+WRITE_SECONDS = 0.5
+_NOT_SHIPPED = {places.PLACE, "SHAKETABLE_CACHE", "SHAKETABLE_RANK", MARK}
+_naming = threading.Lock()
+
+
+# ---- the driver
+
+
+def runtime_env(
+    plan: str | Path | Plan,
+    *,
+    ledger: str | Path,
+    seed: int | None = None,
+    base: Mapping[str, Any] | None = None,
+    ship: bool = False,
+) -> dict[str, Any]:
+    """A `runtime_env` for `ray.init` that puts a plan into every worker of the job. The driver itself is not shaken.
+
+    From here on, this process numbers the actors that it makes, so that each has noise of its own.
+
+    Args:
+        plan: A line of the plan language, a YAML file, or a `Plan`.
+        ledger: A folder that all nodes see, new or empty.
+        seed: Keys all noise; overrides the plan's own.
+        base: Your own runtime_env; all of it is kept.
+        ship: Send this installation of shaketable to the workers, which then need torch and pydantic but not shaketable.
+            For `ray.init` only: Ray takes folders at no other place.
+
+    Raises:
+        PlanError: The plan cannot be read, or the folder holds another run.
+    """
+    import ray
+
+    from shaketable.launch.runner import new_folder
+    from shaketable.plan import Plan
+
+    resolved, folder = Plan.load(plan, seed=seed), Path(ledger).resolve()
+    new_folder(folder)
+    follow(ray)
+    env = _merged(base, {PLAN: resolved.text(), "SHAKETABLE_SEED": str(resolved.seed), LEDGER: str(folder)})
+    if ship:
+        env["py_modules"] = [*env.get("py_modules", []), str(Path(__file__).parents[1])]
+    return env
+
+
+def collect(folder: str | Path, *, allow_inert: bool = False) -> RunResult:
+    """Merge what the workers left in `folder` into its `ledger.json`. Call it after `ray.shutdown()`.
+
+    Raises:
+        InertError: No worker imported torch, or a clause of the plan did nothing in any of them; not with `allow_inert`.
+    """
+    from shaketable.errors import InertError
+    from shaketable.launch import runner
+
+    result = runner.collect(Path(folder), [], 0, allow_inert=allow_inert)
+    if result.exit_code == runner.NOTHING_INJECTED:
+        raise InertError("; ".join(result.warnings) + " (allow_inert=True accepts this)")
+    return result
+
+
+def follow(ray: Any) -> None:
+    """Let `ray.init` carry the plan of the environment, number actors, and wait for ledgers. Does nothing the second time."""
+    if places.current_task is _current_task:
+        return
+    places.current_task, places.current_place = _current_task, _current_place
+    ray.init = _carrying(ray.init)
+    ray.shutdown = _after_the_ledgers(ray.shutdown)
+    ray.actor.ActorClass._remote = _numbered(ray.actor.ActorClass._remote)
+    atexit.register(_wait_for_ledgers)
+
+
+def _carrying(init: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(init)
+    def init_with_plan(*args: Any, **options: Any) -> Any:
+        import ray
+
+        if PLAN in os.environ and LEDGER in os.environ and not ray.is_initialized():
+            job, own = options.get("job_config"), options.get("runtime_env")
+            base = job.runtime_env if own is None and job is not None else own
+            ours = {k: v for k, v in os.environ.items() if k.startswith("SHAKETABLE_") and k not in _NOT_SHIPPED}
+            options["runtime_env"] = _merged(base, ours)
+        return init(*args, **options)
+
+    return init_with_plan
+
+
+def _merged(base: Mapping[str, Any] | None, ours: dict[str, str]) -> dict[str, Any]:
+    """The user's runtime_env with our variables and our hook."""
+    env = dict(base or {})
+    theirs = env.get("env_vars") or {}
+    if theirs.get(PLAN, ours[PLAN]) != ours[PLAN]:
+        raise PlanError(f"two plans for one Ray job: {theirs[PLAN]!r} of runtime_env and {ours[PLAN]!r}; leave one out")
+    mark = f"ray-{secrets.token_hex(4)}.mark"
+    (Path(ours[LEDGER]) / mark).touch()
+    env["env_vars"] = {**theirs, **ours, MARK: mark}
+    hook = env.get(HOOK)
+    env[HOOK] = BEGIN if hook in (None, BEGIN) else _ours_first(hook)
+    return env
+
+
+def _ours_first(theirs: Callable[[], Any] | str) -> Callable[[], None]:
+    def begin_and_go_on() -> None:
+        begin()
+        if isinstance(theirs, str):
+            module, _, name = theirs.rpartition(".")
+            getattr(importlib.import_module(module), name)()
+        else:
+            theirs()
+
+    return begin_and_go_on
+
+
+def _numbered(create: Callable[..., Any]) -> Callable[..., Any]:
+    made: Counter[tuple[str, str]] = Counter()
+
+    @wraps(create)
+    def _remote(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        if not options.get("get_if_exists"):  # Ray comes back without it when there is something to make
+            name = self.__ray_metadata__.class_name.rpartition(".")[2]
+            options["runtime_env"] = _placed(options.get("runtime_env"), _next_place(made, name, options.get("name")))
+        return create(self, args, kwargs, **options)
+
+    return _remote
+
+
+def _next_place(made: Counter[tuple[str, str]], kind: str, name: str | None) -> str:
+    """`RANK:LABEL` of the next actor of this class. Its name is shown and keys nothing."""
+    maker = f"{places.rank_here()}.{places.current_task()}"
+    with _naming:
+        made[maker, kind] += 1
+        n = made[maker, kind]
+    above = f"{places.label_here()}/" if places.label_here() else ""
+    return f"{places.number(f'{maker}/{kind}#{n}')}:{above}{kind}#{n}" + (f" {name}" if name else "")
+
+
+def _placed(base: Any, place: str) -> Any:
+    from ray.runtime_env import RuntimeEnv
+
+    env = RuntimeEnv() if base is None else copy.deepcopy(base)
+    env["env_vars"] = {**env.get("env_vars", {}), places.PLACE: place}
+    return env
+
+
+def _after_the_ledgers(shutdown: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(shutdown)
+    def shutdown_after(*args: Any, **options: Any) -> Any:
+        _wait_for_ledgers()
+        return shutdown(*args, **options)
+
+    return shutdown_after
+
+
+def _wait_for_ledgers() -> None:
+    import ray
+
+    if ray.is_initialized() and ray._private.worker.global_worker.mode != ray.WORKER_MODE:
+        time.sleep(WRITE_SECONDS)
+
+
+# ---- the worker
+
+
+def begin() -> None:
+    """Called by Ray in each worker, before any task.
+
+    Raises:
+        ShaketableError: This node does not see the ledger folder.
+    """
+    folder = Path(os.environ[LEDGER])
+    if not (folder / os.environ[MARK]).exists():
+        where = socket.gethostname()
+        raise ShaketableError(f"node {where} does not see the driver's ledger folder {folder}; name one that all nodes share")
+    startup = str(Path(watch.__file__).with_name("startup"))
+    path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != startup]
+    os.environ["PYTHONPATH"] = os.pathsep.join([startup, *path])
+    watch.install()
+
+
+def _current_task() -> int:
+    """Names the task that runs in this worker; an actor is one long task, unless it has a rank to tell it from others."""
+    import ray
+
+    worker = ray._private.worker.global_worker
+    if worker.mode != ray.WORKER_MODE:
+        return 0
+    if worker.actor_id.is_nil():
+        return _key(worker.current_task_id.hex())
+    return 0 if places.label_here() else _key(worker.actor_id.hex())
+
+
+@lru_cache(maxsize=8)
+def _key(text: str) -> int:
+    return places.number(text, size=8)
+
+
+def _current_place() -> places.Place:
+    import ray
+
+    worker, label = ray._private.worker.global_worker, places.label_here()
+    if worker.mode is None:
+        return places.Place(label).child()
+    if worker.mode != ray.WORKER_MODE:
+        return places.Place("driver")
+    if worker.actor_id.is_nil():
+        return places.Place(f"tasks of {label}" if label else "tasks")
+    actor = worker.actor_id.hex()
+    return places.Place(label or f"actor {actor[:8]}", actor)

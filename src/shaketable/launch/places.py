@@ -1,0 +1,64 @@
+"""Where in a program of many processes this one is: its rank, its place, the task it is busy with.
+
+torchrun says so with RANK. A framework that has actors and tasks instead (Ray) says so here:
+
+*   An **actor** has a rank of its own, made from whose child it is, its class and its number among those: `Sampler#2` is the
+    second Sampler that the driver made, in every run of the program and in every life of the actor. It travels in one
+    variable of the environment, so that the actor's own children have it too.
+*   A **task** runs in whatever worker is free. What is stable is the task and not the worker, so the task is part of the
+    moment that keys the noise: in a new task passes and models are counted from zero again (`ByTask`), and a task that is
+    tried again sees its noise again.
+
+Rejected for actors: the actor's id, which is another one in each run; its name, which most have not and some frameworks draw at
+random. Rejected for tasks: a rank per worker, which would make noise depend on the scheduler.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PLACE = "SHAKETABLE_PLACE"
+"""`RANK:LABEL` of the actor that this process is, or is a child of."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a process is called in tables and warnings."""
+
+    label: str = ""
+    actor: str = ""
+    """The framework's id of the actor; the same in each of its lives."""
+
+    def child(self) -> Place:
+        """The place of a process that this one started."""
+        return Place(f"child of {self.label}" if self.label else "")
+
+
+def number(text: str, size: int = 4) -> int:
+    """As many bytes that name `text`; never 0, which is the driver's."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest()) or 1
+
+
+def rank_here() -> int:
+    """The rank of the actor that this process is or is a child of, else 0."""
+    return int(os.environ.get(PLACE, "0").partition(":")[0])
+
+
+def label_here() -> str:
+    """The label of the actor that this process is or is a child of, else nothing."""
+    return os.environ.get(PLACE, "").partition(":")[2]
+
+
+def _inherited() -> Place:
+    return Place(label_here()).child()
+
+
+current_task: Callable[[], int] = int
+"""Names the task that this process is busy with; 0 where there are no tasks. A framework puts its own here."""
+current_place: Callable[[], Place] = _inherited
+"""Says how this process is called. A framework puts its own here."""

@@ -1,0 +1,68 @@
+"""Models of sampling engines: what is different in vLLM's own modules.
+
+An engine's classes are told by the package they were defined in. vLLM's linears are one matrix product each, of several
+projections at once (`qkv_proj`, `gate_up_proj`); on a CPU it packs their weights after loading and leaves an empty parameter
+behind, so a linear is not to be told by the shape of its weight. Its attention is a leaf, of which no product can be reached.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+ENGINES = ("vllm",)
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""What an engine has in place of a projection of the checkpoint."""
+
+_WHOLE = {
+    "output": ("rowparallel", "replicated"),
+    "input": ("columnparallel", "qkvparallel", "replicated"),
+    "weight": ("replicated",),
+}
+"""Linears that hold a whole tensor on every rank, by point."""
+
+
+def is_engine_module(module: nn.Module) -> bool:
+    """Whether a module's class belongs to a sampling engine; a subclass that we made has its original's module."""
+    return type(module).__module__.partition(".")[0] in ENGINES
+
+
+def is_engine_linear(module: nn.Module) -> bool:
+    """Whether a module is an engine's linear, also after its weight was packed or quantized away."""
+    return is_engine_module(module) and "linear" in type(module).__name__.lower() and hasattr(module, "output_size")
+
+
+def is_engine_experts(module: nn.Module) -> bool:
+    """Whether a module is all experts of an engine's mixture, as one kernel."""
+    return is_engine_module(module) and type(module).__name__.lower().endswith("fusedmoe")
+
+
+def shard_of(module: nn.Module, point: str) -> str:
+    """What tells the shards of a tensor apart in the keys of its noise; empty where all ranks hold the same tensor.
+
+    Under tensor parallelism each rank holds some columns of what a column-parallel linear returns, or of what a row-parallel
+    one takes: those need noise of their own. What every rank holds whole (norms, layers, the sum that a row-parallel linear
+    returns) must be the same everywhere, so its noise is.
+    """
+    size, kind = getattr(module, "tp_size", 1), type(module).__name__.lower()
+    if not is_engine_module(module) or size == 1:
+        return ""
+    return "" if any(word in kind for word in _WHOLE[point]) else f"#{module.tp_rank}"
+
+
+def is_packed(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is what is left of a weight that an engine packed away."""
+    parameter = module._parameters.get(name)
+    return is_engine_module(module) and parameter is not None and parameter.numel() == 0
+
+
+def reads_weight_of(module: nn.Module, name: str, model: nn.Module) -> str | None:
+    """Another module of the model that reads the same parameter (tied embeddings), by its name."""
+    own = module._parameters[name]
+    others = ((path, m) for path, m in model.named_modules() if m is not module)
+    return next((path for path, m in others if any(p is own for p in m._parameters.values())), None)
