@@ -4,48 +4,10 @@ import copy
 
 import pytest
 import torch
+from small_trainers import grpo, llama
 
 import shaketable as st
 from shaketable.integrations.trl import AQNCallback
-
-LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789+= "]
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({c: i for i, c in enumerate(LETTERS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(vocab_size=16, pad_token_id=0, eos_token_id=1, **shape))
-
-
-def letters(completions, **_):
-    return [float(len(set(c))) for c in completions]
-
-
-def grpo(folder, model, callback, reward=letters, **more):
-    """A GRPO trainer of three steps."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    usual = {"max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
-    quiet = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False, "logging_steps": 1}
-    data = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
-    arguments = GRPOConfig(output_dir=str(folder), **(usual | quiet | more))
-    return GRPOTrainer(
-        model=model, reward_funcs=reward, args=arguments, train_dataset=data, eval_dataset=data.select(range(4)),
-        processing_class=tokenizer(), callbacks=[callback],
-    )  # fmt: skip
 
 
 class Spy:

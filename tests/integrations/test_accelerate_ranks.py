@@ -1,0 +1,73 @@
+"""Two ranks of `accelerate launch` over gloo, with the callback and under `shaketable run`.
+
+In accelerate 1.15 `--cpu` starts one process whatever `--num_processes` says (more only through MPI); `--multi_gpu` starts as many
+as asked, and a script that says `use_cpu=True` trains on them with gloo.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shaketable import Ledger
+
+PROGRAMS = Path(__file__).parent / "programs"
+BESIDE = Path(sys.executable).parent
+LAUNCH = [BESIDE / "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+def run(*command):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What two ranks of a GRPO script with the callback saw, the ledger it wrote, and what it printed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    printed = run(*LAUNCH, PROGRAMS / "accelerated.py", folder)
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return ranks, folder / "ledger.json", printed
+
+
+def test_one_ledger_for_all_ranks(launched):
+    ranks, file, printed = launched
+    assert [rank["ranks"] for rank in ranks] == [2, 2]
+    ledger = Ledger.load(file)
+    assert ledger.processes == 2 and [rank["processes"] for rank in ranks] == [2, 2]
+    assert ledger.forward == ranks[0]["own"] + ranks[1]["own"] == ranks[0]["merged"] == ranks[1]["merged"]
+    assert [w["forward"] for w in json.loads(file.read_text())["workers"]] == [rank["own"] for rank in ranks]
+    assert ledger.sites[0].magnitude == pytest.approx(0.1, rel=0.15)
+    assert printed.count("2 processes") == 2, "one table for each of two trainings, from one rank"
+
+
+def test_ranks_have_the_same_broken_lanes_other_noise_and_in_the_end_the_same_weights(launched):
+    (first, second), _, _ = launched
+    assert len(first["lanes"]) == 8 and first["lanes"] == second["lanes"]
+    assert first["noise"] != second["noise"]
+    assert first["weights"] == second["weights"]
+
+
+def test_one_idle_rank_is_the_same_error_on_all(launched):
+    (first, second), _, _ = launched
+    assert first["error"] == second["error"]
+    assert first["error"].startswith("rank 1: ") and "never fired" in first["error"] and "rank 0" not in first["error"]
+
+
+def test_a_script_that_never_heard_of_us(tmp_path):
+    plan = "relative_gaussian:0.1,sparsity=0.25@module.down_proj,layers=1"
+    shake = [BESIDE / "shaketable", "run", "--plan", plan, "--ledger", tmp_path / "l", "--"]
+    run(*shake, *LAUNCH, PROGRAMS / "accelerated_plainly.py", tmp_path)
+    told = [(tmp_path / f"lanes-{rank}").read_text().rsplit(" ", 1) for rank in range(2)]
+    assert told[0][0] == told[1][0] and len(json.loads(told[0][0])) == 8
+    assert told[0][1] != told[1][1]
+    found = json.loads((tmp_path / "l" / "ledger.json").read_text())
+    shaken = [worker for worker in found["workers"] if worker["forward"]]
+    assert sorted(worker["rank"] for worker in shaken) == [0, 1]
+    assert found["forward"] == sum(worker["forward"] for worker in shaken) == 6

@@ -1,0 +1,138 @@
+"""What a config of verl asks for: read, checked before anything starts, and turned into the orders of samplers and actors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shaketable.errors import ShaketableError
+from shaketable.integrations.verl_settings import shaking_of
+
+NOISE = "relative_gaussian:0.05@op.matmul"
+EPOCHS = "epoch_aware:0.05-0.01+0.01-0.0005"
+
+
+def config(tmp_path, mode="sync", sampler="vllm", strategy="fsdp2", **groups):
+    """The part of verl's config that matters here."""
+    trainer = {"use_v1": True, "v1": {"trainer_mode": mode}, "default_local_dir": str(tmp_path), "total_epochs": 2}
+    model = {"rollout": {"name": sampler}, "actor": {"strategy": strategy}}
+    return {"trainer": trainer | groups.pop("trainer", {}), "actor_rollout_ref": model, **groups}
+
+
+def shaking(tmp_path, environ=None, **keys):
+    return shaking_of(config(tmp_path, shaketable=keys), environ or {})
+
+
+def test_a_config_without_our_keys_asks_nothing(tmp_path):
+    assert shaking_of(config(tmp_path), {}) is None
+    assert shaking_of(config(tmp_path, shaketable=None), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("plan_in", "phase", "roles"),
+    [
+        ("rollout", "rollout", ["sampler"]),
+        ("actor", "train", ["actor"]),
+        ("both", "rollout+train", ["sampler", "actor"]),
+        (None, "rollout+train", ["sampler", "actor"]),
+    ],
+)
+def test_plan_in_says_who_is_shaken_and_never_validation(tmp_path, plan_in, phase, roles):
+    made = shaking(tmp_path, plan=NOISE, plan_in=plan_in, seed=7)
+    orders = {role: made.orders(role, 10) for role in ("sampler", "actor")}
+    assert [role for role, found in orders.items() if found] == roles
+    for role in roles:
+        assert orders[role].plan == f"{NOISE},phase={phase}"
+        assert (orders[role].seed, orders[role].total_steps) == (7, 10)
+
+
+def test_each_role_has_the_clauses_that_act_in_it(tmp_path):
+    made = shaking(tmp_path, plan=f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3;gain:0.1@layer.1,phase=eval")
+    assert made.orders("actor", 1).plan == f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3,phase=rollout+train"
+    assert (
+        made.orders("sampler", 1).plan == "dead_zone:0.01,scope=token@layer.3,phase=rollout+train;gain:0.1@layer.1,phase=eval"
+    )
+
+
+def test_aqn_is_the_samplers_and_of_actors_when_it_says_so(tmp_path):
+    made = shaking(tmp_path, aqn=EPOCHS, seed=3)
+    assert made.orders("actor", 4) is None
+    assert made.orders("sampler", 4).aqn == f"{EPOCHS},seed=3"
+    both = shaking(tmp_path, aqn="constant:0.01,form=output,where=both")
+    assert both.orders("actor", 4).aqn == both.orders("sampler", 4).aqn
+
+
+def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
+    made = shaking(tmp_path, aqn=EPOCHS)
+    assert made.total_steps(58, 29) == 58
+    assert made.total_steps(40, 29) == 58, "cut short, not squeezed"
+    with pytest.raises(ShaketableError, match="has 2 epochs and the run 87 steps of 29 an epoch"):
+        made.total_steps(87, 29)
+    assert shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10").total_steps(40, 29) == 40
+
+
+def test_a_schedule_that_is_silent_at_every_step_is_an_error(tmp_path):
+    made = shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10")
+    with pytest.raises(ShaketableError, match="silent"):
+        made.total_steps(1, 1)
+
+
+def test_the_keys_of_the_origin_are_read(tmp_path):
+    keys = {"noisy_ops": {"enabled": True, "error_scale": 0.05, "error_type": "relative_gaussian"}}
+    made = shaking_of(config(tmp_path, trainer=keys, shaketable={"seed": 5}), {})
+    assert made.orders("sampler", 1).plan == made.orders("actor", 1).plan == f"{NOISE},phase=rollout+train"
+    assert made.orders("sampler", 1).seed == 5
+    assert any(line.startswith("trainer.noisy_ops") for line in made.lines)
+    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
+    assert shaking_of(config(tmp_path), environ).orders("actor", 1).plan == f"{NOISE},phase=rollout+train"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shaketable": {"plna": NOISE}}, "shaketable.plna is unknown; did you mean 'plan'?"),
+        ({"shaketable": NOISE}, "shaketable is a group of keys"),
+        ({"shaketable": {"seed": 1}}, "shaketable has neither a plan nor an aqn"),
+        ({"shaketable": {"plan": NOISE, "seed": "x"}}, "shaketable.seed: "),
+        ({"shaketable": {"plan": NOISE, "plan_in": "critic"}}, "shaketable.plan_in: "),
+        ({"shaketable": {"plan": "relative_gausian:0.05@op.matmul"}}, "unknown fault 'relative_gausian'"),
+        ({"shaketable": {"plan": f"{NOISE},phase=train", "plan_in": "rollout"}}, "shaketable.plan_in=rollout, and "),
+        ({"shaketable": {"plan": NOISE}, "mode": "colocate_async"}, "shaketable works with trainer.v1.trainer_mode=sync"),
+        ({"shaketable": {"plan": NOISE}, "trainer": {"use_v1": False}}, "shaketable works with trainer.v1.trainer_mode=sync"),
+        ({"shaketable": {"plan": NOISE}, "sampler": "sglang"}, "shaketable works with rollout.name=vllm"),
+        ({"shaketable": {"plan": NOISE}, "strategy": "fsdp"}, "faults in the actor need actor.strategy=fsdp2"),
+        ({"shaketable": {"plan": NOISE}, "deadzone": {"enabled": True, "layer": 3, "threshold": 0.01}}, "shaketable.* and "),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_of_one_line(tmp_path, changes, message):
+    with pytest.raises(ShaketableError) as error:
+        shaking_of(config(tmp_path, **changes), {})
+    assert str(error.value).startswith(message)
+
+
+def test_aqn_alone_does_not_care_how_the_actor_is_sharded(tmp_path):
+    assert shaking_of(config(tmp_path, strategy="fsdp", shaketable={"aqn": EPOCHS}), {}) is not None
+
+
+def test_two_ways_of_ordering_are_an_error(tmp_path):
+    with pytest.raises(ShaketableError, match="the environment orders"):
+        shaking(tmp_path, {"SHAKETABLE_PLAN": NOISE}, plan=NOISE)
+
+
+def test_ledgers_are_never_mixed(tmp_path):
+    first = shaking(tmp_path, plan=NOISE).ledger
+    assert first.is_absolute() and first.parent == tmp_path / "shaketable"
+    assert first != shaking(tmp_path, plan=NOISE).ledger
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "worker-1-aa.json").write_text(json.dumps({}))
+    with pytest.raises(ShaketableError, match="holds the ledgers of another run"):
+        shaking(tmp_path, plan=NOISE, ledger=str(tmp_path / "used"))
+
+
+def test_the_plugin_costs_an_import_and_nothing_else():
+    code = (
+        "import sys; import shaketable.integrations.verl; print([m for m in ('torch', 'pydantic', 'verl') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
