@@ -238,6 +238,16 @@ def _config(source: str | None) -> Any:
     return _transformers().AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
+def servable_path(name: str) -> str:
+    """What an engine that loads models by itself is given: a folder with safetensors, or a hub id."""
+    source = _locate(name)
+    if Path(source).is_file():
+        raise _error(name, "is a file; an engine needs a folder with safetensors")
+    if (Path(source) / ADAPTER).is_file():
+        raise _error(name, "is a LoRA adapter; merge it into its base for an engine")
+    return source
+
+
 def _locate(name: str) -> str:
     """Return a folder, a file or a hub id that transformers can be given."""
     if name in BUILT_IN:

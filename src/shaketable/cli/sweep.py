@@ -37,6 +37,12 @@ def sweep(
     batch_size: Annotated[int | None, typer.Option(min=1, show_default="what fits", help="Problems at a time.")] = None,
     device: Annotated[str | None, typer.Option(show_default="cpu", help="cpu, cuda, npu, xpu, mps.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own by default.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(show_default="hf", help="Who computes: hf, or vllm where vLLM is installed.")
+    ] = None,
+    engine_args: Annotated[
+        str | None, typer.Option(metavar="JSON", help="For vLLM's LLM, e.g. '{\"tensor_parallel_size\": 2}'.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", show_default="runs/sweep-…", help="A new folder for the run record.")
     ] = None,
@@ -62,6 +68,8 @@ def sweep(
         "batch_size": batch_size,
         "device": device,
         "dtype": dtype,
+        "engine": engine,
+        "engine_args": engine_args,
     }
     given = {key: value for key, value in asked.items() if value not in (None, ())}
     check_free([f for f in (json_file, png_file) if f is not None], [], force)
@@ -88,6 +96,8 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
 
     config = config.model_copy(update={"n": given.get("n") or default_n(load_task(config.task))})
     check(config)
+    if config.engine == "vllm" and "device" in given:
+        raise ShaketableError("vLLM computes on the device it was built for: drop --device")
     load("nano", config.device, config.dtype, None)  # the smallest model there is, for the device and the dtype
     return config, _record(config, out, gather())
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,11 @@ from shaketable.measure.tasks.task import digest
 from shaketable.measure.tasks.text import TextTask
 from shaketable.models import load_model, load_skeleton
 from shaketable.record import RunRecord
+
+if TYPE_CHECKING:
+    from shaketable.measure.sweep_vllm import VllmSolving
+
+    Subject = Solving | Reading | VllmSolving
 
 Load = Callable[[str], tuple[Any, Any]]
 """A model and its tokenizer, by name."""
@@ -99,8 +104,7 @@ class Sweep:
 
     def _measure(self, name: str, left: list[Setting]) -> None:
         self._told(0, f"loading {name}")
-        model, tokenizer = self.load(name)
-        subject = self._subject(name, model, tokenizer)
+        subject = self._in_vllm(name) if self.config.engine == "vllm" else self._subject(name, *self.load(name))
         if left[0].plan is not None:
             subject.remember(self._recorded("point", model=name, magnitude=0.0))
         for setting in left:
@@ -109,7 +113,7 @@ class Sweep:
             self.record.append("point", model=name, magnitude=setting.magnitude, seed=setting.seed, **facts)
             self.done.add((name, setting.magnitude, setting.seed))
 
-    def _point(self, name: str, setting: Setting, subject: Solving | Reading, progress: Any) -> dict[str, Any]:
+    def _point(self, name: str, setting: Setting, subject: Subject, progress: Any) -> dict[str, Any]:
         try:
             return subject.measure(setting, progress)
         except InertError as error:
@@ -131,6 +135,20 @@ class Sweep:
             place = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
             self.record.append("model", model=name, **facts, **place, weights=digest, batch_size=subject.batch_size)
         elif known["weights"] != digest:
+            raise ShaketableError(f"the weights of {name} are not those that this sweep began with; begin anew")
+        return subject
+
+    def _in_vllm(self, name: str) -> VllmSolving:
+        """The model at its problems inside of vLLM."""
+        from shaketable.measure.sweep_vllm import VllmSolving
+
+        known = self._recorded("model", model=name)
+        size = known["batch_size"] if known else self.config.batch_size
+        subject = VllmSolving(name, self.task, self.problems, self.config, size)
+        facts = subject.facts()
+        if not known:
+            self.record.append("model", model=name, **facts)
+        elif known["weights"] != facts["weights"]:
             raise ShaketableError(f"the weights of {name} are not those that this sweep began with; begin anew")
         return subject
 

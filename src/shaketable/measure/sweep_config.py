@@ -13,9 +13,10 @@ points that look different and are not.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -66,6 +67,10 @@ class SweepConfig(BaseModel):
     """None: what fits into memory, found once for each model and recorded."""
     device: str = "cpu"
     dtype: str | None = None
+    engine: Literal["hf", "vllm"] = "hf"
+    """Who computes: Hugging Face's model in this process, or vLLM."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """For vLLM's own `LLM`: tensor_parallel_size, gpu_memory_utilization, …"""
 
     @field_validator("models")
     @classmethod
@@ -73,6 +78,19 @@ class SweepConfig(BaseModel):
         if twice := next((m for m in models if models.count(m) > 1), None):
             raise ValueError(f"{twice} is named twice")
         return models
+
+    @field_validator("engine_args", mode="before")
+    @classmethod
+    def _is_json(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        try:
+            found = json.loads(given)
+        except json.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError(f'{given!r} is no JSON object such as {{"tensor_parallel_size": 2}}')
+        return found
 
     @field_validator("magnitudes")
     @classmethod
@@ -88,6 +106,8 @@ class SweepConfig(BaseModel):
     @model_validator(mode="after")
     def _fit_together(self) -> SweepConfig:
         resolve_plan(self.plan, self.magnitudes)
+        if self.engine_args and self.engine == "hf":
+            raise ValueError("engine_args are for engine vllm")
         plans = [s.plan for s in self.settings() if s.plan is not None]
         for plan in plans[:1]:
             if clause := next((c for c in plan.clauses if "forward" not in c.site.directions), None):

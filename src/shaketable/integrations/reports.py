@@ -1,0 +1,88 @@
+"""What each worker of a framework did, as a file of its own that whoever gave the orders can read at any time.
+
+Calls into a framework's workers do not always come back with an answer (verl's do not), and a worker that dies answers nothing.
+A file stays. It is written when the worker begins, so that one which never acts can be named; within a twentieth of a second of
+any change, less often when writing would cost more than 5 %; and when `flush` is called. Writes are atomic.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from shaketable.errors import ShaketableError
+from shaketable.inject.ledger import Ledger
+
+SCHEMA = "shaketable.worker/1"
+PAUSE = 0.05
+
+
+class Report:
+    """The file of one worker."""
+
+    def __init__(self, folder: Path, role: str, ask: Callable[[], dict[str, Any]]) -> None:
+        """Args:
+        folder: Where the reports of all workers are.
+        role: What the worker is: sampler, actor.
+        ask: What it did, as plain data, with `plan` and `aqn` the ledgers of those or None.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShaketableError(f"cannot use {folder} for ledgers: {error.strerror}") from None
+        self.path = folder / f"worker-{os.getpid()}-{secrets.token_hex(4)}.json"
+        self.role = role
+        self.ask = ask
+        self.started = time.time()
+        self._lock = threading.Lock()
+        self._written = ""
+        self.flush()
+        threading.Thread(target=self._keep_flushing, name="shaketable-report", daemon=True).start()
+        atexit.register(self.flush)
+
+    def flush(self) -> None:
+        """Write, if there is anything new."""
+        with self._lock:
+            head = {"schema": SCHEMA, "role": self.role, "pid": os.getpid(), "started": self.started}
+            text = json.dumps(head | self._asked())
+            if text != self._written:
+                draft = self.path.with_suffix(".draft")
+                draft.write_text(text, encoding="utf-8")
+                draft.replace(self.path)
+                self._written = text
+
+    def _asked(self) -> dict[str, Any]:
+        """The worker goes on while we ask: a dictionary that grew meanwhile is read again."""
+        for _ in range(20):
+            try:
+                return self.ask()
+            except RuntimeError:
+                time.sleep(0.001)
+        return self.ask()
+
+    def _keep_flushing(self) -> None:
+        pause = PAUSE
+        while True:
+            time.sleep(pause)
+            start = time.perf_counter()
+            self.flush()
+            pause = max(PAUSE, 20 * (time.perf_counter() - start))
+
+
+def read_reports(folder: str | Path) -> list[dict[str, Any]]:
+    """The reports of all workers, in the order in which they began."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("worker-*.json")]
+    return sorted(found, key=lambda report: report["started"])
+
+
+def merged(reports: Iterable[dict[str, Any]], what: str = "plan") -> Ledger | None:
+    """The ledgers of plan or aqn of several workers, as one; None when none of them has any."""
+    ledgers = [Ledger.from_dict(report[what]) for report in reports if report.get(what)]
+    return Ledger.merge(ledgers) if ledgers else None
