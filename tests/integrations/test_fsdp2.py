@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.covers(
+    "FSDP2", "module, layer, operator and weight plans, AQN; one rank and two", "eager, compiled blocks"
+)
+
 PROGRAM = Path(__file__).parent / "programs" / "sharded.py"
 PLANS = ("weights", "norms", "mxfp4", "clipped", "lanes", "layer", "operators", "rmsnorm operator")
 

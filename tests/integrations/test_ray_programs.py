@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.covers("Ray", "actors, tasks, restarts; own and running cluster", "eager")
+
 PROGRAMS = Path(__file__).with_name("ray_programs")
 PLAN = "relative_gaussian:0.05,sparsity=0.5@module.linear"
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}

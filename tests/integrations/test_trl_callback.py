@@ -9,6 +9,8 @@ from small_trainers import grpo, llama
 import shaketable as st
 from shaketable.integrations.trl import AQNCallback
 
+pytestmark = pytest.mark.covers("TRL", "callback: AQN in GRPO", "eager")
+
 
 class Spy:
     """Notes whether the final norm of a model was noisy, at each of its calls, and what the model was doing."""

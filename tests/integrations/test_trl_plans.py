@@ -12,6 +12,8 @@ from shaketable.errors import ShaketableError
 from shaketable.integrations.trl import ShaketableCallback
 from shaketable.integrations.trl_sampler import sampler_of
 
+pytestmark = pytest.mark.covers("TRL", "callback: plan and AQN in GRPO, SFT and DPO; references clean", "eager")
+
 PLAN = "relative_gaussian:0.05@module.linear"
 
 

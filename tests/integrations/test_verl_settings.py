@@ -120,6 +120,17 @@ def test_two_ways_of_ordering_are_an_error(tmp_path):
         shaking(tmp_path, {"SHAKETABLE_PLAN": NOISE}, plan=NOISE)
 
 
+def test_what_the_driver_read_is_what_the_trainer_does(tmp_path):
+    """The trainer runs in another process: without the variables that the driver saw, and in another folder."""
+    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
+    keys = {"seed": 5}
+    made = shaking_of(config(tmp_path, shaketable=keys), environ)
+    again = shaking_of(config(tmp_path, shaketable=keys | {"resolved": made.pinned()}), {})
+    assert again == made.model_copy(update={"lines": ()})
+    aqn = shaking(tmp_path, aqn=EPOCHS, seed=9)
+    assert shaking(tmp_path, resolved=aqn.pinned()) == aqn.model_copy(update={"lines": ()})
+
+
 def test_ledgers_are_never_mixed(tmp_path):
     first = shaking(tmp_path, plan=NOISE).ledger
     assert first.is_absolute() and first.parent == tmp_path / "shaketable"

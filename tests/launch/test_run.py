@@ -158,6 +158,7 @@ def test_ray_workers_are_shaken(tmp_path):
     assert sorted(w["forward"] for w in ledger["workers"] if w["forward"]) == [3, 8]
 
 
+@pytest.mark.covers("Transformers", "`shaketable run` of a Trainer script", "eager")
 def test_a_hugging_face_trainer_is_shaken(tmp_path):
     plan = "relative_gaussian:0.05@module.linear,phase=train;relative_gaussian:0.05@op.all,layers=1"
     code, ledger, printed = shake(tmp_path / "l", plan, *program("hf_trainer.py", str(tmp_path / "out")))
@@ -170,6 +171,7 @@ def test_a_hugging_face_trainer_is_shaken(tmp_path):
     assert set(operators["phases"]) == {"train", "eval"}
 
 
+@pytest.mark.covers("TRL", "`shaketable run` of a GRPO script", "eager")
 def test_trl_grpo_samples_in_rollout_and_learns_in_train(tmp_path):
     plan = "relative_gaussian:0.05@module.linear,phase=rollout;noise:0.01@layer.1"
     code, ledger, printed = shake(tmp_path / "l", plan, *program("trl_grpo.py", str(tmp_path / "out")))

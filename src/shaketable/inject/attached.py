@@ -100,7 +100,7 @@ class Attached(Hook):
             shown = f"{name}:weight" if own == "weight" else f"{name}.{own}:weight"
             tap = self.injection.make_tap(clause, f"{name}{shard}.{own}", "weight", part.layer, shown)
             tap.transposed = class_name(part.module) == "Conv1D"
-            self.weights.append((part.module, weights.WeightTap(own, tap, self.injection.calls, self._entry(part))))
+            self.weights.append((part.holder, weights.WeightTap(own, tap, self.injection.calls, self._entry(part))))
 
     def _entry(self, part: Part) -> Entry:
         known = self.entries.get(id(part.module))

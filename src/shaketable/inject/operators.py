@@ -87,13 +87,13 @@ def families(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def atomic_family(part: Part) -> str | None:
     """The operator that a leaf module is as a whole, when it may be written out in Python."""
+    if is_engine_linear(part.module) or is_engine_experts(part.module):
+        return "matmul"
     if any(part.module.children()):
         return None
     kind = type(part.module).__name__.lower()
     if is_engine_module(part.module) and kind == "attention":
         return "sdpa"
-    if is_engine_linear(part.module) or is_engine_experts(part.module):
-        return "matmul"
     if part.role == "rmsnorm":
         return "rms_norm"
     return next((family for family in ("gelu", "silu") if family in kind), None)

@@ -29,7 +29,7 @@ from shaketable.harden.aqn_noise import AttachedAQN
 from shaketable.inject.injection import Injection, inject, this_rank
 from shaketable.inject.ledger import Ledger
 from shaketable.integrations.trainers import Exchanged, from_all_ranks, reference_test, running_trainer
-from shaketable.integrations.trl_sampler import Colocated, sampler_of
+from shaketable.integrations.trl_sampler import Colocated, prepare_colocated, sampler_of
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
 
@@ -60,6 +60,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self.aqn = None if aqn is None else AQN.load(aqn)
         if self.aqn is not None and seed is not None:
             self.aqn = self.aqn.model_copy(update={"seed": seed})
+        prepare_colocated(self.plan)
         self.file = None if ledger is None else Path(ledger)
         self.allow_inert = allow_inert
         self.injection: Injection | None = None

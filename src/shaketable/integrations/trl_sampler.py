@@ -7,19 +7,33 @@ started, and TRL's client can only ask it to generate: there AQN is refused, and
 training. A server can have a plan of its own: `shaketable run --plan … -- trl vllm-serve …`. Transformers' continuous batching
 is refused in the same way: it samples in a thread of its own, and not by `generate`.
 
+That vLLM is made, and compiles, when the trainer is made. So the callback prepares the plan when it is made itself: vLLM
+compiles its taps in, and they wait for the training to begin.
+
 Sleep mode throws the weights of vLLM away between rollouts, and with them what was written into them: refused.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from shaketable.errors import PlanError
 from shaketable.harden.aqn import AQN
+from shaketable.inject.injection import this_rank
 from shaketable.inject.ledger import Ledger
+from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import merged
 from shaketable.integrations.vllm import connect
 from shaketable.plan import Plan
+
+
+def prepare_colocated(plan: Plan | None) -> None:
+    """A vLLM that is made in this process from now on has the taps of the plan, which do nothing yet."""
+    if plan is not None and find_spec("vllm") is not None:
+        from shaketable.integrations.vllm_seams import prepare
+
+        prepare(Orders(plan=plan.text(), seed=plan.seed, rank=this_rank()))
 
 
 class Colocated:
@@ -32,9 +46,9 @@ class Colocated:
         self._step = step
         self._reports: list[dict[str, Any]] | None = None
         if plan is not None:
-            self._engine.set_plan(plan.text(), plan.seed)
+            self._engine.set_plan(plan.text(), plan.seed, this_rank())
         if aqn is not None:
-            self._engine.set_aqn(aqn.text(), total_steps, step)
+            self._engine.set_aqn(aqn.text(), total_steps, step, this_rank())
         self.step = step
         self.phase = "rollout"
 
@@ -96,6 +110,8 @@ def sampler_of(trainer: Any, plan: Plan | None, aqn: AQN | None, total_steps: in
         raise PlanError("vLLM's sleep mode throws away what is written into its weights; set vllm_enable_sleep_mode=False")
     if aqn is not None and aqn.where == "both":
         raise PlanError("AQN where=both needs one policy for sampling and training, and vLLM is another one; use where=rollout")
+    if generation.tensor_parallel_size > 1:
+        raise PlanError("a colocated vLLM that is tensor-parallel has one copy of the model on several ranks; use a size of 1")
     return Colocated(generation.llm, plan, aqn, total_steps, step)
 
 

@@ -60,19 +60,16 @@ def _announce(config: Any) -> None:
         raise SystemExit(2) from None
     if found is not None:
         print(*found.lines, sep="\n", flush=True)
-        _pin_paths(config, found)
+        _pin(config, found)
         atexit.register(_look_back, found)
 
 
-def _pin_paths(config: Any, found: Shaking) -> None:
-    """The trainer reads the config again, in another process and perhaps another folder: let its paths be the same there."""
+def _pin(config: Any, found: Shaking) -> None:
+    """The trainer reads the config again in another process, where the environment and the folder may be others."""
     from omegaconf import OmegaConf, open_dict
 
     with open_dict(config):
-        OmegaConf.update(config, "shaketable.ledger", str(found.ledger), force_add=True)
-        for key in ("plan", "aqn"):
-            if str(config.shaketable.get(key)).endswith((".yaml", ".yml")):
-                config.shaketable[key] = os.path.abspath(config.shaketable[key])
+        OmegaConf.update(config, "shaketable.resolved", found.pinned(), force_add=True)
 
 
 def _look_back(found: Shaking) -> None:

@@ -68,8 +68,21 @@ class Shaking(BaseModel):
     plan: Plan | None
     aqn: AQN | None
     ledger: Path
-    lines: tuple[str, ...]
+    lines: tuple[str, ...] = ()
     """To print at the start."""
+
+    def pinned(self) -> dict[str, Any]:
+        """As plain data, which `shaking_of` reads back from the config whatever the environment is."""
+        plan = None if self.plan is None else self.plan.text()
+        seed = 0 if self.plan is None else self.plan.seed
+        return {"plan": plan, "seed": seed, "aqn": None if self.aqn is None else self.aqn.text(), "ledger": str(self.ledger)}
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Shaking:
+        """The inverse of `pinned`."""
+        plan = None if data["plan"] is None else Plan.parse(data["plan"], seed=data["seed"])
+        aqn = None if data["aqn"] is None else AQN.load(data["aqn"])
+        return cls(plan=plan, aqn=aqn, ledger=Path(data["ledger"]))
 
     def total_steps(self, steps: int, per_epoch: int) -> int:
         """The steps that schedules are stretched over, of a run with that many steps.
@@ -108,9 +121,14 @@ class Shaking(BaseModel):
 def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking | None:
     """What a whole config asks for; None when it has none of our keys, nor of the origin's.
 
+    A config that verl's driver has checked carries the answer in `shaketable.resolved`.
+
     Raises:
         ShaketableError: A key is unknown or cannot be honoured.
     """
+    group = config.get("shaketable")
+    if isinstance(group, Mapping) and group.get("resolved"):
+        return Shaking.read(group["resolved"])
     keys, origin = Keys.of(config), translate(config, environ)
     own = keys.plan is not None or keys.aqn is not None
     if own and (origin.plan is not None or origin.aqn is not None):
@@ -130,7 +148,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     plan = None if plan is None else _placed(plan, keys)
     if aqn is not None and keys.seed is not None:
         aqn = aqn.model_copy(update={"seed": keys.seed})
-    made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys), lines=())
+    made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys))
     _check_verl(config, made)
     return made.model_copy(update={"lines": (*origin.lines, *_lines(made))})
 

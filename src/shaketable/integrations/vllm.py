@@ -51,7 +51,8 @@ def options(
     given = {"plan": plan, "aqn": aqn, "seed": seed, "total_steps": total_steps, "ledger": ledger}
     orders = Orders.from_mapping({key: value for key, value in given.items() if value is not None})
     body = orders.model_dump(exclude_none=True)
-    return {"additional_config": {"shaketable": body}, "worker_extension_cls": "shaketable.integrations.vllm_extension.Extension"}
+    extension = "shaketable.integrations.vllm_extension.Extension"
+    return {"additional_config": {"shaketable": body}, "worker_extension_cls": extension}
 
 
 def register() -> None:
@@ -140,17 +141,19 @@ def _resetting(rpc: Callable[..., Any]) -> Callable[..., Any]:
 class Extension:
     """What a worker answers over `collective_rpc`. Subclass it together with a framework's own extension."""
 
-    def set_plan(self, plan: str, seed: int = 0, *, cache_was_reset: bool = False) -> None:
+    def set_plan(self, plan: str, seed: int = 0, rank: int | None = None, *, cache_was_reset: bool = False) -> None:
         """Put a plan in place of the one there is; compiled models take only a plan with the same sites."""
-        _shaker(self, cache_was_reset).set_plan(plan, seed)
+        _shaker(self, cache_was_reset).set_plan(plan, seed, rank)
 
     def set_magnitude(self, magnitude: float, clause: int | None = None, *, cache_was_reset: bool = False) -> None:
         """Change the magnitude of one clause, or of all."""
         _shaker(self, cache_was_reset).set_magnitude(magnitude, clause)
 
-    def set_aqn(self, aqn: str, total_steps: int, step: int = 0, *, cache_was_reset: bool = False) -> None:
+    def set_aqn(
+        self, aqn: str, total_steps: int, step: int = 0, rank: int | None = None, *, cache_was_reset: bool = False
+    ) -> None:
         """Put AQN on the model; `set_step` moves along its schedule."""
-        _shaker(self, cache_was_reset).set_aqn(aqn, total_steps, step)
+        _shaker(self, cache_was_reset).set_aqn(aqn, total_steps, step, rank)
 
     def set_sigma(self, sigma: float | None, *, cache_was_reset: bool = False) -> None:
         """Put a σ in place of the schedule's (0 is off); None gives the schedule back."""

@@ -17,12 +17,10 @@ On a CPU vLLM packs the weights of linears away. When a plan is about them, pack
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shaketable import __version__
@@ -34,26 +32,21 @@ from shaketable.inject import compiled
 from shaketable.inject.injection import Injection
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import Report
+from shaketable.integrations.vllm_seams import (
+    is_about_linear_weights,
+    is_written,
+    orders_of,
+    prepared,
+    standing_aside,
+    unpacked,
+    watch_new_weights,
+)
 from shaketable.launch.process import active
 from shaketable.plan import PHASES, Clause, Plan
 
 GRAPHS = "shaketable_graphs"
 LOOP = ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens")
 """What an engine does with its model; a plan on the whole process stands aside."""
-
-
-def orders_of(config: Any) -> Orders | None:
-    """The orders of a worker: of vLLM's `additional_config`, or else of its environment.
-
-    Raises:
-        ShaketableError: Both have orders, and not the same.
-    """
-    given = config.additional_config if isinstance(config.additional_config, dict) else {}
-    own = Orders.from_mapping(given["shaketable"]) if given.get("shaketable") else None
-    inherited = Orders.from_env(os.environ)
-    if own is not None and inherited is not None and own.digest() != inherited.digest():
-        raise ShaketableError("additional_config and the environment order different plans; give one of them")
-    return own if own is not None else inherited
 
 
 class Shaker:
@@ -63,6 +56,7 @@ class Shaker:
         self.worker = worker
         self.config = worker.vllm_config
         self.orders = orders_of(self.config)
+        self.told_rank: int | None = None
         self.plan: Injection | None = None
         self.aqn: AttachedAQN | None = None
         self.step = 0
@@ -74,9 +68,11 @@ class Shaker:
         self.newest: dict[str, Injection | AttachedAQN | None] = {"plan": None, "aqn": None}
         """What was attached last; its ledger stays when it has been cleared."""
         self.is_watched = False
+        self.is_stale = False
+        """Whether new weights have come since faults were last written into them."""
         self.file: Report | None = None
-        if self.orders is not None:
-            self._follow_orders(self.orders)
+        if (orders := self.orders or prepared()) is not None:
+            self._follow_orders(orders)
 
     def _follow_orders(self, orders: Orders) -> None:
         """Attach when the model has been loaded, and switch on at the first request."""
@@ -84,13 +80,15 @@ class Shaker:
             os.environ["VLLM_USE_AOT_COMPILE"] = "0"
         for name in LOOP:
             if (method := getattr(self.worker, name, None)) is not None:
-                self.worker.__dict__[name] = _standing_aside(method)
+                self.worker.__dict__[name] = standing_aside(method)
         load = self.worker.load_model
 
         def load_model(*args: Any, **kwargs: Any) -> Any:
-            with _unpacked() if _is_about_linear_weights(orders) else nullcontext():
+            with unpacked() if is_about_linear_weights(orders) else nullcontext():
                 result = load(*args, **kwargs)
             self.attach(orders)
+            if self.orders is None:
+                self.clear()
             return result
 
         self.worker.__dict__["load_model"] = load_model
@@ -107,6 +105,7 @@ class Shaker:
             if not scheduled.total_num_scheduled_tokens:
                 return execute(scheduled, *args, **kwargs)
             self.go_live()
+            self._write_anew()
             before = self._acting()
             result = execute(scheduled, *args, **kwargs)
             self._check(before)
@@ -131,8 +130,11 @@ class Shaker:
     @property
     def rank(self) -> int:
         """Which copy of the model this is: tensor-parallel workers are one copy, and share it."""
-        if self.orders is not None and self.orders.rank is not None:
-            return self.orders.rank
+        if self.told_rank is not None:
+            return self.told_rank
+        orders = self.orders or prepared()
+        if orders is not None and orders.rank is not None:
+            return orders.rank
         return int(os.environ.get("SHAKETABLE_RANK") or self.config.parallel_config.data_parallel_rank or 0)
 
     @property
@@ -143,7 +145,7 @@ class Shaker:
 
     def attach(self, orders: Orders) -> None:
         """Put the orders on the model that has just been loaded; what is on is hooked now and quiet until `go_live`."""
-        _watch_new_weights(self)
+        watch_new_weights(self)
         if orders.plan is not None:
             self._attach_plan(Plan.parse(orders.plan, seed=orders.seed))
         if orders.aqn is not None:
@@ -166,17 +168,20 @@ class Shaker:
         self._refuse_captured(plan)
         injection = Injection(plan, step=self.step, rank=self.rank, allow_inert=True, sampler=True)
         injection.attach(self.model)
+        if self.aqn is not None:
+            refuse_shared_weights(injection, self.aqn.injection)
         injection.phase = self.phase
         if self.plan is not None:
             self._retire(self.plan)
         self.plan = self.newest["plan"] = injection
-        self.unproven = {i for i, clause in enumerate(plan.clauses) if not _is_written(clause)}
+        self.unproven = {i for i, clause in enumerate(plan.clauses) if not is_written(clause)}
         self._hook(injection)
-        self._watch_requests()
 
     def _attach_aqn(self, aqn: AQN, total_steps: int, step: int) -> None:
         attached = aqn.attach(self.model, total_steps, step=step, rank=self.rank, allow_inert=True, sampler=True)
         self._refuse_captured(attached.injection.plan)
+        if self.plan is not None:
+            refuse_shared_weights(self.plan, attached.injection)
         attached.injection.phase = self.phase
         if self.aqn is not None:
             self._retire(self.aqn.injection)
@@ -185,6 +190,7 @@ class Shaker:
 
     def _hook(self, injection: Injection) -> None:
         """Hook the model, so that what is compiled has the taps; before the first request they do nothing."""
+        self._watch_requests()
         for attached in injection.models:
             attached.hook()
         injection.push_mode()
@@ -201,7 +207,7 @@ class Shaker:
         """CUDA graphs run no Python: nothing but the weights can be faulty in them."""
         mode = getattr(self.config.compilation_config, "cudagraph_mode", None)
         captured = mode is not None and getattr(mode, "name", "NONE") != "NONE" and not self.worker.current_platform.is_cpu()
-        struck = [clause for clause in plan.clauses if not _is_written(clause)]
+        struck = [clause for clause in plan.clauses if not is_written(clause)]
         if captured and struck:
             raise PlanError(
                 f"{struck[0].text()}: vLLM captures CUDA graphs, in which only faults of weights act; "
@@ -243,18 +249,19 @@ class Shaker:
     def _acts(self, clause: Clause, index: int) -> bool:
         assert self.plan is not None
         here = not clause.site.phase or self.phase in clause.site.phase
-        forward = "forward" in clause.site.directions and not _is_written(clause)
+        forward = "forward" in clause.site.directions and not is_written(clause)
         return here and forward and not self.plan.faults[index].is_off
 
     # ---- what can be asked for
 
-    def set_plan(self, text: str, seed: int) -> None:
+    def set_plan(self, text: str, seed: int, rank: int | None = None) -> None:
         """Another plan."""
+        self.told_rank = self.told_rank if rank is None else rank
         plan = Plan.load(text, seed=seed)
-        if self.is_compiled and not all(_is_written(clause) for clause in plan.clauses):
+        if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
             self._same_sites(plan)
             return
-        _watch_new_weights(self)
+        watch_new_weights(self)
         self.go_live()
         self._attach_plan(plan)
 
@@ -262,7 +269,7 @@ class Shaker:
         """In a compiled model the taps are where they are; only magnitudes can change."""
         now = self.plan.plan if self.plan is not None else None
         shapes = [[(c.site, c.fault.kind, tuple(c.fault.params().items())) for c in p.clauses] for p in (plan, now) if p]
-        if now is None or self.plan is None or shapes[0] != shapes[1] or plan.seed != now.seed:
+        if now is None or self.plan is None or shapes[0] != shapes[1] or (plan.seed, self.rank) != (now.seed, self.plan.rank):
             raise PlanError(
                 "this vLLM model is compiled, and what was compiled has no taps for this plan; "
                 "start vLLM with the plan (shaketable.integrations.vllm.options), or with enforce_eager=True"
@@ -281,12 +288,13 @@ class Shaker:
             raise PlanError(f"{plan.plan.text()}: there is {which} with a magnitude")
         plan.set_magnitude(magnitude, clause)
 
-    def set_aqn(self, text: str, total_steps: int, step: int) -> None:
+    def set_aqn(self, text: str, total_steps: int, step: int, rank: int | None = None) -> None:
         """AQN, or another one."""
+        self.told_rank = self.told_rank if rank is None else rank
         aqn = AQN.load(text)
         if self.is_compiled and aqn.form == "output":
             raise PlanError("this vLLM model is compiled: AQN on outputs must be given when vLLM starts, or use form=weight")
-        _watch_new_weights(self)
+        watch_new_weights(self)
         self.go_live()
         self._attach_aqn(aqn, total_steps, step)
         self.set_step(step)
@@ -317,16 +325,19 @@ class Shaker:
             injection.phase = phase
         self.phase = phase
 
-    def new_weights(self) -> None:
-        """Weights have come from outside: the faults of weights are written into those."""
-        for injection in self.injections:
-            injection.rewrite()
-
     def before_new_weights(self) -> None:
-        """Weights are about to be replaced, perhaps only some: let all of them be clean."""
+        """Weights are about to be replaced, perhaps only some of them, or parts of one: let all of them be clean."""
         for injection in self.injections:
             if (written := injection.models[0].written) is not None:
                 written.put_back()
+                self.is_stale = True
+
+    def _write_anew(self) -> None:
+        """Write the faults of weights into new weights, once for all that have come: a trainer may send them one by one."""
+        if self.is_stale:
+            self.is_stale = False
+            for injection in self.injections:
+                injection.rewrite()
 
     def clear(self) -> None:
         """Nothing acts any more. What is compiled keeps its taps, which do nothing."""
@@ -356,56 +367,9 @@ class Shaker:
         }
 
 
-def _watch_new_weights(shaker: Shaker) -> None:
-    """Weights reach a running engine through the model's `load_weights`, whoever sends them."""
-    model = shaker.model
-    if "load_weights" in model.__dict__ or not hasattr(model, "load_weights"):
-        return
-    load: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
-
-    def load_weights(*args: Any, **kwargs: Any) -> Any:
-        shaker.before_new_weights()
-        try:
-            return load(*args, **kwargs)
-        finally:
-            shaker.new_weights()
-
-    model.__dict__["load_weights"] = load_weights
-
-
-def _is_about_linear_weights(orders: Orders) -> bool:
-    plan = Plan.parse(orders.plan, seed=orders.seed) if orders.plan is not None else None
-    of_plan = plan is not None and any("weight" in clause.points for clause in plan.clauses)
-    return of_plan or (orders.aqn is not None and "linear" in AQN.load(orders.aqn).roles)
-
-
-def _is_written(clause: Clause) -> bool:
-    """Whether a clause is about weights alone, which need no hooks."""
-    return clause.site.level != "op" and set(clause.points) == {"weight"}
-
-
-@contextmanager
-def _unpacked() -> Iterator[None]:
-    """While a model is loaded: linears keep their weights, and multiply as torch does."""
-    import vllm.model_executor.layers.utils as layers
-
-    def keep(layer: nn.Module, remove_weight: bool) -> None:
-        layer.__dict__["cpu_linear"] = torch.nn.functional.linear
-
-    pack = layers.dispatch_cpu_unquantized_gemm
-    layers.dispatch_cpu_unquantized_gemm = keep
-    try:
-        yield
-    finally:
-        layers.dispatch_cpu_unquantized_gemm = pack
-
-
-def _standing_aside(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the worker, during which a plan on the whole process does nothing: the worker has its own."""
-
-    def quietly(*args: Any, **kwargs: Any) -> Any:
-        process = active()
-        with process.injection.standing_aside() if process is not None else nullcontext():
-            return call(*args, **kwargs)
-
-    return quietly
+def refuse_shared_weights(plan: Injection, aqn: Injection) -> None:
+    """Two that write into one weight would each take the other's noise for new weights."""
+    theirs = {id(module) for module, _ in aqn.models[0].weights}
+    for module, own in plan.models[0].weights:
+        if id(module) in theirs:
+            raise PlanError(f"{own.tap.name}: plan and AQN are both about this weight; in vLLM only one of them can be")

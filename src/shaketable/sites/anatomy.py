@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from shaketable.sites.engines import is_engine_experts, is_engine_linear
+from shaketable.sites.engines import holder_of, is_engine_experts, is_engine_linear, is_engine_module
 
 ROLES = ("linear", "rmsnorm", "layernorm", "attention", "mlp", "embedding", "lm_head", "router", "lora")
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
@@ -39,6 +39,11 @@ class Part:
     role: str | None
     weights: tuple[str, ...] = ()
     """Names of its own matrix or scale parameters, the ones a weight fault acts on."""
+
+    @property
+    def holder(self) -> nn.Module:
+        """The module whose parameters they are; itself, but for the experts of an engine."""
+        return holder_of(self.module)
 
 
 @dataclass
@@ -159,7 +164,7 @@ def is_linear(module: nn.Module) -> bool:
     if is_engine_experts(module):
         return True
     if kind.endswith("experts"):
-        return any(p is not None and p.dim() == 3 for p in module._parameters.values())
+        return not is_engine_module(module) and any(p is not None and p.dim() == 3 for p in module._parameters.values())
     return dims == 2 and ("linear" in kind or kind == "conv1d")
 
 
@@ -169,7 +174,7 @@ def _is_mlp(module: nn.Module, kind: str, last: str, name: str) -> bool:
 
 
 def _weights(module: nn.Module, role: str | None) -> tuple[str, ...]:
-    own = {k: p for k, p in module._parameters.items() if p is not None}
+    own = {k: p for k, p in holder_of(module)._parameters.items() if p is not None}
     if role in ("linear", "lm_head", "router") and "weight" not in own:
         return tuple(k for k, p in own.items() if p.dim() >= 2 and "bias" not in k)
     return ("weight",) if "weight" in own else ()

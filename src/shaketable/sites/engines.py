@@ -38,8 +38,28 @@ def is_engine_linear(module: nn.Module) -> bool:
 
 
 def is_engine_experts(module: nn.Module) -> bool:
-    """Whether a module is all experts of an engine's mixture, as one kernel."""
-    return is_engine_module(module) and type(module).__name__.lower().endswith("fusedmoe")
+    """Whether a module is all experts of an engine's mixture, as one kernel: the module that is called."""
+    return is_engine_module(module) and type(module).__name__.lower().endswith(("fusedmoe", "moerunner"))
+
+
+def holder_of(module: nn.Module) -> nn.Module:
+    """The module that holds the weights of another: vLLM's experts keep theirs in a child whose `forward` is never called."""
+    held = module._modules.get("routed_experts") if is_engine_experts(module) else None
+    return module if held is None else held
+
+
+def why_not_experts(module: nn.Module, point: str) -> str | None:
+    """Why the experts of an engine cannot be faulty at a point; None when they can, or when these are no experts.
+
+    vLLM hands the router to its experts, which call it on their own input: a fault there would be one on the router too. And on a
+    CPU it packs their weights into an order of its own, in which neither blocks nor channels are where a format looks for them.
+    """
+    if not is_engine_experts(module):
+        return None
+    if point == "input" and module._modules.get("gate") is not None:
+        return "the router reads the same input inside of it; use point=output"
+    packed = point == "weight" and any(p is not None and p.device.type == "cpu" for p in holder_of(module)._parameters.values())
+    return "on a CPU the engine packs its weights into an order of its own; use point=output" if packed else None
 
 
 def shard_of(module: nn.Module, point: str) -> str:

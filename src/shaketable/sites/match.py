@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from shaketable.errors import NoMatchError, PlanError, nearest
 from shaketable.plan import Clause, Site, join_layers, parse_layers
 from shaketable.sites.anatomy import ROLES, Anatomy, Part, class_name
-from shaketable.sites.engines import FUSED, is_engine_module, is_packed, reads_weight_of
+from shaketable.sites.engines import FUSED, is_engine_module, is_packed, reads_weight_of, why_not_experts
 
 ALL_ROLES = ("linear", "rmsnorm", "layernorm")
 
@@ -128,11 +128,14 @@ def _check_engine(clause: Clause, parts: list[Part], point: str, anatomy: Anatom
     heads = [p for p in parts if p.role == "lm_head" and point != "weight"]
     if heads:
         raise PlanError(f"{clause.text()}: a sampling engine never calls {heads[0].name!r}, it only reads its weight")
+    for part in parts:
+        if (why := why_not_experts(part.module, point)) is not None:
+            raise PlanError(f"{clause.text()}: {part.name!r} cannot be faulty there: {why}")
     for part, name in ((p, name) for p in parts if point == "weight" for name in p.weights):
-        if is_packed(part.module, name):
+        if is_packed(part.holder, name):
             raise PlanError(
                 f"{clause.text()}: the weight of {part.name!r} was packed when the model was loaded; "
                 "give the plan before the engine loads it"
             )
-        if (other := reads_weight_of(part.module, name, anatomy.model)) is not None:
+        if (other := reads_weight_of(part.holder, name, anatomy.model)) is not None:
             raise PlanError(f"{clause.text()}: {part.name!r} and {other!r} have one weight, and both would be faulty")

@@ -1,0 +1,104 @@
+"""A compiled vLLM, in processes of its own, under a plan: compiled.py MODEL PLAN ANSWERS.json [live]."""
+
+import json
+import sys
+import time
+
+from vllm import LLM, SamplingParams
+
+from shaketable.integrations.vllm import connect, options
+
+SHAPE = {"max_model_len": 64, "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
+PROMPTS = ["12+30=", "7+8=", "99+1=", "123+456="]
+
+
+def taps_in(worker):
+    """How many taps the model of a worker carries."""
+    hooks = [h for m in worker.get_model().modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return sum(type(h).__module__.startswith("shaketable") for h in hooks)
+
+
+def compilations(worker):
+    """How often dynamo has compiled anything in a worker."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["stats"].values())
+
+
+class Program:
+    """The engine, and everything that was asked of it."""
+
+    def __init__(self, model, plan):
+        orders = options(plan=plan) if plan != "none" else {}
+        self.llm = LLM(model, **SHAPE, **orders)
+        self.said = {}
+
+    def ask(self, name):
+        params = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
+        outputs = self.llm.generate(PROMPTS, params, use_tqdm=False)
+        self.said[name] = [(list(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
+
+    def refused(self, name, call):
+        try:
+            call()
+        except Exception as error:
+            self.said[name] = str(error)
+        else:
+            self.said[name] = None
+
+    def live(self, plan):
+        """Change everything that can be changed while a compiled engine lives."""
+        sampler = connect(self.llm)
+        self.ask("on")
+        self.said["ledger"] = sampler.ledger()[0]["plan"]
+        before = self.llm.collective_rpc(compilations)
+        sampler.set_magnitude(0.0)
+        self.ask("off")
+        sampler.set_magnitude(0.3, 1)
+        self.ask("second")
+        sampler.set_magnitude(0.6, 2)
+        self.ask("second and third")
+        self.said["later"] = sampler.ledger()[0]["plan"]
+        sampler.set_plan(plan)
+        self.said["asked again"] = [site["asked"] for site in sampler.ledger()[0]["plan"]["sites"]]
+        self.refused("another plan", lambda: sampler.set_plan("gain:0.1@layer.1"))
+        self.refused("another seed", lambda: sampler.set_plan(plan, 9))
+        self.refused("noise on outputs", lambda: sampler.set_aqn("constant:0.1,form=output", 1))
+        self.ask("still on")
+        sampler.clear()
+        self.ask("cleared")
+        self.refused("magnitude of nothing", lambda: sampler.set_magnitude(0.5))
+        sampler.set_sigma(0.2)
+        self.ask("sigma")
+        sampler.set_sigma(0.0)
+        self.ask("no sigma")
+        sampler.set_plan("gain:0.5@module.rmsnorm,point=weight")
+        self.ask("weights")
+        sampler.clear()
+        self.ask("cleared again")
+        self.said["compilations"] = [before, self.llm.collective_rpc(compilations)]
+
+
+def main():
+    model, plan, path, *how = sys.argv[1:]
+    began = time.time()
+    program = Program(model, plan)
+    program.said["seconds"] = time.time() - began
+    sampler = connect(program.llm)
+    if how == ["live"]:
+        program.live(plan)
+    elif plan != "none":
+        sampler.clear()
+        program.ask("cleared before the first request")
+        sampler.set_plan(plan)
+        program.ask("on")
+        program.said["ledger"] = sampler.ledger()[0]["plan"]
+    else:
+        program.ask("on")
+    program.said["taps"] = program.llm.collective_rpc(taps_in)
+    with open(path, "w") as file:
+        json.dump(program.said, file)
+
+
+if __name__ == "__main__":
+    main()

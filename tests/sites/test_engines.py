@@ -1,0 +1,82 @@
+"""A sampling engine's own modules: packed linears, fused projections, and what tensor-parallel ranks share."""
+
+import pytest
+import torch
+from torch import nn
+
+from shaketable.errors import NoMatchError, PlanError
+from shaketable.inject.injection import Injection
+from shaketable.plan import Plan
+from shaketable.sites.anatomy import Anatomy
+from shaketable.sites.engines import shard_of
+
+
+def engine_class(name: str, base: type = nn.Module, **body) -> type:
+    return type(name, (base,), {"__module__": "vllm.model_executor.layers", **body})
+
+
+class Product(nn.Module):
+    """What vLLM's linears have in common: sizes as attributes, and a pair as result."""
+
+    def __init__(self, size: int, rank: int, ranks: int, packed: bool = False) -> None:
+        super().__init__()
+        self.output_size, self.tp_rank, self.tp_size = size, rank, ranks
+        self.weight = nn.Parameter(torch.empty(0) if packed else torch.eye(size))
+
+    def forward(self, x):
+        return x * 1.0, None
+
+
+Column, Row = engine_class("QKVParallelLinear", Product), engine_class("RowParallelLinear", Product)
+
+
+class Layer(nn.Module):
+    def __init__(self, rank: int, ranks: int, packed: bool) -> None:
+        super().__init__()
+        self.qkv_proj, self.o_proj = Column(16, rank, ranks, packed), Row(16, rank, ranks, packed)
+
+    def forward(self, x):
+        return self.o_proj(self.qkv_proj(x)[0])[0]
+
+
+def model(rank: int = 0, ranks: int = 1, packed: bool = False) -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList([Layer(rank, ranks, packed)])})
+
+
+def test_linears_are_found_after_their_weights_were_packed_away():
+    assert Anatomy.of(model(packed=True)).role_counts()["linear"] == 2
+
+
+def test_a_fault_on_packed_weights_is_refused():
+    with pytest.raises(PlanError, match="was packed when the model was loaded"):
+        Injection(Plan.parse("mxfp4@module.linear,point=weight"), sampler=True).attach(model(packed=True))
+
+
+def test_a_projection_that_is_fused_is_named():
+    with pytest.raises(NoMatchError, match=r"computes q_proj inside of qkv_proj, for which write module\.qkv_proj"):
+        Injection(Plan.parse("gain:0.1@module.q_proj"), sampler=True).attach(model())
+
+
+@pytest.mark.parametrize(
+    ("module", "point", "differs"),
+    [
+        ("qkv_proj", "output", True),
+        ("qkv_proj", "input", False),
+        ("o_proj", "output", False),
+        ("o_proj", "input", True),
+    ],
+)
+@pytest.mark.covers("vLLM", "tensor parallelism: keys of the noise, on look-alike modules", "eager")
+def test_ranks_have_noise_of_their_own_on_shards_and_the_same_on_what_all_hold(module, point, differs):
+    def struck(rank: int) -> torch.Tensor:
+        part = model(rank, 2)
+        injection = Injection(Plan.parse(f"relative_gaussian:0.1@module.{module},point={point}"), sampler=True)
+        injection.attach(part)
+        injection.enable()
+        return part["layers"][0](torch.ones(2, 16))
+
+    assert torch.equal(struck(0), struck(1)) is not differs
+
+
+def test_a_single_rank_has_the_keys_of_any_other_model():
+    assert {shard_of(m, p) for m in (Column(4, 0, 1), Row(4, 0, 1)) for p in ("input", "output", "weight")} == {""}

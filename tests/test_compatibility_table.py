@@ -1,0 +1,23 @@
+"""The table of docs/frameworks.md is what the tests of frameworks said when they were last run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_table_is_what_the_tests_said():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "compatibility.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_framework_was_run_and_nothing_failed():
+    files = sorted((ROOT / "tests" / "frameworks" / "results").glob("*.json"))
+    assert [file.stem for file in files] == ["core", "verl", "vllm"]
+    for file in files:
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        assert rows and all(passed and not failed for *_, passed, failed in rows), file
