@@ -71,9 +71,9 @@ class Report:
         pause = PAUSE
         while True:
             time.sleep(pause)
-            start = time.perf_counter()
+            start = time.thread_time()
             self.flush()
-            pause = max(PAUSE, 20 * (time.perf_counter() - start))
+            pause = max(PAUSE, 20 * (time.thread_time() - start))
 
 
 def read_reports(folder: str | Path) -> list[dict[str, Any]]:

@@ -168,8 +168,6 @@ class Shaker:
         self._refuse_captured(plan)
         injection = Injection(plan, step=self.step, rank=self.rank, allow_inert=True, sampler=True)
         injection.attach(self.model)
-        if self.aqn is not None:
-            refuse_shared_weights(injection, self.aqn.injection)
         injection.phase = self.phase
         if self.plan is not None:
             self._retire(self.plan)
@@ -180,8 +178,6 @@ class Shaker:
     def _attach_aqn(self, aqn: AQN, total_steps: int, step: int) -> None:
         attached = aqn.attach(self.model, total_steps, step=step, rank=self.rank, allow_inert=True, sampler=True)
         self._refuse_captured(attached.injection.plan)
-        if self.plan is not None:
-            refuse_shared_weights(self.plan, attached.injection)
         attached.injection.phase = self.phase
         if self.aqn is not None:
             self._retire(self.aqn.injection)
@@ -365,11 +361,3 @@ class Shaker:
             "sigma": self.aqn.sigma if self.aqn is not None and self.aqn.enabled else 0.0,
             "sigmas": {str(k): v for k, v in self.aqn.sigmas.items()} if self.aqn is not None and self.aqn.enabled else {},
         }
-
-
-def refuse_shared_weights(plan: Injection, aqn: Injection) -> None:
-    """Two that write into one weight would each take the other's noise for new weights."""
-    theirs = {id(module) for module, _ in aqn.models[0].weights}
-    for module, own in plan.models[0].weights:
-        if id(module) in theirs:
-            raise PlanError(f"{own.tap.name}: plan and AQN are both about this weight; in vLLM only one of them can be")

@@ -214,9 +214,9 @@ class LedgerFile:
         while True:
             time.sleep(pause)
             if self._fires() != seen:
-                seen, start = self._fires(), time.perf_counter()
+                seen, start = self._fires(), time.thread_time()
                 self.flush()
-                pause = max(FLUSH_SECONDS, 20 * (time.perf_counter() - start))
+                pause = max(FLUSH_SECONDS, 20 * (time.thread_time() - start))
 
     def flush(self) -> None:
         """Write, if there is anything new."""

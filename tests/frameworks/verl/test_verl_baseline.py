@@ -3,6 +3,8 @@
 import pytest
 from tiny_run import make_tiny, run_example
 
+pytestmark = pytest.mark.covers("verl + vLLM", "installed and not asked: trains as ever", "eager, Ray, FSDP2")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -12,6 +12,8 @@ from tiny_run import make_tiny, run_example
 
 from shaketable.integrations.reports import read_reports
 
+pytestmark = pytest.mark.covers("verl + vLLM", "dead zone in sampler and actor, guided AQN", "eager, Ray, FSDP2")
+
 PLAN = "dead_zone:0.3,scope=token,sparsity=0.5@layer.3"
 GUIDED = """aqn:
   enabled: true

@@ -10,6 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shaketable.integrations.reports import read_reports
 
+pytestmark = pytest.mark.covers(
+    "verl + vLLM", "operator noise in both, AQN by epochs, two workers of each", "eager, Ray, FSDP2"
+)
+
 GPUS = 2
 PRODUCTS = 8 * 7 + 1
 """Of one pass through nano: seven linears in each of eight layers, and that of the rotary embedding; lm_head is left out."""

@@ -10,6 +10,8 @@ from tiny_run import ENVIRONMENT, HERE, make_tiny, run_example
 
 from shaketable.integrations.reports import read_reports
 
+pytestmark = pytest.mark.covers("verl + vLLM", "the origin's keys", "eager, Ray, FSDP2")
+
 KEYS = [
     *("+deadzone.enabled=true", "+deadzone.layer=3", "+deadzone.threshold=0.3"),
     *("+aqn.enabled=true", "+aqn.target_layers=[3]", "+aqn.sigma=0.05", "+aqn.schedule=constant"),

@@ -15,6 +15,7 @@ START = "relative_gaussian:0.05@module.linear"
 """The plan that the shared engine starts with."""
 PROMPTS = ("12+30=", "7+8=", "99+1=", "123+456=")
 SHAPE = {"max_model_len": 64, "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256, "block_size": 32}
+SHAPE |= {"gpu_memory_utilization": 0.1}
 
 
 _alive = []

@@ -10,6 +10,8 @@ from small_engines import NANO, apart, same
 import shaketable as st
 from shaketable.errors import NoMatchError, ShaketableError
 
+pytestmark = pytest.mark.covers("vLLM", "AQN: σ, steps, phases, weight sync; bits of transformers", "eager, in process")
+
 
 @pytest.fixture(scope="module")
 def clean(engine):
@@ -144,7 +146,7 @@ def test_noise_acts_on_what_is_sampled(llm, oracle):
     assert shaken[0] == expected[0] and apart(shaken[1], expected[1]) < 2e-4
 
 
-def test_weights_that_arrive_are_the_clean_ones_and_get_noise_at_once(llm, clean):
+def test_weights_that_arrive_are_the_clean_ones_and_have_noise_at_the_next_request(llm, clean):
     """What a weight sync does, in a run with AQN on, with all norms and then with one."""
     old = {name: value for name, value in load_file(NANO / "model.safetensors").items() if "norm" in name}
     new = {name: value * 1.25 for name, value in old.items()}
@@ -152,12 +154,15 @@ def test_weights_that_arrive_are_the_clean_ones_and_get_noise_at_once(llm, clean
         llm.set_aqn("constant:0.05", 10)
         llm.set_step(1)
         llm.model.load_weights(new.items())
+        assert same(llm.norms(), new)
+        llm.ask()
         noisy = llm.norms()
         for name, value in new.items():
             assert 0.03 < spread(noisy, new, name) < 0.07 and not torch.equal(noisy[name], value)
         llm.set_step(2)
         one = "model.norm.weight"
         llm.model.load_weights([(one, old[one])])
+        llm.ask()
         noisy = llm.norms()
         assert 0.03 < spread(noisy, old, one) < 0.07
         assert 0.03 < spread(noisy, new, "model.layers.3.input_layernorm.weight") < 0.07

@@ -10,6 +10,8 @@ from small_models import save
 import shaketable as st
 from shaketable.errors import PlanError
 
+pytestmark = pytest.mark.covers("vLLM", "mixture of experts and other architectures", "eager, in process")
+
 IDS = [[3, 7, 11, 5, 9], [20, 4, 8], [31, 30, 29, 28, 27, 26, 25]]
 PLANS = {
     "qwen2": ["gain:0.2@layer.1", "saturation:0.5,scope=token@module.rmsnorm,point=input", "mxfp4@module.linear,point=input"],

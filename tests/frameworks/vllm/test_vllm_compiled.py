@@ -17,6 +17,8 @@ from small_models import save
 
 import shaketable as st
 
+pytestmark = pytest.mark.covers("vLLM", "module and layer plans, magnitude live", "compiled, own processes")
+
 PROGRAM = Path(__file__).with_name("programs") / "compiled.py"
 PLAN = "relative_gaussian:0.02@module.linear; gain:0.1@layer.2; saturation:0.8,scope=token@module.rmsnorm,point=input"
 OTHER = "gain:0.2@layer.2; dead_zone:0.05,scope=token@module.o_proj; gain:0.2,sparsity=0.5@module.post_attention_layernorm"

@@ -11,6 +11,8 @@ from shaketable.errors import NoMatchError, PlanError, ShaketableError
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import merged, read_reports
 
+pytestmark = pytest.mark.covers("vLLM", "module, layer and operator plans, live; agree with transformers", "eager, in process")
+
 STEADY = [
     "dead_zone:0.05,scope=token@layer.3",
     "gain:0.1@layer.2",

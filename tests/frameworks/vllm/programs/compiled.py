@@ -9,6 +9,7 @@ from vllm import LLM, SamplingParams
 from shaketable.integrations.vllm import connect, options
 
 SHAPE = {"max_model_len": 64, "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
+SHAPE |= {"gpu_memory_utilization": 0.1}
 PROMPTS = ["12+30=", "7+8=", "99+1=", "123+456="]
 
 

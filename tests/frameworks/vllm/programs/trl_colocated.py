@@ -26,7 +26,9 @@ def reward(completions, **_):
 
 def main(model, folder):
     layers.dispatch_cpu_unquantized_gemm = keep
-    callback = ShaketableCallback(plan="relative_gaussian:0.05@module.linear", aqn="constant:0.1", ledger=folder / "ledger.json")
+    callback = ShaketableCallback(
+        plan="relative_gaussian:0.05@module.linear", aqn="constant:0.1", ledger=folder / "ledger.json"
+    )
     args = GRPOConfig(
         output_dir=str(folder / "out"), use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1,
         vllm_max_model_length=64, vllm_enable_sleep_mode=False, model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
@@ -35,7 +37,12 @@ def main(model, folder):
     )  # fmt: skip
     data = Dataset.from_dict({"prompt": ["12+30=", "7+8="] * 8})
     trainer = GRPOTrainer(
-        model=model, reward_funcs=reward, args=args, train_dataset=data, eval_dataset=data.select(range(2)), callbacks=[callback]
+        model=model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=data,
+        eval_dataset=data.select(range(2)),
+        callbacks=[callback],
     )
     trainer.train()
     engine = trainer.vllm_generation.llm.llm_engine.engine_core.engine_core
@@ -44,7 +51,13 @@ def main(model, folder):
     clean = all(torch.equal(inside[name], p.detach().to(inside[name].dtype)) for name, p in trained.items())
     (plan, aqn) = callback.sampler.ledgers()
     mode = int(engine.vllm_config.compilation_config.mode)
-    found = {"plan": plan.to_dict(), "aqn": aqn.to_dict(), "norms_are_the_trained_ones": clean, "norms": len(trained), "mode": mode}
+    found = {
+        "plan": plan.to_dict(),
+        "aqn": aqn.to_dict(),
+        "norms_are_the_trained_ones": clean,
+        "norms": len(trained),
+        "mode": mode,
+    }
     (folder / "found.json").write_text(json.dumps(found | {"log": trainer.state.log_history}))
 
 
