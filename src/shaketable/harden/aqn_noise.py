@@ -14,6 +14,7 @@ still. In the study we come from a trainer never advanced the step, and what was
 from __future__ import annotations
 
 import math
+from threading import RLock
 from types import TracebackType
 from typing import Self
 
@@ -57,6 +58,8 @@ class AttachedAQN:
         self._measured = [0] * len(self._groups)
         self._lost: dict[int, bool] = {}
         self._seen = (0, 0)
+        self._settling = RLock()
+        """A report may be asked for by another thread while the step moves."""
         self._follow()
 
     # ---- the step and σ
@@ -70,11 +73,12 @@ class AttachedAQN:
     def step(self, step: int) -> None:
         if step == self.step:
             return
-        self._settle()
-        with self.injection.changing():
-            self.injection.step = step
-            self._moved = True
-            self._follow()
+        with self._settling:
+            self._settle()
+            with self.injection.changing():
+                self.injection.step = step
+                self._moved = True
+                self._follow()
 
     @property
     def sigma(self) -> float:
@@ -85,10 +89,11 @@ class AttachedAQN:
         """Put a σ in place of the schedule's, multipliers and zones as they are; None gives the schedule back."""
         if sigma is not None and not 0 <= sigma < math.inf:
             raise ShaketableError(f"σ must be 0 or above, not {sigma}")
-        self._settle()
-        with self.injection.changing():
-            self._forced = sigma
-            self._follow()
+        with self._settling:
+            self._settle()
+            with self.injection.changing():
+                self._forced = sigma
+                self._follow()
 
     @property
     def sigmas(self) -> dict[int, float]:
@@ -105,6 +110,10 @@ class AttachedAQN:
 
     def _settle(self) -> None:
         """Bring `asked` up to date with the draws since the last change of σ, and see whether they changed anything."""
+        with self._settling:
+            self._count_draws()
+
+    def _count_draws(self) -> None:
         self._look_for_loss()
         for i, site in enumerate(self.injection.ledger.sites):
             measured = site.measured().magnitudes

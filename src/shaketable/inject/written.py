@@ -31,6 +31,8 @@ from shaketable.inject.held import HeldTap
 if TYPE_CHECKING:
     from shaketable.inject.weights import WeightTap
 
+_CHUNK = 1 << 22
+"""Words of a checksum at a time: what it needs beside the weight stays small."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -102,6 +104,10 @@ class Written:
             weight.put_back()
             weight.write()
 
+    def faulty(self) -> list[_Weight]:
+        """The weights that hold a fault now."""
+        return [weight for weight in self._weights if weight.clean is not None]
+
     @torch.no_grad()
     def put_back(self) -> None:
         """Make every weight clean, whatever the injection says."""
@@ -115,6 +121,10 @@ def _acts(tap: HeldTap, phase: str) -> bool:
 
 def checksum(x: Tensor) -> int:
     """A number that another content would not have: the sum of the bits, each word weighted by its place."""
-    words = x.contiguous().view(_BITS[x.element_size()]).reshape(-1).to(torch.int64)
-    places = torch.arange(1, words.numel() + 1, device=x.device) * 0x9E3779B1 | 1
-    return int((words * places).sum())
+    words = x.contiguous().view(_BITS[x.element_size()]).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, words.numel(), _CHUNK):
+        some = words[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start + 1, start + len(some) + 1, device=x.device) * 0x9E3779B1 | 1
+        total += (some * places).sum()
+    return int(total)

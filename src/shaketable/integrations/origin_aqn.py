@@ -121,7 +121,7 @@ def _epochs(config: Mapping[str, Any]) -> tuple[int, str]:
     epochs = Keys("trainer", own).whole("total_epochs", least=1, most=1000)
     if "total_training_steps" not in own:
         return epochs, ""
-    return epochs, f"trainer.total_training_steps is set: its steps are divided into {epochs} equal epochs"
+    return epochs, "an epoch is a pass through the data; where trainer.total_training_steps ends the run, the rest is left out"
 
 
 def _layer_factors(keys: Keys, start: float) -> tuple[float, tuple[int, ...] | None, dict[int, float]]:

@@ -98,9 +98,10 @@ def operators(config: Mapping[str, Any], environ: Mapping[str, str]) -> Found | 
     if scale == ":0":
         return Found(name, "off: the scale is 0")
     family = "all" if both.flag("all_ops_mode") else "matmul"
-    phase = "train" if both.flag("training_only") else "rollout+train"
-    clause = f"{kind}{scale}@op.{family}{_direction(both)},phase={phase}"
-    return _found(name, clause, "not in validation, where the origin had it too")
+    way = _direction(both)
+    phase = "train" if both.flag("training_only") or both.flag("backward_only") else "rollout+train"
+    note = "a sampler has no backward" if both.flag("backward_only") else "not in validation, where the origin had it too"
+    return _found(name, f"{kind}{scale}@op.{family}{way},phase={phase}", note)
 
 
 def dead_zone(config: Mapping[str, Any]) -> Found | None:

@@ -3,11 +3,15 @@
 Calls into a framework's workers do not always come back with an answer (verl's do not), and a worker that dies answers nothing.
 A file stays. It is written when the worker begins, so that one which never acts can be named; within a twentieth of a second of
 any change, less often when writing would cost more than 5 %; and when `flush` is called. Writes are atomic.
+
+A folder that many machines share shows a file late, or as it was a while ago. So `flush` takes a number, which is in the report
+from then on: whoever asked for it knows by that number that what is read is not older than the question.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import secrets
@@ -22,6 +26,7 @@ from shaketable.inject.ledger import Ledger
 
 SCHEMA = "shaketable.worker/1"
 PAUSE = 0.05
+TRIES = 20
 
 
 class Report:
@@ -43,14 +48,16 @@ class Report:
         self.started = time.time()
         self._lock = threading.Lock()
         self._written = ""
+        self._mark = 0
         self.flush()
         threading.Thread(target=self._keep_flushing, name="shaketable-report", daemon=True).start()
         atexit.register(self.flush)
 
-    def flush(self) -> None:
-        """Write, if there is anything new."""
+    def flush(self, mark: int | None = None) -> None:
+        """Write, if there is anything new; `mark`, and all later reports, have the number of the question in them."""
         with self._lock:
-            head = {"schema": SCHEMA, "role": self.role, "pid": os.getpid(), "started": self.started}
+            self._mark = self._mark if mark is None else mark
+            head = {"schema": SCHEMA, "role": self.role, "pid": os.getpid(), "started": self.started, "mark": self._mark}
             text = json.dumps(head | self._asked())
             if text != self._written:
                 draft = self.path.with_suffix(".draft")
@@ -78,8 +85,23 @@ class Report:
 
 def read_reports(folder: str | Path) -> list[dict[str, Any]]:
     """The reports of all workers, in the order in which they began."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("worker-*.json")]
-    return sorted(found, key=lambda report: report["started"])
+    return sorted(map(_read, Path(folder).glob("worker-*.json")), key=lambda report: report["started"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """One report. Where machines share a folder, a file that is being replaced may be away for a moment."""
+    for _ in range(TRIES):
+        try:
+            text = path.read_text(encoding="utf-8")
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            time.sleep(PAUSE)
+    else:
+        text = path.read_text(encoding="utf-8")
+    report: dict[str, Any] = json.loads(text)
+    return report
 
 
 def merged(reports: Iterable[dict[str, Any]], what: str = "plan") -> Ledger | None:

@@ -17,6 +17,11 @@ chooses the trainer, where a config that asks for us gets a trainer that obeys i
 gets verl's own class. `VERL_USE_EXTERNAL_MODULES=shaketable.integrations.verl` does the same where entry points are switched
 off. verl swallows what plugins raise while they are loaded, so there is nothing here that could: standard library only.
 
+**A run that trains clean although the driver has printed a plan** is the failure we fear most. It happens where the process of
+verl's task runner does not load our plugin. So the driver puts our extension of vLLM's workers into the config, which no machine
+without this package can import, and at its end looks for the orders that a trainer of ours would have written: without them it
+exits with 3, whatever verl said.
+
 Rejected: variables in the environment of workers, which a Ray cluster that is running already does not take over. Orders
 travel in verl's own config to vLLM (`additional_config`), and by a call to the actors.
 """
@@ -27,7 +32,8 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +41,9 @@ from shaketable.launch import watch
 
 if TYPE_CHECKING:
     from shaketable.integrations.verl_settings import Shaking
+
+_announced: set[Path] = set()
+"""Folders of ledgers of the runs that this process drives."""
 
 
 def _on_config(module: ModuleType) -> None:
@@ -54,28 +63,42 @@ def _announce(config: Any) -> None:
     from shaketable.errors import ShaketableError
 
     try:
-        found = asked(config)
+        found = asked(config, _announced)
     except ShaketableError as error:
         sys.stderr.write(f"shaketable: {error}\n")
         raise SystemExit(2) from None
-    if found is not None:
+    if found is not None and found.ledger not in _announced:
         print(*found.lines, sep="\n", flush=True)
         _pin(config, found)
-        atexit.register(_look_back, found)
+        _announced.add(found.ledger)
+        atexit.register(_look_back, found.ledger)
 
 
 def _pin(config: Any, found: Shaking) -> None:
     """The trainer reads the config again in another process, where the environment and the folder may be others."""
     from omegaconf import OmegaConf, open_dict
 
+    from shaketable.integrations.verl_settings import EXTENSION
+
     with open_dict(config):
         OmegaConf.update(config, "shaketable.resolved", found.pinned(), force_add=True)
+        key = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+        if found.orders("sampler", 1) is not None and OmegaConf.select(config, key) is None:
+            OmegaConf.update(config, key, EXTENSION, force_add=True)
 
 
-def _look_back(found: Shaking) -> None:
-    """A program with a trainer of its own, which does not ask verl for one, would have trained without a fault."""
-    if not found.ledger.exists():
-        sys.stderr.write(f"shaketable: nothing was injected: no trainer of verl has used {found.ledger}\n")
+def _look_back(ledger: Path) -> None:
+    """End with 3 when no trainer of ours has been there. Ray is ended first, for nothing happens after such an exit."""
+    from shaketable.integrations.verl_settings import ORDERS
+
+    if (ledger / ORDERS).exists():
+        return
+    sys.stderr.write(f"shaketable: nothing was injected: no trainer of verl has left its orders in {ledger}\n")
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(3)
 
 
 def _on_trainers(module: ModuleType) -> None:
@@ -98,13 +121,20 @@ def _make_trainer(chosen: Any, config: Any) -> Any:
     return shaken(chosen)(config=config, shaking=found)
 
 
-def asked(config: Any) -> Shaking | None:
-    """What a config of verl asks of us; None when it asks nothing."""
+def asked(config: Any, driven: Collection[Path] | None = None) -> Shaking | None:
+    """What a config of verl asks of us; None when it asks nothing.
+
+    Args:
+        config: verl's.
+        driven: In a driver, the folders of the runs that it drives: a config that was pinned for another run is refused.
+    """
     from omegaconf import OmegaConf
 
-    from shaketable.integrations.verl_settings import shaking_of
+    from shaketable.integrations.verl_settings import refuse_pinned, shaking_of
 
     plain: Mapping[str, Any] = OmegaConf.to_container(config, resolve=True)
+    if driven is not None:
+        refuse_pinned(plain, driven)
     return shaking_of(plain, os.environ)
 
 

@@ -73,6 +73,8 @@ class ActorFaults:
             "step": self.injections[0].step,
             "plan": self.plan.ledger.to_dict() if self.plan is not None else None,
             "aqn": self.noise.ledger.to_dict() if self.noise is not None else None,
+            "sigma": self.noise.sigma if self.noise is not None else 0.0,
+            "sigmas": {str(k): v for k, v in self.noise.sigmas.items()} if self.noise is not None else {},
         }
 
 
@@ -113,6 +115,6 @@ class ShakenWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         self.actor.faults.set_step(step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
-    def write_report(self) -> None:
-        """Bring the report on disk up to date."""
-        self.actor.faults.file.flush()
+    def write_report(self, mark: int) -> None:
+        """Bring the report on disk up to date; the mark in it says so."""
+        self.actor.faults.file.flush(mark)

@@ -13,6 +13,9 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from shaketable.integrations import vllm_extension
 
+STRIDE = 4096
+"""More than the copies of a model in one replica. vLLM forgets how many there are when the model is dense."""
+
 
 class Extension(vllm_extension.Extension, vLLMColocateWorkerExtension):  # type: ignore[misc]
     """What a sampler answers over `collective_rpc`."""
@@ -21,11 +24,11 @@ class Extension(vllm_extension.Extension, vLLMColocateWorkerExtension):  # type:
         """Made by vLLM, with the arguments of its worker."""
         parallel = kwargs["vllm_config"].parallel_config
         replica = int(os.environ.get("VERL_REPLICA_RANK", "0"))
-        os.environ["SHAKETABLE_RANK"] = str(replica * parallel.data_parallel_size + (parallel.data_parallel_rank or 0))
+        os.environ["SHAKETABLE_RANK"] = str(replica * STRIDE + (parallel.data_parallel_index or 0))
         return super().__new__(cls, **kwargs)
 
-    def write_report(self) -> None:
-        """Bring the report on disk up to date, so that the trainer reads what is and not what was."""
+    def write_report(self, mark: int) -> None:
+        """Bring the report on disk up to date; by the mark in it the trainer knows that it reads what is and not what was."""
         file = self._shaketable.file
         if file is not None:
-            file.flush()
+            file.flush(mark)

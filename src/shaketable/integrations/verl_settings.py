@@ -2,18 +2,20 @@
 
 A clause that names no phase acts where `plan_in` says, and never in validation: an evaluation under faults is asked for, with
 `phase=eval`, and is then a score that says so. Samplers are given the clauses that act in rollouts or validations, actors
-those that act in training. AQN is the samplers'; one with `where=both` acts in the actors' forwards and backwards as well.
-The reference policy and the critic are given nothing.
+those that act in training. A sampler has no backward: clauses that act there alone are the actors', and one that nobody could
+obey is an error. AQN is the samplers'; one with `where=both` acts in the actors' forwards and backwards as well. The reference
+policy and the critic are given nothing.
 
 **Steps.** A schedule is stretched over the steps of the run. One by epochs follows verl's epochs instead: its e-th decay is the
-e-th pass through the data, also in a run that is cut short. More epochs than it has decays are an error.
+e-th pass through the data, also in a run that is cut short. More epochs than it has decays are an error. verl ends a run at
+`total_training_steps` or after `total_epochs`, whichever comes first.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +26,13 @@ from shaketable.harden.aqn import AQN
 from shaketable.harden.schedules import EpochAware
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.origin import translate
+from shaketable.integrations.verl_checks import check_verl, without_kl
 from shaketable.plan import Clause, Plan
 
+EXTENSION = "shaketable.integrations.verl_sampler.Extension"
+"""Our extension of vLLM's workers."""
+ORDERS = "orders.json"
+"""What a trainer of ours leaves in the folder of ledgers, before anything else."""
 PHASES = {"rollout": ("rollout",), "actor": ("train",), "both": ("rollout", "train")}
 
 
@@ -84,12 +91,18 @@ class Shaking(BaseModel):
         aqn = None if data["aqn"] is None else AQN.load(data["aqn"])
         return cls(plan=plan, aqn=aqn, ledger=Path(data["ledger"]))
 
-    def total_steps(self, steps: int, per_epoch: int) -> int:
-        """The steps that schedules are stretched over, of a run with that many steps.
+    def total_steps(self, most: int, per_epoch: int, epochs: int) -> int:
+        """The steps that schedules are stretched over.
+
+        Args:
+            most: Steps after which verl ends the run.
+            per_epoch: Steps of a pass through the data.
+            epochs: Passes after which verl ends the run.
 
         Raises:
             ShaketableError: The run has more epochs than the schedule, or there would be no noise at any of its steps.
         """
+        steps = min(most, per_epoch * epochs)
         if self.aqn is None:
             return steps
         schedule, total = self.aqn.schedule, steps
@@ -103,8 +116,7 @@ class Shaking(BaseModel):
 
     def orders(self, role: str, total_steps: int) -> Orders | None:
         """The orders of the samplers, or of the actors; None when they have none."""
-        wanted = {"rollout", "eval"} if role == "sampler" else {"train"}
-        clauses = [c for c in self.plan.clauses if wanted & set(c.site.phase)] if self.plan is not None else []
+        clauses = [c for c in self.plan.clauses if _is_for(c, role)] if self.plan is not None else []
         plan = self.plan.model_copy(update={"clauses": tuple(clauses)}) if self.plan is not None and clauses else None
         aqn = self.aqn if self.aqn is not None and (role == "sampler" or self.aqn.where == "both") else None
         if plan is None and aqn is None:
@@ -116,6 +128,18 @@ class Shaking(BaseModel):
             total_steps=total_steps,
             ledger=str(self.ledger),
         )
+
+
+def refuse_pinned(config: Mapping[str, Any], known: Collection[Path]) -> None:
+    """A config that a driver pinned belongs to the run of that driver, and to the folder of its ledgers.
+
+    Args:
+        config: A whole config.
+        known: Folders of the runs that this process drives.
+    """
+    group = config.get("shaketable")
+    if isinstance(group, Mapping) and group.get("resolved") and Path(group["resolved"]["ledger"]) not in known:
+        raise ShaketableError("shaketable.resolved was written by another run; remove it from the config: ~shaketable.resolved")
 
 
 def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking | None:
@@ -149,8 +173,10 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     if aqn is not None and keys.seed is not None:
         aqn = aqn.model_copy(update={"seed": keys.seed})
     made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys))
-    _check_verl(config, made)
-    return made.model_copy(update={"lines": (*origin.lines, *_lines(made))})
+    check_verl(config, made)
+    why = without_kl(config, made)
+    no_kl = [f"shaketable: no shaketable/kl in this run: {why}"] if why is not None else []
+    return made.model_copy(update={"lines": (*origin.lines, *_lines(made), *no_kl)})
 
 
 def _placed(plan: Plan, keys: Keys) -> Plan:
@@ -160,12 +186,25 @@ def _placed(plan: Plan, keys: Keys) -> Plan:
     for clause in plan.clauses:
         if clause.site.phase and keys.plan_in and not set(clause.site.phase) <= {*here, "eval"}:
             raise ShaketableError(f"shaketable.plan_in={keys.plan_in}, and {clause.text()} names another phase; leave one out")
-        clauses.append(clause if clause.site.phase else _during(clause, here))
+        placed = clause if clause.site.phase else _during(clause, here)
+        if not any(_is_for(placed, role) for role in ("sampler", "actor")):
+            raise ShaketableError(f"{placed.text()} would never act: a sampler has no backward; use phase=train")
+        clauses.append(placed)
     seed = plan.seed if keys.seed is None else keys.seed
     return plan.model_copy(update={"clauses": tuple(clauses), "seed": seed})
 
 
+def _is_for(clause: Clause, role: str) -> bool:
+    """Whether the workers of a role are to have a clause."""
+    if role == "actor":
+        return "train" in clause.site.phase
+    return "forward" in clause.site.directions and bool({"rollout", "eval"} & set(clause.site.phase))
+
+
 def _during(clause: Clause, phases: tuple[str, ...]) -> Clause:
+    """The clause in those phases; one that acts backward alone has nothing to do in a rollout that is not its only phase."""
+    if "forward" not in clause.site.directions and len(phases) > 1:
+        phases = tuple(phase for phase in phases if phase != "rollout")
     return clause.model_copy(update={"site": clause.site.model_copy(update={"phase": phases})})
 
 
@@ -178,18 +217,6 @@ def _folder(config: Mapping[str, Any], keys: Keys) -> Path:
         return folder
     unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return Path(config["trainer"]["default_local_dir"]).expanduser().resolve() / "shaketable" / unique
-
-
-def _check_verl(config: Mapping[str, Any], made: Shaking) -> None:
-    """Refuse what our trainer cannot do, before anything is started."""
-    trainer, model = config["trainer"], config["actor_rollout_ref"]
-    mode = trainer["v1"]["trainer_mode"] if trainer["use_v1"] else "the trainer before v1"
-    if mode != "sync":
-        raise ShaketableError(f"shaketable works with trainer.v1.trainer_mode=sync, not with {mode}")
-    if made.orders("sampler", 1) is not None and model["rollout"]["name"] != "vllm":
-        raise ShaketableError(f"shaketable works with rollout.name=vllm, not with {model['rollout']['name']}")
-    if made.orders("actor", 1) is not None and model["actor"]["strategy"] != "fsdp2":
-        raise ShaketableError(f"faults in the actor need actor.strategy=fsdp2, not {model['actor']['strategy']}")
 
 
 def _lines(made: Shaking) -> list[str]:

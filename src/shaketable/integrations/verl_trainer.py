@@ -2,9 +2,10 @@
 
     on_init_end        samplers and actors are there: give orders, see that every worker acts on them
     on_step_begin      the step keys the noise, and σ follows; the weights of this step are in the samplers
+    after a step       ledgers come home, as metrics and as a line of steps.jsonl: everything due has struck in this step
     on_validate_begin  samplers are told that they validate: faults and AQN are off, the weights clean
+    after a validation nothing has struck that was not asked for
     on_validate_end    on again
-    after a step       ledgers come home, as metrics and as a line of steps.jsonl
 
 AQN needs no call after a weight sync: the sampler sees new weights arrive and writes the noise into those (`vllm_worker.py`).
 Samplers are called only while they are awake: a sleeping one has given its weights away, and a call that writes to them would
@@ -29,9 +30,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from shaketable.errors import ShaketableError
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.verl_crew import Crew
-from shaketable.integrations.verl_settings import Shaking
+from shaketable.integrations.verl_settings import EXTENSION, Shaking
 
-EXTENSION = "shaketable.integrations.verl_sampler.Extension"
 KL = "rollout_corr/k3_kl"
 """verl's estimate of KL(sampler‖trainer) per token, from what both sides say of the samples; the one that is never negative."""
 
@@ -41,6 +41,7 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def __init__(self, config: DictConfig, shaking: Shaking) -> None:
         self.shaking = shaking
+        self._mark = 0
         super().__init__(config=config)
 
     # ---- orders
@@ -48,7 +49,7 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _init_resource_pool_mgr(self) -> None:
         """verl chooses its worker classes here, and knows the number of steps by now."""
         super()._init_resource_pool_mgr()
-        total = self.shaking.total_steps(self.total_training_steps, self.steps_per_epoch)
+        total = self.shaking.total_steps(self.total_training_steps, self.steps_per_epoch, self.config.trainer.total_epochs)
         roles = {role: self.shaking.orders(role, total) for role in ("sampler", "actor")}
         orders = {role: found for role, found in roles.items() if found is not None}
         self.crew = Crew(self.shaking.ledger, orders, self.config.trainer.n_gpus_per_node * self.config.trainer.nnodes)
@@ -98,11 +99,20 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
     def on_validate_begin(self) -> None:
         """Off."""
         super().on_validate_begin()
-        self._tell("set_phase", "eval", phase="eval")
+        if self._tell("set_phase", "eval", phase="eval"):
+            self.crew.check_clean()
+            self.crew.begin()
+
+    def _validate(self) -> dict[str, Any]:
+        """A validation, with the proof that it was of the model it claims to be of, while samplers still validate."""
+        found: dict[str, Any] = super()._validate()
+        self._refresh()
+        return {**found, "shaketable/validation_strikes": float(self.crew.after_validation())}
 
     def on_validate_end(self) -> None:
-        """On."""
-        self._tell("set_phase", "rollout", phase="rollout")
+        """On. What is written into weights at this moment belongs to no step."""
+        if self._tell("set_phase", "rollout", phase="rollout"):
+            self.crew.begin()
         super().on_validate_end()
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
@@ -116,11 +126,17 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         """verl asks for metrics when the step is done and the samplers are awake again."""
         found = super()._consume_sync_metrics()
         self._refresh()
-        self.crew.check_fired()
-        ours = self.crew.metrics() | {"shaketable/validation_strikes": float(self.crew.in_validation())}
+        ours = self.crew.after_step(self._trained())
         epoch = (self.global_steps - 1) // self.steps_per_epoch
         self.crew.log({"step": self.global_steps, "epoch": epoch} | ours)
         return {**found, **ours}
+
+    def _trained(self) -> tuple[str, ...]:
+        """Which ways the actors went in this step."""
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            return ("forward", "backward")
+        correction = self.config.algorithm.get("rollout_correction")
+        return () if correction and correction.get("bypass_mode") else ("forward",)
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Train; then merge the ledgers, and raise where nothing was struck."""
@@ -131,28 +147,34 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     # ---- calls
 
-    def _tell(self, call: str, value: Any, **then: Any) -> None:
-        """Call all samplers, and see that it has reached them."""
-        if "sampler" in self.crew.orders:
-            self._call(call, value)
-            self._call("write_report")
-            self.crew.check_samplers(**then)
+    def _tell(self, call: str, value: Any, **then: Any) -> bool:
+        """Call all samplers, and see that it has reached them; False when they have no orders."""
+        if "sampler" not in self.crew.orders:
+            return False
+        self._call(call, value)
+        self._mark += 1
+        self._call("write_report", self._mark)
+        self.crew.read(self._mark, "sampler")
+        self.crew.check_samplers(**then)
+        return True
 
     def _call(self, method: str, *args: Any) -> None:
         servers = self.llm_server_manager.server_handles
         ray.get([server.collective_rpc.remote(method, args=args) for server in servers])
 
     def _refresh(self) -> None:
-        """Have every worker bring its report up to date."""
+        """Have every worker bring its report up to date, and read it."""
+        self._mark += 1
         if "sampler" in self.crew.orders:
-            self._call("write_report")
+            self._call("write_report", self._mark)
         if "actor" in self.crew.orders:
-            self.actor_rollout_wg.write_report()
+            self.actor_rollout_wg.write_report(self._mark)
+        self.crew.read(self._mark)
 
 
 def _extension(chosen: str | None) -> str:
-    """Our extension of vLLM's workers, or the user's own that is built on it."""
-    if chosen is None:
+    """Our extension of vLLM's workers, which the driver has put into the config, or the user's own that is built on it."""
+    if chosen is None or chosen == EXTENSION:
         return EXTENSION
     from shaketable.integrations.verl_sampler import Extension
 

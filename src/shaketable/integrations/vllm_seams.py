@@ -37,6 +37,8 @@ def prepared() -> Orders | None:
 def orders_of(config: Any) -> Orders | None:
     """The orders of a worker: of vLLM's `additional_config`, or else of its environment.
 
+    vLLM keeps compiled graphs by its whole config. Where ledgers go says nothing about a graph, and is taken out of it.
+
     Raises:
         ShaketableError: Both have orders, and not the same.
     """
@@ -45,6 +47,8 @@ def orders_of(config: Any) -> Orders | None:
     inherited = Orders.from_env(os.environ)
     if own is not None and inherited is not None and own.digest() != inherited.digest():
         raise ShaketableError("additional_config and the environment order different plans; give one of them")
+    if own is not None:
+        given["shaketable"] = {key: value for key, value in given["shaketable"].items() if key != "ledger"}
     return own if own is not None else inherited
 
 

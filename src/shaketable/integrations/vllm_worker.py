@@ -41,6 +41,7 @@ from shaketable.integrations.vllm_seams import (
     unpacked,
     watch_new_weights,
 )
+from shaketable.launch import places
 from shaketable.launch.process import active
 from shaketable.plan import PHASES, Clause, Plan
 
@@ -135,7 +136,11 @@ class Shaker:
         orders = self.orders or prepared()
         if orders is not None and orders.rank is not None:
             return orders.rank
-        return int(os.environ.get("SHAKETABLE_RANK") or self.config.parallel_config.data_parallel_rank or 0)
+        if given := os.environ.get("SHAKETABLE_RANK"):
+            return int(given)
+        parallel, place = self.config.parallel_config, places.rank_here()
+        copy = int(getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank or 0)
+        return places.number(f"{place}/{copy}") if place else copy
 
     @property
     def is_compiled(self) -> bool:
@@ -357,6 +362,7 @@ class Shaker:
             "config": self.orders.model_dump() if self.orders is not None else None,
             "step": self.step,
             "phase": self.phase,
+            "written": len({id(w) for i in self.injections for m in i.models if m.written for w in m.written.faulty()}),
             **{what: found.ledger.to_dict() if found is not None else None for what, found in self.newest.items()},
             "sigma": self.aqn.sigma if self.aqn is not None and self.aqn.enabled else 0.0,
             "sigmas": {str(k): v for k, v in self.aqn.sigmas.items()} if self.aqn is not None and self.aqn.enabled else {},

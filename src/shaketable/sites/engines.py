@@ -10,14 +10,6 @@ from __future__ import annotations
 from torch import nn
 
 ENGINES = ("vllm",)
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-"""What an engine has in place of a projection of the checkpoint."""
 
 _WHOLE = {
     "output": ("rowparallel", "replicated"),
@@ -51,8 +43,8 @@ def holder_of(module: nn.Module) -> nn.Module:
 def why_not_experts(module: nn.Module, point: str) -> str | None:
     """Why the experts of an engine cannot be faulty at a point; None when they can, or when these are no experts.
 
-    vLLM hands the router to its experts, which call it on their own input: a fault there would be one on the router too. And on a
-    CPU it packs their weights into an order of its own, in which neither blocks nor channels are where a format looks for them.
+    vLLM hands the router to its experts, which call it on their own input: a fault there would be one on the router too. And
+    on a CPU it packs their weights into an order of its own, in which neither blocks nor channels are where a format looks.
     """
     if not is_engine_experts(module):
         return None

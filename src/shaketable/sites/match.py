@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from shaketable.errors import NoMatchError, PlanError, nearest
 from shaketable.plan import Clause, Site, join_layers, parse_layers
 from shaketable.sites.anatomy import ROLES, Anatomy, Part, class_name
-from shaketable.sites.engines import FUSED, is_engine_module, is_packed, reads_weight_of, why_not_experts
+from shaketable.sites.engines import is_engine_module, is_packed, reads_weight_of, why_not_experts
+from shaketable.sites.fused import FUSED
 
 ALL_ROLES = ("linear", "rmsnorm", "layernorm")
 

@@ -20,8 +20,8 @@ import shaketable as st
 pytestmark = pytest.mark.covers("vLLM", "module and layer plans, magnitude live", "compiled, own processes")
 
 PROGRAM = Path(__file__).with_name("programs") / "compiled.py"
-PLAN = "relative_gaussian:0.02@module.linear; gain:0.1@layer.2; saturation:0.8,scope=token@module.rmsnorm,point=input"
-OTHER = "gain:0.2@layer.2; dead_zone:0.05,scope=token@module.o_proj; gain:0.2,sparsity=0.5@module.post_attention_layernorm"
+PLAN = "relative_gaussian:0.02@module.linear; gain:0.1@layer.1; saturation:0.8,scope=token@module.rmsnorm,point=input"
+OTHER = "gain:0.2@layer.1; dead_zone:0.05,scope=token@module.o_proj; gain:0.2,sparsity=0.5@module.post_attention_layernorm"
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def test_on_is_not(said):
 
 def test_a_magnitude_is_changed_live_and_gives_what_transformers_gives(said, oracle):
     for name, plan in [
-        ("second", "gain:0.3@layer.2"),
-        ("second and third", "gain:0.3@layer.2; saturation:0.6,scope=token@module.rmsnorm,point=input"),
+        ("second", "gain:0.3@layer.1"),
+        ("second and third", "gain:0.3@layer.1; saturation:0.6,scope=token@module.rmsnorm,point=input"),
         ("weights", "gain:0.5@module.rmsnorm,point=weight"),
     ]:
         should = expected(oracle, plan)

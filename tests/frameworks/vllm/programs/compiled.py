@@ -62,7 +62,7 @@ class Program:
         self.said["later"] = sampler.ledger()[0]["plan"]
         sampler.set_plan(plan)
         self.said["asked again"] = [site["asked"] for site in sampler.ledger()[0]["plan"]["sites"]]
-        self.refused("another plan", lambda: sampler.set_plan("gain:0.1@layer.1"))
+        self.refused("another plan", lambda: sampler.set_plan("gain:0.1@layer.0"))
         self.refused("another seed", lambda: sampler.set_plan(plan, 9))
         self.refused("noise on outputs", lambda: sampler.set_aqn("constant:0.1,form=output", 1))
         self.ask("still on")
