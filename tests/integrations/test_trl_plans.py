@@ -180,6 +180,33 @@ def test_an_error_between_steps_leaves_a_clean_model(tmp_path):
     assert trainer.callback_handler.callbacks[0].merged.forward == 3 * 14, "and the next training is shaken once"
 
 
+def test_a_training_that_failed_between_steps_does_not_shake_the_next_one_which_has_no_callback(tmp_path):
+    from transformers import TrainerCallback
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, *_, **more):
+            raise ZeroDivisionError
+
+    callback = ShaketableCallback(plan=PLAN)
+    trainer = sft(tmp_path, llama(), callback)
+    trainer.add_callback(Failing())
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    before = callback.injection.ledger.forward
+    trainer.pop_callback(Failing)
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert callback.injection.ledger.forward == before > 0
+    assert "training_step" not in trainer.__dict__
+
+
+def test_a_ledger_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    callback = ShaketableCallback(plan=PLAN, ledger=tmp_path / "file" / "ledger.json")
+    with pytest.raises(ShaketableError, match="cannot write"):
+        sft(tmp_path, llama(), callback).train()
+
+
 @pytest.mark.parametrize("plan", ["gain:0@module.linear", f"{PLAN},phase=rollout"])
 def test_a_plan_that_did_nothing_is_an_error_at_the_end(tmp_path, plan):
     with pytest.raises(st.InertError, match="linear"):

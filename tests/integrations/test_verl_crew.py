@@ -1,6 +1,10 @@
 """The trainer believes only what it can read: a worker that is missing, deaf or idle stops the run, and is named."""
 
+import errno
 import json
+import math
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,91 +14,296 @@ import shaketable as st
 from shaketable.errors import InertError, ShaketableError
 from shaketable.inject.injection import Injection
 from shaketable.integrations.orders import Orders
-from shaketable.integrations.reports import Report
+from shaketable.integrations.reports import Report, read_reports
 from shaketable.integrations.verl_crew import Crew
 
 ORDERS = Orders(plan="gain:0.1@module.linear,phase=rollout+train", seed=1)
+BACKWARD = Orders(plan="gain:0.1@op.matmul,direction=backward,phase=train")
+PHASE = {"sampler": "rollout", "actor": "train"}
 
 
 class Worker:
-    """A worker with a model of one linear, that reports as verl's do."""
+    """A worker with a model of one norm and one linear, that reports as verl's do."""
 
     def __init__(self, folder, role="sampler", rank=0, orders=ORDERS):
-        self.model = nn.Sequential(nn.Linear(4, 4))
-        self.injection = Injection(st.Plan.parse(orders.plan, seed=orders.seed), rank=rank, allow_inert=True)
-        self.injection.attach(self.model)
-        self.state = {"rank": rank, "orders": orders.digest(), "step": 0, "phase": "rollout", "sigmas": {}, "aqn": None}
-        self.file = Report(folder, role, lambda: {**self.state, "plan": self.injection.ledger.to_dict()})
+        self.model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4))
+        self.role, self.injection, self.noise = role, None, None
+        if orders.plan is not None:
+            self.injection = Injection(st.Plan.parse(orders.plan, seed=orders.seed), rank=rank, allow_inert=True)
+            self.injection.attach(self.model)
+        if orders.aqn is not None:
+            self.noise = st.AQN.load(orders.aqn).attach(self.model, orders.total_steps, rank=rank, allow_inert=True)
+        self.state = {"rank": rank, "orders": orders.digest(), "step": 0, "phase": "rollout", "written": 0}
+        self.file = Report(folder, role, self.report)
 
-    def work(self, times=1):
-        self.injection.enable()
+    def report(self):
+        ledgers = {"plan": self.injection, "aqn": self.noise}
+        found = {what: None if part is None else part.ledger.to_dict() for what, part in ledgers.items()}
+        sigmas = {} if self.noise is None else {str(k): v for k, v in self.noise.sigmas.items()}
+        return {**self.state, **found, "sigma": 0.0 if self.noise is None else self.noise.sigma, "sigmas": sigmas}
+
+    def work(self, times=1, phase=None, backward=False):
+        for part in filter(None, (self.injection, self.noise)):
+            part.enable()
         for _ in range(times):
-            with st.phase("rollout"):
-                self.model(torch.randn(2, 4))
-        self.injection.disable()
-        self.file.flush()
+            with st.phase(phase or PHASE[self.role]):
+                y = self.model(torch.randn(2, 4))
+                if backward:
+                    y.sum().backward()
+        for part in filter(None, (self.injection, self.noise)):
+            part.disable()
+
+
+class Run:
+    """A crew and its workers, who answer whenever they are asked."""
+
+    def __init__(self, folder, orders, size=1):
+        self.crew = Crew(folder, orders, size, patience=0)
+        self.workers = [Worker(folder, role, rank, orders[role]) for role in orders for rank in range(size)]
+        self.mark = 0
+
+    def read(self):
+        self.mark += 1
+        for worker in self.workers:
+            worker.file.flush(self.mark)
+        self.crew.read(self.mark)
+        return self.crew
+
+    def step(self, *trained):
+        return self.read().after_step(trained or ("forward", "backward"))
+
+    def finish(self):
+        return self.read().finish()
 
 
 def test_all_there(tmp_path):
-    crew = Crew(tmp_path, {"sampler": ORDERS, "actor": ORDERS}, size=2)
-    workers = [Worker(tmp_path, role, rank) for role in ("sampler", "actor") for rank in range(2)]
-    crew.check_in()
-    crew.check_samplers(step=0, phase="rollout")
-    for worker in workers:
+    run = Run(tmp_path, {"sampler": ORDERS, "actor": ORDERS}, size=2)
+    run.read().check_in()
+    run.crew.check_samplers(step=0, phase="rollout")
+    for worker in run.workers:
         worker.work(3)
-    crew.check_fired()
-    assert crew.metrics()["shaketable/sampler/forward"] == 6
-    workers[0].work()
-    assert crew.metrics()["shaketable/sampler/forward"] == 1, "since the last time"
-    assert crew.metrics()["shaketable/actor/measured_error"] == pytest.approx(0.1)
-    assert crew.in_validation() == 0
-    body = crew.finish()
+    first = run.step()
+    assert first["shaketable/sampler/forward"] == 6
+    assert first["shaketable/actor/measured_error"] == pytest.approx(0.1)
+    for worker in run.workers[1:]:
+        worker.work()
+    assert run.step()["shaketable/sampler/forward"] == 1, "since the last time"
+    assert run.crew.after_validation() == 0
+    body = run.finish()
     assert body["merged"]["sampler.plan"]["forward"] == 7
     assert body == json.loads((tmp_path / "ledger.json").read_text())
 
 
+# ---- is every worker there, and does it what it was told?
+
+
 def test_a_worker_that_never_reported_stops_the_run(tmp_path):
-    crew = Crew(tmp_path, {"sampler": ORDERS}, size=2)
-    Worker(tmp_path)
+    crew = Crew(tmp_path, {"sampler": ORDERS}, size=2, patience=0)
+    Worker(tmp_path).file.flush(1)
     with pytest.raises(ShaketableError, match="1 of 2 samplers reported"):
-        crew.check_in()
+        crew.read(1)
+
+
+def test_a_worker_that_does_not_answer_stops_the_run(tmp_path):
+    """What it said before is what was, not what is."""
+    crew = Crew(tmp_path, {"sampler": ORDERS}, size=2, patience=0)
+    for rank in range(2):
+        Worker(tmp_path, rank=rank).file.flush(1 - rank)
+    with pytest.raises(ShaketableError, match=r"sampler 1 \(pid \d+\) was told to report, and did not"):
+        crew.read(1)
+
+
+def test_reports_may_be_late(tmp_path):
+    crew = Crew(tmp_path, {"sampler": ORDERS}, size=1, patience=60)
+    late = threading.Timer(0.3, lambda: Worker(tmp_path).file.flush(1))
+    late.start()
+    crew.read(1)
+    assert len(crew.now["sampler"]) == 1
+    late.join()
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.ENOENT, False), (errno.ESTALE, False), (errno.EACCES, True)])
+def test_a_file_that_is_being_replaced_is_read_again(tmp_path, monkeypatch, number, fails):
+    Worker(tmp_path)
+    real, problems = Path.read_text, [OSError(number, "away")]
+
+    def read_text(path, **kwargs):
+        if problems:
+            raise problems.pop()
+        return real(path, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    if fails:
+        with pytest.raises(PermissionError):
+            read_reports(tmp_path)
+    else:
+        assert len(read_reports(tmp_path)) == 1
 
 
 def test_a_worker_with_other_orders_stops_the_run(tmp_path):
     crew = Crew(tmp_path, {"sampler": ORDERS}, size=1)
     Worker(tmp_path, orders=ORDERS.model_copy(update={"seed": 2}))
+    crew.read(0)
     with pytest.raises(ShaketableError, match=r"sampler 0 \(pid \d+\) acts on orders \w+ and was given \w+"):
         crew.check_in()
 
 
 def test_a_worker_that_a_call_did_not_reach_stops_the_run(tmp_path):
-    crew = Crew(tmp_path, {"sampler": ORDERS}, size=2)
-    there, deaf = Worker(tmp_path, rank=0), Worker(tmp_path, rank=1)
-    there.state["step"] = 1
-    there.file.flush()
-    deaf.file.flush()
+    run = Run(tmp_path, {"sampler": ORDERS}, size=2)
+    run.workers[0].state["step"] = 1
     with pytest.raises(ShaketableError, match=r"sampler 1 .* has step 0 and was told 1: the call got lost"):
-        crew.check_samplers(step=1)
+        run.read().check_samplers(step=1)
+
+
+def test_a_folder_of_another_run_is_not_used_again(tmp_path):
+    Crew(tmp_path, {"sampler": ORDERS}, size=1)
+    with pytest.raises(ShaketableError, match="holds the ledgers of another run"):
+        Crew(tmp_path, {"sampler": ORDERS}, size=1)
+
+
+# ---- each step is proven by itself
 
 
 @pytest.mark.parametrize(("role", "fails"), [("actor", True), ("sampler", False)])
 def test_an_idle_worker_after_a_step(tmp_path, role, fails):
     """A small batch can leave a sampler without work; an actor always has some."""
-    crew = Crew(tmp_path, {role: ORDERS}, size=2)
-    busy, _ = Worker(tmp_path, role, 0), Worker(tmp_path, role, 1)
-    busy.work()
+    run = Run(tmp_path, {role: ORDERS}, size=2)
+    run.workers[0].work()
     if fails:
         with pytest.raises(InertError, match=f"{role} 1 .* struck nothing in a whole step"):
-            crew.check_fired()
+            run.step()
     else:
-        crew.check_fired()
+        run.step()
     with pytest.raises(InertError, match=f"{role} 1 .* struck nothing"):
-        crew.finish()
+        run.finish()
+
+
+@pytest.mark.parametrize("role", ["sampler", "actor"])
+@pytest.mark.parametrize("what", ["plan", "aqn"])
+def test_who_goes_silent_in_a_later_step_stops_the_run(tmp_path, role, what):
+    orders = ORDERS if what == "plan" else Orders(aqn="constant:0.1,where=both", total_steps=3)
+    run = Run(tmp_path, {role: orders}, size=2)
+    for worker in run.workers:
+        worker.work()
+    run.step()
+    with pytest.raises(InertError, match=f"{role} 0 .* struck nothing in a whole step"):
+        run.step()
+
+
+def test_one_clause_that_goes_silent_stops_the_run(tmp_path):
+    run = Run(tmp_path, {"sampler": Orders(plan="gain:0.1@module.linear,phase=rollout;gain:0.2@module.rmsnorm,phase=rollout")})
+    run.workers[0].work()
+    run.step()
+    run.workers[0].model[0] = nn.Identity()
+    run.workers[0].work()
+    with pytest.raises(InertError, match=r"has gain:0.2@module.rmsnorm,phase=rollout on and struck nothing"):
+        run.step()
+
+
+def test_aqn_is_due_where_sigma_is_above_0(tmp_path):
+    """The first third of this schedule is silent."""
+    run = Run(tmp_path, {"sampler": Orders(aqn="global_decay:0.2-0.1,stages=3", total_steps=3)})
+    assert run.step()["shaketable/sigma"] == 0
+    run.workers[0].noise.step = 1
+    with pytest.raises(InertError, match=r"sampler 0 .* has AQN on and struck nothing"):
+        run.step()
+    run.workers[0].work()
+    assert run.step()["shaketable/sigma"] == pytest.approx(0.2)
+
+
+def test_a_backward_is_due_when_there_was_an_update(tmp_path):
+    """While a critic warms up, actors give log probabilities and are not updated."""
+    run = Run(tmp_path, {"actor": BACKWARD})
+    run.workers[0].work()
+    run.step("forward")
+    run.finish()
+    with pytest.raises(InertError, match=r"actor 0 .* struck nothing in a whole step"):
+        run.step("forward", "backward")
+    run.workers[0].work(backward=True)
+    assert run.step("forward", "backward")["shaketable/actor/backward"] > 0
+
+
+@pytest.mark.parametrize("plan", ["gain:0@module.linear,phase=rollout", "gain:0.1@module.linear,phase=eval"])
+def test_what_could_not_act_is_not_asked_for(tmp_path, plan):
+    run = Run(tmp_path, {"sampler": Orders(plan=plan)})
+    run.workers[0].work()
+    run.step()
+    run.finish()
+
+
+def test_a_run_without_a_step_is_no_error(tmp_path):
+    """`val_only`, or a run that was complete when it was resumed."""
+    aqn = Orders(plan=ORDERS.plan, aqn="constant:0.1", total_steps=3)
+    run = Run(tmp_path, {"sampler": aqn, "actor": ORDERS})
+    run.read().check_clean()
+    assert run.read().after_validation() == 0
+    assert run.finish()["merged"]["sampler.plan"]["forward"] == 0
 
 
 def test_a_clause_that_changed_nothing_is_an_error_at_the_end(tmp_path):
-    orders = Orders(plan="dead_zone:1e-30,scope=token@module.linear,phase=rollout")
-    crew = Crew(tmp_path, {"sampler": orders}, size=1)
-    Worker(tmp_path, orders=orders).work()
+    run = Run(tmp_path, {"sampler": Orders(plan="dead_zone:1e-30,scope=token@module.linear,phase=rollout")})
+    run.workers[0].work()
+    run.step()
     with pytest.raises(InertError, match=r"samplers: dead_zone.* changed no value"):
-        crew.finish()
+        run.finish()
+
+
+def test_an_error_is_that_of_the_step(tmp_path):
+    run = Run(tmp_path, {"sampler": ORDERS})
+    run.workers[0].work()
+    assert run.step()["shaketable/sampler/measured_error"] == pytest.approx(0.1)
+    run.workers[0].injection.set_magnitude(0.4)
+    run.workers[0].work()
+    assert run.step()["shaketable/sampler/measured_error"] == pytest.approx(0.4)
+    run.workers[0].work()
+    assert "shaketable/sampler/measured_error" not in run.step(), "the third strike is not measured"
+
+
+def test_the_error_of_aqn_is_that_of_the_step(tmp_path):
+    run = Run(tmp_path, {"sampler": Orders(aqn="epoch_aware:0.4-0.4+0.01-0.01", total_steps=2)})
+    errors = []
+    for step in range(2):
+        run.workers[0].noise.step = step
+        run.workers[0].work()
+        errors.append(run.step()["shaketable/sampler/aqn_error"])
+    assert errors[0] > 0.05 and 0 < errors[1] < 0.05 and math.isfinite(errors[1])
+
+
+# ---- a validation is proven both ways
+
+
+@pytest.mark.parametrize("what", ["plan", "aqn"])
+def test_a_validation_that_was_not_clean_stops_the_run(tmp_path, what):
+    orders = ORDERS if what == "plan" else Orders(aqn="constant:0.1")
+    run = Run(tmp_path, {"sampler": orders})
+    report = run.workers[0].report
+    run.workers[0].work()
+
+    def as_if_validating():
+        found = report()
+        for site in found[what]["sites"]:
+            site["phases"] = {"eval": site["phases"]["rollout"]}
+        return found
+
+    run.workers[0].file.ask = as_if_validating
+    with pytest.raises(ShaketableError, match=r"struck 1 times in a validation that was to be without it"):
+        run.read().after_validation()
+
+
+def test_weights_that_are_not_clean_before_a_validation_stop_the_run(tmp_path):
+    run = Run(tmp_path / "clean", {"sampler": ORDERS})
+    run.read().check_clean()
+    run.workers[0].state["written"] = 3
+    with pytest.raises(ShaketableError, match=r"sampler 0 .* is to validate, and 3 of its weights hold a fault"):
+        run.read().check_clean()
+    asked = Run(tmp_path / "asked", {"sampler": Orders(plan="gain:0.1@module.linear,point=weight,phase=eval")})
+    asked.workers[0].state["written"] = 3
+    asked.read().check_clean()
+
+
+def test_a_noisy_validation_that_was_asked_for_is_proven(tmp_path):
+    run = Run(tmp_path, {"sampler": Orders(plan="gain:0.1@module.linear,phase=rollout+eval")})
+    run.workers[0].work(2, phase="eval")
+    assert run.read().after_validation() == 2
+    with pytest.raises(InertError, match="struck nothing in a whole validation"):
+        run.read().after_validation()

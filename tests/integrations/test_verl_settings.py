@@ -1,23 +1,27 @@
 """What a config of verl asks for: read, checked before anything starts, and turned into the orders of samplers and actors."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.verl_settings import shaking_of
+from shaketable.integrations.verl_settings import refuse_pinned, shaking_of
 
 NOISE = "relative_gaussian:0.05@op.matmul"
 EPOCHS = "epoch_aware:0.05-0.01+0.01-0.0005"
 
 
-def config(tmp_path, mode="sync", sampler="vllm", strategy="fsdp2", **groups):
-    """The part of verl's config that matters here."""
+def config(tmp_path, mode="sync", sampler="vllm", strategy="fsdp2", rollout=None, **groups):
+    """The part of verl's config that matters here: of a run on GPUs, with vLLM in eager mode."""
     trainer = {"use_v1": True, "v1": {"trainer_mode": mode}, "default_local_dir": str(tmp_path), "total_epochs": 2}
-    model = {"rollout": {"name": sampler}, "actor": {"strategy": strategy}}
-    return {"trainer": trainer | groups.pop("trainer", {}), "actor_rollout_ref": model, **groups}
+    sampling = {"name": sampler, "enforce_eager": True, "calculate_log_probs": False, "engine_kwargs": {"vllm": {}}}
+    model = {"rollout": sampling | (rollout or {}), "actor": {"strategy": strategy}}
+    whole = {"trainer": trainer | {"device": "cuda"} | groups.pop("trainer", {}), "actor_rollout_ref": model}
+    return whole | {"algorithm": {"rollout_correction": {"bypass_mode": False}}} | groups
 
 
 def shaking(tmp_path, environ=None, **keys):
@@ -65,17 +69,20 @@ def test_aqn_is_the_samplers_and_of_actors_when_it_says_so(tmp_path):
 
 def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
     made = shaking(tmp_path, aqn=EPOCHS)
-    assert made.total_steps(58, 29) == 58
-    assert made.total_steps(40, 29) == 58, "cut short, not squeezed"
+    assert made.total_steps(58, 29, epochs=2) == 58
+    assert made.total_steps(40, 29, epochs=2) == 58, "cut short, not squeezed"
+    assert made.total_steps(900, 29, epochs=2) == 58, "verl ends after its epochs, whatever total_training_steps says"
     with pytest.raises(ShaketableError, match="has 2 epochs and the run 87 steps of 29 an epoch"):
-        made.total_steps(87, 29)
-    assert shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10").total_steps(40, 29) == 40
+        made.total_steps(87, 29, epochs=3)
+    decay = shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10")
+    assert decay.total_steps(40, 29, epochs=2) == 40
+    assert decay.total_steps(900, 29, epochs=2) == 58
 
 
 def test_a_schedule_that_is_silent_at_every_step_is_an_error(tmp_path):
     made = shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10")
     with pytest.raises(ShaketableError, match="silent"):
-        made.total_steps(1, 1)
+        made.total_steps(1, 1, epochs=1)
 
 
 def test_the_keys_of_the_origin_are_read(tmp_path):
@@ -86,6 +93,106 @@ def test_the_keys_of_the_origin_are_read(tmp_path):
     assert any(line.startswith("trainer.noisy_ops") for line in made.lines)
     environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
     assert shaking_of(config(tmp_path), environ).orders("actor", 1).plan == f"{NOISE},phase=rollout+train"
+
+
+def test_a_sampler_has_no_backward(tmp_path):
+    back = f"{NOISE},direction=backward"
+    made = shaking(tmp_path, plan=back)
+    assert made.orders("sampler", 1) is None, "an order without clauses is no order"
+    assert made.orders("actor", 1).plan == f"{back},phase=train"
+    made = shaking(tmp_path, plan=f"{back},phase=rollout+train;gain:0.1@layer.1")
+    assert made.orders("sampler", 1).plan == "gain:0.1@layer.1,phase=rollout+train"
+    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_BACKWARD_ONLY": "1"}
+    origin = shaking_of(config(tmp_path), environ)
+    assert origin.orders("sampler", 1) is None
+    assert origin.orders("actor", 1).plan == f"{back},phase=train"
+    for keys in ({"plan": f"{back},phase=rollout"}, {"plan": back, "plan_in": "rollout"}):
+        with pytest.raises(ShaketableError, match="would never act: a sampler has no backward"):
+            shaking(tmp_path, **keys)
+
+
+GRAPHS = {"enforce_eager": False}
+WEIGHTS = "relative_gaussian:0.05@module.linear,point=weight"
+
+
+def engine(**options):
+    return {"engine_kwargs": {"vllm": options}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rollout", "trainer", "fails"),
+    [
+        ({"plan": NOISE}, GRAPHS, {}, True),
+        ({"plan": f"{WEIGHTS}+input"}, GRAPHS, {}, True),
+        ({"aqn": "constant:0.01,form=output"}, GRAPHS, {}, True),
+        ({"plan": NOISE}, GRAPHS | engine(compilation_config={"cudagraph_mode": "PIECEWISE"}), {}, True),
+        ({"plan": NOISE}, GRAPHS | engine(compilation_config={"cudagraph_mode": "NONE"}), {}, False),
+        ({"plan": NOISE}, GRAPHS | engine(compilation_config='{"cudagraph_mode": "NONE"}'), {}, False),
+        ({"plan": NOISE}, GRAPHS | engine(enforce_eager=True), {}, False),
+        ({"plan": NOISE}, GRAPHS, {"device": "cpu"}, False),
+        ({"plan": WEIGHTS}, GRAPHS, {}, False),
+        ({"plan": NOISE, "plan_in": "actor"}, GRAPHS, {}, False),
+        ({"aqn": EPOCHS}, GRAPHS, {}, False),
+    ],
+)
+def test_what_a_cuda_graph_would_swallow_is_refused_by_the_driver(tmp_path, keys, rollout, trainer, fails):
+    asked = config(tmp_path, rollout=rollout, trainer=trainer, shaketable=keys)
+    if fails:
+        with pytest.raises(ShaketableError, match=r"add actor_rollout_ref\.rollout\.enforce_eager=True$"):
+            shaking_of(asked, {})
+    else:
+        assert shaking_of(asked, {}) is not None
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("gain:0.1@module.q_proj", "vLLM computes q_proj inside of qkv_proj"),
+        ("gain:0.1@module.linear+mlp.up_proj,phase=eval", "vLLM computes up_proj inside of gate_up_proj"),
+        ("gain:0.1@module.qkv_proj,phase=train", r"the trainer's model has q_proj\+k_proj\+v_proj in place of qkv_proj"),
+        ("gain:0.1@module.qkv_proj,phase=rollout;gain:0.1@module.q_proj+k_proj+v_proj,phase=train", None),
+        ("gain:0.1@module.*qkv_proj+o_proj", None),
+    ],
+)
+def test_names_that_one_side_does_not_have_are_refused_by_the_driver(tmp_path, plan, message):
+    if message is None:
+        assert shaking(tmp_path, plan=plan) is not None
+    else:
+        with pytest.raises(ShaketableError, match=message):
+            shaking(tmp_path, plan=plan)
+
+
+def test_a_run_without_verls_kl_says_so(tmp_path):
+    def last(**changes):
+        return shaking_of(config(tmp_path, **changes), {}).lines[-1]
+
+    plan = {"shaketable": {"plan": NOISE}}
+    assert last(**plan).startswith("shaketable: ledgers in")
+    none = "shaketable: no shaketable/kl in this run: "
+    assert last(**plan, algorithm={"rollout_correction": None}) == none + "algorithm.rollout_correction is null"
+    assert last(**plan, algorithm={"rollout_correction": {"bypass_mode": True}}).endswith("bypass_mode is on")
+    actor = {"shaketable": {"plan": NOISE, "plan_in": "actor"}}
+    assert last(**actor).endswith("calculate_log_probs is off")
+
+
+def test_a_config_that_another_driver_pinned_is_refused(tmp_path):
+    made = shaking(tmp_path, plan=NOISE)
+    again = config(tmp_path, shaketable={"plan": NOISE, "resolved": made.pinned()})
+    refuse_pinned(again, {made.ledger})
+    with pytest.raises(ShaketableError, match=r"shaketable.resolved was written by another run"):
+        refuse_pinned(again, set())
+
+
+def test_the_defaults_of_the_example_fit_together():
+    """verl cuts what a GPU has of a mini-batch into micro-batches, and asserts that nothing is left over."""
+    script = Path(__file__).parents[2] / "examples" / "verl" / "grpo.sh"
+    found = {name: int(value) for name, value in re.findall(r"\$\{(\w+):-(\d+)\}", script.read_text())}
+    assert found["GPUS"] == 8
+    for gpus in (1, 2, 4, 8):
+        assert found["BATCH"] % found["MINI"] == 0
+        for prompts in (found["MINI"], found["BATCH"]):
+            assert prompts * found["GROUP"] % gpus == 0
+            assert prompts * found["GROUP"] // gpus % found["MICRO"] == 0
 
 
 @pytest.mark.parametrize(
@@ -102,6 +209,14 @@ def test_the_keys_of_the_origin_are_read(tmp_path):
         ({"shaketable": {"plan": NOISE}, "trainer": {"use_v1": False}}, "shaketable works with trainer.v1.trainer_mode=sync"),
         ({"shaketable": {"plan": NOISE}, "sampler": "sglang"}, "shaketable works with rollout.name=vllm"),
         ({"shaketable": {"plan": NOISE}, "strategy": "fsdp"}, "faults in the actor need actor.strategy=fsdp2"),
+        (
+            {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config='{"key": 1}')},
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config is text",
+        ),
+        (
+            {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config={"shaketable": {"plan": NOISE}})},
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config orders a plan",
+        ),
         ({"shaketable": {"plan": NOISE}, "deadzone": {"enabled": True, "layer": 3, "threshold": 0.01}}, "shaketable.* and "),
     ],
 )
@@ -147,3 +262,23 @@ def test_the_plugin_costs_an_import_and_nothing_else():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_configs_are_read_without_torch():
+    code = "import sys; import shaketable.integrations.verl_settings; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_driver_whose_trainer_left_no_orders_ends_with_3(tmp_path, is_there):
+    if is_there:
+        (tmp_path / "orders.json").write_text("{}")
+    code = (
+        "import atexit, pathlib; from shaketable.integrations import verl; "
+        f"atexit.register(verl._look_back, pathlib.Path({str(tmp_path)!r})); print('trained')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "trained\n"
+    assert done.returncode == (0 if is_there else 3)
+    assert ("nothing was injected" in done.stderr) is not is_there

@@ -36,6 +36,26 @@ def running_trainer() -> Any:
     raise ShaketableError("the callback was not called by a transformers Trainer; use st.inject and AQN.attach in other loops")
 
 
+def running_call(trainer: Any) -> FrameType:
+    """The frame of the call of the trainer that is running, its `train`: the outermost on the stack that is the trainer's."""
+    frame: FrameType | None = sys._getframe(1)
+    found = frame
+    while frame is not None:
+        found = frame if frame.f_locals.get("self") is trainer else found
+        frame = frame.f_back
+    assert found is not None
+    return found
+
+
+def is_running(call: FrameType) -> bool:
+    """Whether a call has not returned or raised yet: Python refuses to clear a frame that is being executed."""
+    try:
+        call.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
 class Exchanged:
     """Methods of one object that run inside a context; `undo` gives it its own back."""
 

@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 from transformers import TrainerCallback
@@ -28,7 +29,14 @@ from shaketable.harden.aqn import AQN
 from shaketable.harden.aqn_noise import AttachedAQN
 from shaketable.inject.injection import Injection, inject, this_rank
 from shaketable.inject.ledger import Ledger
-from shaketable.integrations.trainers import Exchanged, from_all_ranks, reference_test, running_trainer
+from shaketable.integrations.trainers import (
+    Exchanged,
+    from_all_ranks,
+    is_running,
+    reference_test,
+    running_call,
+    running_trainer,
+)
 from shaketable.integrations.trl_sampler import Colocated, prepare_colocated, sampler_of
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
@@ -72,6 +80,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self.merged: Ledger | None = None
         """What plan and AQN did on all ranks, when training has ended."""
         self._exchanged: Exchanged | None = None
+        self._call: FrameType | None = None
         self._evaluates = self.plan is not None and any("eval" in c.site.phase for c in self.plan.clauses)
         self._logged = (0, 0)
 
@@ -82,10 +91,19 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self.close()
         if self.file is not None and self.file.exists():
             raise ShaketableError(f"{self.file} is there already; nothing is overwritten, name another file")
+        if self.file is not None:
+            self._make_folder(self.file)
         trainer = running_trainer()
         self._attach(trainer, state)
+        self._call = running_call(trainer)
         self._exchanged = Exchanged(trainer, training_step=self._training, evaluation_loop=self._evaluation)
         _log_before_others(trainer, self)
+
+    def _make_folder(self, file: Path) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShaketableError(f"cannot write {file}: {error.strerror}") from None
 
     def _attach(self, trainer: Any, state: Any) -> None:
         """Match everything before anything is hooked: what does not fit raises, and leaves no trace."""
@@ -95,6 +113,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.plan is not None:
             self.injection = inject(model, self.plan, step=step, allow_inert=True)
         self.sampler = sampler_of(trainer, self.plan, self.aqn, total, step)
+        prepare_colocated(None)
         if self.aqn is not None and self.sampler is None:
             self.noise = self.aqn.attach(model, total, step=step, allow_inert=self.allow_inert)
         for injection in self._injections():
@@ -138,6 +157,9 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _training(self) -> Iterator[None]:
+        if self._left_behind():
+            yield
+            return
         with self._guarded():
             self._switch(True)
             yield
@@ -145,6 +167,9 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
+        if self._left_behind():
+            yield
+            return
         with self._guarded(), phase("eval"):
             if self.sampler is not None:
                 self.sampler.phase = "eval"
@@ -154,6 +179,13 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             self._switch(False)
             if self.sampler is not None:
                 self.sampler.phase = "rollout"
+
+    def _left_behind(self) -> bool:
+        """Whether the training that we belong to ended without a word, by an error outside of its steps: then end too."""
+        if self._call is None or is_running(self._call):
+            return False
+        self.close()
+        return True
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -182,7 +214,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """Take everything off the model and the trainer. What was counted stays."""
         if self._exchanged is not None:
             self._exchanged.undo()
-            self._exchanged = None
+            self._exchanged = self._call = None
         if self.injection is not None:
             self.injection.close(check=False)
         if self.noise is not None:
@@ -235,7 +267,6 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.file is not None:
             workers = [{"rank": i, "forward": r["forward"], "backward": r["backward"]} for i, r in enumerate(ranks)]
             extra = {"aqn": None if self.aqn is None else self.aqn.text(), "workers": workers}
-            self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(self.merged.to_dict() | extra, indent=2) + "\n", encoding="utf-8")
 
 

@@ -25,22 +25,26 @@ from shaketable.inject.ledger import Ledger
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import merged
 from shaketable.integrations.vllm import connect
+from shaketable.integrations.vllm_seams import can_act
 from shaketable.plan import Plan
 
 
 def prepare_colocated(plan: Plan | None) -> None:
-    """A vLLM that is made in this process from now on has the taps of the plan, which do nothing yet."""
-    if plan is not None and find_spec("vllm") is not None:
+    """A vLLM that is made in this process from now on has the taps of the plan, which do nothing yet; None ends that."""
+    if find_spec("vllm") is not None:
         from shaketable.integrations.vllm_seams import prepare
 
-        prepare(Orders(plan=plan.text(), seed=plan.seed, rank=this_rank()))
+        prepare(None if plan is None or not can_act(plan) else Orders(plan=plan.text(), seed=plan.seed, rank=this_rank()))
 
 
 class Colocated:
     """The vLLM of this process, with the plan and the AQN on it."""
 
     def __init__(self, llm: Any, plan: Plan | None, aqn: AQN | None, total_steps: int, step: int) -> None:
-        self.aqn = aqn
+        plan = plan if plan is not None and can_act(plan) else None
+        self.plan, self.aqn = plan, aqn
+        self._llm = llm
+        self._claim()
         self.total_steps = total_steps
         self._engine = connect(llm)
         self._step = step
@@ -51,6 +55,15 @@ class Colocated:
             self._engine.set_aqn(aqn.text(), total_steps, step, this_rank())
         self.step = step
         self.phase = "rollout"
+
+    def _claim(self) -> None:
+        """One plan and one AQN at a time: a second would take the place of the first, which nobody would notice."""
+        held = self._llm.__dict__.setdefault("_shaketable_held", {})
+        for what in ("plan", "aqn"):
+            if getattr(self, what) is not None and held.setdefault(what, self) is not self:
+                raise PlanError(
+                    f"another callback has its {what} on this vLLM; give both to one callback (clauses joined by ;)"
+                )
 
     @property
     def step(self) -> int:
@@ -80,12 +93,16 @@ class Colocated:
     def ledgers(self) -> list[Ledger]:
         """What plan and AQN did in the workers."""
         reports = self._engine.ledger() if self._reports is None else self._reports
-        return [found for what in ("plan", "aqn") if (found := merged(reports, what)) is not None]
+        own = [what for what in ("plan", "aqn") if getattr(self, what) is not None]
+        return [found for what in own if (found := merged(reports, what)) is not None]
 
     def close(self) -> None:
         """Make vLLM's weights and rollouts clean again; what was counted stays."""
         if self._reports is None:
             self._reports = self._engine.ledger()
+            held = self._llm.__dict__["_shaketable_held"]
+            for what in [what for what, holder in held.items() if holder is self]:
+                del held[what]
             self._engine.clear()
 
 

@@ -18,9 +18,9 @@ gets verl's own class. `VERL_USE_EXTERNAL_MODULES=shaketable.integrations.verl` 
 off. verl swallows what plugins raise while they are loaded, so there is nothing here that could: standard library only.
 
 **A run that trains clean although the driver has printed a plan** is the failure we fear most. It happens where the process of
-verl's task runner does not load our plugin. So the driver puts our extension of vLLM's workers into the config, which no machine
-without this package can import, and at its end looks for the orders that a trainer of ours would have written: without them it
-exits with 3, whatever verl said.
+verl's task runner does not load our plugin. So the driver puts our extension of vLLM's workers into the config, which cannot be
+imported where this package is missing, and at its end looks for the orders that a trainer of ours would have written: without
+them it exits with 3, whatever verl said.
 
 Rejected: variables in the environment of workers, which a Ray cluster that is running already does not take over. Orders
 travel in verl's own config to vLLM (`additional_config`), and by a call to the actors.

@@ -110,8 +110,8 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         return {**found, "shaketable/validation_strikes": float(self.crew.after_validation())}
 
     def on_validate_end(self) -> None:
-        """On. What is written into weights at this moment belongs to no step."""
-        if self._tell("set_phase", "rollout", phase="rollout"):
+        """On. What is written into weights now belongs to no step; before the first one, to that: samplers are at step 0."""
+        if self._tell("set_phase", "rollout", phase="rollout") and self.global_steps:
             self.crew.begin()
         super().on_validate_end()
 

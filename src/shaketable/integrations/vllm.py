@@ -129,10 +129,10 @@ def _resetting(rpc: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
         if method not in CHANGES:
             return rpc(self, method, timeout, args, kwargs)
-        if not self.reset_prefix_cache() and self.vllm_config.cache_config.enable_prefix_caching:
+        if not self.reset_prefix_cache():
             from shaketable.errors import ShaketableError
 
-            raise ShaketableError(f"{method} while requests are running: their cached prefixes would be of another model")
+            raise ShaketableError(f"{method} while requests are running: what they have cached would be of another model")
         return rpc(self, method, timeout, args, {**(kwargs or {}), _CONFIRMED: True})
 
     return call
@@ -209,4 +209,3 @@ class Sampler:
 def connect(llm: Any) -> Sampler:
     """A `vllm.LLM` whose workers can be told what to do: `connect(llm).set_sigma(0.01)`, `.ledger()`."""
     return Sampler(llm)
-

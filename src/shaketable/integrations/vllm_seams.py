@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shaketable.errors import ShaketableError
+from shaketable.errors import PlanError, ShaketableError
 from shaketable.harden.aqn import AQN
 from shaketable.integrations.orders import Orders
 from shaketable.launch.process import active
 from shaketable.plan import Clause, Plan
 
 if TYPE_CHECKING:
+    from shaketable.inject.injection import Injection
     from shaketable.integrations.vllm_worker import Shaker
 
 _prepared: Orders | None = None
@@ -75,6 +76,26 @@ def is_about_linear_weights(orders: Orders) -> bool:
 def is_written(clause: Clause) -> bool:
     """Whether a clause is about weights alone, which need no hooks."""
     return clause.site.level != "op" and set(clause.points) == {"weight"}
+
+
+def can_act(plan: Plan) -> bool:
+    """Whether anything of a plan can happen where nothing is trained."""
+    here = {"rollout", "eval"}
+    return any("forward" in c.site.directions and (not c.site.phase or here & {*c.site.phase}) for c in plan.clauses)
+
+
+def refuse_adapted(injection: Injection) -> None:
+    """vLLM's LoRA wrappers compute with the weights of what they wrap and do not call it: nothing there would be struck."""
+    attached = injection.models[0]
+    wrappers = [m for m in attached.model.modules() if type(m).__name__.endswith("WithLoRA")]
+    inside = {id(m) for wrapper in wrappers for m in wrapper.modules()}
+    hit = next((taps[0].name for module, taps in attached.points.values() if id(module) in inside), None)
+    if hit is None and wrappers and injection.has_operators:
+        hit = "every product with an adapter"
+    if hit is not None:
+        raise PlanError(
+            f"{hit}: vLLM's LoRA computes it without a call that could be struck; merge the adapter, or use point=weight"
+        )
 
 
 @contextmanager

@@ -16,8 +16,10 @@ On a CPU vLLM packs the weights of linears away. When a plan is about them, pack
 
 from __future__ import annotations
 
+import math
 import os
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,12 @@ from shaketable.inject.injection import Injection
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import Report
 from shaketable.integrations.vllm_seams import (
+    can_act,
     is_about_linear_weights,
     is_written,
     orders_of,
     prepared,
+    refuse_adapted,
     standing_aside,
     unpacked,
     watch_new_weights,
@@ -85,11 +89,9 @@ class Shaker:
         load = self.worker.load_model
 
         def load_model(*args: Any, **kwargs: Any) -> Any:
-            with unpacked() if is_about_linear_weights(orders) else nullcontext():
+            with unpacked() if self.orders and is_about_linear_weights(orders) else nullcontext():
                 result = load(*args, **kwargs)
-            self.attach(orders)
-            if self.orders is None:
-                self.clear()
+            self.attach(orders) if self.orders is not None else self._prepare(orders)
             return result
 
         self.worker.__dict__["load_model"] = load_model
@@ -113,6 +115,17 @@ class Shaker:
             return result
 
         self.worker.__dict__["execute_model"] = execute_model
+        if (reload := getattr(self.worker, "reload_weights", None)) is not None:
+            self.worker.__dict__["reload_weights"] = self._after_putting_back(reload)
+
+    def _after_putting_back(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that replaces weights, and their memory too: the clean ones are in it when it begins."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.before_new_weights()
+            return method(*args, **kwargs)
+
+        return run
 
     @property
     def model(self) -> nn.Module:
@@ -152,11 +165,19 @@ class Shaker:
         """Put the orders on the model that has just been loaded; what is on is hooked now and quiet until `go_live`."""
         watch_new_weights(self)
         if orders.plan is not None:
+            if not os.environ.get("SHAKETABLE_PLAN"):
+                self._refuse_idle(Plan.parse(orders.plan))
             self._attach_plan(Plan.parse(orders.plan, seed=orders.seed))
         if orders.aqn is not None:
             self._attach_aqn(AQN.load(orders.aqn), orders.total_steps, self.step)
         self._name_graphs()
         self._keep_ledger(orders)
+
+    def _prepare(self, orders: Orders) -> None:
+        """Have the taps compiled in, quiet; a plan that does not fit here may be meant for another model."""
+        with suppress(PlanError):
+            self.attach(orders)
+        self.clear()
 
     def _keep_ledger(self, orders: Orders) -> None:
         """Write what is done here to the folder of ledgers; under `shaketable run`, to the ledger of the process."""
@@ -173,6 +194,7 @@ class Shaker:
         self._refuse_captured(plan)
         injection = Injection(plan, step=self.step, rank=self.rank, allow_inert=True, sampler=True)
         injection.attach(self.model)
+        refuse_adapted(injection)
         injection.phase = self.phase
         if self.plan is not None:
             self._retire(self.plan)
@@ -203,6 +225,11 @@ class Shaker:
         injection.disable()
         if not (self.is_compiled and injection.models[0].hooks):
             injection.close(check=False)
+
+    def _refuse_idle(self, plan: Plan) -> None:
+        """A plan of a whole program may be about its trainer alone; one that was given to this engine may not."""
+        if not can_act(plan):
+            raise PlanError(f"{plan.text()}: nothing of it can act where nothing is trained")
 
     def _refuse_captured(self, plan: Plan) -> None:
         """CUDA graphs run no Python: nothing but the weights can be faulty in them."""
@@ -259,6 +286,7 @@ class Shaker:
         """Another plan."""
         self.told_rank = self.told_rank if rank is None else rank
         plan = Plan.load(text, seed=seed)
+        self._refuse_idle(plan)
         if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
             self._same_sites(plan)
             return
@@ -283,6 +311,8 @@ class Shaker:
 
     def set_magnitude(self, magnitude: float, clause: int | None) -> None:
         """Another magnitude."""
+        if not 0 <= magnitude < math.inf:
+            raise PlanError(f"a magnitude is 0 or above, not {magnitude}")
         plan = self._planned()
         if not any(isinstance(fault, MagnitudeFault) for i, fault in enumerate(plan.faults) if clause in (None, i)):
             which = "no clause" if clause is None else f"no clause {clause}"
@@ -312,6 +342,8 @@ class Shaker:
 
     def set_step(self, step: int) -> None:
         """Another step."""
+        if not isinstance(step, int) or step < 0:
+            raise ShaketableError(f"a step is a whole number of 0 or above, not {step!r}")
         self.step = step
         if self.plan is not None:
             self.plan.step = step
@@ -353,6 +385,15 @@ class Shaker:
             raise ShaketableError("this vLLM worker has no plan; start it with one, or call set_plan")
         return self.plan
 
+    def _samples_noisily(self, aqn: AttachedAQN) -> bool:
+        return aqn.enabled and self.phase in aqn.injection.plan.clauses[0].site.phase
+
+    def _sigmas(self) -> dict[str, float]:
+        """σ of each layer as it is now; empty where AQN is off."""
+        if self.aqn is None or not self._samples_noisily(self.aqn):
+            return {}
+        return {str(layer): sigma for layer, sigma in self.aqn.sigmas.items()}
+
     def report(self) -> dict[str, Any]:
         """What was done here, as plain data."""
         return {
@@ -364,6 +405,6 @@ class Shaker:
             "phase": self.phase,
             "written": len({id(w) for i in self.injections for m in i.models if m.written for w in m.written.faulty()}),
             **{what: found.ledger.to_dict() if found is not None else None for what, found in self.newest.items()},
-            "sigma": self.aqn.sigma if self.aqn is not None and self.aqn.enabled else 0.0,
-            "sigmas": {str(k): v for k, v in self.aqn.sigmas.items()} if self.aqn is not None and self.aqn.enabled else {},
+            "sigma": self.aqn.sigma if self.aqn is not None and self._samples_noisily(self.aqn) else 0.0,
+            "sigmas": self._sigmas(),
         }

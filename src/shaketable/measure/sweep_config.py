@@ -108,6 +108,8 @@ class SweepConfig(BaseModel):
         resolve_plan(self.plan, self.magnitudes)
         if self.engine_args and self.engine == "hf":
             raise ValueError("engine_args are for engine vllm")
+        if taken := {"enforce_eager", "additional_config", "worker_extension_cls"} & self.engine_args.keys():
+            raise ValueError(f"engine_args: {min(taken)} is set by the sweep itself")
         plans = [s.plan for s in self.settings() if s.plan is not None]
         for plan in plans[:1]:
             if clause := next((c for c in plan.clauses if "forward" not in c.site.directions), None):

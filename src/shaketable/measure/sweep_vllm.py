@@ -106,11 +106,11 @@ class VllmSolving:
         return {**facts, "drift": self._drift() if setting.is_first else None}
 
     def _shake(self, condition: Condition) -> None:
+        self.sampler.set_phase("eval")
         if condition.plan is None:
             self.sampler.clear()
         else:
             self.sampler.set_plan(condition.plan.text(), condition.plan.seed)
-        self.sampler.set_phase("eval")
 
     def _solve(self, progress: Progress | None) -> list[Completion]:
         from vllm import SamplingParams

@@ -224,3 +224,21 @@ def test_aqn_that_cannot_be_is_refused_and_the_one_before_stays(llm):
     llm.clear()
     with pytest.raises(ShaketableError, match="no AQN"):
         llm.set_sigma(None)
+
+
+def test_weights_that_vllm_reads_again_itself_have_noise_and_come_back_clean(llm, clean):
+    llm.set_sigma(0.05)
+    llm.ask()
+    noisy = llm.norms()
+    llm.llm.collective_rpc("reload_weights")
+    llm.ask()
+    assert same(llm.norms(), noisy)
+    llm.clear()
+    assert same(llm.norms(), clean[0])
+
+
+def test_a_report_says_that_aqn_is_off_in_a_validation(llm):
+    llm.set_sigma(0.05)
+    assert (llm.report()["sigma"], llm.report()["written"]) == (0.05, 17)
+    llm.set_phase("eval")
+    assert (llm.report()["sigma"], llm.report()["sigmas"], llm.report()["written"]) == (0.0, {}, 0)

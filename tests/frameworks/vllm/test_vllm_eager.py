@@ -230,6 +230,12 @@ def test_a_plan_that_cannot_act_is_refused_and_the_one_before_stays(llm, plan, w
     assert llm.site()["site"] == "layer.2"
 
 
+@pytest.mark.parametrize("plan", ["gain:0.1@layer.2,direction=backward", "gain:0.1@layer.2,phase=train"])
+def test_a_plan_for_training_alone_is_refused_where_nothing_is_trained(llm, plan):
+    with pytest.raises(PlanError, match="nothing of it can act"):
+        llm.set_plan(plan)
+
+
 def test_words_that_mean_nothing_are_errors(llm):
     with pytest.raises(PlanError, match="did you mean 'eval'"):
         llm.set_phase("evl")
@@ -241,6 +247,12 @@ def test_words_that_mean_nothing_are_errors(llm):
     llm.set_plan("mxfp4@module.linear,point=input")
     with pytest.raises(PlanError, match="no clause with a magnitude"):
         llm.set_magnitude(0.1)
+    for magnitude in (-1.0, float("nan")):
+        with pytest.raises(PlanError, match="0 or above"):
+            llm.set_magnitude(magnitude)
+    for step in ("a", -1):
+        with pytest.raises(ShaketableError, match="whole number"):
+            llm.set_step(step)
     with pytest.raises(AttributeError, match="valid: set_plan"):
         llm.sampler.set_plans("x")
 
