@@ -9,7 +9,8 @@ trained is in another place.
 Noise never accumulates: a faulty weight is always made from the clean copy that was taken before the first write. An engine's
 weights are replaced from outside, at every step of a reinforcement-learning run, and those that replace them do not ask us. So
 each write leaves a checksum of the bits; when the bits are not ours any more, somebody has put new weights there, and those are
-the clean ones from now on.
+the clean ones from now on. (A weight that somebody replaces in part, behind the back of the engine, would keep our
+noise in the other part: whoever loads through the engine is noticed before, and the weight is clean then.)
 
 A plan and AQN may act on the same weight. There is one clean copy of it and one list of taps, whoever made them: with a copy
 each, the one would take the other's noise for new weights.

@@ -1,6 +1,7 @@
 """A compiled vLLM, in processes of its own: taps that are in the graph, obey while it lives, and stay out of other graphs.
 
-Three engines start one after the other and share vLLM's cache of graphs on disk: under a plan, under another, under none.
+Three engines start one after the other and share vLLM's cache of graphs on disk: under a plan, under another, under none. The
+plans come by the environment, which vLLM does not look at when it names its graphs.
 """
 
 from __future__ import annotations
@@ -46,11 +47,15 @@ def said(folder):
 
 
 def start(folder, name, plan, *how):
-    env = os.environ | {
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    }
+    env = (
+        os.environ
+        | {
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        }
+        | ({"SHAKETABLE_PLAN": plan} if plan != "none" else {})
+    )
     command = [sys.executable, PROGRAM, folder / "model", plan, folder / f"{name}.json", *how]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-4000:]

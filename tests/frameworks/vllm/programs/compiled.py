@@ -1,4 +1,4 @@
-"""A compiled vLLM, in processes of its own, under a plan: compiled.py MODEL PLAN ANSWERS.json [live]."""
+"""A compiled vLLM, in processes of its own, under the plan of its environment: compiled.py MODEL PLAN ANSWERS.json [live]."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ import time
 
 from vllm import LLM, SamplingParams
 
-from shaketable.integrations.vllm import connect, options
+from shaketable.integrations.vllm import connect
 
 SHAPE = {"max_model_len": 64, "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
 SHAPE |= {"gpu_memory_utilization": 0.1}
@@ -29,9 +29,8 @@ def compilations(worker):
 class Program:
     """The engine, and everything that was asked of it."""
 
-    def __init__(self, model, plan):
-        orders = options(plan=plan) if plan != "none" else {}
-        self.llm = LLM(model, **SHAPE, **orders)
+    def __init__(self, model):
+        self.llm = LLM(model, **SHAPE)
         self.said = {}
 
     def ask(self, name):
@@ -83,7 +82,7 @@ class Program:
 def main():
     model, plan, path, *how = sys.argv[1:]
     began = time.time()
-    program = Program(model, plan)
+    program = Program(model)
     program.said["seconds"] = time.time() - began
     sampler = connect(program.llm)
     if how == ["live"]:
