@@ -25,7 +25,7 @@ test-verl:
 
 # What CI has time for: the fastest tests of each that really run it.
 test-frameworks:
-	@$(call FRAMEWORK,vllm,$(addprefix tests/frameworks/vllm/,test_vllm_eager.py test_vllm_run.py))
+	@$(call FRAMEWORK,vllm,$(addprefix tests/frameworks/vllm/,test_vllm_eager.py test_vllm_aqn.py test_vllm_run.py))
 	@$(call FRAMEWORK,verl,tests/frameworks/verl/test_verl_noise.py)
 
 # Runs the tests of all frameworks, and writes the table of docs/frameworks.md from what they say.

@@ -1,7 +1,7 @@
 """One thread for every test, a small model to shake, and a list of what the tests of frameworks cover.
 
 Tests carry `@pytest.mark.covers(framework, what, mode)`. With `--covers FILE` a run writes there how many tests of each passed and
-failed, and with which versions; `scripts/compatibility.py` makes the table of docs/frameworks.md from such files.
+failed, and with which versions, over what an earlier run wrote of them; `scripts/compatibility.py` makes the table of docs/frameworks.md from such files.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ def pytest_sessionfinish(session):
         return
     found = {d.metadata["Name"].lower(): d.version for d in distributions()}
     versions = {name: found[name] for name in PACKAGES if name in found}
-    names = sorted({key[:3] for key in _covered})
-    rows = [[*name, _covered[(*name, "passed")], _covered[(*name, "failed")]] for name in names]
-    body = {"date": time.strftime("%Y-%m-%d"), "versions": versions, "rows": rows}
-    Path(file).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    path = Path(file)
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows = {tuple(row[:3]): row for row in before}
+    for name in {key[:3] for key in _covered}:
+        rows[name] = [*name, _covered[(*name, "passed")], _covered[(*name, "failed")]]
+    body = {"date": time.strftime("%Y-%m-%d"), "versions": versions, "rows": [rows[name] for name in sorted(rows)]}
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
 _covered = Counter()

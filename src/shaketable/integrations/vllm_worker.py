@@ -94,7 +94,13 @@ class Shaker:
             self.attach(orders) if self.orders is not None else self._prepare(orders)
             return result
 
-        self.worker.__dict__["load_model"] = load_model
+        stop = self.worker.shutdown
+
+        def shutdown() -> None:
+            self._flush()
+            stop()
+
+        self.worker.__dict__.update(load_model=load_model, shutdown=shutdown)
         self._watch_requests()
 
     def _watch_requests(self) -> None:
@@ -273,6 +279,14 @@ class Shaker:
                 text = self.plan.plan.clauses[i].text()
                 raise InertError(f"{text} is on in this vLLM worker, and its first forward struck nothing")
         self.unproven -= before.keys()
+        if before:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Bring the ledgers on disk up to date: an engine that is told to go may be killed before their own time comes."""
+        for file in (self.file, active()):
+            if file is not None:
+                file.flush()
 
     def _acts(self, clause: Clause, index: int) -> bool:
         assert self.plan is not None

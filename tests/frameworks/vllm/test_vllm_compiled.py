@@ -129,6 +129,12 @@ def test_another_plan_has_graphs_of_its_own(said, oracle):
     assert [site["matched"] for site in said["second"]["ledger"]["sites"]] == [1, 3, 3]
 
 
+def test_each_plan_has_a_place_of_its_own_in_the_cache_of_graphs(said, folder):
+    """vLLM 0.32 writes graphs on a CPU and fails to read them again, so that the wrong one could not do harm there."""
+    places = list((folder / "cache" / "torch_compile_cache" / "torch_aot_compile").iterdir())
+    assert len(places) == len(said)
+
+
 def test_cleared_before_the_first_request_it_never_acts(said):
     assert tokens(said["second"]["cleared before the first request"]) == tokens(said["clean"]["on"])
     assert logprobs(said["second"]["cleared before the first request"]) == pytest.approx(

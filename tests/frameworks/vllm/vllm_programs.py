@@ -20,8 +20,11 @@ def run(*command, **env):
 
 
 def environment(**more):
-    """Ours, as if no test had run in this process."""
-    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED} | more
+    """Ours, as if no test had run in this process; a PYTHONPATH goes in front of the one there is, which may hold this checkout."""
+    found = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED} | more
+    if "PYTHONPATH" in more and "PYTHONPATH" in os.environ:
+        found["PYTHONPATH"] = os.pathsep.join([more["PYTHONPATH"], os.environ["PYTHONPATH"]])
+    return found
 
 
 def offline(*arguments, **env):
