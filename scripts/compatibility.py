@@ -37,7 +37,7 @@ def table() -> str:
 
 
 def _version(framework: str, versions: dict[str, str]) -> str:
-    parts = [versions.get(DISTRIBUTIONS[name], "?") for name in framework.split(" + ")]
+    parts = [versions.get(DISTRIBUTIONS[name], "–") for name in framework.split(" + ")]
     return " + ".join(parts)
 
 
