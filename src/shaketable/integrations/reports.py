@@ -1,8 +1,7 @@
 """What each worker of a framework did, as a file of its own that whoever gave the orders can read at any time.
 
 Calls into a framework's workers do not always come back with an answer (verl's do not), and a worker that dies answers nothing.
-A file stays. It is written when the worker begins, so that one which never acts can be named; within a twentieth of a second of
-any change, less often when writing would cost more than 5 %; and when `flush` is called. Writes are atomic.
+A file stays (`launch/kept_file.py` says when it is written).
 
 A folder that many machines share shows a file late, or as it was a while ago. So `flush` takes a number, which is in the report
 from then on: whoever asked for it knows by that number that what is read is not older than the question.
@@ -15,7 +14,6 @@ import errno
 import json
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,10 +21,9 @@ from typing import Any
 
 from shaketable.errors import ShaketableError
 from shaketable.inject.ledger import Ledger
+from shaketable.launch.kept_file import PAUSE, TRIES, KeptFile
 
 SCHEMA = "shaketable.worker/1"
-PAUSE = 0.05
-TRIES = 20
 
 
 class Report:
@@ -42,45 +39,25 @@ class Report:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ShaketableError(f"cannot use {folder} for ledgers: {error.strerror}") from None
-        self.path = folder / f"worker-{os.getpid()}-{secrets.token_hex(4)}.json"
-        self.role = role
-        self.ask = ask
+        self.role, self.ask = role, ask
         self.started = time.time()
-        self._lock = threading.Lock()
-        self._written = ""
         self._mark = 0
-        self.flush()
-        threading.Thread(target=self._keep_flushing, name="shaketable-report", daemon=True).start()
+        self._file = KeptFile(folder / f"worker-{os.getpid()}-{secrets.token_hex(4)}.json", self._body)
         atexit.register(self.flush)
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._file.path
 
     def flush(self, mark: int | None = None) -> None:
         """Write, if there is anything new; `mark`, and all later reports, have the number of the question in them."""
-        with self._lock:
-            self._mark = self._mark if mark is None else mark
-            head = {"schema": SCHEMA, "role": self.role, "pid": os.getpid(), "started": self.started, "mark": self._mark}
-            text = json.dumps(head | self._asked())
-            if text != self._written:
-                draft = self.path.with_suffix(".draft")
-                draft.write_text(text, encoding="utf-8")
-                draft.replace(self.path)
-                self._written = text
+        self._mark = self._mark if mark is None else mark
+        self._file.flush()
 
-    def _asked(self) -> dict[str, Any]:
-        """The worker goes on while we ask: a dictionary that grew meanwhile is read again."""
-        for _ in range(20):
-            try:
-                return self.ask()
-            except RuntimeError:
-                time.sleep(0.001)
-        return self.ask()
-
-    def _keep_flushing(self) -> None:
-        pause = PAUSE
-        while True:
-            time.sleep(pause)
-            start = time.thread_time()
-            self.flush()
-            pause = max(PAUSE, 20 * (time.thread_time() - start))
+    def _body(self) -> dict[str, Any]:
+        head = {"schema": SCHEMA, "role": self.role, "pid": os.getpid(), "started": self.started, "mark": self._mark}
+        return head | self.ask()
 
 
 def read_reports(folder: str | Path) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from shaketable.inject.ledger import Ledger
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import merged
 from shaketable.integrations.vllm import connect
-from shaketable.integrations.vllm_seams import can_act
+from shaketable.integrations.vllm_refusals import can_act
 from shaketable.plan import Plan
 
 

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shaketable.errors import PlanError, ShaketableError
+from shaketable.errors import ShaketableError
 from shaketable.harden.aqn import AQN
 from shaketable.integrations.orders import Orders
 from shaketable.launch.process import active
-from shaketable.plan import Clause, Plan
+from shaketable.plan import Plan
 
 if TYPE_CHECKING:
-    from shaketable.inject.injection import Injection
     from shaketable.integrations.vllm_worker import Shaker
 
+LOOP = ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens")
+"""What an engine does with its model; a plan on the whole process stands aside."""
+_WATCHED = "_shaketable_watched"
 _prepared: Orders | None = None
 
 
@@ -58,44 +60,14 @@ def watch_new_weights(shaker: Shaker) -> None:
     model = shaker.model
     if "load_weights" in model.__dict__ or not hasattr(model, "load_weights"):
         return
-    load: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
-
-    def load_weights(*args: Any, **kwargs: Any) -> Any:
-        shaker.before_new_weights()
-        return load(*args, **kwargs)
-
-    model.__dict__["load_weights"] = load_weights
+    model.__dict__["load_weights"] = _told_before(shaker, model.load_weights)  # type: ignore[arg-type]
 
 
 def is_about_linear_weights(orders: Orders) -> bool:
+    """Whether linears must keep their weights: the plan, or AQN, is about them."""
     plan = Plan.parse(orders.plan, seed=orders.seed) if orders.plan is not None else None
     of_plan = plan is not None and any("weight" in clause.points for clause in plan.clauses)
     return of_plan or (orders.aqn is not None and "linear" in AQN.load(orders.aqn).roles)
-
-
-def is_written(clause: Clause) -> bool:
-    """Whether a clause is about weights alone, which need no hooks."""
-    return clause.site.level != "op" and set(clause.points) == {"weight"}
-
-
-def can_act(plan: Plan) -> bool:
-    """Whether anything of a plan can happen where nothing is trained."""
-    here = {"rollout", "eval"}
-    return any("forward" in c.site.directions and (not c.site.phase or here & {*c.site.phase}) for c in plan.clauses)
-
-
-def refuse_adapted(injection: Injection) -> None:
-    """vLLM's LoRA wrappers compute with the weights of what they wrap and do not call it: nothing there would be struck."""
-    attached = injection.models[0]
-    wrappers = [m for m in attached.model.modules() if type(m).__name__.endswith("WithLoRA")]
-    inside = {id(m) for wrapper in wrappers for m in wrapper.modules()}
-    hit = next((taps[0].name for module, taps in attached.points.values() if id(module) in inside), None)
-    if hit is None and wrappers and injection.has_operators:
-        hit = "every product with an adapter"
-    if hit is not None:
-        raise PlanError(
-            f"{hit}: vLLM's LoRA computes it without a call that could be struck; merge the adapter, or use point=weight"
-        )
 
 
 @contextmanager
@@ -123,3 +95,56 @@ def standing_aside(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **kwargs)
 
     return quietly
+
+
+def follow_orders(shaker: Shaker, orders: Orders) -> None:
+    """Attach when the model has been loaded, and switch on at the first request."""
+    worker = shaker.worker
+    if orders.plan is not None and any(c.site.level == "op" for c in Plan.parse(orders.plan).clauses):
+        os.environ["VLLM_USE_AOT_COMPILE"] = "0"
+    for name in LOOP:
+        if (method := getattr(worker, name, None)) is not None:
+            worker.__dict__[name] = standing_aside(method)
+    load, stop = worker.load_model, worker.shutdown
+
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        with unpacked() if shaker.orders and is_about_linear_weights(orders) else nullcontext():
+            result = load(*args, **kwargs)
+        shaker.on_loaded(orders)
+        return result
+
+    def shutdown() -> None:
+        shaker.flush()
+        stop()
+
+    worker.__dict__.update(load_model=load_model, shutdown=shutdown)
+    watch_requests(shaker)
+
+
+def watch_requests(shaker: Shaker) -> None:
+    """Be told before and after each request, and before vLLM reads its weights again. Does nothing the second time."""
+    worker = shaker.worker
+    if _WATCHED in worker.__dict__:
+        return
+    worker.__dict__[_WATCHED] = True
+    execute, reload = worker.execute_model, getattr(worker, "reload_weights", None)
+
+    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scheduled.total_num_scheduled_tokens:
+            return execute(scheduled, *args, **kwargs)
+        with shaker.serving():
+            return execute(scheduled, *args, **kwargs)
+
+    worker.__dict__["execute_model"] = execute_model
+    if reload is not None:
+        worker.__dict__["reload_weights"] = _told_before(shaker, reload)
+
+
+def _told_before(shaker: Shaker, load: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that replaces weights: those that are there are clean when it begins."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shaker.before_new_weights()
+        return load(*args, **kwargs)
+
+    return run

@@ -3,7 +3,7 @@
 The plan is attached right after the model was loaded: vLLM compiles at the first forward, and what is compiled carries the
 taps. It stays quiet while vLLM profiles and warms up, and is switched on at the first real request. Two things are checked, and
 each ends the engine with an error: the orders match something in this model, and each clause strikes in the first forward in
-which it acts. The study we come from reported "0 % degradation" of a vLLM in which nothing had been injected.
+which it acts (`vllm_proof.py`). What could never act is refused before (`vllm_refusals.py`); `vllm_seams.py` is the way in.
 
 Graphs. vLLM keeps compiled graphs on disk. Ours hold the numbers of taps, so what is kept is kept under a name that has the
 plan, and the last of those numbers, in it. A graph whose operators are struck is compiled under a torch function mode, which
@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from shaketable import __version__
-from shaketable.errors import InertError, PlanError, ShaketableError, nearest
+from shaketable.errors import PlanError, ShaketableError, nearest
 from shaketable.faults import MagnitudeFault
 from shaketable.harden.aqn import AQN
 from shaketable.harden.aqn_noise import AttachedAQN
@@ -34,24 +34,20 @@ from shaketable.inject import compiled
 from shaketable.inject.injection import Injection
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import Report
-from shaketable.integrations.vllm_seams import (
-    can_act,
-    is_about_linear_weights,
+from shaketable.integrations.vllm_proof import FirstStrikes
+from shaketable.integrations.vllm_refusals import (
     is_written,
-    orders_of,
-    prepared,
     refuse_adapted,
-    standing_aside,
-    unpacked,
-    watch_new_weights,
+    refuse_captured,
+    refuse_idle,
+    refuse_other_sites,
 )
+from shaketable.integrations.vllm_seams import follow_orders, orders_of, prepared, watch_new_weights, watch_requests
 from shaketable.launch import places
 from shaketable.launch.process import active
-from shaketable.plan import PHASES, Clause, Plan
+from shaketable.plan import PHASES, Plan
 
 GRAPHS = "shaketable_graphs"
-LOOP = ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens")
-"""What an engine does with its model; a plan on the whole process stands aside."""
 
 
 class Shaker:
@@ -68,70 +64,14 @@ class Shaker:
         self.phase = "rollout"
         self.is_live = False
         """Whether vLLM has warmed up and serves."""
-        self.unproven: set[int] = set()
-        """Clauses of the plan that have not been seen to strike yet."""
+        self.proof: FirstStrikes | None = None
         self.newest: dict[str, Injection | AttachedAQN | None] = {"plan": None, "aqn": None}
         """What was attached last; its ledger stays when it has been cleared."""
-        self.is_watched = False
         self.is_stale = False
         """Whether new weights have come since faults were last written into them."""
         self.file: Report | None = None
         if (orders := self.orders or prepared()) is not None:
-            self._follow_orders(orders)
-
-    def _follow_orders(self, orders: Orders) -> None:
-        """Attach when the model has been loaded, and switch on at the first request."""
-        if orders.plan is not None and any(c.site.level == "op" for c in Plan.parse(orders.plan).clauses):
-            os.environ["VLLM_USE_AOT_COMPILE"] = "0"
-        for name in LOOP:
-            if (method := getattr(self.worker, name, None)) is not None:
-                self.worker.__dict__[name] = standing_aside(method)
-        load = self.worker.load_model
-
-        def load_model(*args: Any, **kwargs: Any) -> Any:
-            with unpacked() if self.orders and is_about_linear_weights(orders) else nullcontext():
-                result = load(*args, **kwargs)
-            self.attach(orders) if self.orders is not None else self._prepare(orders)
-            return result
-
-        stop = self.worker.shutdown
-
-        def shutdown() -> None:
-            self._flush()
-            stop()
-
-        self.worker.__dict__.update(load_model=load_model, shutdown=shutdown)
-        self._watch_requests()
-
-    def _watch_requests(self) -> None:
-        """Switch on at the first request, and see that the plan strikes."""
-        if self.is_watched:
-            return
-        self.is_watched = True
-        execute = self.worker.execute_model
-
-        def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            if not scheduled.total_num_scheduled_tokens:
-                return execute(scheduled, *args, **kwargs)
-            self.go_live()
-            self._write_anew()
-            before = self._acting()
-            result = execute(scheduled, *args, **kwargs)
-            self._check(before)
-            return result
-
-        self.worker.__dict__["execute_model"] = execute_model
-        if (reload := getattr(self.worker, "reload_weights", None)) is not None:
-            self.worker.__dict__["reload_weights"] = self._after_putting_back(reload)
-
-    def _after_putting_back(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that replaces weights, and their memory too: the clean ones are in it when it begins."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.before_new_weights()
-            return method(*args, **kwargs)
-
-        return run
+            follow_orders(self, orders)
 
     @property
     def model(self) -> nn.Module:
@@ -167,23 +107,27 @@ class Shaker:
 
     # ---- attaching
 
+    def on_loaded(self, orders: Orders) -> None:
+        """The model is there. Orders that were only prepared are compiled in and stay quiet; if they do not fit, they may be
+        meant for another model, and whoever asks for them will be told."""
+        if self.orders is not None:
+            self.attach(orders)
+            return
+        with suppress(PlanError):
+            self.attach(orders)
+        self.clear()
+
     def attach(self, orders: Orders) -> None:
         """Put the orders on the model that has just been loaded; what is on is hooked now and quiet until `go_live`."""
         watch_new_weights(self)
         if orders.plan is not None:
             if not os.environ.get("SHAKETABLE_PLAN"):
-                self._refuse_idle(Plan.parse(orders.plan))
+                refuse_idle(Plan.parse(orders.plan))
             self._attach_plan(Plan.parse(orders.plan, seed=orders.seed))
         if orders.aqn is not None:
             self._attach_aqn(AQN.load(orders.aqn), orders.total_steps, self.step)
         self._name_graphs()
         self._keep_ledger(orders)
-
-    def _prepare(self, orders: Orders) -> None:
-        """Have the taps compiled in, quiet; a plan that does not fit here may be meant for another model."""
-        with suppress(PlanError):
-            self.attach(orders)
-        self.clear()
 
     def _keep_ledger(self, orders: Orders) -> None:
         """Write what is done here to the folder of ledgers; under `shaketable run`, to the ledger of the process."""
@@ -197,7 +141,7 @@ class Shaker:
 
     def _attach_plan(self, plan: Plan) -> None:
         """Put a plan in place of the one there is, which stays when this one does not fit."""
-        self._refuse_captured(plan)
+        refuse_captured(plan, self.config, self.worker.current_platform.is_cpu())
         injection = Injection(plan, step=self.step, rank=self.rank, allow_inert=True, sampler=True)
         injection.attach(self.model)
         refuse_adapted(injection)
@@ -205,12 +149,12 @@ class Shaker:
         if self.plan is not None:
             self._retire(self.plan)
         self.plan = self.newest["plan"] = injection
-        self.unproven = {i for i, clause in enumerate(plan.clauses) if not is_written(clause)}
+        self.proof = FirstStrikes(injection)
         self._hook(injection)
 
     def _attach_aqn(self, aqn: AQN, total_steps: int, step: int) -> None:
         attached = aqn.attach(self.model, total_steps, step=step, rank=self.rank, allow_inert=True, sampler=True)
-        self._refuse_captured(attached.injection.plan)
+        refuse_captured(attached.injection.plan, self.config, self.worker.current_platform.is_cpu())
         attached.injection.phase = self.phase
         if self.aqn is not None:
             self._retire(self.aqn.injection)
@@ -219,7 +163,7 @@ class Shaker:
 
     def _hook(self, injection: Injection) -> None:
         """Hook the model, so that what is compiled has the taps; before the first request they do nothing."""
-        self._watch_requests()
+        watch_requests(self)
         for attached in injection.models:
             attached.hook()
         injection.push_mode()
@@ -231,22 +175,6 @@ class Shaker:
         injection.disable()
         if not (self.is_compiled and injection.models[0].hooks):
             injection.close(check=False)
-
-    def _refuse_idle(self, plan: Plan) -> None:
-        """A plan of a whole program may be about its trainer alone; one that was given to this engine may not."""
-        if not can_act(plan):
-            raise PlanError(f"{plan.text()}: nothing of it can act where nothing is trained")
-
-    def _refuse_captured(self, plan: Plan) -> None:
-        """CUDA graphs run no Python: nothing but the weights can be faulty in them."""
-        mode = getattr(self.config.compilation_config, "cudagraph_mode", None)
-        captured = mode is not None and getattr(mode, "name", "NONE") != "NONE" and not self.worker.current_platform.is_cpu()
-        struck = [clause for clause in plan.clauses if not is_written(clause)]
-        if captured and struck:
-            raise PlanError(
-                f"{struck[0].text()}: vLLM captures CUDA graphs, in which only faults of weights act; "
-                "start it with enforce_eager=True or compilation_config={'cudagraph_mode': 'NONE'}"
-            )
 
     def _name_graphs(self) -> None:
         """Keep graphs that carry taps apart from all others, in vLLM's cache on disk."""
@@ -264,35 +192,23 @@ class Shaker:
             if part is not None:
                 part.enable()
 
-    def _acting(self) -> dict[int, int]:
-        """Clauses that act now and have not been seen to, with their fires so far."""
-        if self.plan is None or not self.plan.enabled:
-            return {}
-        sites, clauses = self.plan.ledger.sites, self.plan.plan.clauses
-        return {i: sites[i].forward for i in self.unproven if self._acts(clauses[i], i)}
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A request is computed inside."""
+        self.go_live()
+        self._write_anew()
+        proof = self.proof if self.plan is not None else None
+        before = proof.expected() if proof is not None else {}
+        yield
+        if proof is not None and before:
+            proof.check(before)
+            self.flush()
 
-    def _check(self, before: dict[int, int]) -> None:
-        """The first forward in which a clause acts must have struck something."""
-        for i, fires in before.items():
-            assert self.plan is not None
-            if self.plan.ledger.sites[i].forward == fires:
-                text = self.plan.plan.clauses[i].text()
-                raise InertError(f"{text} is on in this vLLM worker, and its first forward struck nothing")
-        self.unproven -= before.keys()
-        if before:
-            self._flush()
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Bring the ledgers on disk up to date: an engine that is told to go may be killed before their own time comes."""
         for file in (self.file, active()):
             if file is not None:
                 file.flush()
-
-    def _acts(self, clause: Clause, index: int) -> bool:
-        assert self.plan is not None
-        here = not clause.site.phase or self.phase in clause.site.phase
-        forward = "forward" in clause.site.directions and not is_written(clause)
-        return here and forward and not self.plan.faults[index].is_off
 
     # ---- what can be asked for
 
@@ -300,26 +216,20 @@ class Shaker:
         """Another plan."""
         self.told_rank = self.told_rank if rank is None else rank
         plan = Plan.load(text, seed=seed)
-        self._refuse_idle(plan)
+        refuse_idle(plan)
         if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
-            self._same_sites(plan)
+            refuse_other_sites(plan, self.plan, self.rank)
+            self._take_magnitudes(plan)
             return
         watch_new_weights(self)
         self.go_live()
         self._attach_plan(plan)
 
-    def _same_sites(self, plan: Plan) -> None:
-        """In a compiled model the taps are where they are; only magnitudes can change."""
-        now = self.plan.plan if self.plan is not None else None
-        shapes = [[(c.site, c.fault.kind, tuple(c.fault.params().items())) for c in p.clauses] for p in (plan, now) if p]
-        if now is None or self.plan is None or shapes[0] != shapes[1] or (plan.seed, self.rank) != (now.seed, self.plan.rank):
-            raise PlanError(
-                "this vLLM model is compiled, and what was compiled has no taps for this plan; "
-                "start vLLM with the plan (shaketable.integrations.vllm.options), or with enforce_eager=True"
-            )
+    def _take_magnitudes(self, plan: Plan) -> None:
+        """Switch the compiled taps on, with the magnitudes of a plan that is theirs otherwise."""
+        assert self.plan is not None
         for i, clause in enumerate(plan.clauses):
-            asked = clause.fault.asked()
-            if asked is not None:
+            if (asked := clause.fault.asked()) is not None:
                 self.plan.set_magnitude(asked, i)
         self.plan.enable()
 

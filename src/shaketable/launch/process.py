@@ -1,21 +1,15 @@
 """A plan made active in a whole process whose code never heard of us.
 
 Models are found when they are first called: a global module hook attaches the plan to every outermost module it
-meets, once. Operators are met in all threads and also outside of modules. The ledger goes to a file of this process: at
-start (so that a process that used torch and injected nothing can be named), within a twentieth of a second of any fire
-(less often when the ledger is so large that writing it would cost more than 5 %), and at exit. Writes are atomic, so
-kill -9 loses at most what happened since.
+meets, once. Operators are met in all threads and also outside of modules. The ledger goes to a file of this process
+(`ledger_file.py`).
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import secrets
-import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,17 +26,15 @@ from shaketable.inject.attached import Attached
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.hooks import Hook
 from shaketable.inject.injection import Injection
-from shaketable.inject.ledger import Ledger
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.taps import Tap
 from shaketable.inject.tensors import change_input
 from shaketable.launch import places
+from shaketable.launch.ledger_file import LedgerFile
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
 
 PLAN, SEED, LEDGER = "SHAKETABLE_PLAN", "SHAKETABLE_SEED", "SHAKETABLE_LEDGER"
-SCHEMA = "shaketable.process/1"
-FLUSH_SECONDS = 0.05
 _LOOSE = -1
 """The owner of operators outside of all modules."""
 
@@ -176,94 +168,6 @@ class ProcessInjection(Injection):
             result = hook(module, args, {})
             args = args if result is None else result[0]
         return args or None
-
-
-class LedgerFile:
-    """The ledger of this process on disk."""
-
-    def __init__(self, injection: ProcessInjection, folder: Path) -> None:
-        self.injection = injection
-        self.folder = folder
-        self.engines: list[tuple[str, Injection]] = []
-        """Models of sampling engines in this process, and their injections of the same plan."""
-        self.fork = False
-        self.place = places.Place()
-        """The last one known: a driver that has left its cluster is still the driver in the ledger."""
-        self._begin()
-
-    def _begin(self) -> None:
-        self.path = self.folder / f"process-{os.getpid()}-{secrets.token_hex(4)}.json"
-        self.started = time.time()
-        self._written: str | None = None
-        self._lock = threading.Lock()
-        self.flush()
-        threading.Thread(target=self._keep_flushing, name="shaketable-ledger", daemon=True).start()
-
-    def after_fork(self) -> None:
-        """A forked child has a ledger of its own, which starts from zero."""
-        self.injection.ledger.clear()
-        self.engines.clear()
-        self.injection.calls._lock = threading.Lock()
-        self.injection.attaching = threading.RLock()
-        self.place = self.place.child()
-        self.fork = True
-        self._begin()
-
-    def _keep_flushing(self) -> None:
-        pause, seen = FLUSH_SECONDS, -1
-        while True:
-            time.sleep(pause)
-            if self._fires() != seen:
-                seen, start = self._fires(), time.thread_time()
-                self.flush()
-                pause = max(FLUSH_SECONDS, 20 * (time.thread_time() - start))
-
-    def flush(self) -> None:
-        """Write, if there is anything new."""
-        with self._lock:
-            text = json.dumps(self._record())
-            if text != self._written:
-                draft = self.path.with_suffix(".draft")
-                draft.write_text(text, encoding="utf-8")
-                draft.replace(self.path)
-                self._written = text
-
-    def _record(self) -> dict[str, Any]:
-        found = self.place if self.fork else places.current_place()
-        self.place = found if found.label else self.place
-        return {
-            "schema": SCHEMA,
-            "pid": os.getpid(),
-            "parent": os.getppid(),
-            "rank": self.injection.rank,
-            "place": self.place.label,
-            "actor": self.place.actor,
-            "forked": self.fork,
-            "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
-            "started": self.started,
-            "models": [*self.injection.names, *(name for name, _ in self.engines)],
-            "late": sorted(self.injection.late),
-            "unmatched": sorted(set(self.injection.unmatched))[:8],
-            "ledger": self._ledger(),
-        }
-
-    def _fires(self) -> int:
-        return sum(injection.fires for injection in (self.injection, *(i for _, i in self.engines)))
-
-    def _ledger(self) -> dict[str, Any]:
-        """The program goes on while we read: a dictionary that grew meanwhile is read again."""
-        for _ in range(20):
-            try:
-                return self._merged()
-            except RuntimeError:
-                time.sleep(0.001)
-        return self._merged()
-
-    def _merged(self) -> dict[str, Any]:
-        if not self.engines:
-            return self.injection.ledger.to_dict()
-        every = [self.injection.ledger, *(injection.ledger for _, injection in self.engines)]
-        return Ledger.merge(every).to_dict() | {"processes": 1}
 
 
 def active() -> LedgerFile | None:

@@ -1,0 +1,81 @@
+"""The ledger of a process whose code never heard of us, on disk."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shaketable.inject.ledger import Ledger
+from shaketable.launch import places
+from shaketable.launch.kept_file import KeptFile
+
+if TYPE_CHECKING:
+    from shaketable.inject.injection import Injection
+    from shaketable.launch.process import ProcessInjection
+
+SCHEMA = "shaketable.process/1"
+
+
+class LedgerFile:
+    """The ledger of this process on disk."""
+
+    def __init__(self, injection: ProcessInjection, folder: Path) -> None:
+        self.injection = injection
+        self.folder = folder
+        self.engines: list[tuple[str, Injection]] = []
+        """Models of sampling engines in this process, and their injections of the same plan."""
+        self.fork = False
+        self.place = places.Place()
+        """The last one known: a driver that has left its cluster is still the driver in the ledger."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.started = time.time()
+        self._file = KeptFile(self.folder / f"process-{os.getpid()}-{secrets.token_hex(4)}.json", self._record, self._fires)
+
+    def flush(self) -> None:
+        """Write, if there is anything new."""
+        self._file.flush()
+
+    def after_fork(self) -> None:
+        """A forked child has a ledger of its own, which starts from zero."""
+        self.injection.ledger.clear()
+        self.engines.clear()
+        self.injection.calls._lock = threading.Lock()
+        self.injection.attaching = threading.RLock()
+        self.place = self.place.child()
+        self.fork = True
+        self._begin()
+
+    def _record(self) -> dict[str, Any]:
+        found = self.place if self.fork else places.current_place()
+        self.place = found if found.label else self.place
+        return {
+            "schema": SCHEMA,
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "rank": self.injection.rank,
+            "place": self.place.label,
+            "actor": self.place.actor,
+            "forked": self.fork,
+            "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
+            "started": self.started,
+            "models": [*self.injection.names, *(name for name, _ in self.engines)],
+            "late": sorted(self.injection.late),
+            "unmatched": sorted(set(self.injection.unmatched))[:8],
+            "ledger": self._merged(),
+        }
+
+    def _fires(self) -> int:
+        return sum(injection.fires for injection in (self.injection, *(i for _, i in self.engines)))
+
+    def _merged(self) -> dict[str, Any]:
+        if not self.engines:
+            return self.injection.ledger.to_dict()
+        every = [self.injection.ledger, *(injection.ledger for _, injection in self.engines)]
+        return Ledger.merge(every).to_dict() | {"processes": 1}
