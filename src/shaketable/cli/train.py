@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import check_free, write
+from shaketable.cli.outputs import check_free
+from shaketable.cli.train_table import show
 from shaketable.errors import ShaketableError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shaketable.harden.train_config import TrainConfig
     from shaketable.harden.training import Tell
     from shaketable.record import RunRecord
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 TASK = "arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class; options after commas, e.g. arithmetic,level=2."
 
 
-MOSTLY = 0.9
-"""Share of groups without variance from which on the summary speaks of it."""
 RESUME_TAKES = ("resume", "json_file", "force")
 
 
@@ -46,6 +42,14 @@ def train(
     tis: Annotated[
         float | None, typer.Option("--tis", metavar="CAP", help="Truncated importance sampling, e.g. 2; off by default.")
     ] = None,
+    warm_start: Annotated[
+        int,
+        typer.Option(
+            "--warm-start",
+            metavar="N",
+            help="N supervised steps on the task's answers first, the same for all arms and seeds, cached; 0 is off.",
+        ),
+    ] = 0,
     prompts: Annotated[int, typer.Option("--prompts", help="Problems per step.")] = 16,
     samples: Annotated[int, typer.Option("--samples", help="Answers per problem: the group rewards are compared in.")] = 8,
     micro_batch: Annotated[int, typer.Option("--micro-batch", help="Answers per backward pass; 0 is a whole step.")] = 0,
@@ -63,6 +67,9 @@ def train(
         list[str] | None, typer.Option("--eval-plan", metavar="P", help="Score under this plan too; can be repeated.")
     ] = None,
     save_every: Annotated[int, typer.Option("--save-every", help="Steps between checkpoints; 0 is a tenth of the run.")] = 0,
+    decoding: Annotated[
+        str, typer.Option("--decoding", help="Of rollouts: auto, dynamic, or static (CUDA graphs; auto is that on CUDA).")
+    ] = "auto",
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, npu, …; what this machine has by default.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16 (default on an accelerator).")] = None,
     out: Annotated[
@@ -103,7 +110,8 @@ def train(
         "model": model, "task": task, "plan": text, "plan_seed": plan_seed, "plan_in": plan_in, "aqn": noise, "steps": steps,
         "seed": seed, "tis": tis, "prompts": prompts, "samples": samples, "micro_batch": micro_batch, "lr": lr,
         "temperature": temperature, "beta": beta, "warmup": warmup, "lora": lora, "eval_every": eval_every, "eval_n": eval_n,
-        "eval_seed": eval_seed, "eval_plans": eval_plans, "save_every": save_every, "device": chosen,
+        "eval_seed": eval_seed, "eval_plans": eval_plans, "save_every": save_every, "warm_start": warm_start,
+        "decoding": decoding, "device": chosen,
         "dtype": dtype or ("float32" if chosen == "cpu" else "bfloat16"), "report_to": _loggers(),
     }  # fmt: skip
     from shaketable.harden.train_config import TrainConfig
@@ -196,7 +204,7 @@ def _go_on(folder: Path, json_file: Path | None) -> None:
 
     record = RunRecord.open(folder, "train")
     if record.events("finished"):
-        _show(record, json_file)
+        show(record, json_file)
         return
     _run(TrainConfig.checked(**record.config), record, json_file, resume=True)
 
@@ -211,7 +219,7 @@ def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resu
     typer.echo(f"recording in {record.folder}; after an interruption: {again}", err=True)
     with record.alone(), _live(config.steps) as tell:
         Training(config, record, tell, loaded=loaded).run(resume=resume)
-    _show(record, json_file)
+    show(record, json_file)
 
 
 @contextmanager
@@ -228,9 +236,10 @@ def _live(steps: int) -> Iterator[Tell]:
 
         def tell(kind: str, facts: dict[str, Any]) -> None:
             if kind == "stage":
-                bar.update(row, description=facts["text"])
+                counted = {"completed": facts["done"], "total": facts["total"]} if "total" in facts else {}
+                bar.update(row, description=facts["text"], **counted)
             elif kind == "step":
-                bar.update(row, completed=facts["step"], description="training", shown=_numbers(facts))
+                bar.update(row, completed=facts["step"], total=steps, description="training", shown=_numbers(facts))
             elif kind == "evaluation":
                 scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
                 console.print(f"step {facts['step']:>5}: {scores}", markup=False)
@@ -244,55 +253,3 @@ def _numbers(facts: dict[str, Any]) -> str:
     shown = f"reward {facts['reward']:.2f}  entropy {facts.get('entropy', 0):.2f}"
     shown += f"  KL {facts.get('kl_sampler_trainer', 0):.1e}"
     return shown + (f"  σ {facts['sigma']:.2g}" if facts["sigma"] else "")
-
-
-def _show(record: RunRecord, json_file: Path | None) -> None:
-    from rich.console import Console
-
-    from shaketable.harden.outcome import outcome
-
-    found = outcome(record)
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    _print(found, Console(highlight=False))
-
-
-def _print(found: dict[str, Any], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title="Accuracy, greedy, with 95 % intervals", title_justify="left", box=None, pad_edge=False)
-    for head in ("condition", "step 0", "last step", "n", "injections", "measured error"):
-        table.add_column(head, justify="left" if head == "condition" else "right")
-    first = {c["name"]: c for c in found["evaluations"][0]["conditions"]}
-    for name, score in found["final"].items():
-        error = f"{score['measured_error']:.2%}" if score["injections"] else "–"
-        cells = [_score(first[name]), _score(score), str(score["n"]), f"{score['injections']:,}", error]
-        table.add_row(name.replace("[", "\\["), *cells)
-    console.print(table)
-    for comparison in found["comparisons"]:
-        console.print(f"{comparison['of']}: {comparison['sentence']}", markup=False, soft_wrap=True)
-    for name, ledger in found["ledgers"].items():
-        fires = f"{ledger['forward']:,} forward, {ledger['backward']:,} backward"
-        console.print(f"{name} in training: {fires}; {_measured(ledger)}", markup=False, soft_wrap=True)
-    same = [step["zero_variance"] for step in found["steps"] if step.get("zero_variance") is not None]
-    if same and sum(same) / len(same) > MOSTLY:
-        share = f"{sum(same) / len(same):.0%} of the groups had one reward for all answers"
-        console.print(f"note: {share}; those teach nothing", markup=False)
-    for warning in found["warnings"]:
-        console.print(f"[bold yellow]warning:[/] {warning}", soft_wrap=True)
-    console.print(f"Weights, clean: {found['model']}", markup=False, soft_wrap=True)
-
-
-def _measured(ledger: dict[str, Any]) -> str:
-    """Each clause with what was asked for, on average over a schedule, and what was measured."""
-    shown = []
-    for site in ledger["sites"]:
-        fault, found = site["fault"].partition(":")[0], site["measured_magnitude"]
-        asked = "" if site["asked"] is None else f" asked {site['asked']:.3g},"
-        size = found if found is not None else site["measured_error"]
-        shown.append(f"{fault}@{site['site']}{asked} measured {size:.3g}" if size is not None else f"{fault}@{site['site']}")
-    return "; ".join(shown)
-
-
-def _score(condition: dict[str, Any]) -> str:
-    return f"{condition['accuracy']:.1%} ({condition['ci_low']:.1%}–{condition['ci_high']:.1%})"

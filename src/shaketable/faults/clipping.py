@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from shaketable.faults import gpu
 from shaketable.faults.base import Magnitude, MagnitudeFault
 from shaketable.faults.blocks import join_blocks, split_blocks
 from shaketable.faults.noise import told, wide
@@ -28,6 +29,9 @@ Scope = Literal["tensor", "token", "block"]
 
 def top(x: Tensor, scope: Scope, block: int) -> Tensor:
     """The largest finite magnitude over the scope, broadcastable to `x`, in the type arithmetic is done in."""
+    fast = gpu.top(x.detach(), finite=True) if scope == "tensor" or x.dim() == 0 else None
+    if fast is not None:
+        return fast
     a = wide(x.detach()).abs()
     a = a.where(a.isfinite(), 0.0)
     if a.numel() == 0:
@@ -36,7 +40,7 @@ def top(x: Tensor, scope: Scope, block: int) -> Tensor:
         return a.max()
     if scope == "token":
         return a.amax(-1, keepdim=True)
-    parts = split_blocks(a, block)
+    parts = split_blocks(a, min(block, x.shape[-1]))
     return join_blocks(parts.amax(-1, keepdim=True).expand_as(parts), x.shape[-1])
 
 
@@ -55,11 +59,13 @@ class DeadZone(MagnitudeFault):
         return wide(x).abs() < top(x, self.scope, self.block) * self.magnitude
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        return x.masked_fill(self._dead(x), 0.0)
+        fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block)
+        return fast if fast is not None else x.masked_fill(self._dead(x), 0.0)
 
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         assert x is not None
-        return g.masked_fill(self._dead(x), 0.0)
+        fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block, g)
+        return fast if fast is not None else g.masked_fill(self._dead(x), 0.0)
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         """The largest zeroed value as a fraction of its maximum: just under the threshold."""
@@ -84,12 +90,16 @@ class Saturation(MagnitudeFault):
         return top(x, self.scope, self.block) * self.magnitude
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block)
+        if fast is not None:
+            return fast
         w, ceiling = wide(x), self._ceiling(x)
         return w.where(w <= ceiling, ceiling).where(w >= -ceiling, -ceiling).where(~w.isnan(), w).to(x.dtype)
 
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         assert x is not None
-        return g.masked_fill(wide(x).abs() > self._ceiling(x), 0.0)
+        fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block, g)
+        return fast if fast is not None else g.masked_fill(wide(x).abs() > self._ceiling(x), 0.0)
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         cut = told(clean, faulty, lanes) & (clean != faulty)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shaketable.faults import native
+from shaketable.faults import gpu, native
 from shaketable.faults.base import FaultBase
 from shaketable.faults.blocks import join_blocks, split_blocks
 from shaketable.faults.clipping import Scope
@@ -89,11 +89,18 @@ class Format(FaultBase):
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         if x.numel() == 0:
             return x.clone()
+        fast = gpu.coded(x, self.kind, self._sharing(), draw.key if self.rounding == "stochastic" else None)
+        if fast is not None:
+            return fast
         return self._coded(x, draw) if x.dim() else self._coded(x.unsqueeze(0), draw).squeeze(0)
 
     def _coded(self, x: Tensor, draw: Draw) -> Tensor:
         """`x` as the format holds it: at least one dimension and one value."""
         raise NotImplementedError
+
+    def _sharing(self) -> str:
+        """What shares one scale."""
+        return "block"
 
     def _noise(self, x: Tensor, draw: Draw) -> Tensor | None:
         return draw.uniform(x) if self.rounding == "stochastic" else None
@@ -147,6 +154,9 @@ class _FP8(Format):
     scope: Scope | Literal["none"] = "tensor"
     """What shares one scale; `none` casts without scaling."""
     largest: ClassVar[float]
+
+    def _sharing(self) -> str:
+        return self.scope
 
     def _cast(self, x: Tensor, noise: Tensor | None) -> Tensor:
         raise NotImplementedError

@@ -142,7 +142,23 @@ static void mxfp4(const T* x, T* out, size_t rows, size_t cols) {
   }
 }
 
+// A kernel of a card, all but the address of its tensor and its row laid out; see faults/gpu/launcher.py. One call with four
+// arguments instead of one with eleven: a microsecond less per strike, where Python is what a card waits for.
+struct Strike {
+  int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+  void* function;
+  uint32_t blocks, threads, shared, spare;
+  uint64_t* address;
+  int32_t* row;
+  void** arguments;
+};
+
 extern "C" {
+int strike(const Strike* s, uint64_t address, int32_t row, void* stream) {
+  *s->address = address;
+  *s->row = row;
+  return s->launch(s->function, s->blocks, 1, 1, s->threads, 1, 1, s->shared, stream, s->arguments, nullptr);
+}
 int shaketable_abi() { return 1; }
 void normals_f32(float* out, size_t n, uint32_t k0, uint32_t k1) {
   each(out, out, n, k0, k1, [](float, float z) { return z; });

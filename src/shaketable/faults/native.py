@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shaketable.cache import cache_folder
 
@@ -92,6 +92,17 @@ def _declare(library: ctypes.CDLL) -> None:
             getattr(library, f"{fault}_{dtype}").argtypes = [pointer, pointer, size, f32, u32, u32]
     for dtype in ("f32", "bf16"):
         getattr(library, f"mxfp4_{dtype}").argtypes = [pointer, pointer, size, size]
+
+
+@functools.cache
+def striker() -> Any:
+    """`strike` of native.cpp, which keeps Python's lock while it launches: that takes less time than to give it back."""
+    library = _library()
+    if library is None:
+        return None
+    strike = ctypes.PyDLL(library._name).strike
+    strike.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.c_void_p]
+    return strike
 
 
 def normals(n: int, key: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Noise, bias and gain: faults that add something to every value or scale it.
 
 Arithmetic is done in float32 (float64 for float64 tensors) and rounded once to the tensor's own type, as a faulty
-unit with a wide accumulator would. z is a standard normal keyed per element (see `generator`).
+unit with a wide accumulator would. z is a standard normal keyed per element (see `generator`). Where a card's fused kernels
+(`gpu`) or the compiled ones of a CPU (`native`) take the tensor, they do; the formulas here are what they are tested against.
 
 Gradients are those of the formula with every statistic (a standard deviation, a maximum) held fixed: relative noise is
 linear in x, so its gradient carries the *same* z, drawn again from the same key instead of being stored.
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import field_validator
 
-from shaketable.faults import native
+from shaketable.faults import gpu, native
 from shaketable.faults.base import MagnitudeFault
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def wide(x: Tensor) -> Tensor:
 
 def middle(x: Tensor) -> Tensor:
     """Mean of the finite values, as a zero-dimensional tensor; summed in memory order, whatever the layout."""
+    fast = gpu.moment(x, gpu.MEAN)
+    if fast is not None:
+        return fast
     w = wide(x).contiguous()
     finite = w.isfinite()
     return w.where(finite, 0.0).sum() / finite.sum().clamp_min(1)
@@ -37,6 +41,9 @@ def middle(x: Tensor) -> Tensor:
 
 def spread(x: Tensor) -> Tensor:
     """Standard deviation of the finite values, as a zero-dimensional tensor."""
+    fast = gpu.moment(x, gpu.SPREAD)
+    if fast is not None:
+        return fast
     w = wide(x).contiguous()
     finite = w.isfinite()
     square = (w - middle(w)).where(finite, 0.0).square().sum()
@@ -45,9 +52,24 @@ def spread(x: Tensor) -> Tensor:
 
 def size(x: Tensor) -> Tensor:
     """Root mean square of the finite values, as a zero-dimensional tensor."""
+    fast = gpu.moment(x, gpu.SIZE)
+    if fast is not None:
+        return fast
     w = wide(x).contiguous()
     finite = w.isfinite()
     return (w.where(finite, 0.0).square().sum() / finite.sum().clamp_min(1)).sqrt()
+
+
+def in_units(x: Tensor, draw: Draw, factor: float, unit: Tensor) -> Tensor:
+    """x + z·factor·unit, for a unit that is a number on the device."""
+    fast = gpu.noise(x, factor, draw.key, relative=False, unit=unit)
+    return fast if fast is not None else (wide(x) + draw.normal(x) * (factor * unit)).to(x.dtype)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """x·factor."""
+    fast = gpu.shift(x, factor, gpu.GAIN)
+    return fast if fast is not None else (wide(x) * factor).to(x.dtype)
 
 
 def told(clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Tensor:
@@ -73,7 +95,9 @@ class RelativeGaussian(MagnitudeFault):
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        fast = native.add_noise(x, self.magnitude, draw.normal_key, relative=True)
+        fast = gpu.noise(x, self.magnitude, draw.key, relative=True)
+        if fast is None:
+            fast = native.add_noise(x, self.magnitude, draw.normal_key, relative=True)
         if fast is not None:
             return fast
         w = wide(x)
@@ -95,7 +119,9 @@ class AbsoluteGaussian(MagnitudeFault):
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        fast = native.add_noise(x, self.magnitude, draw.normal_key, relative=False)
+        fast = gpu.noise(x, self.magnitude, draw.key, relative=False)
+        if fast is None:
+            fast = native.add_noise(x, self.magnitude, draw.normal_key, relative=False)
         if fast is not None:
             return fast
         return (wide(x) + draw.normal(x) * self.magnitude).to(x.dtype)
@@ -111,7 +137,7 @@ class Noise(MagnitudeFault):
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        return (wide(x) + draw.normal(x) * (self.magnitude * spread(x))).to(x.dtype)
+        return in_units(x, draw, self.magnitude, spread(x))
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         return rms(deviation(clean, faulty, lanes)) / max(float(spread(clean)), 1e-300)
@@ -124,7 +150,7 @@ class RMSGaussian(MagnitudeFault):
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        return (wide(x) + draw.normal(x) * (self.magnitude * size(x))).to(x.dtype)
+        return in_units(x, draw, self.magnitude, size(x))
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         return rms(deviation(clean, faulty, lanes)) / max(float(size(clean)), 1e-300)
@@ -136,6 +162,9 @@ class SystematicBias(MagnitudeFault):
     kind: Literal["systematic_bias"] = "systematic_bias"
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        fast = gpu.shift(x, self.magnitude, gpu.SYSTEMATIC)
+        if fast is not None:
+            return fast
         w = wide(x)
         return (w + w.sign() * self.magnitude).to(x.dtype)
 
@@ -153,8 +182,9 @@ class Bias(MagnitudeFault):
         return spread(x.detach())
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        unit = draw.reference if draw.reference is not None else spread(x)
-        return (wide(x) + self.magnitude * unit.to(x.device)).to(x.dtype)
+        unit = (draw.reference if draw.reference is not None else spread(x)).to(x.device)
+        fast = gpu.shift(x, self.magnitude, gpu.BIAS, unit=unit) if unit.dtype.itemsize == 4 else None
+        return fast if fast is not None else (wide(x) + self.magnitude * unit).to(x.dtype)
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         off = deviation(clean, faulty, lanes)
@@ -167,7 +197,7 @@ class Gain(MagnitudeFault):
     kind: Literal["gain"] = "gain"
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        return (wide(x) * (1.0 + self.magnitude)).to(x.dtype)
+        return scaled(x, 1.0 + self.magnitude)
 
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         return self.apply(g, draw)
@@ -204,14 +234,13 @@ class NonDeterminism(MagnitudeFault):
         return math.sqrt(1.0 + draw.number() * (self.magnitude - 1.0))
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        w = wide(x)
         if self.mode == "inconsistent":
-            return (w + draw.normal(x) * (math.sqrt(self.magnitude - 1.0) * spread(x))).to(x.dtype)
-        mean = middle(x)
+            return in_units(x, draw, math.sqrt(self.magnitude - 1.0), spread(x))
+        w, mean = wide(x), middle(x)
         return (mean + (w - mean) * self._factor(draw)).to(x.dtype)
 
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
-        return g if self.mode == "inconsistent" else (wide(g) * self._factor(draw)).to(g.dtype)
+        return g if self.mode == "inconsistent" else scaled(g, self._factor(draw))
 
     def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
         before = max(float(spread(clean)) ** 2, 1e-300)

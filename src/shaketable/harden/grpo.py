@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer with a sampler of our own, and meters on what a shaken sampler does to training.
 
-Five methods are overridden, and each calls TRL's own for all that is not about sampling:
+Six methods are overridden, and each calls TRL's own for all that is not about sampling:
 
+- `_tokenize_prompts` is given each prompt once, not once for each of its answers.
 - `_generate_single_turn` samples in the phase `rollout`, with tokens drawn from a generator that is keyed by (seed, step,
   rank). It returns the log-probabilities of the tokens *as the sampler saw them*, faults, AQN and all.
 - `_compute_loss` and `_get_per_token_logps_and_entropies` compare them with the trainer's, which the loss computes anyway:
@@ -14,6 +15,8 @@ A step's global random state is set from (seed, step) too (TRL shuffles a batch 
 optimizer and step number, and a resumed run is the run.
 
 TRL corrects for its sampler only when that sampler is vLLM; the formula is the same.
+
+Memory: TRL's fused head makes the logits of the loss in tiles and keeps none of them; activations are those of one micro-batch.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from shaketable.faults.generator import key_of
 from shaketable.harden.checkpoints import writing
 from shaketable.harden.train_config import TrainConfig
 from shaketable.measure.generation import Decoder
+from shaketable.measure.static_decoding import StaticDecoding
 from shaketable.sites.phases import phase
 
 TAIL = 2.0
@@ -64,7 +68,9 @@ class Mismatch:
 class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
     """GRPO whose sampler may be shaken."""
 
-    def __init__(self, *, decoder: Decoder, key: int, cap: float | None, cast: torch.dtype | None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, decoder: Decoder | StaticDecoding, key: int, cap: float | None, cast: torch.dtype | None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.decoder = decoder
         self.key = key
@@ -80,6 +86,11 @@ class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
         self.mismatch = Mismatch()
         self.sampling_seconds, self.sampled_tokens = 0.0, 0
         torch.manual_seed(key_of(self.key, "step", self.state.global_step))
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        once, sizes = zip(*((prompt, len(list(rows))) for prompt, rows in groupby(prompts)), strict=True)
+        ids, _, _ = super()._tokenize_prompts(list(once))
+        return [row for row, size in zip(ids, sizes, strict=True) for _ in range(size)], None, {}
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
         start = time.perf_counter()

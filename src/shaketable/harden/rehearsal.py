@@ -13,6 +13,7 @@ from shaketable.errors import ShaketableError
 from shaketable.harden.aqn_sites import plan_of
 from shaketable.harden.recipe import aqn_of, conditions_of, train_plan
 from shaketable.harden.train_config import TrainConfig
+from shaketable.harden.warm_start import BATCH, check_answers
 from shaketable.inject import Injection
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import ADAPTER, load_skeleton
@@ -40,6 +41,11 @@ def rehearse(config: TrainConfig) -> tuple[Any, list[str]]:
         f"{task.name}: {config.prompts} problems × {config.samples} answers a step, {config.steps * config.prompts:,} of "
         f"{have:,} train problems; scored on {len(drawn)} test problems",
     ]
+    if config.warm_start:
+        check_answers(task)
+        lines.append(
+            f"warm start: {config.warm_start} supervised steps of {BATCH} train problems, the same for every arm and seed"
+        )
     for condition in conditions_of(config):
         if condition.plan is not None:
             Injection(condition.plan).attach(skeleton)

@@ -36,6 +36,8 @@ class TrainConfig(BaseModel):
     tis: float | None = Field(default=None, gt=0)
     """Truncated importance sampling: the cap of trainer over sampler probability; off when None."""
 
+    warm_start: int = Field(default=0, ge=0, le=100_000)
+    """Supervised steps on the task's own answers before the run, the same for every arm and seed; none when 0."""
     prompts: int = Field(default=16, ge=1)
     """Problems per step."""
     samples: int = Field(default=8, ge=2)
@@ -70,6 +72,8 @@ class TrainConfig(BaseModel):
     """Read gradient norms and activations per layer, under every condition, before the first step and after the last."""
     save_every: int = Field(default=0, ge=0)
     """Checkpoint every so many steps; a tenth of the run when 0."""
+    decoding: Literal["auto", "dynamic", "static"] = "auto"
+    """How rollouts are decoded: `static` keeps its memory in place, so that a GPU can replay a step; `auto` is that on CUDA."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the run; weights and optimizer are float32 either way."""
@@ -86,6 +90,8 @@ class TrainConfig(BaseModel):
             raise ValueError("conditions stand in place of eval_plans and of plan_in=eval; give one or the other")
         if self.warmup >= self.steps and self.warmup:
             raise ValueError(f"a warm-up of {self.warmup} steps leaves nothing of a run of {self.steps}")
+        if self.warm_start and self.lora:
+            raise ValueError("a warm start trains all weights, and lora leaves them as its base has them; drop one of the two")
         return self
 
     @property

@@ -14,7 +14,6 @@ A plan that did not fire in the first step ends the run there, not after a night
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 from shaketable.errors import InertError, ShaketableError
 from shaketable.faults.generator import key_of
@@ -32,12 +30,15 @@ from shaketable.harden.aqn_noise import AttachedAQN
 from shaketable.harden.grpo import ShakenGRPO, grpo_config
 from shaketable.harden.recipe import aqn_of, conditions_of, train_plan
 from shaketable.harden.schedules import Constant
+from shaketable.harden.steps import Steps
 from shaketable.harden.train_config import TrainConfig
+from shaketable.harden.warm_start import warm_start
 from shaketable.inject import Injection, Ledger, inject
 from shaketable.locate.identity import weights_hash
 from shaketable.measure.evaluation import Condition, Evaluation, Evaluator, arithmetic
 from shaketable.measure.generation import Decoder, probe_batch_size
 from shaketable.measure.readings import readings
+from shaketable.measure.static_decoding import StaticDecoding
 from shaketable.measure.tasks import Problem, Task, load_task, sample
 from shaketable.measure.tasks.task import digest, examples, reward_of
 from shaketable.models import load_model
@@ -63,8 +64,11 @@ class Training:
         self.model, self.tokenizer = loaded or load_model(config.model, device=config.device, dtype=torch.float32)
         self.config = _resolved(config, self.model)
         record.append("resolved", config=self.config.model_dump(mode="json"))
+        self.decoding = _decoding(config, record)
         self.problems = _training_problems(self.task, self.config)
         self.tests = sample(self.task, "test", self.config.eval_n, self.config.eval_seed)
+        self.warmed: dict[str, Any] = {}
+        self._warm_up()
         known = self._same_as_it_began()
         self.trainer = self._make_trainer()
         self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
@@ -72,13 +76,23 @@ class Training:
         self.injection: Injection | None = None if plan is None else inject(self.policy, plan, allow_inert=True)
         self.noise: AttachedAQN | None = None if aqn is None else aqn.attach(self.policy, self.config.steps)
         self.before: dict[str, Any] = {}
-        self.trainer.add_callback(_Steps(self))
+        self.trainer.add_callback(Steps(self))
         if not known:
-            record.append("made_of", **self.made_of, batch_size=self.evaluator.batch_size)
+            self._say_what_it_is_made_of()
         if not record.events("examples"):
             record.append("examples", problems=examples(self.tests))
 
     # ---- making
+
+    def _say_what_it_is_made_of(self) -> None:
+        warmed = {"warm_start": self.warmed} if self.warmed else {}
+        how = {"batch_size": self.evaluator.batch_size, "decoding": self.decoding}
+        self.record.append("made_of", **self.made_of, **how, **warmed)
+
+    def _warm_up(self) -> None:
+        """The supervised phase before the run, if there is one."""
+        if self.config.warm_start:
+            self.warmed = warm_start(self.config, self.task, self.model, self.tokenizer, self.tell)
 
     def _same_as_it_began(self) -> dict[str, Any] | None:
         """What the record says this run is made of; refuses other problems or weights, whose scores could not be compared."""
@@ -97,8 +111,9 @@ class Training:
         rows = [
             {"prompt": _prompt(self.tokenizer, self.task, problem), "problem": i} for i, problem in enumerate(self.problems)
         ]
+        decoder = Decoder.of(self.model, self.tokenizer, self.task.max_new_tokens, config.temperature)
         trainer = ShakenGRPO(
-            decoder=Decoder.of(self.model, self.tokenizer, self.task.max_new_tokens, config.temperature),
+            decoder=StaticDecoding(decoder) if self.decoding == "static" else decoder,
             key=key_of(config.seed, "train"),
             cap=config.tis,
             cast=torch.bfloat16 if config.dtype == "bfloat16" else None,
@@ -203,8 +218,8 @@ class Training:
 
     def check_weights(self, step: int) -> None:
         """Weights that are not numbers end the run: they would be saved as clean ones, and scored."""
-        sums = torch.stack([p.detach().float().square().sum() for p in self.policy.parameters() if p.requires_grad])
-        if not bool(sums.isfinite().all()):
+        trained = [p.detach() for p in self.policy.parameters() if p.requires_grad]
+        if not bool(torch.nn.utils.get_total_norm(trained).isfinite()):
             raise ShaketableError(
                 f"step {step}: the weights are no longer finite, the noise or the learning rate was too much; "
                 f"nothing of this step is saved, earlier checkpoints are in {self.record.folder}"
@@ -246,71 +261,20 @@ class Training:
         self.record.append("finished", step=self.config.steps, ledgers=self.whole)
 
 
-class _Steps(TrainerCallback):  # type: ignore[misc]
-    """What happens around each step."""
-
-    def __init__(self, training: Training) -> None:
-        self.training = training
-        self.started = 0.0
-        self.facts: dict[str, float] = {}
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Everything random follows the step."""
-        run = self.training
-        run.trainer.begin_step()
-        if run.injection is not None:
-            run.injection.step = state.global_step
-        if run.noise is not None:
-            run.noise.step = state.global_step
-        self.spent = run.seconds()
-        self.started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Read the meters, then evaluate if it is time."""
-        run, trainer = self.training, self.training.trainer
-        seconds, spent = time.perf_counter() - self.started, run.seconds()
-        run.check_weights(state.global_step)
-        if run.injection is not None and state.global_step == 1:
-            run.check_first_step()
-        self.facts = {
-            "sigma": run.noise.sigma if run.noise is not None else 0.0,
-            "seconds": seconds,
-            "sampling_seconds": trainer.sampling_seconds,
-            "tokens_per_second": trainer.sampled_tokens / max(trainer.sampling_seconds, 1e-9),
-            "injection_seconds": spent[0] - self.spent[0],
-            "aqn_seconds": spent[1] - self.spent[1],
-            **trainer.mismatch.summary(),
-        }
-        metrics = trainer._metrics["train"]
-        for name, value in self.facts.items():
-            metrics[f"shaketable/{name}"].append(value)
-        if run.config.evaluates_at(state.global_step):
-            for found in run.evaluate(state.global_step):
-                metrics[f"shaketable/accuracy/{found.condition.name}"].append(found.accuracy)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """One line of the record per step."""
-        if not logs or "reward" not in logs:
-            return
-        shown = {"loss": "loss", "reward": "reward", "entropy": "entropy", "zero_variance": "frac_reward_zero_std"}
-        facts = {name: logs[key] for name, key in (shown | {"grad_norm": "grad_norm"}).items() if key in logs}
-        event = {"step": state.global_step, **facts, **self.facts}
-        self.training.record.append("step", **event)
-        self.training.tell("step", event)
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The checkpoint is written: declare it whole, and let older ones go."""
-        out, name = self.training.record.folder, f"checkpoint-{state.global_step}"
-        with checkpoints.writing(name, out):
-            checkpoints.seal(out / name, self.training.ledgers())
-            checkpoints.drop_old(out)
-
-
 def _resolved(config: TrainConfig, model: Any) -> TrainConfig:
     """The configuration with what depends on the model filled in."""
     size = sum(p.numel() for p in model.parameters())
     lr = config.lr or (1e-4 if size < SMALL else 2e-4 if config.lora else 2e-5)
     return config.model_copy(update={"lr": lr})
+
+
+def _decoding(config: TrainConfig, record: RunRecord) -> str:
+    """How rollouts are decoded. A run goes on as it began: the two draw other tokens."""
+    if config.decoding != "auto":
+        return config.decoding
+    if begun := record.events("made_of"):
+        return str(begun[0].get("decoding", "dynamic"))
+    return "static" if torch.device(config.device).type == "cuda" else "dynamic"
 
 
 def _training_problems(task: Task, config: TrainConfig) -> list[Problem]:

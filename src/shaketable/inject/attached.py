@@ -18,9 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject import operators, recompute, weights
 from shaketable.inject.calls import Entry
+from shaketable.inject.dressed import LayerFrame
 from shaketable.inject.hooks import Hook
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.residuals import PairTaps, carries_pair
+from shaketable.inject.swift import Swift, swift
 from shaketable.inject.taps import Tap
 from shaketable.inject.written import Written
 from shaketable.sites.anatomy import Anatomy, Part, class_name
@@ -66,7 +68,8 @@ class Attached(Hook):
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
-        self.hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle | Swift | LayerFrame] = []
+        self.swifts: list[Swift] = []
         self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
         for i, found in enumerate(matched):
@@ -117,14 +120,18 @@ class Attached(Hook):
         return next((self.left_out[path] for path in paths if path in self.left_out), None)
 
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
-        """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions."""
+        """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
+
+        Where no operator has to be told which layer it is in, the layers do: what others recompute are whole layers.
+        """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in operators.families(site.names)}
         for part in self.anatomy.parts:
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part))
-            wanted = part.module is self.model or any(part.module.children()) or special
+            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in self.anatomy.layers
+            wanted = part.module is self.model or inside or special
             if wanted and part.module not in self.skip:
                 yield part, atomic
 
@@ -144,17 +151,24 @@ class Attached(Hook):
         operators.cover_transformers()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
-        entries = []
+        entries, tapped = [], {module for module, _ in self.points}
         for part, atomic in [*wrapped, *framed]:
             entry = self._entry(part)
             entry.atomic = atomic
             entry.is_root = part.module is self.model
+            if self._is_short(part, entry, tapped):
+                self.hooks.append(LayerFrame(part.module, self.injection, entry))
+                continue
             entries.append(entry)
             self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
         for (_, point), (module, taps) in self.points.items():
+            entry = self.entries[id(module)]
+            if (short := self._swift(module, point, taps, entry)) is not None:
+                self.hooks.append(short)
+                self.swifts.append(short)
+                continue
             kind = PairTaps if carries_pair(module) else ModuleTaps
-            hook = kind(point, taps, self.injection.calls, self.entries[id(module)])
-            self.hooks.extend(hook.install(module))
+            self.hooks.extend(kind(point, taps, self.injection.calls, entry).install(module))
         for entry in entries:
             if entry.atomic:
                 self._hook_operator(entry)
@@ -167,6 +181,19 @@ class Attached(Hook):
         self._mark_generate()
         recompute.watch(self.injection)
         forget_compiled()
+
+    def _is_short(self, part: Part, entry: Entry, tapped: Container[int]) -> bool:
+        """Whether a layer can open its frames without hooks: on a card, and nothing else of this plan is on it."""
+        plain = not entry.is_root and not entry.atomic and not self.injection.has_operators and id(part.module) not in tapped
+        on_card = plain and any(p.is_cuda for p in part.module.parameters())
+        return on_card and not any(module is part.module for module, _ in self.weights)
+
+    def _swift(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> Swift | None:
+        """The short way to a linear on a card, unless something else of this plan is on it."""
+        others = [p for (m, p) in self.points if m == id(module) and p != point]
+        if others or any(m is module for m, _ in self.weights) or entry.atomic or self.injection.has_operators:
+            return None
+        return swift(module, point, taps, self.injection.calls, entry)
 
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
@@ -200,7 +227,7 @@ class Attached(Hook):
             weights.remove_taps(module, {tap.tap})
         for home in self.generators:
             unmark_generate(home)
-        self.hooks, self.generators = [], []
+        self.hooks, self.swifts, self.generators = [], [], []
         forget_compiled()
 
 

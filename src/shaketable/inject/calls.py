@@ -1,8 +1,9 @@
 """Which call is this? The moment that keys the noise, the layer an operator belongs to, the phase.
 
 Every hooked container of a model opens a *frame* when it is called. The outermost frame is a forward pass: it fixes
-the phase and draws a new *moment*, a 64-bit number made from (step, phase, number of the pass). Inner frames derive
-their moment from their parent's, so a moment names one call of one module in one pass, however often it is shared.
+the phase and draws a new *moment*, a 64-bit number made from (step, phase, number of the pass). Inner frames know the layer;
+they share the moment, and what is counted is counted in the outermost one. So a strike is named by its tap, the pass, and
+how often the tap has struck in it, whichever containers are hooked, and a card can make the keys of a whole pass at once.
 
 Activation checkpointing calls a module a second time, inside backward and without its parents. That call must see the
 noise of the first one: `recompute.py` opens the frames of the first call again. Where that is not possible (checkpointing
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from torch import Tensor, nn
 from shaketable.faults.generator import mix64
 from shaketable.plan import PHASES
 from shaketable.sites.phases import current_phase
+
+if TYPE_CHECKING:
+    from shaketable.inject.board import Pass
 
 _REMEMBERED = 256
 """Calls remembered per module: more than the micro-batches that are between forward and backward at any time."""
@@ -48,13 +52,13 @@ class Entry:
     is_root: bool = False
     atomic: str | None = None
     """The operator family that the module as a whole is (an RMSNorm written out in Python)."""
-    moments: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Input address to moment and phase, for recomputation."""
+    moments: dict[int, tuple[int, str, int]] = field(default_factory=dict)
+    """Input address to moment, phase and how often the module was called before in that pass; for recomputation."""
 
-    def remember(self, address: int, moment: int, phase: str) -> None:
+    def remember(self, address: int, frame: Frame, n: int) -> None:
         """Keep the moment of a call under the address of its input."""
         self.moments.pop(address, None)
-        self.moments[address] = (moment, phase)
+        self.moments[address] = (frame.moment, frame.phase, n)
         if len(self.moments) > _REMEMBERED:
             self.moments.pop(next(iter(self.moments)))
 
@@ -70,17 +74,43 @@ class Frame:
     excluded: str | None
     recomputing: bool
     counts: dict[object, int] = field(default_factory=dict)
+    base: int = 0
+    """Where counts begin: a recomputed layer was called before."""
+    outer: Frame | None = None
+    """The outermost frame; None for that one itself."""
     caller: FrameType | None = None
     """The Python frame of an outermost call: gone from the stack when an interrupt went through it."""
+    on_board: bool = False
+    """Whether the keys of this pass are on the board of a card; of outermost frames."""
+    captured: Pass | None = None
+    """The pass of a CUDA graph that this call is captured into."""
+    mix: int | None = None
+    """The moment mixed once more, when it has been asked for."""
+
+    @property
+    def mixed(self) -> int:
+        """The moment, mixed once more: what taps that strike once in a pass are keyed by."""
+        root = self.outer or self
+        if root.mix is None:
+            root.mix = mix64(self.moment)
+        return root.mix
+
+    def mixed_at(self, n: int) -> int:
+        """The same for the n-th strike, counted from zero, of one tap in the pass."""
+        return mix64(self.moment + n) if n else self.mixed
 
     def again(self) -> Frame:
         """The same frame for a recomputation, counting on from here."""
-        return Frame(self.entry, self.moment, self.phase, self.layer, self.excluded, True, dict(self.counts))
+        root = self.outer or self
+        again = Frame(self.entry, self.moment, self.phase, self.layer, self.excluded, True, dict(root.counts), root.base)
+        again.captured = self.captured
+        return again
 
     def count(self, who: object) -> int:
-        """How often `who` has been counted in this frame before."""
-        n = self.counts.get(who, 0)
-        self.counts[who] = n + 1
+        """How often `who` has been counted in this pass before."""
+        root = self.outer or self
+        n = root.counts.get(who, root.base)
+        root.counts[who] = n + 1
         return n
 
 
@@ -122,19 +152,20 @@ class Calls:
         parent = self.top()
         if parent is not None:
             n = parent.count(entry)
-            moment = mix64(parent.moment ^ ((entry.index << 20) + n))
             frame = Frame(
-                entry, moment, parent.phase, _first(entry.layer, parent.layer), _named(entry, parent), parent.recomputing
+                entry, parent.moment, parent.phase, _first(entry.layer, parent.layer), _named(entry, parent), parent.recomputing
             )
+            frame.captured, frame.outer = parent.captured, parent.outer or parent
         else:
+            n = 0
             frame = self._outermost(entry, args, kwargs)
         if not frame.recomputing and (torch.is_grad_enabled() or entry.module.training):
-            entry.remember(_address(args, kwargs), frame.moment, frame.phase)
+            entry.remember(_address(args, kwargs), frame, n)
         return frame
 
     def _outermost(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
         if in_backward() and (known := entry.moments.get(_address(args, kwargs))):
-            return Frame(entry, known[0], known[1], entry.layer, entry.excluded, recomputing=True)
+            return Frame(entry, known[0], known[1], entry.layer, entry.excluded, recomputing=True, base=known[2])
         phase = current_phase(entry.module.training, self.phase)
         moment = self.new_moment(entry.index, phase)
         return Frame(entry, moment, phase, entry.layer, entry.excluded, recomputing=False)

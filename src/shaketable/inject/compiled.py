@@ -4,6 +4,10 @@ Dynamo traces our hooks and the operator mode; what they leave in the graph is `
 operator is opaque, so no state of ours is baked in: the switch, the magnitude, the phase and the noise are those of
 the moment of the call. Without a live tap (the injection was closed) it is the identity.
 
+On a card that would cost a call of Python per tap and pass. There, noise on what a linear returns is left in the graph as its
+Triton kernel, in place, which reads its key and scale from the injection's board (`board.py`); what is opaque is one call at
+the head of the pass, `shaketable::begin`, which asks for the phase and lets the board's clock tick.
+
 In a compiled graph there are no frames. A tap counts its own calls, per phase; a call inside backward is a
 recomputation (activation checkpointing) and takes the newest moment that has not been recomputed yet.
 """
@@ -12,17 +16,24 @@ from __future__ import annotations
 
 import weakref
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shaketable.faults import gpu
+from shaketable.faults.gpu.live import recipe
 from shaketable.inject.calls import in_backward
 from shaketable.inject.taps import Blow, Tap
+
+if TYPE_CHECKING:
+    from shaketable.inject.board import Board
+    from shaketable.inject.injection import Injection
 
 _taps: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
 _handles = count()
 _newest = -1
+_injections: weakref.WeakValueDictionary[int, Injection] = weakref.WeakValueDictionary()
 _pending: weakref.WeakKeyDictionary[Tap, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
 _PENDING_MAX = 64
 
@@ -34,13 +45,23 @@ def register(tap: Tap) -> None:
     _taps[tap.handle] = tap
 
 
+def know(injection: Injection) -> int:
+    """Give an injection the number under which compiled graphs know it."""
+    handle = next(_handles)
+    _injections[handle] = injection
+    return handle
+
+
 def newest() -> int:
     """The number that was given last; graphs that are kept beyond the process hold such numbers."""
     return _newest
 
 
-def trace(x: Tensor, tap: Tap) -> Tensor:
-    """What a hook leaves in the graph for a module-level tap."""
+def trace(x: Tensor, tap: Tap, fresh: bool = False) -> Tensor:
+    """What a hook leaves in the graph for a module-level tap. What is `fresh` may be written to."""
+    if fresh and tap.rows is not None and x.is_cuda and not torch.is_grad_enabled() and x.is_contiguous():
+        torch.ops.shaketable.shake(x, tap.rows, tap.proof, tap.row, tap.place, tap.relative)
+        return x
     for direction in tap.site.directions:
         x = trace_forward(x, tap.handle) if direction == "forward" else TracedEcho.apply(x, tap.handle, 0, True)
     return x
@@ -56,6 +77,51 @@ def live(handle: int) -> Tap | None:
     """The tap of a handle, if it would do anything now."""
     tap = _taps.get(handle)
     return tap if tap is not None and tap.is_active and not tap.injection.closed else None
+
+
+@torch.library.custom_op("shaketable::begin", mutates_args={"rows"})
+def _begin(rows: Tensor, handle: int) -> None:
+    """The head of a pass: new keys and the state of this moment for every kernel of it."""
+    injection = _injections.get(handle)
+    if injection is None or injection.closed:
+        rows.zero_()
+        return
+    for board in injection.boards.on(rows.device):
+        board.tick(injection.phase_now())
+
+
+@_begin.register_fake
+def _(rows: Tensor, handle: int) -> None:
+    return None
+
+
+def _define_shake() -> None:
+    """The operator whose kernel inductor launches by itself; only where Triton is."""
+    from torch.library import triton_op, wrap_triton
+
+    from shaketable.faults.gpu import dispatch, noise_kernels
+
+    @triton_op("shaketable::shake", mutates_args={"x", "proof"})
+    def shake(x: Tensor, rows: Tensor, proof: Tensor, row: int, place: int, relative: bool) -> None:
+        n = x.numel()
+        grid = ((n + dispatch.BLOCK - 1) // dispatch.BLOCK,)
+        kind = dispatch.RELATIVE if relative else dispatch.ADDITIVE
+        wrap_triton(noise_kernels.noise)[grid](
+            x, x, n, 0.0, 0, 0, x, rows, proof, row, place,
+            KIND=kind, RAW=False, UNIT=False, LIVE=True, FAST=True, EVEN=n % dispatch.BLOCK == 0, BLOCK=dispatch.BLOCK,
+        )  # fmt: skip
+
+
+def place_on(board: Board) -> None:
+    """Tell the taps of a board where on it they are, so that graphs can be traced with that."""
+    if not hasattr(torch.ops.shaketable, "shake"):
+        _define_shake()
+    for tap in board.taps:
+        how = recipe(tap.fault)
+        if how is not None and how.is_noise:
+            live = board.row(tap, False, 0)
+            tap.rows, tap.proof, tap.row, tap.place = live.rows, live.proof, live.row, live.place
+            tap.relative = how.kind == gpu.RELATIVE
 
 
 def _forward_blow(tap: Tap) -> Blow | None:

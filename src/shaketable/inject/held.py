@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shaketable.errors import PlanError
 from shaketable.faults import FaultBase
 from shaketable.faults.generator import key_of, mix64
+from shaketable.inject.board import capturing
 from shaketable.inject.calls import Frame
 from shaketable.inject.taps import Blow, Tap
 from shaketable.sites.phases import current_rollout
@@ -80,6 +82,8 @@ class HeldTap(Tap):
         super().__init__(*args)
         self._place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
         self._kept: _Kept | None = None
+        self._home: Tensor | None = None
+        """Where noisy weights are on a card: one place, because captured graphs go on reading it."""
         self._counted: dict[str, tuple[int, FaultBase]] = {}
 
     def forget(self) -> None:
@@ -103,8 +107,21 @@ class HeldTap(Tap):
             return super().forward(x, frame)
         key, fault, made_from, kept = self.key(), self.fault, _identity(x), self._kept
         if kept is None or kept.key != key or kept.fault is not fault or kept.made_from != made_from:
-            kept = self._kept = _Kept(key, fault, made_from, super().forward(x, frame))
+            kept = self._kept = _Kept(key, fault, made_from, self._renewed(x, frame))
         return kept.value
+
+    def _renewed(self, x: Tensor, frame: Frame) -> Tensor:
+        """The noisy weight of a new rollout."""
+        if x.is_cuda and capturing():
+            raise PlanError(f"{self.site.label}: read the prompt before a graph is captured: {self.name} has no noise yet")
+        value = super().forward(x, frame)
+        if not x.is_cuda:
+            return value
+        home = self._home
+        if home is None or home.shape != x.shape or home.dtype != x.dtype or home.device != x.device:
+            with torch.inference_mode(False):
+                home = self._home = torch.empty_like(x)
+        return home.copy_(value)
 
     def _strike(self, x: Tensor, blow: Blow, backward: bool) -> Tensor:
         if backward or not x.is_floating_point():

@@ -18,11 +18,12 @@ from torch import nn
 
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault, native
-from shaketable.inject import compiled, operators, recompute
+from shaketable.inject import compiled, graphs, operators, recompute
 from shaketable.inject.attached import Attached
+from shaketable.inject.boards import Boards
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.held import HeldTap, Rollouts
-from shaketable.inject.ledger import Ledger, Spot
+from shaketable.inject.ledger import Ledger, LiveLedger, Spot
 from shaketable.inject.taps import Tap
 from shaketable.plan import PHASES, Plan
 from shaketable.sites.phases import current_phase
@@ -94,7 +95,12 @@ class Injection:
         self.rank = this_rank() if rank is None else rank
         self.allow_inert = allow_inert
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
-        self.ledger = Ledger.for_plan(plan, native.name())
+        self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
+        self.taps: list[Tap] = []
+        self.boards = Boards(self)
+        self.ledger.settle = self.boards.settle
+        self.handle = compiled.know(self)
+        graphs.watch(self)
         self.calls = Calls(step)
         self.calls.phase = "rollout" if sampler else None
         self.enabled = False
@@ -127,6 +133,7 @@ class Injection:
             raise PlanError("this injection is closed; make a new one with inject()")
         for model in self.models:
             model.hook()
+        self.boards.make()
         if not self.enabled:
             self.calls.stack.clear()
         self.enabled = True
@@ -147,6 +154,8 @@ class Injection:
         self.enabled = False
         self.closed = True
         self.rewrite()
+        self.boards.settle()
+        self.ledger.settle = None
         self.drop_mode()
         for model in self.models:
             model.unhook()
@@ -212,6 +221,9 @@ class Injection:
         for model in self.models:
             if model.written is not None:
                 model.written.update()
+            for short in model.swifts:
+                short.refresh()
+        self.boards.update()
 
     def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
         """Change the magnitude of one clause, or of all; takes effect at the next call, compiled or not."""
@@ -235,6 +247,7 @@ class Injection:
         kind = HeldTap if self.hold and point == "weight" else Tap
         tap = kind(self, clause, spots.setdefault(label, Spot(label, layer)), name, point)
         compiled.register(tap)
+        self.taps.append(tap)
         return tap
 
     def make_operator_taps(self, owner: int, prefix: str, layers: range) -> None:
@@ -304,7 +317,9 @@ class Injection:
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
         if torch.compiler.is_compiling():
-            if self.has_operators:
+            if self.boards.rows is not None and not self.tracing:
+                torch.ops.shaketable.begin(self.boards.rows, self.handle)
+            if self.has_operators or (self.boards.rows is not None and entry.is_root):
                 self.tracing.append(entry)
             return
         if not self.enabled:
@@ -313,6 +328,7 @@ class Injection:
         outermost = not self.calls.stack
         if outermost:
             self.rollouts.number()
+            self.boards.meet(entry, frame)
         self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
@@ -320,7 +336,7 @@ class Injection:
     def leave(self, entry: Entry) -> None:
         """A module returns, or raises. Its frame is open unless the injection was off when it was called."""
         if torch.compiler.is_compiling():
-            if self.has_operators:
+            if self.has_operators or (self.boards.rows is not None and entry.is_root):
                 self.tracing.pop()
             return
         frame = self.calls.top()

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ class Measured:
 
     def add(self, other: Measured) -> None:
         """Add another spot's sums."""
-        for name in asdict(other):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def take(self, fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> None:
@@ -91,6 +91,9 @@ class Measured:
         return math.sqrt(self.square / self.fires) if self.fires else None
 
 
+_SUMS = tuple(f.name for f in fields(Measured))
+
+
 @dataclass
 class Spot:
     """One module at one point, or one operator of one layer."""
@@ -109,8 +112,10 @@ class Spot:
     def count(self, phase: str, backward: bool) -> int:
         """Count one fire; returns how many there have been in this direction."""
         with self.lock:
-            self.counts.setdefault(phase, [0, 0])[backward] += 1
-            return self.fires(backward)
+            if phase not in self.counts:
+                self.counts[phase] = [0, 0]
+            self.counts[phase][backward] += 1
+            return self.counts[phase][backward] if len(self.counts) == 1 else self.fires(backward)
 
     def fires(self, backward: bool) -> int:
         """Fires in one direction, over all phases."""
@@ -127,9 +132,14 @@ class Spot:
         self.forward.add(other.forward)
         self.backward.add(other.backward)
 
+    def copy(self) -> Spot:
+        """The same counts and sums, with a lock of its own."""
+        counts = {phase: list(both) for phase, both in self.counts.items()}
+        return Spot(self.name, self.layer, counts, self.recomputed, self.seconds, replace(self.forward), replace(self.backward))
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        sums = {k: asdict(v) for k, v in (("forward", self.forward), ("backward", self.backward)) if v.fires}
+        sums = {k: dict(vars(v)) for k, v in (("forward", self.forward), ("backward", self.backward)) if v.fires}
         return {
             "layer": self.layer,
             "counts": {k: list(v) for k, v in self.counts.items()},
@@ -184,6 +194,11 @@ class SiteLedger:
                 if direction in (None, name):
                     total.add(getattr(spot, name))
         return total
+
+    @property
+    def magnitudes(self) -> int:
+        """How many magnitudes were read back."""
+        return sum(s.forward.magnitudes + s.backward.magnitudes for s in self.spots.values())
 
     @property
     def magnitude(self) -> float | None:
@@ -245,7 +260,7 @@ class SiteLedger:
 
     def add(self, other: SiteLedger) -> None:
         """Add the same clause of another process, or of the run before it was resumed; a magnitude that changed is averaged."""
-        mine, theirs = self.measured().magnitudes, other.measured().magnitudes
+        mine, theirs = self.magnitudes, other.magnitudes
         if self.asked is not None and other.asked is not None and mine + theirs:
             self.asked += (other.asked - self.asked) * theirs / (mine + theirs)
         self.fused += other.fused
@@ -253,7 +268,12 @@ class SiteLedger:
             if name in self.spots:
                 self.spots[name].add(spot)
             else:
-                self.spots[name] = spot
+                self.spots[name] = spot.copy()
+
+    def copy(self) -> SiteLedger:
+        """The same, to be added to; of operators only those that were met."""
+        met = {name: spot.copy() for name, spot in self.spots.items() if self.static or spot.counts}
+        return SiteLedger(self.site, self.fault, self.asked, met, self.static, self.fused)
 
 
 @dataclass
@@ -266,6 +286,8 @@ class Ledger:
     kernel: str = "torch"
     """Who drew the noise: the compiled kernels (`native`) or plain `torch`."""
     processes: int = 1
+    settle: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    """Called before the ledger of a live plan is read: what was captured into a graph counts on its own."""
 
     @classmethod
     def for_plan(cls, plan: Plan, kernel: str) -> Ledger:
@@ -337,11 +359,12 @@ class Ledger:
     def merge(cls, ledgers: Iterable[Ledger]) -> Ledger:
         """One ledger for many processes that ran the same plan."""
         every = list(ledgers)
-        first = cls.from_dict(every[0].to_dict())
+        head = every[0]
+        first = cls(head.plan, head.seed, [site.copy() for site in head.sites], head.kernel, head.processes)
         for other in every[1:]:
             if (other.plan, other.seed) != (first.plan, first.seed):
                 raise ValueError(f"ledgers of different plans do not merge: {first.plan!r} and {other.plan!r}")
-            for mine, theirs in zip(first.sites, cls.from_dict(other.to_dict()).sites, strict=True):
+            for mine, theirs in zip(first.sites, other.sites, strict=True):
                 mine.add(theirs)
             first.processes += other.processes
         first.kernel = "+".join(sorted({x.kernel for x in every}))
@@ -358,3 +381,18 @@ class Ledger:
         from shaketable.inject.table import ledger_table
 
         return ledger_table(self)
+
+
+class LiveLedger(Ledger):
+    """The ledger of a plan that is active: brought up to date whenever someone looks."""
+
+    @property
+    def sites(self) -> list[SiteLedger]:
+        """What happened, per clause."""
+        if self.settle is not None:
+            self.settle()
+        return self._sites
+
+    @sites.setter
+    def sites(self, sites: list[SiteLedger]) -> None:
+        self._sites = sites

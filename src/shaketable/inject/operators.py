@@ -195,7 +195,7 @@ class Operators(TorchFunctionMode):
             self.injection.note_fused(frame)
         if not taps:
             return func(*args, **kwargs)
-        args, kwargs = _echo_all(taps, args, kwargs, frame, frame.count(family))
+        args, kwargs = _echo_all(taps, args, kwargs, frame, frame.count((frame.layer, family)))
         result = func(*args, **kwargs)
         if name in _IN_PLACE or kwargs.get("out") is not None:
             return result.copy_(_strike_all(taps, result.clone(), frame))

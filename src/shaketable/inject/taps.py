@@ -24,14 +24,16 @@ from torch.autograd.function import once_differentiable
 from shaketable.errors import PlanError
 from shaketable.faults import Draw, FaultBase
 from shaketable.faults.generator import key_of, lanes, mix64
+from shaketable.inject.board import capturing
 from shaketable.inject.calls import Frame
 
 if TYPE_CHECKING:
+    from shaketable.inject.board import Board, Pass
     from shaketable.inject.injection import Injection
     from shaketable.inject.ledger import Spot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Blow:
     """One application of a fault: everything that was decided when it happened."""
 
@@ -41,6 +43,8 @@ class Blow:
     recomputing: bool = False
     way: tuple[bool, int] = (False, 0)
     """Backward or not, and which argument."""
+    captured: Pass | None = None
+    """The pass of a CUDA graph that it is captured into."""
 
 
 class Tap:
@@ -54,7 +58,7 @@ class Tap:
         self.point = point
         self.site = injection.plan.clauses[clause].site
         seed, rank = injection.plan.seed, injection.rank
-        self._keys = tuple(key_of(seed, clause, name, point, d, rank) for d in ("forward", "backward"))
+        self.keys = tuple(key_of(seed, clause, name, point, d, rank) for d in ("forward", "backward"))
         self._lane_key = key_of(seed, clause, name, point, "lanes")
         self._lanes: dict[tuple[int, torch.device, bool], Tensor] = {}
         self._references: dict[tuple[bool, int], Tensor | None] = {}
@@ -63,6 +67,12 @@ class Tap:
         self.transposed = False
         """Whether the tensor is a weight stored as (in, out)."""
         self.handle = -1
+        self.boards: dict[torch.device, Board] = {}
+        """Where kernels read what it is to do, per card."""
+        self.rows: Tensor | None = None
+        self.proof: Tensor | None = None
+        self.row, self.place, self.relative = 0, 0, False
+        """Where on the board of a card it is, for compiled graphs."""
 
     @property
     def fault(self) -> FaultBase:
@@ -74,6 +84,10 @@ class Tap:
         """Whether the tap would do anything now, phases aside."""
         injection = self.injection
         return injection.enabled and not self.fault.is_off and (injection.spares is None or not injection.spares())
+
+    def would_act(self, x: Tensor) -> bool:
+        """Whether there is anything to do with `x`: what is captured now may be switched on later."""
+        return self.is_active or (x.is_cuda and self.injection.enabled and capturing())
 
     def acts_in(self, phase: str) -> bool:
         """Whether the clause names this phase."""
@@ -87,7 +101,7 @@ class Tap:
 
     def forward(self, x: Tensor, frame: Frame) -> Tensor:
         """The faulty tensor."""
-        if not self.is_active or not self.acts_in(frame.phase):
+        if not self.would_act(x) or not self.acts_in(frame.phase):
             return x
         blow = self._blow(frame, (False, 0), frame.count(self))
         if not (x.requires_grad and torch.is_grad_enabled()):
@@ -107,12 +121,12 @@ class Tap:
         return result
 
     def _blow(self, frame: Frame, way: tuple[bool, int], n: int) -> Blow:
-        moment = mix64(frame.moment + (way[1] << 32) + n)
-        return Blow(self.fault, mix64(self._keys[way[0]] ^ moment), frame.phase, frame.recomputing, way)
+        moment = frame.mixed_at((way[1] << 32) + n)
+        return Blow(self.fault, mix64(self.keys[way[0]] ^ moment), frame.phase, frame.recomputing, way, frame.captured)
 
     def blow_at(self, moment: int, phase: str, way: tuple[bool, int], *, recomputing: bool = False) -> Blow:
         """A blow outside any frame (compiled graphs)."""
-        return Blow(self.fault, mix64(self._keys[way[0]] ^ moment), phase, recomputing, way)
+        return Blow(self.fault, mix64(self.keys[way[0]] ^ moment), phase, recomputing, way)
 
     def strike(self, x: Tensor, blow: Blow, *, backward: bool = False) -> Tensor:
         """Apply the fault, count and measure it. No torch function mode sees how: to whoever watches, the device did it."""
@@ -124,6 +138,8 @@ class Tap:
         self.injection.fires += 1
         if not x.is_floating_point():
             raise PlanError(f"{self.site.label}: {self.name} {self.point} is {x.dtype}; faults act on floating tensors")
+        if x.is_cuda and capturing():
+            return self.injection.boards.of(self, x).strike(self, x, blow, backward)
         fault, draw, mask = blow.fault, self._draw(x, blow), self._mask(x, blow.fault)
         sums = self.spot.backward if backward else self.spot.forward
         if blow.recomputing and not backward:
@@ -138,8 +154,22 @@ class Tap:
         self.spot.seconds += perf_counter() - start
         return y
 
+    def strike_as_ever(self, x: Tensor, blow: Blow) -> Tensor:
+        """The faulty tensor, neither counted nor measured."""
+        return self._apply(blow.fault, x, self._draw(x, blow), self._mask(x, blow.fault))
+
+    def mask_of(self, x: Tensor) -> Tensor | None:
+        """The faulty channels of a tensor that this tap strikes; None when all are."""
+        return self._mask(x, self.fault)
+
     def pull_back(self, g: Tensor, x: Tensor | None, blow: Blow) -> Tensor:
         """The fault's gradient: what `Strike` does backward. Not a fire."""
+        if g.is_cuda and capturing():
+            return self.injection.boards.of(self, g).pull_back(self, g, x, blow)
+        return self.pull_back_as_ever(g, x, blow)
+
+    def pull_back_as_ever(self, g: Tensor, x: Tensor | None, blow: Blow) -> Tensor:
+        """The same, where Python is there to decide."""
         draw, mask = self._draw(g, blow), self._mask(g, blow.fault)
         if self.transposed:
             turned = blow.fault.gradient(g.transpose(-1, -2), None if x is None else x.transpose(-1, -2), draw)

@@ -146,6 +146,8 @@ class _Around(Hook):
 
 def add_tap(module: nn.Module, tap: WeightTap) -> None:
     """Make the module read a parameter through a tap."""
+    if (short := module.__dict__.get("_shaketable_swift")) is not None:
+        short.give_way()
     found = module.__dict__.get(_SLOT)
     if found is None:
         found = WeightTaps(module)
@@ -167,21 +169,26 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
         del module.__dict__[_SLOT]
 
 
+def has_taps(module: nn.Module) -> bool:
+    """Whether any plan acts on a weight of this module."""
+    return _SLOT in module.__dict__
+
+
 def _dress(module: nn.Module, found: WeightTaps) -> None:
     """The class in which the tapped weights are properties, or the module's own when there are none."""
     names = tuple(sorted({t.name for t in found.taps}))
     kind: Any = _subclass(found.original, names) if names else found.original
     now: Any = type(module)
-    module.__class__ = _exchanged(now, found.dressed, kind)
+    module.__class__ = exchanged(now, found.dressed, kind)
     found.dressed = kind
 
 
 @functools.cache
-def _exchanged(kind: Any, old: Any, new: Any) -> Any:
+def exchanged(kind: Any, old: Any, new: Any) -> Any:
     """`kind` with `new` in the place of `old`, also below a class that `fully_shard` has made of it meanwhile."""
     if kind is old:
         return new
-    bases = tuple(_exchanged(base, old, new) if old in base.__mro__ else base for base in kind.__bases__)
+    bases = tuple(exchanged(base, old, new) if old in base.__mro__ else base for base in kind.__bases__)
     body = {k: v for k, v in kind.__dict__.items() if k not in ("__dict__", "__weakref__")}
     return type(kind.__name__, bases, body)
 

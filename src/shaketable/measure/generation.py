@@ -9,6 +9,8 @@ Rows are padded on the left and masked, and results come back in the order of th
 how the prompts were batched. A fault that draws noise is keyed by the call it happens in and not by the row, so under such
 a plan another batch size draws other noise of the same law; the batch size is part of a condition and is recorded.
 
+On a GPU with short answers this loop waits for the host at every kernel; `static_decoding.py` is for that.
+
 Rejected: `model.generate`. It reads every copy of a prompt, and keeps all logits when asked for log-probabilities.
 """
 
@@ -25,6 +27,7 @@ from shaketable.errors import ShaketableError
 
 Progress = Callable[[int, int], None]
 LARGEST_BATCH = 512
+DESTROYED = "the sampler's logits are no longer finite: the noise, or the training, has destroyed the model"
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,7 @@ class Decoder:
             samples: Completions of each prompt.
             generator: Draws the tokens when the temperature is not 0, on the device of the model.
         """
-        if not all(prompts):
-            raise ShaketableError("a prompt has no tokens: there is nothing to continue")
+        check_prompts(prompts)
         rows = _Rows(self, model, prompts, samples, generator)
         for _ in range(self.limit):
             rows.advance()
@@ -89,9 +91,7 @@ class Decoder:
             if self.top_k:
                 logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -torch.inf)
             if bool(logits.isnan().any() | logits.isposinf().any()):
-                raise ShaketableError(
-                    "the sampler's logits are no longer finite: the noise, or the training, has destroyed the model"
-                )
+                raise ShaketableError(DESTROYED)
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
         chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens, chosen - logits.logsumexp(-1)
@@ -105,7 +105,7 @@ class _Rows:
     ) -> None:
         self.decoder, self.model, self.generator, self.samples = decoder, model, generator, samples
         self.device = model.get_input_embeddings().weight.device
-        self.ids, self.mask = self._pad(prompts)
+        self.ids, self.mask = padded(prompts, decoder.pad, self.device)
         count = len(prompts) * samples
         self.alive = torch.arange(count, device=self.device)
         self.next = self.ids.shape[1] if self.mask is None else self.mask.sum(1)
@@ -115,14 +115,6 @@ class _Rows:
         self.lengths = torch.zeros(count, dtype=torch.long, device=self.device)
         self.step = 0
         self.ends = torch.tensor(decoder.ends, dtype=torch.long, device=self.device)
-
-    def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        width = max(len(p) for p in prompts)
-        rows = [[self.decoder.pad] * (width - len(p)) + list(p) for p in prompts]
-        if all(len(p) == width for p in prompts):
-            return torch.tensor(rows, device=self.device), None
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
-        return torch.tensor(rows, device=self.device), torch.tensor(mask, device=self.device)
 
     def advance(self) -> None:
         """One forward, one token for every row that has not ended."""
@@ -141,7 +133,7 @@ class _Rows:
 
     def _forward(self) -> Tensor:
         if self.step == 0:
-            masked = {} if self.mask is None else {"attention_mask": self.mask, "position_ids": _positions(self.mask)}
+            masked = {} if self.mask is None else {"attention_mask": self.mask, "position_ids": positions(self.mask)}
         else:
             place = self.next + self.step - 1
             places = place.unsqueeze(1) if isinstance(place, Tensor) else self.ids.new_full((len(self.ids), 1), place)
@@ -178,7 +170,24 @@ class _Rows:
         return [Completion(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
 
 
-def _positions(mask: Tensor) -> Tensor:
+def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse a prompt without tokens."""
+    if not all(prompts):
+        raise ShaketableError("a prompt has no tokens: there is nothing to continue")
+
+
+def padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Prompts in one tensor, padded on the left, and the mask of what is not padding; None when nothing is."""
+    width = max(len(p) for p in prompts)
+    rows = [[pad] * (width - len(p)) + list(p) for p in prompts]
+    if all(len(p) == width for p in prompts):
+        return torch.tensor(rows, device=device), None
+    mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+    return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """The place of each token in its own row."""
     return (mask.cumsum(1) - 1).clamp_min(0)
 
 

@@ -19,7 +19,7 @@ from shaketable.harden.train_config import TrainConfig
 from shaketable.study.config import Arm, Guide, StudyConfig
 
 STEPS = 60
-NEWER: dict[str, Any] = {}
+NEWER: dict[str, Any] = {"warm_start": 0, "decoding": "auto"}
 """Options added after stores had been written, each with the value that means what was done before there was such an option.
 They count in a key only when they have another value: so old runs keep their names."""
 

@@ -1,0 +1,360 @@
+"""What shaking costs on a card: ratios to the clean program in the same process, interleaved, medians.
+
+Two shapes with random weights, bfloat16: SmolLM2-135M, which waits for Python, and Qwen2-1.5B, which waits for memory. Prefill
+of 8 x 1024 tokens, one decoded token for 64 rows, one training step; eager, compiled, captured. Each case proves that its
+error was there. Beside it stands the naive hook, `y + y.abs() * torch.randn_like(y) * scale`, which nobody can prove anything
+about. Then the bandwidth of every kernel beside that of a copy, and the cost of AQN and of locate.
+
+    python benchmarks/gpu.py                         # everything; writes gpu.json and gpu.md
+    python benchmarks/gpu.py --only smollm2 eager    # cases with all of these words in their name
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, StaticCache
+
+import shaketable as st
+from shaketable.faults import Draw, make_fault
+
+HERE = Path(__file__).parent
+SCALE = 0.05
+NOISE = f"relative_gaussian:{SCALE}"
+SHAPES: dict[str, tuple[Any, Any]] = {
+    "smollm2-135m": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+            vocab_size=49152, tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2-1.5b": (
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+            vocab_size=151936, tie_word_embeddings=True,
+        ),
+    ),
+}  # fmt: skip
+TARGETS = {
+    ("smollm2-135m", "prefill eager, relative_gaussian on all linears"): 1.15,
+    ("qwen2-1.5b", "prefill eager, relative_gaussian on all linears"): 1.20,
+    ("smollm2-135m", "prefill compiled, relative_gaussian on all linears"): 1.12,
+    ("qwen2-1.5b", "prefill compiled, relative_gaussian on all linears"): 1.12,
+    ("smollm2-135m", "training step eager, op.matmul forward + backward"): 1.20,
+    ("qwen2-1.5b", "training step eager, op.matmul forward + backward"): 1.20,
+    ("smollm2-135m", "prefill eager, mxfp4 W4A4"): 1.6,
+    ("qwen2-1.5b", "prefill eager, mxfp4 W4A4"): 1.6,
+    ("smollm2-135m", "rollout eager, AQN on all norms"): 1.01,
+    ("qwen2-1.5b", "rollout eager, AQN on all norms"): 1.01,
+}
+Run = Callable[[], Any]
+
+
+def linears(model: Any) -> list[nn.Linear]:
+    """All linears of the layers."""
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.lm_head]
+
+
+def timed(clean: Run, case: Run, pairs: int) -> dict[str, float]:
+    """Median ratio over interleaved pairs of seconds, each waited for."""
+    for _ in range(3):
+        clean(), case()
+    rows = []
+    for _ in range(pairs):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        clean()
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        case()
+        torch.cuda.synchronize()
+        rows.append((middle - start, time.perf_counter() - middle))
+    ratios = sorted(b / a for a, b in rows)
+    quarter = len(ratios) // 4
+    seconds = statistics.median(a for a, _ in rows)
+    return {"ratio": statistics.median(ratios), "low": ratios[quarter], "high": ratios[-1 - quarter], "clean_seconds": seconds}
+
+
+@contextmanager
+def shaken(model: Any, plan: str) -> Iterator[tuple[Any, Any]]:
+    """A copy under a plan, and its injection."""
+    copied = copy.deepcopy(model)
+    injection = st.inject(copied, plan, seed=0, allow_inert=True).enable()
+    injection.drop_mode()
+    yield copied, injection
+    injection.close()
+
+
+@contextmanager
+def naive(model: Any, _: str) -> Iterator[tuple[Any, None]]:
+    """A copy with the hook that everybody writes first."""
+    copied = copy.deepcopy(model)
+    for linear in linears(copied):
+        linear.register_forward_hook(lambda module, args, y: y + y.abs() * torch.randn_like(y) * SCALE)
+    yield copied, None
+
+
+class Bench:
+    """The cases of one shape."""
+
+    def __init__(self, name: str, pairs: int) -> None:
+        kind, config = SHAPES[name]
+        self.name, self.pairs, self.results = name, pairs, {}  # type: ignore[var-annotated]
+        with torch.device("cuda"):
+            torch.manual_seed(0)
+            torch.set_default_dtype(torch.bfloat16)
+            self.model = kind._from_config(config).eval()
+            torch.set_default_dtype(torch.float32)
+            self.ids = torch.randint(0, config.vocab_size, (8, 1024))
+            self.token = torch.randint(0, config.vocab_size, (64, 1))
+
+    # ---- what is run
+
+    def prefill(self, model: Any, compiled: bool = False) -> Run:
+        """One forward of the prompt."""
+        call = torch.compile(model, dynamic=False) if compiled else model
+
+        def run() -> Any:
+            with torch.no_grad():
+                return call(input_ids=self.ids, use_cache=False, logits_to_keep=1).logits
+
+        return run
+
+    def decode(self, model: Any, captured: bool = False) -> Run:
+        """One token for 64 rows, 128 tokens into a static cache."""
+        cache = StaticCache(model.config, max_cache_len=256)
+        place = torch.tensor([128], device="cuda")
+        rows = torch.full((64, 1), 128, device="cuda")
+
+        def run() -> Any:
+            with torch.no_grad():
+                return model(
+                    input_ids=self.token, past_key_values=cache, cache_position=place, position_ids=rows, use_cache=True
+                ).logits
+
+        if not captured:
+            return run
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+
+        def replay() -> None:
+            assert run  # what the graph reads lives as long as this
+            graph.replay()
+
+        return replay
+
+    def train(self, model: Any) -> Run:
+        """One forward and backward; the loss in chunks is not what is measured here."""
+
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            model.model(input_ids=self.ids, use_cache=False).last_hidden_state.float().square().mean().backward()
+
+        return run
+
+    def rollout(self, model: Any) -> Run:
+        """A prompt and 32 tokens for 64 rows."""
+
+        def run() -> Any:
+            with torch.no_grad(), st.phase("rollout"):
+                return model.generate(self.token.expand(64, 32), max_new_tokens=32, do_sample=False, pad_token_id=0)
+
+        return run
+
+    # ---- the cases
+
+    def case(self, what: str, plan: str, make: Any, only: list[str], how: str = "shaken") -> None:
+        """Measure one case beside the clean program."""
+        name = f"{self.name} {what}"
+        if not all(word in name for word in only):
+            return
+        torch._dynamo.reset()
+        with (naive if how == "naive" else shaken)(self.model, plan) as (model, injection):
+            row = timed(make(self.model), make(model), self.pairs)
+            if injection is not None and plan[-4:] != "none":
+                row["fires"] = injection.ledger.forward + injection.ledger.backward
+                row["magnitude"] = injection.ledger.sites[0].magnitude or 0.0
+                row["changed"] = injection.ledger.changed
+        self.results[what] = row
+        print(f"{name}: {row['ratio']:.3f} ({row['clean_seconds'] * 1e3:.2f} ms clean)", flush=True)
+
+    def all(self, only: list[str]) -> None:
+        """Every case."""
+        linear = f"{NOISE}@module.linear"
+        self.case("prefill eager, identity plan", "relative_gaussian:0@module.linear", self.prefill, only)
+        self.case("prefill eager, relative_gaussian on all linears", linear, self.prefill, only)
+        self.case("prefill eager, naive hook", "", self.prefill, only, "naive")
+        self.case("prefill eager, op.matmul", f"{NOISE}@op.matmul", self.prefill, only)
+        self.case("prefill eager, mxfp4 W4A4", "mxfp4@module.linear", self.prefill, only)
+        self.case("decode eager, relative_gaussian on all linears", linear, self.decode, only)
+        self.case("decode eager, naive hook", "", self.decode, only, "naive")
+        self.case("decode captured, relative_gaussian on all linears", linear, lambda m: self.decode(m, True), only)
+        self.case("decode captured, naive hook", "", lambda m: self.decode(m, True), only, "naive")
+        self.case("training step eager, relative_gaussian on all linears", linear, self.train, only)
+        self.case("training step eager, op.matmul forward + backward", f"{NOISE}@op.matmul", self.train, only)
+        self.case("training step eager, naive hook", "", self.train, only, "naive")
+        self.aqn(only)
+        self.case("prefill compiled, relative_gaussian on all linears", linear, lambda m: self.prefill(m, True), only)
+        self.case("prefill compiled, naive hook", "", lambda m: self.prefill(m, True), only, "naive")
+
+    def aqn(self, only: list[str]) -> None:
+        """A rollout with noise on the weights of the norms."""
+        what = "rollout eager, AQN on all norms"
+        if not all(word in f"{self.name} {what}" for word in only):
+            return
+        from shaketable.harden.aqn import AQN
+
+        copied = copy.deepcopy(self.model)
+        with AQN.load("constant:0.01").attach(copied, 1) as ledger:
+            row = timed(self.rollout(self.model), self.rollout(copied), max(3, self.pairs // 3))
+            row["fires"] = ledger.forward
+        self.results[what] = row
+        print(f"{self.name} {what}: {row['ratio']:.3f} ({row['clean_seconds'] * 1e3:.1f} ms clean)", flush=True)
+
+
+def bandwidth(pairs: int) -> dict[str, dict[str, float]]:
+    """Bytes per second of each fault's kernel, forward, one read and one write, beside a copy's: both timed in a graph."""
+    shape = (8192, 8960)
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    moved = 2 * x.numel() * x.element_size()
+    faults = [
+        {"kind": "relative_gaussian", "magnitude": 0.05}, {"kind": "absolute_gaussian", "magnitude": 0.05},
+        {"kind": "noise", "magnitude": 0.05}, {"kind": "systematic_bias", "magnitude": 0.05},
+        {"kind": "gain", "magnitude": 0.05},
+        {"kind": "dead_zone", "magnitude": 0.01, "scope": "token"}, {"kind": "dead_zone", "magnitude": 0.01},
+        {"kind": "saturation", "magnitude": 0.5, "scope": "token"}, {"kind": "mxfp4"}, {"kind": "nvfp4"},
+        {"kind": "fp8_e4m3"}, {"kind": "fp8_e4m3", "scope": "token"}, {"kind": "fp8_e5m2", "scope": "block"},
+    ]  # fmt: skip
+    found = {"copy": _rate(lambda: y.copy_(x), moved, pairs)}
+    for spec in faults:
+        fault = make_fault(spec)
+        found[fault.text()] = _rate(lambda fault=fault: fault.apply(x, Draw(7)), moved, pairs)
+    return found
+
+
+def _rate(run: Run, moved: int, pairs: int) -> dict[str, float]:
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(pairs):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(2_000_000)
+        start.record()
+        for _ in range(5):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 5e3)
+    return {"terabytes_per_second": moved / statistics.median(times) / 1e12}
+
+
+def locating() -> dict[str, dict[str, float]]:
+    """Seconds of locate in device mode on 256 tokens, and what that is in forwards of 8 x 1024 tokens."""
+    found = {}
+    for name, (kind, config) in SHAPES.items():
+        with torch.device("cuda"):
+            torch.manual_seed(0)
+            model = kind._from_config(config, dtype=torch.bfloat16).eval()
+        ids = torch.randint(0, config.vocab_size, (8, 1024), device="cuda")
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            torch.cuda.synchronize()
+            forward = time.perf_counter() - start
+        start = time.perf_counter()
+        diagnosis = st.locate(model, input_ids=ids[:1, :256], mode="device")
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        found[name] = {"seconds": seconds, "forwards": seconds / forward, "verdict": str(diagnosis)}
+        print(name, found[name], flush=True)
+    return found
+
+
+def write(facts: dict[str, Any], out: Path) -> None:
+    """The last result as JSON and as a page."""
+    (out / "gpu.json").write_text(json.dumps(facts, indent=2) + "\n")
+    lines = [
+        "# Speed on a card\n",
+        f"{facts['date']}, {facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}, triton "
+        f"{facts['triton']}; medians of {facts['pairs']} interleaved pairs.\n",
+        "| model | case | clean | ratio | quartiles | target |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in facts["results"].items():
+        for what, row in rows.items():
+            target = TARGETS.get((name, what))
+            lines.append(
+                f"| {name} | {what} | {row['clean_seconds'] * 1e3:.2f} ms | {row['ratio']:.3f} | "
+                f"{row['low']:.2f}–{row['high']:.2f} | {f'≤ {target:.2f}' if target else ''} |"
+            )
+    copied = facts["bandwidth"].get("copy", {}).get("terabytes_per_second")
+    if copied:
+        lines += [
+            "\n8192 x 8960 values, bfloat16, one read and one write each:\n",
+            "| kernel | TB/s | of a copy |",
+            "|---|---|---|",
+        ]
+        for name, row in facts["bandwidth"].items():
+            rate = row["terabytes_per_second"]
+            lines.append(f"| {name} | {rate:.2f} | {rate / copied:.0%} |")
+    if facts.get("locate"):
+        lines += ["\n| locate, device mode | seconds | in forwards |", "|---|---|---|"]
+        lines += [f"| {name} | {row['seconds']:.1f} | {row['forwards']:.0f} |" for name, row in facts["locate"].items()]
+    (out / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="words that a case's name must have")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--skip", nargs="*", default=[], choices=["models", "bandwidth", "locate"])
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/gpu.py needs a CUDA device; benchmarks/speed.py is for CPUs")
+    facts: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "pairs": arguments.pairs,
+    }
+    facts |= {name: version(name) for name in ("torch", "transformers", "triton")}
+    facts["bandwidth"] = {} if "bandwidth" in arguments.skip else bandwidth(arguments.pairs)
+    for name, row in facts["bandwidth"].items():
+        print(f"{name}: {row['terabytes_per_second']:.2f} TB/s", flush=True)
+    facts["results"] = {}
+    for name in SHAPES if "models" not in arguments.skip else ():
+        bench = Bench(name, arguments.pairs)
+        bench.all(arguments.only)
+        facts["results"][name] = bench.results
+        write(facts, arguments.out)
+        del bench
+        torch.cuda.empty_cache()
+    facts["locate"] = {} if "locate" in arguments.skip else locating()
+    write(facts, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Faults on a card: fused Triton kernels, chosen where they fit; None where plain torch has to do it.
+
+Plain torch (`noise.py`, `formats.py`, …) stays the reference that these are tested against: in Triton's interpreter on every
+machine, on a card with the results committed.
+"""
+
+from shaketable.faults.gpu.clipping import clipped
+from shaketable.faults.gpu.dispatch import (
+    ADDITIVE,
+    BIAS,
+    GAIN,
+    RELATIVE,
+    SYSTEMATIC,
+    Live,
+    fits,
+    name,
+    noise,
+    prepare,
+    shift,
+    tick,
+)
+from shaketable.faults.gpu.formats import coded
+from shaketable.faults.gpu.statistics import MEAN, SIZE, SPREAD, moment, top
+
+__all__ = [
+    "ADDITIVE",
+    "BIAS",
+    "GAIN",
+    "MEAN",
+    "RELATIVE",
+    "SIZE",
+    "SPREAD",
+    "SYSTEMATIC",
+    "Live",
+    "clipped",
+    "coded",
+    "fits",
+    "moment",
+    "name",
+    "noise",
+    "prepare",
+    "shift",
+    "tick",
+    "top",
+]

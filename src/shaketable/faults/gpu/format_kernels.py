@@ -1,0 +1,140 @@
+"""Triton: number formats in one pass; maximum, scale, rounding and the way back stay in registers.
+
+Bit for bit what `formats.py` computes, with fewer instructions where they give the same bits:
+
+* To nearest even: adding and taking away 1.5·2^23 steps rounds to a multiple of the step, for the sum has no bits below it. The
+  step is a power of two, made from the exponent's own bits; no division, no logarithm.
+* Divisions by a scale are `div_rn`: Triton's `/` is an approximation on a card.
+* A value at or under the largest of a grid is not rounded past it, so it is cut once, before.
+
+Whether NaN is handed on is said at every minimum: a card's own drop it. Rejected: the card's conversions to FP8 and FP4. They
+are on some cards only, round to nearest only, and saturate in ways of their own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shaketable.faults.gpu.noise_kernels import first_hash, joined, mix64, rounded, widened
+from shaketable.faults.gpu.tiles import INFINITY, fetch, magnitude_bits, place, put
+
+MXFP4, NVFP4, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+NONE, WHOLE, PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+KEEP = tl.constexpr(tl.PropagateNan.ALL)
+TINY, HUGE = tl.constexpr(2.0**-126), tl.constexpr((2 - 2.0**-23) * 2.0**127)
+
+
+@triton.jit
+def to_grid(x, u, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """`to_grid` of formats.py; `u` are uniforms, looked at when rounding is stochastic."""
+    bits = x.to(tl.int32, bitcast=True)
+    plain = bits & 0x7FFFFFFF
+    a = tl.minimum(plain.to(tl.float32, bitcast=True), LARGEST, propagate_nan=KEEP)
+    exponent = tl.maximum(a.to(tl.int32, bitcast=True) & INFINITY, (SMALLEST + 127) << 23)
+    if STOCHASTIC:
+        step = exponent - (MANTISSA << 23)
+        scaled = a * ((254 << 23) - step).to(tl.float32, bitcast=True)
+        low = tl.floor(scaled)
+        y = (low + tl.where(u < scaled - low, 1.0, 0.0)) * step.to(tl.float32, bitcast=True)
+    else:
+        heavy = (exponent + (((23 - MANTISSA) << 23) + 0x400000)).to(tl.float32, bitcast=True)
+        y = (a + heavy) - heavy
+    return (y.to(tl.int32, bitcast=True) | (bits ^ plain)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """The bits of 2^exponent for integers in ±127, the subnormal 2^-127 included."""
+    return tl.where(exponent > -127, (exponent + 127) << 23, 0x00400000)
+
+
+@triton.jit
+def uniforms(number, low, high):
+    """`Draw.uniform` of the values with these numbers."""
+    key = mix64(joined(low, high))
+    h = first_hash(number.to(tl.uint32), key.to(tl.uint32), (key >> 32).to(tl.uint32))
+    return (h >> 8).to(tl.int32, bitcast=True).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def scales(top, whole, KIND: tl.constexpr):
+    """What a segment is multiplied by (FP4) or divided by (FP8), and multiplied by on its way back.
+
+    Args:
+        top: The bits of the segment's largest magnitude.
+        whole: The tensor's largest magnitude (NVFP4).
+        KIND: The format.
+    """
+    if KIND == MXFP4:
+        exponent = tl.maximum((top >> 23) - 129, -127)
+        back = tl.where(top > INFINITY, top, power_of_two(exponent)).to(tl.float32, bitcast=True)
+        return power_of_two(-exponent).to(tl.float32, bitcast=True), back
+    high = top.to(tl.float32, bitcast=True)
+    if KIND == NVFP4:
+        unit = tl.maximum(tl.div_rn(whole, 2688.0), TINY, propagate_nan=KEEP)
+        share = tl.maximum(tl.div_rn(tl.div_rn(high, 6.0), unit), 0.015625, propagate_nan=KEEP)
+        scale = to_grid(share, share, 3, -6, 448.0, False)
+        there = tl.minimum(tl.div_rn(tl.div_rn(1.0, unit), scale), HUGE, propagate_nan=KEEP)
+        return there, unit * scale
+    scale = tl.div_rn(high, 448.0 if KIND == E4M3 else 57344.0)
+    scale = tl.where(scale != 0.0, scale, 1.0)
+    return scale, scale
+
+
+@triton.jit
+def shared(top, whole, KIND: tl.constexpr, SCOPE: tl.constexpr):
+    """The scales that a tile needs: of its segments, of the whole tensor, or none."""
+    if SCOPE == PARTS:
+        there, back = scales(top, whole, KIND)
+    elif SCOPE == WHOLE:
+        there, back = scales(whole.to(tl.int32, bitcast=True), whole, KIND)
+    else:
+        there, back = 1.0, 1.0
+    return there, back
+
+
+@triton.jit
+def coded(
+    value, there, back, number, low, high,
+    KIND: tl.constexpr, SCOPE: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """A tile as the format holds it, in the tensor's own type."""
+    w = widened(value, FAST)
+    u = uniforms(number, low, high) if STOCHASTIC else w
+    if KIND <= NVFP4:
+        y = to_grid(w * there, u, 1, 0, 6.0, STOCHASTIC)
+    else:
+        scaled = w if SCOPE == NONE else tl.div_rn(w, there)
+        if KIND == E4M3:
+            y = to_grid(scaled, u, 3, -6, 448.0, STOCHASTIC)
+        else:
+            y = to_grid(scaled, u, 2, -14, 57344.0, STOCHASTIC)
+    return rounded(y if SCOPE == NONE else y * back, value.dtype, FAST)
+
+
+@triton.jit(do_not_specialize=["cols", "per_row", "count", "low", "high"])
+def quantize(
+    x, y, whole, cols, per_row, count, low, high,
+    KIND: tl.constexpr, SCOPE: tl.constexpr, STOCHASTIC: tl.constexpr,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Quantize and dequantize. `whole`: the tensor's largest magnitude, where it is asked for; see `tiles.py` for the rest."""
+    highest = tl.load(whole) if SCOPE == WHOLE or KIND == NVFP4 else 0.0
+    if LENGTH <= WIDTH:
+        offset, inside, number = place(0, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
+        value = fetch(x, offset, inside, EVEN)
+        top = tl.max(magnitude_bits(widened(value, FAST)), axis=1)[:, None] if SCOPE == PARTS else highest
+        there, back = shared(top, highest, KIND, SCOPE)
+        put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, EVEN)
+    else:
+        top = tl.zeros((GROUP,), tl.int32)
+        for start in range(0, LENGTH, WIDTH):
+            offset, inside, number = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
+            top = tl.maximum(top, tl.max(magnitude_bits(widened(fetch(x, offset, inside, EVEN), FAST)), axis=1))
+        there, back = shared(top[:, None], highest, KIND, SCOPE)
+        for start in range(0, LENGTH, WIDTH):
+            offset, inside, number = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
+            value = fetch(x, offset, inside, EVEN)
+            put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, EVEN)

@@ -1,0 +1,43 @@
+"""Number formats on a card: which segments share a scale, and the launch; None where no kernel fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shaketable.faults.gpu import dispatch, statistics
+from shaketable.faults.gpu.segments import flat, launch, segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KINDS = {"mxfp4": (0, 32), "nvfp4": (1, 16), "fp8_e4m3": (2, 128), "fp8_e5m2": (3, 128)}
+"""What the kernel calls a format, and the length of its blocks."""
+_SCOPES = {"none": 0, "tensor": 1, "token": 2, "block": 2}
+
+
+def coded(x: Tensor, kind: str, scope: str, key: int | None) -> Tensor | None:
+    """Quantize and dequantize in one pass, and one before it where the tensor's maximum is asked for.
+
+    Args:
+        x: What is quantized, along its last dimension.
+        kind: The format, as a plan names it.
+        scope: What shares one scale: tensor, token, block or none.
+        key: `Draw.key` for stochastic rounding, None for rounding to even.
+    """
+    import torch
+
+    code, block = _KINDS[kind]
+    if not dispatch.fits(x):
+        return None
+    parts = flat(x) if scope in ("none", "tensor") else segments(x, block if scope == "block" else None)
+    if parts.padded > dispatch.LARGEST:
+        return None
+    from shaketable.faults.gpu.format_kernels import quantize
+
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    whole = statistics.top(x, finite=False) if scope == "tensor" or kind == "nvfp4" else x
+    low, high = dispatch._signed(key or 0), dispatch._signed((key or 0) >> 32)
+    how = {"KIND": code, "SCOPE": _SCOPES[scope], "STOCHASTIC": key is not None, **parts.shape}
+    launch(quantize, parts.programs, x, y, whole, *parts.sizes, low, high, warps=parts.warps, **how)
+    return y

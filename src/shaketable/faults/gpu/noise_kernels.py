@@ -1,0 +1,257 @@
+"""Triton: keyed normals fused with their use, one read and one write per value.
+
+The hashes are those of `generator.py`, bit for bit, so element i of a tensor under key k is struck by the same noise on every
+device. What comes after them differs by rounding: a card's own logarithm, root, sine and cosine are a quarter of the
+instructions of the written-out polynomials, which would make these kernels wait for arithmetic instead of for memory (measured
+on an H200: 2.0 instead of 3.3 TB/s where a copy does 3.7). In Triton's interpreter (`FAST` false) the polynomials are used, and
+the result has the bits of plain torch.
+
+The last steps of making a key are done here, by every program for itself: 64-bit arithmetic costs Python a microsecond per
+call, and a captured CUDA graph cannot ask Python at all. With `LIVE` the kernel is part of a graph: its key, its scale
+and whether it is on come from the card's memory, where `tick` puts them anew at every replay.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shaketable.faults.gpu.cards import asm
+
+PROOF = tl.constexpr(10)
+"""Sums per tap on a board: see `inject/board.py`."""
+RELATIVE, ADDITIVE = tl.constexpr(0), tl.constexpr(1)
+BIAS, GAIN, SYSTEMATIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def mix64(v):
+    """SplitMix64's finalizer, as in `generator.py`."""
+    v = v + 0x9E3779B97F4A7C15
+    v = (v ^ (v >> 30)) * 0xBF58476D1CE4E5B9
+    v = (v ^ (v >> 27)) * 0x94D049BB133111EB
+    return v ^ (v >> 31)
+
+
+@triton.jit
+def joined(low, high):
+    """A 64-bit key from two 32-bit arguments."""
+    return low.to(tl.uint32, bitcast=True).to(tl.uint64) | (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
+
+
+@triton.jit
+def first_hash(c, k0, k1):
+    """The first 32-bit hash of a counter."""
+    h = c ^ k0
+    h = (h ^ (h >> 16)) * 0x21F0AAAD
+    h = (h ^ (h >> 15)) + k1
+    h = h * 0xD35A2D97
+    h = (h ^ (h >> 15)) * 0x31848BAB
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def second_hash(h, c, k1):
+    """The second one, from the first."""
+    h = h + c * 0x9E3779B9 + k1
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def radius(u, FAST: tl.constexpr):
+    """√(−2 ln u)."""
+    if FAST:
+        return asm("sqrt.approx.ftz.f32 $0, $1;", asm("lg2.approx.ftz.f32 $0, $1;", u) * -1.3862943611198906)
+    bits = u.to(tl.int32, bitcast=True)
+    e = (bits - 0x3F3504F3) >> 23
+    m = (bits - (e << 23)).to(tl.float32, bitcast=True) - 1.0
+    p = m * 7.0376836292e-2 + -1.1514610310e-1
+    p = p * m + 1.1676998740e-1
+    p = p * m + -1.2420140846e-1
+    p = p * m + 1.4249322787e-1
+    p = p * m + -1.6668057665e-1
+    p = p * m + 2.0000714765e-1
+    p = p * m + -2.4999993993e-1
+    p = p * m + 3.3333331174e-1
+    m2 = m * m
+    ln = (m + (m2 * m * p - 0.5 * m2)) + e.to(tl.float32) * 0.693147180559945
+    return tl.sqrt_rn(tl.maximum(ln * -2.0, 0.0))
+
+
+@triton.jit
+def sine_cosine(t, FAST: tl.constexpr):
+    """Of an angle in ±π/4."""
+    if FAST:
+        return asm("sin.approx.ftz.f32 $0, $1;", t), asm("cos.approx.ftz.f32 $0, $1;", t)
+    t2 = t * t
+    s = t * (1.0 + t2 * (-1.6666654611e-1 + t2 * (8.3321608736e-3 + t2 * -1.9515295891e-4)))
+    q = 1.0 - 0.5 * t2 + t2 * t2 * (4.166664568e-2 + t2 * (-1.388731625e-3 + t2 * 2.443315711e-5))
+    return s, q
+
+
+@triton.jit
+def normal_pair(c, k0, k1, FAST: tl.constexpr):
+    """Two standard normals for each pair counter."""
+    h1 = first_hash(c, k0, k1)
+    h2 = second_hash(h1, c, k1)
+    u = ((h1 >> 1).to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * 4.656612873077393e-10
+    r = radius(u, FAST)
+    s, q = sine_cosine((h2 << 2).to(tl.int32, bitcast=True).to(tl.float32) * 3.6571409e-10, FAST)
+    swap = h2.to(tl.int32, bitcast=True) < 0
+    a, b = r * tl.where(swap, s, q), r * tl.where(swap, q, s)
+    return tl.where((h2 & 0x40000000) != 0, -a, a), tl.where((h1 & 1) != 0, -b, b)
+
+
+@triton.jit
+def rounded(y, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """float32 to the tensor's own type, to nearest even; the interpreter cuts bfloat16 off and loses its subnormals."""
+    if not FAST and tl.bfloat16 == DTYPE:
+        bits = y.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(y == y, even, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return y.to(DTYPE)
+
+
+@triton.jit
+def widened(x, FAST: tl.constexpr):
+    """A tensor's own type to float32; the interpreter makes something else of bfloat16's subnormals."""
+    if not FAST and tl.bfloat16 == x.dtype:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def struck(x, z, scale, KIND: tl.constexpr, FAST: tl.constexpr):
+    """A value and its normal, as in `noise.py`, rounded once to the value's own type."""
+    w = widened(x, FAST)
+    if KIND == RELATIVE:
+        y = w + w * (z * scale)
+    else:
+        y = w + z * scale
+    return rounded(y, x.dtype, FAST)
+
+
+@triton.jit
+def tell(x, y, inside, on, proof):
+    """Add what one block of a captured kernel changed to the sums of its tap, and count the fire in its phase."""
+    w, v = tl.where(inside, x, 0.0).to(tl.float64), tl.where(inside, y, 0.0).to(tl.float64)
+    alive = w != 0
+    error = v - w
+    ratio = tl.where(alive, error / tl.where(alive, w, 1.0), 0.0)
+    tl.atomic_add(proof, tl.sum(inside.to(tl.float64)))
+    tl.atomic_add(proof + 1, tl.sum((w != v).to(tl.float64)))
+    tl.atomic_add(proof + 2, tl.sum(alive.to(tl.float64)))
+    tl.atomic_add(proof + 3, tl.sum((alive & (v != 0)).to(tl.float64)))
+    tl.atomic_add(proof + 4, tl.sum(error * error))
+    tl.atomic_add(proof + 5, tl.sum(w * w))
+    tl.atomic_add(proof + 6, tl.sum(ratio * ratio))
+    tl.atomic_add(proof + 6 + on, 1.0)
+
+
+@triton.jit(do_not_specialize=["n", "scale", "low", "high", "row", "place"])
+def noise(
+    x, y, n, scale, low, high, unit, rows, proof, row, place,
+    KIND: tl.constexpr, RAW: tl.constexpr, UNIT: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y = x + |x|·z·scale, or x + z·scale·unit. 16 pairs make a stripe of 32 values: cosines first, then sines."""
+    if LIVE:
+        rows += 4 * row
+        k0, k1 = tl.load(rows).to(tl.uint32, bitcast=True), tl.load(rows + 1).to(tl.uint32, bitcast=True)
+        scale, on = tl.load(rows + 2).to(tl.float32, bitcast=True), tl.load(rows + 3)
+    else:
+        key = joined(low, high)
+        if RAW:
+            key = mix64(key)
+        key = mix64(key ^ 0xD1CE)
+        k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    if UNIT:
+        scale = scale * tl.load(unit)
+    c = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    first = (c // 16).to(tl.int64) * 32 + c % 16
+    second = first + 16
+    a, b = normal_pair(c.to(tl.uint32), k0, k1, FAST)
+    if EVEN:
+        x0, x1 = tl.load(x + first), tl.load(x + second)
+    else:
+        x0, x1 = tl.load(x + first, mask=first < n, other=0.0), tl.load(x + second, mask=second < n, other=0.0)
+    y0, y1 = struck(x0, a, scale, KIND, FAST), struck(x1, b, scale, KIND, FAST)
+    if LIVE:
+        y0, y1 = tl.where(on != 0, y0, x0), tl.where(on != 0, y1, x1)
+        if (tl.program_id(0) == 0) & (on != 0):
+            tell(x0, y0, first < n, on, proof + PROOF * place)
+    if EVEN:
+        tl.store(y + first, y0)
+        tl.store(y + second, y1)
+    else:
+        tl.store(y + first, y0, mask=first < n)
+        tl.store(y + second, y1, mask=second < n)
+
+
+@triton.jit(do_not_specialize=["n", "scale", "row", "place"])
+def arithmetic(
+    x, y, n, scale, unit, rows, proof, row, place,
+    KIND: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bias, gain and systematic bias: what needs no noise."""
+    if LIVE:
+        rows += 4 * row
+        scale, on = tl.load(rows + 2).to(tl.float32, bitcast=True), tl.load(rows + 3)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if EVEN:
+        value = tl.load(x + i)
+    else:
+        value = tl.load(x + i, mask=i < n, other=0.0)
+    w = widened(value, FAST)
+    if KIND == BIAS:
+        w = w + scale * tl.load(unit)
+    elif KIND == GAIN:
+        w = w * scale
+    else:
+        w = w + tl.where(w > 0, scale, tl.where(w < 0, -scale, 0.0))
+    result = rounded(w, value.dtype, FAST)
+    if LIVE:
+        result = tl.where(on != 0, result, value)
+        if (tl.program_id(0) == 0) & (on != 0):
+            tell(value, result, i < n, on, proof + PROOF * place)
+    if EVEN:
+        tl.store(y + i, result)
+    else:
+        tl.store(y + i, result, mask=i < n)
+
+
+@triton.jit(do_not_specialize=["low", "high"])
+def tick(
+    keys, clock, live, rows, proof, mirror, low, high,
+    GIVEN: tl.constexpr, TAPS: tl.constexpr, REPEATS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A new moment: the key of every tap, and its scale, into the rows that kernels read. One program.
+
+    The moment is `GIVEN` as an argument, or the clock's next one. What has been told so far is copied to the host's memory,
+    where it can be read without asking the card.
+    """
+    if GIVEN:
+        now = joined(low, high)
+    else:
+        now = (tl.load(clock) + 1).to(tl.uint64, bitcast=True)
+    for start in range(0, 2 * TAPS * REPEATS, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < 2 * TAPS * REPEATS
+        tap = i // REPEATS
+        moment = mix64(now + (i % REPEATS).to(tl.uint64))
+        key = mix64(tl.load(keys + tap, mask=inside, other=0).to(tl.uint64, bitcast=True) ^ moment)
+        key = mix64(key ^ 0xD1CE)
+        tl.store(rows + 4 * i, key.to(tl.uint32).to(tl.int32, bitcast=True), mask=inside)
+        tl.store(rows + 4 * i + 1, (key >> 32).to(tl.uint32).to(tl.int32, bitcast=True), mask=inside)
+        scale = tl.load(live + 2 * (tap % TAPS), mask=inside, other=0.0)
+        on = tl.load(live + 2 * (tap % TAPS) + 1, mask=inside, other=0.0)
+        tl.store(rows + 4 * i + 2, scale.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(rows + 4 * i + 3, on.to(tl.int32), mask=inside)
+    for start in range(0, 2 * TAPS * PROOF, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        tl.store(mirror + j, tl.load(proof + j, mask=j < 2 * TAPS * PROOF, other=0.0), mask=j < 2 * TAPS * PROOF)
+    if not GIVEN:
+        tl.debug_barrier()
+        tl.store(clock, now.to(tl.int64, bitcast=True))

@@ -1,0 +1,83 @@
+"""Layers on a card that open their frames without torch's hooks.
+
+A pre-hook with keywords and a hook that also runs after an exception make torch call a module through its long way: on a card,
+where a forward pass of a small model waits for Python, that alone cost a tenth of it. A layer that nothing else of a plan
+is on gets a subclass of its own class instead, whose forward opens and closes the frames, and only where they are needed:
+where the layer may be computed a second time, by those whose checkpointing is not torch's own. Copies and pickles are of
+the original class.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shaketable.inject.weights import exchanged
+
+if TYPE_CHECKING:
+    from shaketable.inject.calls import Entry
+    from shaketable.inject.injection import Injection
+
+_SLOT = "_shaketable_frames"
+
+
+class LayerFrame:
+    """The frame of one injection at one layer. Removed like a hook."""
+
+    def __init__(self, module: nn.Module, injection: Injection, entry: Entry) -> None:
+        self.module, self.injection, self.entry = module, injection, entry
+        if _SLOT not in module.__dict__:
+            original: Any = type(module)
+            module.__dict__[_SLOT] = []
+            module.__class__ = framed(original)
+        module.__dict__[_SLOT].append(self)
+
+    def remove(self) -> None:
+        """Open no more frames here; the last one gives the module its own class back."""
+        frames: list[LayerFrame] = self.module.__dict__.get(_SLOT, [])
+        if self not in frames:
+            return
+        frames.remove(self)
+        if not frames:
+            now: Any = type(self.module)
+            ours = next(kind for kind in now.__mro__ if "_shaketable_original" in kind.__dict__)
+            self.module.__class__ = exchanged(now, ours, ours._shaketable_original)
+            del self.module.__dict__[_SLOT]
+
+
+@functools.cache
+def framed(original: Any) -> Any:
+    """The class of a layer, with a forward that opens frames."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        frames: list[LayerFrame] = self.__dict__.get(_SLOT, ())
+        if not frames or not (self.training or torch.is_grad_enabled()):
+            return original.forward(self, *args, **kwargs)
+        for frame in frames:
+            frame.injection.enter(frame.entry, args, kwargs)
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            for frame in frames:
+                frame.injection.leave(frame.entry)
+
+    return dressed(original, _SLOT, {"forward": forward, "_shaketable_original": original})
+
+
+def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
+    """A subclass that looks like the class itself, and of which copies and pickles are of that class, and clean."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        state: Any = original.__reduce_ex__(self, protocol)[2]
+        return _new, (original,), {k: v for k, v in state.items() if k != slot}
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return type(original.__name__, (original,), body | names | {"__reduce_ex__": reduce})
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)

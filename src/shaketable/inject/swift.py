@@ -1,0 +1,137 @@
+"""The shortest way to a kernel, for the case that there is most of: noise on what a linear returns, on a card.
+
+A forward pass of a small model on a card waits for Python, so every microsecond counts, and there are 210 linears. torch's
+own way of calling hooks costs more than the linear. So a linear on a card is not hooked: it gets a subclass of its class whose
+forward goes on into `Swift`, as faulty weights do (`weights.py`). And nothing is made here that can be made once per pass: keys
+are on the board (`board.py`), kernels count and measure themselves there. What is left is a dictionary and a launch.
+
+Whatever is not as it mostly is (gradients are wanted, a pass of another thread or stream, the first of a shape) takes the
+ordinary way, which gives the same values up to rounding.
+
+The kernel writes into the linear's own output, which is new and which nobody has seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shaketable.faults import gpu
+from shaketable.faults.gpu.launcher import Launch
+from shaketable.faults.gpu.live import recipe
+from shaketable.inject import compiled
+from shaketable.inject.board import REPEATS, capturing
+from shaketable.inject.dressed import dressed
+from shaketable.inject.modules import ModuleTaps
+from shaketable.inject.weights import exchanged, has_taps
+
+if TYPE_CHECKING:
+    from shaketable.inject.calls import Calls, Entry
+    from shaketable.inject.taps import Tap
+
+_SLOT = "_shaketable_swift"
+_ENOUGH = 64
+"""Sizes of tensors that are remembered per tap."""
+OFF, ZERO, ON = 0, 1, 2
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+
+class Swift:
+    """One tap on the output of one linear. Removed like a hook."""
+
+    def __init__(self, module: nn.Module, tap: Tap, calls: Calls, entry: Entry) -> None:
+        self.module, self.tap, self.calls, self.entry = module, tap, calls, entry
+        self._launches: dict[int, Launch] = {}
+        self._hooks: list[RemovableHandle] = []
+        self.refresh()
+        module.__dict__[_SLOT] = self
+        module.__class__ = _dressed()
+
+    def refresh(self) -> None:
+        """The switch or the magnitude may have changed."""
+        injection = self.tap.injection
+        self.state = OFF if not injection.enabled else ZERO if self.tap.fault.is_off else ON
+        if self.state != ON:
+            self._launches.clear()
+
+    def remove(self) -> None:
+        """Give the module its own class back."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.module.__dict__.get(_SLOT) is self:
+            now: Any = type(self.module)
+            self.module.__class__ = exchanged(now, _dressed(), nn.Linear)
+            del self.module.__dict__[_SLOT]
+
+    def give_way(self) -> None:
+        """Become an ordinary hook: something else wants to dress the module."""
+        self.remove()
+        self._hooks = ModuleTaps("output", [self.tap], self.calls, self.entry).install(self.module)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """What the linear returns, given what it would return. Written out: every call of Python would show."""
+        if torch.compiler.is_compiling():
+            return compiled.trace(y, self.tap, fresh=True)
+        if self.state != ON and (self.state == OFF or not is_capturing()):
+            return y
+        launch = self._launches.get(y.numel())
+        stack = self.calls.stack
+        if launch is None or not stack or torch.is_grad_enabled() or launch.dtype is not y.dtype:
+            return self._ordinary(x, y)
+        root = stack[0]
+        n = root.counts.get(self.tap, 0)
+        if not root.on_board or n >= REPEATS or is_capturing() != (root.captured is not None) or not launch.lies_well(y):
+            return self._ordinary(x, y)
+        root.counts[self.tap] = n + 1
+        if launch.go(launch.at, y.data_ptr(), launch.row + n, raw_stream(launch.device)):
+            raise RuntimeError("the CUDA driver would not launch a kernel of Shaketable")
+        return y
+
+    def _ordinary(self, x: Tensor, y: Tensor) -> Tensor:
+        """The way of all other taps; lays out the launch for the next time."""
+        frame = self.calls.top() or self.calls.open(self.entry, (x,), {})
+        if y.is_cuda and not torch.is_grad_enabled() and not capturing():
+            self._lay_out(y)
+        return self.tap.touch(y, frame)
+
+    def _lay_out(self, y: Tensor) -> None:
+        board = self.tap.boards.get(y.device)
+        how = recipe(self.tap.fault)
+        if board is None or how is None:
+            return
+        launch = gpu.prepare(y, how.kind, board.row(self.tap, False, 0))
+        if launch is not None:
+            if len(self._launches) >= _ENOUGH:
+                self._launches.clear()
+            self._launches[y.numel()] = launch
+
+
+def swift(module: nn.Module, point: str, taps: list[Tap], calls: Calls, entry: Entry) -> Swift | None:
+    """The short way for the taps of a module, where there is one; it is then in place."""
+    if not (on_a_card(module) and type(module) is nn.Linear and point == "output" and len(taps) == 1):
+        return None
+    how = recipe(taps[0].fault) if taps[0].site.directions == ("forward",) and not has_taps(module) else None
+    return Swift(module, taps[0], calls, entry) if how is not None and how.is_noise else None
+
+
+def on_a_card(module: nn.Module) -> bool:
+    """Whether the parameters of a module are on a CUDA device."""
+    return any(p.is_cuda for p in module.parameters(recurse=False))
+
+
+@functools.cache
+def _dressed() -> Any:
+    """`nn.Linear`, which hands what it computes to its `Swift`."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        y = F.linear(input, self.weight, self.bias)
+        swift: Swift | None = self.__dict__.get(_SLOT)
+        return y if swift is None else swift(input, y)
+
+    return dressed(nn.Linear, _SLOT, {"forward": forward})

@@ -1,0 +1,76 @@
+"""Compile every kernel for a card that need not be there, and print what it loads and stores with: run by test_triton_compiles.py."""
+
+import re
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from shaketable.faults.gpu import clip_kernels, format_kernels, noise_kernels, statistics_kernels
+from shaketable.faults.gpu.segments import cut, flat
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {
+    "scale": "fp32",
+    "whole": "*fp32",
+    "unit": "*fp32",
+    "out": "*fp32",
+    "live": "*fp32",
+    "proof": "*fp64",
+    "mirror": "*fp64",
+    "partial": "*fp64",
+}
+TYPES |= {"bits": "*i32", "rows": "*i32", "keys": "*i64", "clock": "*i64"}
+ALIGNED = ("x", "y", "g", "whole")
+
+
+def compiled(kernel, warps=4, dtype="bf16", **constants):
+    """The PTX; `ptxas` has accepted it."""
+    tensors = dict.fromkeys(("x", "y", "g"), f"*{dtype}")
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else (tensors | TYPES).get(name, "i32") for name in names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED}
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
+    return triton.compile(source, target=HOPPER, options={"num_warps": warps, "enable_fp_fusion": False}).asm["ptx"]
+
+
+def say(name, ptx):
+    moves = sorted(set(re.findall(r"(?:ld|st)\.global[.:\w]*", ptx)))
+    print(name, "approximate" if re.search(r"div\.(full|approx)|rcp\.approx", ptx) else "exact", *moves, flush=True)
+
+
+one = flat(torch.empty(4096, device="meta"))
+for name, kind, scope, parts in [
+    ("mxfp4", 0, 2, cut(64, 64, 32)),
+    ("mxfp4-ragged", 0, 2, cut(64, 80, 32)),
+    ("nvfp4", 1, 2, cut(64, 64, 16)),
+    ("e4m3-block", 2, 2, cut(64, 256, 128)),
+    ("e4m3-token", 2, 2, cut(64, 576, 576)),
+    ("e5m2-tensor", 3, 1, one),
+    ("e5m2-none", 3, 0, one),
+]:
+    for stochastic in (False, True):
+        how = {"KIND": kind, "SCOPE": scope, "STOCHASTIC": stochastic, "FAST": True, **parts.shape}
+        say(f"{name}-{stochastic}", compiled(format_kernels.quantize, parts.warps, **how))
+for name, scope, parts in [
+    ("absolute", 0, one),
+    ("tensor", 1, one),
+    ("token", 2, cut(64, 576, 576)),
+    ("block", 2, cut(64, 64, 32)),
+]:
+    for kind in (0, 1):
+        for gradient in (False, True):
+            how = {"KIND": kind, "SCOPE": scope, "GRADIENT": gradient, "FAST": True, **parts.shape}
+            say(f"clip-{name}-{kind}-{gradient}", compiled(clip_kernels.clip, parts.warps, **how))
+share = {"ALIGNED": True, "SHARE": 4, "BLOCK": 2048, "FAST": True}
+say("sums", compiled(statistics_kernels.sums, **share))
+say("tops", compiled(statistics_kernels.tops, FINITE=True, **share))
+say("top_of_tops", compiled(statistics_kernels.top_of_tops, FAST=True))
+say("moments", compiled(statistics_kernels.moments, FAST=True))
+for live in (False, True):
+    how = {"LIVE": live, "FAST": True, "EVEN": True, "BLOCK": 2048}
+    say(f"noise-{live}", compiled(noise_kernels.noise, KIND=0, RAW=True, UNIT=True, **how))
+    for kind in (0, 1, 2):
+        say(f"arithmetic-{kind}-{live}", compiled(noise_kernels.arithmetic, KIND=kind, **how))
+say("tick", compiled(noise_kernels.tick, GIVEN=False, TAPS=5, REPEATS=4, BLOCK=16))
