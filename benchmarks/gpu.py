@@ -224,9 +224,9 @@ class Bench:
         from shaketable.harden.aqn import AQN
 
         copied = copy.deepcopy(self.model)
-        with AQN.load("constant:0.01").attach(copied, 1) as ledger:
+        with AQN.load("constant:0.01").attach(copied, 1) as attached:
             row = timed(self.rollout(self.model), self.rollout(copied), max(3, self.pairs // 3))
-            row["fires"] = ledger.forward
+            row["fires"] = attached.ledger.forward
         self.results[what] = row
         print(f"{self.name} {what}: {row['ratio']:.3f} ({row['clean_seconds'] * 1e3:.1f} ms clean)", flush=True)
 

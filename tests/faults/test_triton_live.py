@@ -10,7 +10,7 @@ from shaketable.faults import gpu
 from shaketable.faults.generator import mix64, plain_normals
 
 pytestmark = kernels
-TAPS, REPEATS = 5, 4
+TAPS, REPEATS, TOLD = 5, 4, 8
 KEYS = [11, 2**63 + 22, 33, 44, 55, 2**64 - 1, 2**64 - 2, 2**64 - 3, 7, 8]
 
 
@@ -26,7 +26,7 @@ def board():
     keys = torch.tensor([signed(key, 64) for key in KEYS], dtype=torch.int64, device=DEVICE)
     rows = torch.zeros(2 * TAPS * REPEATS, 4, dtype=torch.int32, device=DEVICE)
     proof, mirror = (torch.zeros(2 * TAPS, 10, dtype=torch.float64, device=DEVICE) for _ in range(2))
-    return keys, torch.zeros(1, dtype=torch.int64, device=DEVICE), live, rows, proof, mirror
+    return keys, torch.zeros(2, dtype=torch.int64, device=DEVICE), live, rows, proof, mirror
 
 
 def tick(board, moment=None):
@@ -42,19 +42,34 @@ def wanted_key(place, n, moment):
 def test_a_tick_writes_the_key_of_every_strike(board, given):
     for moment in (2**63 + 5, 2**64 - 9) if given else (1, 2):
         rows = tick(board, moment if given else None).cpu()
-        assert board[1].item() == (0 if given else moment)
+        assert board[1][0].item() == (0 if given else moment)
         for place in range(2 * TAPS):
             for n in range(REPEATS):
                 key, row = wanted_key(place, n, moment), rows[place * REPEATS + n]
                 assert row[:2].tolist() == [signed(key, 32), signed(key >> 32, 32)]
                 assert row[2:3].view(torch.float32).item() == board[2][place % TAPS, 0].item()
-                assert row[3].item() == (0 if place % TAPS == 0 else 2)
+                assert row[3].item() == (0 if place % TAPS == 0 else TOLD + 2)
 
 
 def test_a_tick_mirrors_what_was_told_so_far(board):
     board[4].copy_(torch.arange(2.0 * TAPS * 10).view(2 * TAPS, 10))
     tick(board)
     assert torch.equal(board[5], board[4])
+
+
+def test_the_first_passes_and_every_32nd_are_told(board):
+    told = [int(tick(board)[-1, 3]) >= TOLD for _ in range(70)]
+    assert [i for i, tells in enumerate(told) if tells] == [*range(8), 32, 64]
+    assert board[1][1].item() == 70
+
+
+def test_a_fire_that_is_not_told_is_counted(board):
+    for _ in range(9):
+        rows = tick(board)
+    x, proof = torch.ones(3000, device=DEVICE), torch.zeros(2 * TAPS, 10, dtype=torch.float64, device=DEVICE)
+    with fused():
+        assert not same(gpu.noise(x, 0.0, 0, relative=True, live=gpu.Live(rows, proof, 3 * REPEATS, 3)), x)
+    assert proof[3].tolist() == [0.0] * 8 + [1.0, 0.0]
 
 
 @pytest.mark.parametrize("n", [100, 2048, 5000])

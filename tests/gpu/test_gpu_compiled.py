@@ -6,18 +6,13 @@ products, whose results are in memory anyway, and the same within rounding for f
 `close` nothing of ours is in the graph, and all bits are the same. aot_eager fuses nothing: there off is bit-identical everywhere.
 """
 
-import inspect
-
 import pytest
 import torch
-from shaken_device import DEVICE, ON_CUDA, ids, on_device, settle
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from shaken_device import DEVICE, ON_CUDA, ROTARY, ids, on_device, settle
 
 import shaketable as st
 
 pytestmark = on_device
-ROTARY = " @ " in inspect.getsource(LlamaRotaryEmbedding.forward)
-"""Until 5.2x, transformers made the angles by a product."""
 BACKEND = "inductor" if ON_CUDA else "aot_eager"
 PLANS = {
     "relative_gaussian:0.05@module.linear,direction=both": (14, 14),

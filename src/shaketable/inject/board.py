@@ -9,8 +9,9 @@ is copied to the board when it changes.
 The short way of linears (`swift.py`) uses the board too, although Python runs there: a tick with the moment of the pass makes
 the keys of all its strikes at once, the same that Python would have made one by one.
 
-And no Python means no counting. So every kernel that reads its row also counts itself and adds what its first block changed
-to the sums of its tap. The ledger asks for both when it is read: what it says of a replay was seen in that replay.
+And no Python means no counting. So every kernel that reads its row also counts itself, and in the first eight passes and every
+32nd adds what its first block changed to the sums of its tap. The ledger asks for both when it is read: what it says of
+replays was seen in replays.
 
 Boards are made when hooks are set or when a model is first called on a card, because nothing may be allocated during a
 capture, and they never move. Passes of one board that run on several streams at once share its clock.
@@ -70,7 +71,7 @@ class Board:
         self.injection = injection
         self.device = device
         self.taps = {tap: i for i, tap in enumerate(taps)}
-        self.is_used = False
+        self.is_used = self.is_captured = False
         self._frozen: list[tuple[Tap, FaultBase]] = []
         """What was captured with its magnitude in it."""
         self._step: int | None = None
@@ -81,7 +82,8 @@ class Board:
         n = len(taps)
         keys = [_signed(tap.keys[direction]) for direction in (0, 1) for tap in taps]
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
-        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        self.clock = torch.zeros(2, dtype=torch.int64, device=device)
+        """The moment of the last captured pass, and how many passes there were."""
         self.live = torch.zeros(len(PHASES), n, 2, device=device)
         self.rows = torch.zeros(2 * n * self.repeats, 4, dtype=torch.int32, device=device)
         self.proof = torch.zeros(2 * n + 1, PROOF, dtype=torch.float64, device=device)
@@ -90,6 +92,10 @@ class Board:
         """The sums as they were at the last tick, in the host's memory."""
         self._owner: tuple[int, int] | None = None
         self._told = [[0.0] * PROOF for _ in range(2 * n)]
+        self._loaded: set[tuple[object, ...]] = set()
+        for moment in (0, None):
+            self.tick(PHASES[0], moment)
+        self.is_used = False
         self.update()
 
     def update(self) -> None:
@@ -101,11 +107,12 @@ class Board:
                 raise PlanError(f"{tap.site.label}: {fault.text()} was captured into a CUDA graph as it was; capture it anew")
         if self._step != self.injection.step:
             self._step = self.injection.step
-            self.clock.fill_(_signed(mix64(self._step)))
+            self.clock[:1].fill_(_signed(mix64(self._step)))
         self.live.copy_(torch.tensor([[_state(tap, phase) for tap in self.taps] for phase in PHASES]))
 
     def begin(self, phase: str) -> Pass:
         """The head of a pass that is being captured."""
+        self.is_captured = True
         self.tick(phase)
         return Pass(phase)
 
@@ -114,6 +121,15 @@ class Board:
         self.is_used = True
         live = self.live[PHASES.index(phase)]
         gpu.tick((self.keys, self.clock, live, self.rows, self.proof, self.mirror), moment)
+
+    def load(self, tap: Tap, x: Tensor) -> None:
+        """See that the kernel of a strike like this one is on the card: nothing can be loaded during a capture."""
+        how = recipe(tap.fault, lanes=True)
+        if how is None or (how.is_noise, how.kind, x.dtype, x.numel() % gpu.BLOCK == 0) in self._loaded:
+            return
+        self._loaded.add((how.is_noise, how.kind, x.dtype, x.numel() % gpu.BLOCK == 0))
+        scratch = torch.zeros(gpu.BLOCK if x.numel() % gpu.BLOCK == 0 else 1, dtype=x.dtype, device=x.device)
+        how.strike(scratch, gpu.Live(torch.zeros_like(self.rows[:1]), self.proof, 0, 2 * len(self.taps)))
 
     def is_mine(self) -> bool:
         """Whether rows of an ordinary pass belong to this thread and stream: those that came first. Others do without."""
@@ -176,9 +192,11 @@ class Board:
             for tap, i in self.taps.items():
                 for backward, at in ((False, i), (True, len(self.taps) + i)):
                     new = [now - before for now, before in zip(sums[at], self._told[at], strict=True)]
-                    if new[0] > 0:
-                        self._told[at] = sums[at]
-                        _count(tap.spot, backward, new[7:])
+                    if sum(new[7:]) <= 0:
+                        continue
+                    self._told[at] = sums[at]
+                    _count(tap.spot, backward, new[7:])
+                    if new[0]:
                         _measure(tap.spot.backward if backward else tap.spot.forward, recipe(tap.fault), new)
 
 
@@ -188,7 +206,7 @@ def _signed(word: int) -> int:
 
 def _state(tap: Tap, phase: str) -> list[float]:
     """The scale, and the number of the phase from one on when it acts there."""
-    how = recipe(tap.fault)
+    how = recipe(tap.fault, lanes=True)
     on = tap.injection.enabled and not tap.fault.is_off and tap.acts_in(phase)
     return [how.scale if how is not None else 0.0, float(PHASES.index(phase) + 1 if on else 0)]
 
@@ -200,7 +218,7 @@ def _told(x: Tensor, y: Tensor, live: gpu.Live) -> Tensor:
     clean, faulty = x.detach().flatten()[:1024].double(), y.detach().flatten()[:1024].double()
     alive, error, one = clean != 0, faulty - clean, torch.ones_like(clean)
     sums = [one, clean != faulty, alive, alive & (faulty != 0), error.square(), clean.square(), 0 * one]
-    phases = torch.arange(1, len(PHASES) + 1, device=x.device) == on
+    phases = torch.arange(1, len(PHASES) + 1, device=x.device) == on % 8
     live.proof[live.place] += torch.cat([torch.stack([s.double().sum() for s in sums]), phases.double()]) * (on != 0)
     return y
 

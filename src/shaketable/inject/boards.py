@@ -70,7 +70,7 @@ class Boards:
         here = self.on(torch.device("cuda", torch.cuda.current_device())) if self.all else []
         if captured and here:
             for board in here:
-                board.tick(frame.phase)
+                board.begin(frame.phase)
             frame.captured, frame.on_board = Pass(frame.phase), True
         elif here and self._swiftly(entry) and not torch.is_grad_enabled() and all(board.is_mine() for board in here):
             for board in here:
@@ -92,3 +92,18 @@ class Boards:
         """Tell the ledger what kernels did."""
         for board in self.all:
             board.settle()
+
+    def close(self) -> None:
+        """Let the boards go, at once: what is freed by chance, by the garbage collector, may be freed during a capture.
+
+        A graph that was captured with a board may outlive the plan. Its replays go on reading and writing there, so such a
+        board stays for the rest of the process: a few hundred kilobytes, clean.
+        """
+        self.settle()
+        _outliving.extend(board for board in self.all if board.is_captured)
+        self.all = []
+        for tap in self.injection.taps:
+            tap.boards = {}
+
+
+_outliving: list[Board] = []

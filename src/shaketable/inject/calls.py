@@ -121,7 +121,7 @@ class Calls:
         self.step = step
         self.phase: str | None = None
         """What the engine that the models live in is doing; None where they live in no engine."""
-        self._local = threading.local()
+        self.local = threading.local()
         self._passes: dict[tuple[int | tuple[object, int], str], int] = {}
         self._lock = threading.Lock()
 
@@ -135,9 +135,9 @@ class Calls:
     def stack(self) -> list[Frame]:
         """The open frames of this thread."""
         try:
-            stack: list[Frame] = self._local.stack
+            stack: list[Frame] = self.local.stack
         except AttributeError:
-            stack = self._local.stack = []
+            stack = self.local.stack = []
         return stack
 
     def top(self) -> Frame | None:

@@ -154,7 +154,7 @@ class Injection:
         self.enabled = False
         self.closed = True
         self.rewrite()
-        self.boards.settle()
+        self.boards.close()
         self.ledger.settle = None
         self.drop_mode()
         for model in self.models:

@@ -38,6 +38,7 @@ _SLOT = "_shaketable_swift"
 _ENOUGH = 64
 """Sizes of tensors that are remembered per tap."""
 OFF, ZERO, ON = 0, 1, 2
+this_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
@@ -47,6 +48,7 @@ class Swift:
 
     def __init__(self, module: nn.Module, tap: Tap, calls: Calls, entry: Entry) -> None:
         self.module, self.tap, self.calls, self.entry = module, tap, calls, entry
+        self.local = calls.local
         self._launches: dict[int, Launch] = {}
         self._hooks: list[RemovableHandle] = []
         self.refresh()
@@ -81,15 +83,18 @@ class Swift:
         if self.state != ON and (self.state == OFF or not is_capturing()):
             return y
         launch = self._launches.get(y.numel())
-        stack = self.calls.stack
+        stack = getattr(self.local, "stack", None)
         if launch is None or not stack or torch.is_grad_enabled() or launch.dtype is not y.dtype:
             return self._ordinary(x, y)
-        root = stack[0]
+        root, address = stack[0], y.data_ptr()
         n = root.counts.get(self.tap, 0)
-        if not root.on_board or n >= REPEATS or is_capturing() != (root.captured is not None) or not launch.lies_well(y):
+        here = y.get_device() == launch.device and (launch.alone or launch.device == this_device())
+        if not (here and y.is_contiguous() and address & 15 == 0 and root.on_board and n < REPEATS):
+            return self._ordinary(x, y)
+        if is_capturing() != (root.captured is not None):
             return self._ordinary(x, y)
         root.counts[self.tap] = n + 1
-        if launch.go(launch.at, y.data_ptr(), launch.row + n, raw_stream(launch.device)):
+        if launch.go(launch.at, address, launch.row + n, raw_stream(launch.device)):
             raise RuntimeError("the CUDA driver would not launch a kernel of Shaketable")
         return y
 

@@ -138,8 +138,11 @@ class Tap:
         self.injection.fires += 1
         if not x.is_floating_point():
             raise PlanError(f"{self.site.label}: {self.name} {self.point} is {x.dtype}; faults act on floating tensors")
-        if x.is_cuda and capturing():
-            return self.injection.boards.of(self, x).strike(self, x, blow, backward)
+        if x.is_cuda:
+            if capturing():
+                return self.injection.boards.of(self, x).strike(self, x, blow, backward)
+            if x.device in self.boards:
+                self.boards[x.device].load(self, x)
         fault, draw, mask = blow.fault, self._draw(x, blow), self._mask(x, blow.fault)
         sums = self.spot.backward if backward else self.spot.forward
         if blow.recomputing and not backward:

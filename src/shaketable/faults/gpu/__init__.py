@@ -8,6 +8,7 @@ from shaketable.faults.gpu.clipping import clipped
 from shaketable.faults.gpu.dispatch import (
     ADDITIVE,
     BIAS,
+    BLOCK,
     GAIN,
     RELATIVE,
     SYSTEMATIC,
@@ -25,6 +26,7 @@ from shaketable.faults.gpu.statistics import MEAN, SIZE, SPREAD, moment, top
 __all__ = [
     "ADDITIVE",
     "BIAS",
+    "BLOCK",
     "GAIN",
     "MEAN",
     "RELATIVE",

@@ -110,8 +110,3 @@ class Launch:
         self._address.value, self._row.value = address, row
         self._launcher.go(self._blocks, self.device, self._array)
         return 0
-
-    def lies_well(self, x: torch.Tensor) -> bool:
-        """Whether the kernel can take this tensor of the right size and type."""
-        here = x.get_device() == self.device and (self.alone or self.device == torch._C._cuda_getDevice())
-        return here and x.is_contiguous() and x.data_ptr() & 15 == 0
