@@ -8,7 +8,7 @@ STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum |
 FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHON) scripts/checkout_metadata.py .frameworks && \
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
 
-.PHONY: demo test test-vllm test-verl test-frameworks compatibility check bench bench-locate bench-locate-sample bench-train bench-store nano example-ledger example-harden format clean
+.PHONY: demo test test-vllm test-verl test-frameworks compatibility check bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store nano example-ledger example-harden format clean
 
 # The whole guided-AQN study on nano: plant a dead zone, locate it, guide, train the arms over seeds, compare, report.
 demo: $(STAMP)
@@ -64,6 +64,17 @@ example-harden: $(STAMP)
 
 bench-train: $(STAMP)
 	$(BIN)/python benchmarks/train.py
+
+# On a machine with a CUDA device and a torch that knows it; not through the environment of this file.
+bench-gpu:
+	python3 benchmarks/gpu.py
+
+bench-train-gpu:
+	python3 benchmarks/train_gpu.py
+
+bench-scale: $(STAMP)
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python scripts/roofline.py
 
 bench-store: $(STAMP)
 	$(BIN)/python benchmarks/store.py

@@ -60,6 +60,8 @@ TARGETS = {
     ("smollm2-135m", "rollout eager, AQN on all norms"): 1.01,
     ("qwen2-1.5b", "rollout eager, AQN on all norms"): 1.01,
 }
+PEAK = 989.0
+"""Dense bfloat16 of an H100 or H200, TFLOP/s, by its data sheet."""
 Run = Callable[[], Any]
 
 
@@ -292,8 +294,32 @@ def locating() -> dict[str, dict[str, float]]:
     return found
 
 
+def roofline(facts: dict[str, Any]) -> dict[str, Any]:
+    """What docs/scale.md is computed from: the 1.5B shape's share of the peak, and microseconds per layer and per strike."""
+    rows, (_, config) = facts["results"]["qwen2-1.5b"], SHAPES["qwen2-1.5b"]
+    inner, keys = config.intermediate_size, config.hidden_size * config.num_key_value_heads // config.num_attention_heads
+    layer = 2 * config.hidden_size * (config.hidden_size + keys) + 3 * config.hidden_size * inner
+    work = 2 * config.num_hidden_layers * layer * 8 * 1024
+    strikes = 7 * config.num_hidden_layers
+    eager, captured = (rows[f"decode {how}, relative_gaussian on all linears"] for how in ("eager", "captured"))
+    prefill = rows["prefill eager, relative_gaussian on all linears"]["clean_seconds"]
+
+    def each(row: dict[str, float]) -> float:
+        return round((row["ratio"] - 1) * row["clean_seconds"] / strikes * 1e6, 1)
+
+    return {
+        "device": facts["device"], "peak_tflops": PEAK, "mfu": round(work / prefill / PEAK / 1e12, 2),
+        "copy_gb_s": round(facts["bandwidth"]["copy"]["terabytes_per_second"] * 1e3),
+        "kernel_gb_s": round(facts["bandwidth"][NOISE]["terabytes_per_second"] * 1e3),
+        "layer_us": round(eager["clean_seconds"] / config.num_hidden_layers * 1e6),
+        "hook_us": each(eager), "captured_us": each(captured),
+    }  # fmt: skip
+
+
 def write(facts: dict[str, Any], out: Path) -> None:
     """The last result as JSON and as a page."""
+    if len(facts["results"]) == len(SHAPES) and facts["bandwidth"]:
+        facts["roofline"] = roofline(facts)
     (out / "gpu.json").write_text(json.dumps(facts, indent=2) + "\n")
     lines = [
         "# Speed on a card\n",
@@ -307,7 +333,7 @@ def write(facts: dict[str, Any], out: Path) -> None:
             target = TARGETS.get((name, what))
             lines.append(
                 f"| {name} | {what} | {row['clean_seconds'] * 1e3:.2f} ms | {row['ratio']:.3f} | "
-                f"{row['low']:.2f}–{row['high']:.2f} | {f'≤ {target:.2f}' if target else ''} |"
+                f"{_quartiles(row)} | {f'≤ {target:.2f}' if target else ''} |"
             )
     copied = facts["bandwidth"].get("copy", {}).get("terabytes_per_second")
     if copied:
@@ -322,7 +348,13 @@ def write(facts: dict[str, Any], out: Path) -> None:
     if facts.get("locate"):
         lines += ["\n| locate, device mode | seconds | in forwards |", "|---|---|---|"]
         lines += [f"| {name} | {row['seconds']:.1f} | {row['forwards']:.0f} |" for name, row in facts["locate"].items()]
+    if facts.get("note"):
+        lines.append(f"\n{facts['note']}")
     (out / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def _quartiles(row: dict[str, float]) -> str:
+    return f"{row['low']:.2f}–{row['high']:.2f}" if "low" in row else ""
 
 
 def main() -> None:

@@ -152,6 +152,7 @@ def test_law_3_a_resumed_run_draws_what_an_uninterrupted_one_drew(tiny_llama):
     whole.close()
     resumed = st.inject(tiny_llama, LEVELS[4], seed=1, step=2).enable()
     assert same(step(tiny_llama), results[2])
+    assert not same(results[0], results[2])
     resumed.close()
 
 

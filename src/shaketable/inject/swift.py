@@ -121,6 +121,8 @@ def swift(module: nn.Module, point: str, taps: list[Tap], calls: Calls, entry: E
     """The short way for the taps of a module, where there is one; it is then in place."""
     if not (on_a_card(module) and type(module) is nn.Linear and point == "output" and len(taps) == 1):
         return None
+    if "forward" in module.__dict__:  # accelerate's device_map puts its own there, which does not ask the class
+        return None
     how = recipe(taps[0].fault) if taps[0].site.directions == ("forward",) and not has_taps(module) else None
     return Swift(module, taps[0], calls, entry) if how is not None and how.is_noise else None
 
