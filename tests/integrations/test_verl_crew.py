@@ -12,6 +12,7 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import InertError, ShaketableError
+from shaketable.inject import recompute
 from shaketable.inject.injection import Injection
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import Report, read_reports
@@ -20,6 +21,14 @@ from shaketable.integrations.verl_crew import Crew
 ORDERS = Orders(plan="gain:0.1@module.linear,phase=rollout+train", seed=1)
 BACKWARD = Orders(plan="gain:0.1@op.matmul,direction=backward,phase=train")
 PHASE = {"sampler": "rollout", "actor": "train"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed_in_the_end():
+    """Workers are never told to stop; what they leave open would be seen by the tests of other files."""
+    yield
+    for injection in list(recompute._watching):
+        injection.close(check=False)
 
 
 class Worker:
