@@ -22,8 +22,6 @@ Rejected: transformers' StaticCache. It reads the prompt of every sample, and bu
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -33,7 +31,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from shaketable.errors import ShaketableError
-from shaketable.inject.hooks import Hook
+from shaketable.inject.graphs import fingerprint
 from shaketable.measure.captured import Captured
 from shaketable.measure.drawing import draw
 from shaketable.measure.generation import DESTROYED, Completion, Decoder, check_prompts, padded, positions
@@ -45,8 +43,6 @@ LOOK = 4
 """Tokens between two looks of the host."""
 KEPT = 4
 """Shapes whose memory and graphs are kept."""
-GRAPHS = "shaketable.inject.graphs"
-"""Where injections say what a captured step of a model would depend on."""
 
 
 class StaticDecoding:
@@ -92,9 +88,6 @@ class StaticDecoding:
         if not self.graphs or rows.device.type != "cuda":
             self.word = "static"
             return rows.step
-        if not _can_ask() and _is_hooked(rows.model):
-            self.word = "static, not captured: the model is hooked"
-            return rows.step
         if rows.captured is None:
             rows.captured = Captured(rows.step, rows.device)
         return rows.captured
@@ -102,7 +95,7 @@ class StaticDecoding:
     def _rows(self, model: Any, cache: DynamicCache, count: int, width: int) -> _Rows:
         """The memory for so many rows and so wide prompts: that of an earlier call where nothing has moved since."""
         slots = -(-width // BUCKET) * BUCKET
-        now = (_addresses(model), _dress(model), _arithmetic(model), _fingerprint(model))
+        now = (_addresses(model), _dress(model), _arithmetic(model), fingerprint(model))
         key = (count, slots, self.decoder, *now)
         found = self._kept.pop(key, None) or _Rows(self.decoder, cache, count, slots)
         self._kept[key] = found
@@ -256,20 +249,3 @@ def _arithmetic(model: Any) -> tuple[object, ...]:
 def _dress(model: Any) -> int:
     """Another number when a hook was set or taken off, or a module was given another class: a graph keeps those it met."""
     return hash(tuple((id(type(m)), *m._forward_pre_hooks, -1, *m._forward_hooks) for m in model.modules()))
-
-
-def _can_ask() -> bool:
-    return importlib.util.find_spec(GRAPHS) is not None
-
-
-def _fingerprint(model: Any) -> Hashable:
-    """What a captured step depends on besides weights: the faults that act on the model now."""
-    found: Hashable = importlib.import_module(GRAPHS).fingerprint(model) if _can_ask() else None
-    return found
-
-
-def _is_hooked(model: Any) -> bool:
-    """Whether anything of a plan is on the model, as a hook or as a class that a module was given."""
-    hooks = (hook for m in model.modules() for hook in m._forward_pre_hooks.values())
-    slots = (name for m in model.modules() for name in vars(m))
-    return any(isinstance(hook, Hook) for hook in hooks) or any(name.startswith("_shaketable") for name in slots)
