@@ -147,15 +147,19 @@ def test_checkpointed_layers_see_the_same_noise(tinier_llama):
 
 
 SAMPLED = "relative_gaussian:0.05@module.linear"
+MISSED = pytest.mark.xfail(
+    ON_CUDA, strict=True, reason="off is not bit-identical: inductor adds a float32 residual in a product"
+)
 INFERRED = [
-    (SAMPLED, torch.float32, {"backend": BACKEND}),
+    pytest.param(SAMPLED, torch.float32, {"backend": BACKEND}, marks=MISSED),
     (SAMPLED, torch.bfloat16, {"backend": BACKEND}),
-    ("absolute_gaussian:0.05@module.linear", torch.float32, {"backend": BACKEND}),
+    pytest.param("absolute_gaussian:0.05@module.linear", torch.float32, {"backend": BACKEND}, marks=MISSED),
     ("relative_gaussian:0.05,sparsity=0.5@module.linear", torch.float16, {"backend": BACKEND}),
     ("relative_gaussian:0.05@module.linear,point=input", torch.float32, {"backend": BACKEND}),
 ]
 if ON_CUDA:
-    INFERRED += [(SAMPLED, dtype, {"mode": "reduce-overhead"}) for dtype in (torch.float32, torch.bfloat16)]
+    INFERRED += [pytest.param(SAMPLED, torch.float32, {"mode": "reduce-overhead"}, marks=MISSED)]
+    INFERRED += [(SAMPLED, torch.bfloat16, {"mode": "reduce-overhead"})]
 
 
 def sampled(function):
@@ -180,14 +184,10 @@ def test_inference_is_fresh_live_counted_and_off(tinier_llama, plan, dtype, how)
         quieter = (sampled(compiled) - clean).double().norm()
         assert quieter < 0.5 * (found[0] - clean).double().norm()
         injection.disable()
-        off = sampled(compiled)
-        torch.testing.assert_close(off, clean, rtol=1e-4, atol=1e-5)
-        assert dtype == torch.float32 or torch.equal(off, clean), (
-            "inductor adds a float32 residual inside a product or after it"
-        )
+        assert torch.equal(sampled(compiled), clean)
         injection.enable()
         injection.set_magnitude(0.05)
-        assert not torch.equal(sampled(compiled), off)
+        assert not torch.equal(sampled(compiled), clean)
         settle()
         assert ledger.forward == 7 * 14
     assert torch.equal(sampled(compiled), clean)
