@@ -42,6 +42,9 @@ def family(request, tmp_path_factory):
     return request.param, start(folder), Oracle(folder)
 
 
+mixture = pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True, scope="module")
+
+
 def test_plans_are_the_same_faults_as_in_transformers(family):
     name, engine, oracle = family
     clean = oracle.ask(IDS)[1]
@@ -76,10 +79,9 @@ def test_aqn_has_the_noise_of_a_rollout_in_transformers(family):
     assert same(engine.weights(), clean)
 
 
+@mixture
 def test_of_a_mixture_aqn_leaves_the_norm_before_the_router_alone_and_plans_leave_the_router(family):
-    name, engine, _ = family
-    if name != "qwen3_moe":
-        pytest.skip("not a mixture of experts")
+    _, engine, _ = family
     engine.clear()
     engine.set_aqn("constant:0.1", 1)
     assert set(engine.spots("aqn")) == {f"model.layers.{i}.post_attention_layernorm:weight" for i in range(3)}
@@ -90,16 +92,16 @@ def test_of_a_mixture_aqn_leaves_the_norm_before_the_router_alone_and_plans_leav
     assert not any("gate" in spot for spot in spots)
 
 
+@mixture
 def test_operators_of_a_mixture_are_struck_in_its_experts_and_not_in_its_router(family):
-    name, engine, _ = family
-    if name != "qwen3_moe":
-        pytest.skip("not a mixture of experts")
+    _, engine, _ = family
     engine.clear()
     engine.set_plan("gain:0.2@op.matmul,direction=forward,layers=1")
     engine.ask([IDS[0]], tokens=1)
     assert engine.spots() == {"layer.1.matmul": 3}, "qkv_proj, o_proj and the experts"
 
 
+@mixture
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
@@ -109,9 +111,7 @@ def test_operators_of_a_mixture_are_struck_in_its_experts_and_not_in_its_router(
     ],
 )
 def test_faults_that_would_reach_more_than_the_experts_or_other_than_their_weights_are_refused(family, plan, why):
-    name, engine, _ = family
-    if name != "qwen3_moe":
-        pytest.skip("not a mixture of experts")
+    _, engine, _ = family
     engine.clear()
     with pytest.raises(PlanError, match=why):
         engine.set_plan(plan)
