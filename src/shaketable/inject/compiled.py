@@ -108,7 +108,7 @@ def _define_shake() -> None:
         kind = dispatch.RELATIVE if relative else dispatch.ADDITIVE
         wrap_triton(noise_kernels.noise)[grid](
             x, x, n, 0.0, 0, 0, x, rows, proof, row, place,
-            KIND=kind, RAW=False, UNIT=False, LIVE=True, FAST=True, EVEN=n % dispatch.BLOCK == 0, BLOCK=dispatch.BLOCK,
+            KIND=kind, UNIT=False, LIVE=True, FAST=True, EVEN=n % dispatch.BLOCK == 0, BLOCK=dispatch.BLOCK,
         )  # fmt: skip
 
 

@@ -1,10 +1,13 @@
-"""Layers on a card that open their frames without torch's hooks.
+"""Classes that modules are given while a plan is on them, and layers on a card, which open their frames that way.
+
+A subclass that looks like a module's own class is quicker than hooks and sees what hooks cannot: `weights.py` makes weights
+properties in one, `swift.py` strikes what a linear returns. Copies and pickles are of the original class; `exchanged` takes
+ours out from under one that somebody else made of it meanwhile.
 
 A pre-hook with keywords and a hook that also runs after an exception make torch call a module through its long way: on a card,
-where a forward pass of a small model waits for Python, that alone cost a tenth of it. A layer that nothing else of a plan
-is on gets a subclass of its own class instead, whose forward opens and closes the frames, and only where they are needed:
-where the layer may be computed a second time, by those whose checkpointing is not torch's own. Copies and pickles are of
-the original class.
+where a forward pass of a small model waits for Python, that alone cost a tenth of it. So a layer that nothing else of a plan
+is on opens and closes its frames in its forward, and only where they are needed: where it may be computed a second time, by
+those whose checkpointing is not torch's own.
 """
 
 from __future__ import annotations
@@ -14,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-
-from shaketable.inject.weights import exchanged
 
 if TYPE_CHECKING:
     from shaketable.inject.calls import Entry
@@ -66,6 +67,16 @@ def framed(original: Any) -> Any:
                 frame.injection.leave(frame.entry)
 
     return dressed(original, _SLOT, {"forward": forward, "_shaketable_original": original})
+
+
+@functools.cache
+def exchanged(kind: Any, old: Any, new: Any) -> Any:
+    """`kind` with `new` in the place of `old`, also below a class that `fully_shard` has made of it meanwhile."""
+    if kind is old:
+        return new
+    bases = tuple(exchanged(base, old, new) if old in base.__mro__ else base for base in kind.__bases__)
+    body = {k: v for k, v in kind.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, bases, body)
 
 
 def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:

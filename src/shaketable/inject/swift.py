@@ -26,9 +26,9 @@ from shaketable.faults.gpu.launcher import Launch
 from shaketable.faults.gpu.live import recipe
 from shaketable.inject import compiled
 from shaketable.inject.board import REPEATS, capturing
-from shaketable.inject.dressed import dressed
+from shaketable.inject.dressed import dressed, exchanged
 from shaketable.inject.modules import ModuleTaps
-from shaketable.inject.weights import exchanged, has_taps
+from shaketable.inject.weights import has_taps
 
 if TYPE_CHECKING:
     from shaketable.inject.calls import Calls, Entry

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from shaketable.errors import PlanError
 from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.dressed import dressed, exchanged
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
 
@@ -184,29 +185,8 @@ def _dress(module: nn.Module, found: WeightTaps) -> None:
 
 
 @functools.cache
-def exchanged(kind: Any, old: Any, new: Any) -> Any:
-    """`kind` with `new` in the place of `old`, also below a class that `fully_shard` has made of it meanwhile."""
-    if kind is old:
-        return new
-    bases = tuple(exchanged(base, old, new) if old in base.__mro__ else base for base in kind.__bases__)
-    body = {k: v for k, v in kind.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    return type(kind.__name__, bases, body)
-
-
-@functools.cache
-def _subclass(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        """Copies and pickles are of the original class, and clean."""
-        state: Any = original.__reduce_ex__(self, protocol)[2]
-        return _new, (original,), {k: v for k, v in state.items() if k != _SLOT}
-
-    body: dict[str, Any] = {name: _reader(name) for name in names} | {"__reduce_ex__": reduce}
-    body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (original,), body)
-
-
-def _new(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+def _subclass(original: type[nn.Module], names: tuple[str, ...]) -> Any:
+    return dressed(original, _SLOT, {name: _reader(name) for name in names})
 
 
 def _reader(name: str) -> property:
