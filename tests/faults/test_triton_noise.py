@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernel_route import DEVICE, HARD, KEYS, ON_CARD, fused, kernels, plain, quick, same, tensors
 
 from shaketable.faults import Draw, gpu, make_fault
-from shaketable.faults.generator import mix64, plain_normals
+from shaketable.faults.generator import plain_normals
 from shaketable.faults.gpu import dispatch
 
 pytestmark = kernels
@@ -105,12 +105,6 @@ def test_the_normals_are_those_of_the_generator_at_every_size(n):
     off = (z.cpu() - plain_normals(n, Draw(key).normal_key, torch.device("cpu"))).abs()
     assert off.max() <= (2e-4 if ON_CARD else 0.0)
     assert (off <= 2e-6).double().mean() > 0.999 or n < 5000
-
-
-def test_a_raw_key_is_mixed_by_the_kernel():
-    x = torch.ones(100, device=DEVICE)
-    with fused():
-        assert same(gpu.noise(x, 0.5, 77, relative=True, raw=True), gpu.noise(x, 0.5, mix64(77), relative=True))
 
 
 def test_in_place_is_the_same_and_in_place():

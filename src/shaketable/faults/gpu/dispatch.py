@@ -86,7 +86,6 @@ def noise(
     key: int,
     *,
     relative: bool,
-    raw: bool = False,
     unit: Tensor | None = None,
     in_place: bool = False,
     live: Live | None = None,
@@ -96,27 +95,24 @@ def noise(
     Args:
         x: What is struck.
         scale: The magnitude, or the factor of `unit`.
-        key: Keys the noise: `Draw.key`, or with `raw` the number that `mix64` makes it of.
+        key: Keys the noise: `Draw.key`.
         relative: Noise in units of each value.
-        raw: See `key`.
         unit: One float32 number on the device.
         in_place: Write into `x` itself; it must be contiguous.
         live: What a captured kernel reads instead of `scale`.
     """
     if not fits(x):
         return None
-    return _noise(x, scale, key, relative, raw, unit, in_place, live)
+    return _noise(x, scale, key, relative, unit, in_place, live)
 
 
-def _noise(
-    x: Tensor, scale: float, key: int, relative: bool, raw: bool, unit: Tensor | None, in_place: bool, live: Live | None
-) -> Tensor:
+def _noise(x: Tensor, scale: float, key: int, relative: bool, unit: Tensor | None, in_place: bool, live: Live | None) -> Tensor:
     import torch
 
     x = x if in_place else x.contiguous()
     y = x if in_place else torch.empty_like(x)
     n = x.numel()
-    variant = (RELATIVE if relative else ADDITIVE, raw, unit is not None, live is not None, not interpreting(), n % BLOCK == 0)
+    variant = (RELATIVE if relative else ADDITIVE, unit is not None, live is not None, not interpreting(), n % BLOCK == 0)
     board = (live.rows, live.proof, live.row, live.place) if live else (None, None, 0, 0)
     values = (x, y, n, scale, _signed(key), _signed(key >> 32), unit, *board)
     _launch("noise", _NOISE, values, variant, n)
@@ -202,12 +198,12 @@ def prepare(x: Tensor, kind: int, live: Live) -> Launch | None:
     n, device = x.numel(), x.get_device()
     if not fits(x) or not driver_is_here():
         return None
-    variant = (kind, False, False, True, True, n % BLOCK == 0)
+    variant = (kind, False, True, True, n % BLOCK == 0)
     if ("noise", variant, x.dtype, device) not in _launchers:
         import torch
 
         nothing = Live(torch.zeros_like(live.rows), live.proof, 0, 0)
-        _noise(torch.zeros(n, dtype=x.dtype, device=x.device), 0.0, 0, kind == RELATIVE, False, None, True, nothing)
+        _noise(torch.zeros(n, dtype=x.dtype, device=x.device), 0.0, 0, kind == RELATIVE, None, True, nothing)
     from shaketable.faults.gpu.launcher import Launch
 
     return Launch(_launchers["noise", variant, x.dtype, device], -(-n // BLOCK), x, live)

@@ -6,8 +6,7 @@ instructions of the written-out polynomials, which would make these kernels wait
 on an H200: 2.0 instead of 3.3 TB/s where a copy does 3.7). In Triton's interpreter (`FAST` false) the polynomials are used, and
 the result has the bits of plain torch.
 
-The last steps of making a key are done here, by every program for itself: 64-bit arithmetic costs Python a microsecond per
-call, and a captured CUDA graph cannot ask Python at all. With `LIVE` the kernel is part of a graph: its key, its scale
+A captured CUDA graph cannot ask Python for a key. With `LIVE` the kernel is part of a graph: its key, its scale
 and whether it is on come from the card's memory, where `tick` puts them anew at every replay.
 """
 
@@ -154,7 +153,7 @@ def tell(x, y, inside, proof):
 @triton.jit(do_not_specialize=["n", "scale", "low", "high", "row", "place"])
 def noise(
     x, y, n, scale, low, high, unit, rows, proof, row, place,
-    KIND: tl.constexpr, RAW: tl.constexpr, UNIT: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y = x + |x|·z·scale, or x + z·scale·unit. 16 pairs make a stripe of 32 values: cosines first, then sines."""
@@ -163,10 +162,7 @@ def noise(
         k0, k1 = tl.load(rows).to(tl.uint32, bitcast=True), tl.load(rows + 1).to(tl.uint32, bitcast=True)
         scale, on = tl.load(rows + 2).to(tl.float32, bitcast=True), tl.load(rows + 3)
     else:
-        key = joined(low, high)
-        if RAW:
-            key = mix64(key)
-        key = mix64(key ^ 0xD1CE)
+        key = mix64(joined(low, high) ^ 0xD1CE)
         k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     if UNIT:
         scale = scale * tl.load(unit)
