@@ -10,7 +10,7 @@ from shaketable.faults.gpu.segments import launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK, PARTIALS = 2048, 1024
+BLOCK, PARTIALS = 2048, 4096
 MEAN, SPREAD, SIZE = 0, 1, 2
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from shaketable.faults.gpu.noise_kernels import widened
 from shaketable.faults.gpu.tiles import INFINITY, finite_bits, magnitude_bits
 
-PARTIALS = tl.constexpr(1024)
+PARTIALS = tl.constexpr(4096)
 
 
 @triton.jit(do_not_specialize=["n"])
