@@ -8,20 +8,23 @@ from torch import nn
 import faults.test_every_fault as generic
 import shaketable as st
 from shaketable.faults import MagnitudeFault
+from shaketable.inject.ledger import AT_HAND
 
 pytestmark = on_device
 MEASURABLE = [fault for fault in generic.FAULTS if isinstance(fault, MagnitudeFault)]
 
 
 @every_dtype
+@pytest.mark.parametrize("rows", [64, 320], ids=["measured on the host", "measured there"])
 @pytest.mark.parametrize("sparsity", ["", ",sparsity=0.25"])
 @pytest.mark.parametrize("fault", MEASURABLE, ids=lambda f: f.text())
-def test_measured_equals_asked_for_every_fault(fault, sparsity, dtype):
+def test_measured_equals_asked_for_every_fault(fault, sparsity, rows, dtype):
+    assert (rows * 256 <= AT_HAND) == (rows == 64)
     torch.manual_seed(0)
     layer = nn.Linear(64, 256).to(DEVICE, dtype)
     with st.inject(layer, f"{fault.text()}{sparsity}@module.linear", seed=1) as ledger, torch.no_grad():
         for _ in range(16):
-            layer(torch.randn(64, 64, device=DEVICE, dtype=dtype))
+            layer(torch.randn(rows, 64, device=DEVICE, dtype=dtype))
     settle()
     site = ledger.to_dict()["sites"][0]
     assert site["forward"] == 16
