@@ -23,6 +23,7 @@ from shaketable.inject.hooks import Hook
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.residuals import PairTaps, carries_pair
 from shaketable.inject.swift import Swift, swift
+from shaketable.inject.swift_inputs import SwiftInput, swift_input
 from shaketable.inject.taps import Tap
 from shaketable.inject.written import Written
 from shaketable.sites.anatomy import Anatomy, Part, class_name
@@ -68,7 +69,7 @@ class Attached(Hook):
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
-        self.hooks: list[RemovableHandle | Swift | LayerFrame] = []
+        self.hooks: list[RemovableHandle | Swift | SwiftInput | LayerFrame] = []
         self.swifts: list[Swift] = []
         self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
@@ -167,6 +168,9 @@ class Attached(Hook):
                 self.hooks.append(short)
                 self.swifts.append(short)
                 continue
+            if (given := self._swift_input(module, point, taps, entry)) is not None:
+                self.hooks.append(given)
+                continue
             kind = PairTaps if carries_pair(module) else ModuleTaps
             self.hooks.extend(kind(point, taps, self.injection.calls, entry).install(module))
         for entry in entries:
@@ -197,6 +201,15 @@ class Attached(Hook):
             return None
         return swift(module, point, taps, self.injection.calls, entry)
 
+    def _swift_input(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> SwiftInput | None:
+        """The short way of a format to what a linear on a card is given; weights of this plan may be faulty too."""
+        others = [p for (m, p) in self.points if m == id(module) and p != point]
+        return (
+            None
+            if others or entry.atomic or self.injection.has_operators
+            else swift_input(module, point, taps, self.injection.calls, entry)
+        )
+
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
         assert entry.atomic
@@ -223,10 +236,10 @@ class Attached(Hook):
         self.written = None
         if not self.hooks:
             return
-        for hook in self.hooks:
-            hook.remove()
         for module, tap in self.weights:
             weights.remove_taps(module, {tap.tap})
+        for hook in self.hooks:
+            hook.remove()
         for home in self.generators:
             unmark_generate(home)
         self.hooks, self.swifts, self.generators = [], [], []

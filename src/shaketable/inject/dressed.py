@@ -84,10 +84,17 @@ def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
 
     def reduce(self: Any, protocol: Any) -> Any:
         state: Any = original.__reduce_ex__(self, protocol)[2]
-        return _new, (original,), {k: v for k, v in state.items() if k != slot}
+        return _new, (plain,), {k: v for k, v in state.items() if k != slot}
 
+    plain = original.__dict__.get("_shaketable_plain", original)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (original,), body | names | {"__reduce_ex__": reduce})
+    more = {"__reduce_ex__": reduce, "_shaketable_plain": plain}
+    return type(original.__name__, (original,), body | names | more)
+
+
+def on_a_card(module: nn.Module) -> bool:
+    """Whether the parameters of a module are on a CUDA device."""
+    return any(p.is_cuda for p in module.parameters(recurse=False))
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

@@ -11,6 +11,10 @@ So the fault acts on the weight that is multiplied with, FSDP2's reduction of it
 the module never looks at is not counted as struck. `fully_shard` also changes the class of a module: ours stays below its own,
 and when the plan leaves, ours is taken out from under it.
 
+On a card, where no gradient is wanted, most weights are made ready when the pass begins (`ready.py`), and nothing of the above
+happens per module. Hooks alone would cost more there than many a module, so a module on a card has none: its subclass has a
+forward that does what they do, and sees to it that values which are ready are read.
+
 Rejected: swapping the tensor before forward and back after it (the gradient is then computed with another weight than
 the forward used, a raised exception leaves the noise in, and threads see each other's weights), and
 torch.nn.utils.parametrize (it renames the parameter, so checkpoints and optimizers see another model). Rejected too: keeping
@@ -22,18 +26,23 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import PlanError
 from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
-from shaketable.inject.dressed import dressed, exchanged
+from shaketable.inject.dressed import dressed, exchanged, on_a_card
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
+
+if TYPE_CHECKING:
+    from shaketable.inject.ready import Ready, Shelf
 
 _SLOT = "_shaketable_weights"
 
@@ -89,10 +98,31 @@ class WeightTaps:
         self.taps: list[WeightTap] = []
         self.local = threading.local()
         self.tracing = False
-        self.hooks = [
+        self.ready: dict[str, Ready] = {}
+        self.shelf: Shelf | None = None
+        """Where values are made ready; None where several plans act on the module."""
+        self.inside = False
+        """Whether the module is running, in a pass that has values ready."""
+        self.is_short = on_a_card(module) and "forward" not in module.__dict__
+        self.hooks = [] if self.is_short else self._hooked(module)
+
+    def _hooked(self, module: nn.Module) -> list[RemovableHandle]:
+        return [
             module.register_forward_pre_hook(_Around(self), with_kwargs=True),
             module.register_forward_hook(_Around(self), with_kwargs=True, always_call=True),
         ]
+
+    def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, the ordinary way."""
+        self.begin(args, kwargs)
+        if torch.compiler.is_compiling():
+            result = forward(module, *args, **kwargs)
+            self.end()
+            return result
+        try:
+            return forward(module, *args, **kwargs)
+        finally:
+            self.end()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called: note in which frame, for when it reads its weights."""
@@ -118,7 +148,15 @@ class WeightTaps:
                         parameter = own.trace(parameter)
             return parameter
         call: _Call | None = self.local.__dict__.get("call")
-        return parameter if call is None else call.value(name, parameter)
+        if call is None and self.inside and self.shelf is not None and self.shelf.is_open():
+            self.begin((), {})
+            call = self.local.call
+        if call is None:
+            return parameter
+        value = call.value(name, parameter)
+        if self.shelf is not None and value is not parameter and not torch.is_grad_enabled():
+            self.shelf.note(self, name, parameter)
+        return value
 
 
 def _whole(weight: Tensor, own: WeightTap) -> Tensor:
@@ -155,6 +193,7 @@ def add_tap(module: nn.Module, tap: WeightTap) -> None:
         module.__dict__[_SLOT] = found
     found.taps.append(tap)
     _dress(module, found)
+    _shelve(found)
 
 
 def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
@@ -164,6 +203,7 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
         return
     found.taps = [t for t in found.taps if t.tap not in taps]
     _dress(module, found)
+    _shelve(found)
     if not found.taps:
         for hook in found.hooks:
             hook.remove()
@@ -178,22 +218,75 @@ def has_taps(module: nn.Module) -> bool:
 def _dress(module: nn.Module, found: WeightTaps) -> None:
     """The class in which the tapped weights are properties, or the module's own when there are none."""
     names = tuple(sorted({t.name for t in found.taps}))
-    kind: Any = _subclass(found.original, names) if names else found.original
+    kind: Any = _subclass(found.original, names, found.is_short) if names else found.original
     now: Any = type(module)
     module.__class__ = exchanged(now, found.dressed, kind)
     found.dressed = kind
 
 
+def rebase(module: nn.Module, old: Any, new: Any) -> None:
+    """Exchange a class that lies below ours."""
+    found: WeightTaps | None = module.__dict__.get(_SLOT)
+    if found is None:
+        now: Any = type(module)
+        module.__class__ = exchanged(now, old, new)
+        return
+    found.original = exchanged(found.original, old, new)
+    _dress(module, found)
+
+
+def _shelve(found: WeightTaps) -> None:
+    """Values can be ready where one tap acts on each weight, all of one plan."""
+    if found.shelf is not None:
+        found.shelf.forget(list(found.ready.values()))
+    names, shelves = [own.name for own in found.taps], {own.tap.injection.shelf_of(own.entry.owner) for own in found.taps}
+    alone = found.is_short and len(shelves) == 1 and len(set(names)) == len(names)
+    found.shelf = shelves.pop() if alone else None
+
+
 @functools.cache
-def _subclass(original: type[nn.Module], names: tuple[str, ...]) -> Any:
-    return dressed(original, _SLOT, {name: _reader(name) for name in names})
+def _subclass(original: type[nn.Module], names: tuple[str, ...], is_short: bool) -> Any:
+    body: dict[str, Any] = {name: _reader(name) for name in names}
+    return dressed(original, _SLOT, body | {"forward": _forward(original)} if is_short else body)
+
+
+def _forward(original: Any) -> Any:
+    """The forward of a class on a card."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taps: WeightTaps | None = self.__dict__.get(_SLOT)
+        if taps is None:
+            return original.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return taps.around(self, original.forward, args, kwargs)
+        shelf = taps.shelf
+        if shelf is None or shelf.frame is None or torch.is_grad_enabled() or not shelf.is_open():
+            return taps.around(self, original.forward, args, kwargs)
+        taps.inside = True
+        for found in taps.ready.values():
+            found.unread = found.unread or found.group.each
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            taps.inside = False
+            if "call" in taps.local.__dict__:
+                taps.end()
+
+    return forward
 
 
 def _reader(name: str) -> property:
     def read(self: nn.Module) -> Any:
         parameter = self._parameters[name]
         taps: WeightTaps | None = self.__dict__.get(_SLOT)
-        return parameter if taps is None or parameter is None else taps.read(name, parameter)
+        if taps is None or parameter is None:
+            return parameter
+        if taps.inside and (found := taps.ready.get(name)) is not None and found.holds_for(parameter):
+            if found.unread:
+                found.count()
+            return found.value
+        return taps.read(name, parameter)
 
     def write(self: nn.Module, value: Any) -> None:
         raise AttributeError(f"{name} cannot be replaced by a plain tensor while a plan acts on it")
