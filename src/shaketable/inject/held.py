@@ -37,6 +37,8 @@ class Rollouts:
 
     def __init__(self) -> None:
         self.total = 0
+        self.changes = 0
+        """Grows whenever a noisy weight that was kept is let go or replaced."""
         self.on_new: Callable[[], None] | None = None
         """Called when a rollout is met for the first time, before anything of it is struck."""
         self._numbers: dict[int, int] = {}
@@ -103,7 +105,7 @@ class HeldTap(Tap):
     def forward(self, x: Tensor, frame: Frame) -> Tensor:
         in_rollout = frame.phase == "rollout" and self.is_active and self.acts_in("rollout")
         if not in_rollout or (x.requires_grad and torch.is_grad_enabled()):
-            self._kept = None
+            self._let_go()
             return super().forward(x, frame)
         key = self.key()
         value = self.kept_for(x, key)
@@ -115,14 +117,16 @@ class HeldTap(Tap):
         fits = kept is not None and kept.key == key and kept.fault is self.fault and kept.made_from == _identity(x)
         return kept.value if kept is not None and fits else None
 
+    def _let_go(self) -> None:
+        if self._kept is not None:
+            self._kept = None
+            self.injection.rollouts.changes += 1
+
     def keep(self, key: int, x: Tensor, value: Tensor) -> Tensor:
         """From now on this is the noisy weight."""
+        self.injection.rollouts.changes += 1
         self._kept = _Kept(key, self.fault, _identity(x), value)
         return value
-
-    def keeps(self, value: Tensor | None) -> bool:
-        """Whether this is what is kept."""
-        return self._kept is not None and self._kept.value is value
 
     def _renewed(self, x: Tensor, frame: Frame) -> Tensor:
         """The noisy weight of a new rollout."""

@@ -60,14 +60,6 @@ class Ready:
         self.unread = False
         self.group.count(self)
 
-    def holds_for(self, parameter: Tensor) -> bool:
-        """Whether it is what the parameter is to be read as, in this thread, now."""
-        group = self.group
-        stack = getattr(group.local, "stack", None)
-        here = stack and stack[0] is group.frame and self.value is not None
-        same = here and self.parameter is parameter and parameter._version == self.version
-        return bool(same) and parameter.data_ptr() == self.address
-
     def is_in_place(self) -> bool:
         """Whether the parameter's memory is where it was."""
         return self.parameter.data_ptr() == self.address
@@ -79,8 +71,8 @@ class Coded:
     each = True
     """Whether every call that reads a value counts."""
 
-    def __init__(self, local: threading.local, fault: FaultBase) -> None:
-        self.local, self.fault = local, fault
+    def __init__(self, fault: FaultBase) -> None:
+        self.fault = fault
         self.frame: Frame | None = None
         self.entries: list[Ready] = []
         self._launch: many.Coded | None = None
@@ -141,12 +133,13 @@ class Held:
 
     each = False
 
-    def __init__(self, local: threading.local) -> None:
-        self.local = local
+    def __init__(self) -> None:
         self.frame: Frame | None = None
         self.entries: list[Ready] = []
         self.drawn = Drawn()
         self._known: tuple[int, int, FaultBase, bool] | None = None
+        self._changes = -1
+        self._versions: list[int] = []
 
     def renew(self, frame: Frame) -> None:
         """See that every weight has the noise of this rollout; draw those that have not."""
@@ -155,18 +148,17 @@ class Held:
         tap = self.entries[0].tap
         injection = tap.injection
         now = injection.step, injection.rollouts.number(), tap.fault, torch.is_inference_mode_enabled()
-        known, self._known = self._known, now
-        if known is None or known[2] is not now[2] or known != now:
-            stale = self.entries
-        else:
-            stale = [e for e in self.entries if e.version != e.parameter._version or not _held(e.tap).keeps(e.value)]
-        if stale:
-            self.drawn.renew([entry for entry in stale if entry.is_in_place()], now[2])
+        known, versions = self._known, [entry.parameter._version for entry in self.entries]
+        same = known is not None and known[2] is now[2] and known == now
+        if not same or self._changes != injection.rollouts.changes or self._versions != versions:
+            self.drawn.renew([entry for entry in self.entries if entry.is_in_place()], now[2])
+            self._known, self._changes, self._versions = now, injection.rollouts.changes, versions
         self.frame = frame
 
     def put(self, entry: Ready) -> None:
         """One more."""
         self.entries.append(entry)
+        self._known = None
 
     def drop(self, entry: Ready) -> None:
         """One less."""
@@ -182,31 +174,21 @@ class Held:
         self.drawn.settle()
 
 
-def _held(tap: Tap) -> HeldTap:
-    assert isinstance(tap, HeldTap)
-    return tap
-
-
 class Shelf:
     """The ready weights of one model of an injection."""
 
     def __init__(self, injection: Injection) -> None:
         self.injection = injection
-        self.local = injection.calls.local
         self.frame: Frame | None = None
         """The outermost frame of the pass that weights are ready for."""
-        self._thread = 0
+        self.thread = 0
+        """Whose pass that is; 0 when there is none."""
         self._groups: dict[tuple[int, torch.dtype, torch.device], Coded | Held] = {}
-
-    def is_open(self) -> bool:
-        """Whether this thread is in the pass."""
-        stack: list[Frame] | None = getattr(self.local, "stack", None)
-        return stack is not None and len(stack) > 0 and stack[0] is self.frame
 
     def open(self, frame: Frame) -> None:
         """A pass begins. One of another thread that is still running keeps the weights; this one then does without."""
         here = threading.get_ident()
-        if not self._groups or (self.frame is not None and self._thread != here):
+        if not self._groups or self.thread not in (0, here):
             return
         self.close()
         if torch.is_grad_enabled() or frame.recomputing or frame.captured is not None or capturing():
@@ -214,11 +196,11 @@ class Shelf:
         for group in self._groups.values():
             if group.entries and group.entries[0].tap.is_active and group.entries[0].tap.acts_in(frame.phase):
                 group.renew(frame)
-        self.frame, self._thread = frame, here
+        self.frame, self.thread = frame, here
 
     def close(self) -> None:
         """The pass is over, or something has changed in the middle of it."""
-        self.frame = None
+        self.frame, self.thread = None, 0
         for group in self._groups.values():
             group.frame = None
 
@@ -236,17 +218,19 @@ class Shelf:
         tap = own.tap
         key = tap.clause, parameter.dtype, parameter.device
         if key not in self._groups:
-            self._groups[key] = Held(self.local) if isinstance(tap, HeldTap) else Coded(self.local, tap.fault)
+            self._groups[key] = Held() if isinstance(tap, HeldTap) else Coded(tap.fault)
         group = self._groups[key]
         entry = Ready(taps, tap, parameter, group, parameter.data_ptr())
         group.put(entry)
         taps.ready[name] = entry
+        taps.each = [found for found in taps.ready.values() if found.group.each]
 
     def forget(self, entries: Iterable[Ready]) -> None:
         """These weights are not ours any more."""
         for entry in entries:
             entry.group.drop(entry)
             entry.taps.ready = {name: e for name, e in entry.taps.ready.items() if e is not entry}
+            entry.taps.each = list(entry.taps.ready.values())
         self._groups = {key: group for key, group in self._groups.items() if group.entries}
 
     def settle(self) -> None:

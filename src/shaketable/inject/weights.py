@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import get_ident, local
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shaketable.inject.ready import Ready, Shelf
 
 _SLOT = "_shaketable_weights"
+is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,17 @@ class WeightTaps:
         self.dressed: Any = self.original
         """Its class with our properties."""
         self.taps: list[WeightTap] = []
-        self.local = threading.local()
+        self.local = local()
         self.tracing = False
+        self.fell_back = False
+        """Whether the call that `inside` is about has gone the ordinary way after all."""
         self.ready: dict[str, Ready] = {}
         self.shelf: Shelf | None = None
         """Where values are made ready; None where several plans act on the module."""
-        self.inside = False
-        """Whether the module is running, in a pass that has values ready."""
+        self.each: list[Ready] = []
+        """Those of them that every call counts."""
+        self.inside = 0
+        """The thread in which the module is running, in a pass that has values ready; else 0."""
         self.is_short = on_a_card(module) and "forward" not in module.__dict__
         self.hooks = [] if self.is_short else self._hooked(module)
 
@@ -148,7 +153,8 @@ class WeightTaps:
                         parameter = own.trace(parameter)
             return parameter
         call: _Call | None = self.local.__dict__.get("call")
-        if call is None and self.inside and self.shelf is not None and self.shelf.is_open():
+        if call is None and self.inside == get_ident():
+            self.fell_back = True
             self.begin((), {})
             call = self.local.call
         if call is None:
@@ -258,19 +264,18 @@ def _forward(original: Any) -> Any:
         taps: WeightTaps | None = self.__dict__.get(_SLOT)
         if taps is None:
             return original.forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return taps.around(self, original.forward, args, kwargs)
         shelf = taps.shelf
-        if shelf is None or shelf.frame is None or torch.is_grad_enabled() or not shelf.is_open():
+        if is_dynamo_compiling() or shelf is None or shelf.thread != (here := get_ident()) or is_grad_enabled():
             return taps.around(self, original.forward, args, kwargs)
-        taps.inside = True
-        for found in taps.ready.values():
-            found.unread = found.unread or found.group.each
+        taps.inside = here
+        for found in taps.each:
+            found.unread = True
         try:
             return original.forward(self, *args, **kwargs)
         finally:
-            taps.inside = False
-            if "call" in taps.local.__dict__:
+            taps.inside = 0
+            if taps.fell_back:
+                taps.fell_back = False
                 taps.end()
 
     return forward
@@ -282,11 +287,16 @@ def _reader(name: str) -> property:
         taps: WeightTaps | None = self.__dict__.get(_SLOT)
         if taps is None or parameter is None:
             return parameter
-        if taps.inside and (found := taps.ready.get(name)) is not None and found.holds_for(parameter):
-            if found.unread:
-                found.count()
-            return found.value
-        return taps.read(name, parameter)
+        found = taps.ready.get(name) if taps.inside else None
+        if found is None or found.parameter is not parameter or parameter._version != found.version:
+            return taps.read(name, parameter)
+        if found.value is None or found.group.frame is None or parameter.data_ptr() != found.address:
+            return taps.read(name, parameter)
+        if taps.inside != get_ident():
+            return taps.read(name, parameter)
+        if found.unread:
+            found.count()
+        return found.value
 
     def write(self: nn.Module, value: Any) -> None:
         raise AttributeError(f"{name} cannot be replaced by a plain tensor while a plan acts on it")
