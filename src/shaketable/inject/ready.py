@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class Ready:
     """The faulty value of one weight, and all that it holds for."""
 
     taps: WeightTaps
+    name: str
     tap: Tap
     parameter: Tensor
     group: Coded | Held
@@ -124,6 +125,9 @@ class Coded:
             with torch._C.DisableTorchFunction(), torch.no_grad(), spot.lock:
                 spot.forward.take(self.fault, entry.parameter.detach(), entry.value, None)
 
+    def rest(self) -> None:
+        """Nothing is to be read in this pass: its frame is not here."""
+
     def settle(self) -> None:
         """Nothing is told later."""
 
@@ -139,31 +143,51 @@ class Held:
         self.drawn = Drawn()
         self._known: tuple[int, int, FaultBase, bool] | None = None
         self._changes = -1
-        self._versions: list[int] = []
+        self._parameters: list[Tensor] = []
+        self._seen: list[tuple[int, int]] = []
 
     def renew(self, frame: Frame) -> None:
         """See that every weight has the noise of this rollout; draw those that have not."""
-        if frame.phase != "rollout" or not self.entries:
+        if frame.phase != "rollout":
+            self.rest()
             return
         tap = self.entries[0].tap
         injection = tap.injection
         now = injection.step, injection.rollouts.number(), tap.fault, torch.is_inference_mode_enabled()
-        known, versions = self._known, [entry.parameter._version for entry in self.entries]
+        known, seen = self._known, [(p._version, p.data_ptr()) for p in self._parameters]
         same = known is not None and known[2] is now[2] and known == now
-        if not same or self._changes != injection.rollouts.changes or self._versions != versions:
-            self.drawn.renew([entry for entry in self.entries if entry.is_in_place()], now[2])
-            self._known, self._changes, self._versions = now, injection.rollouts.changes, versions
+        if not same or self._changes != injection.rollouts.changes or self._seen != seen:
+            self._see_moves()
+            self.drawn.renew(self.entries, now[2])
+            self._known, self._changes, self._seen = now, injection.rollouts.changes, seen
         self.frame = frame
+
+    def _see_moves(self) -> None:
+        """Let go of weights that are not where they were: the ordinary way meets them again."""
+        moved = [e for e in self.entries if not e.is_in_place() or e.taps.parameter(e.name) is not e.parameter]
+        for entry in moved:
+            self.drop(entry)
+            entry.taps.forget(entry)
+
+    def rest(self) -> None:
+        """Nothing is to be read in this pass."""
+        if self._known is not None:
+            self._known = None
+            for entry in self.entries:
+                entry.value = None
 
     def put(self, entry: Ready) -> None:
         """One more."""
         self.entries.append(entry)
+        self._parameters = [entry.parameter for entry in self.entries]
         self._known = None
 
     def drop(self, entry: Ready) -> None:
         """One less."""
         if entry in self.entries:
             self.entries.remove(entry)
+            self._parameters = [entry.parameter for entry in self.entries]
+            self._known = None
 
     def count(self, entry: Ready) -> None:
         """The first look at a draw: a fire, measured by what the kernel that drew it saw."""
@@ -174,6 +198,16 @@ class Held:
         self.drawn.settle()
 
 
+class Gate:
+    """Whose pass weights are ready for. All that a class of modules knows of a shelf: classes may outlive it."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = 0
+        """0 when there is none."""
+
+
 class Shelf:
     """The ready weights of one model of an injection."""
 
@@ -181,14 +215,15 @@ class Shelf:
         self.injection = injection
         self.frame: Frame | None = None
         """The outermost frame of the pass that weights are ready for."""
-        self.thread = 0
-        """Whose pass that is; 0 when there is none."""
+        self.gate = Gate()
+        self.kinds: dict[Any, Any] = {}
+        """Classes of modules that look at this gate."""
         self._groups: dict[tuple[int, torch.dtype, torch.device], Coded | Held] = {}
 
     def open(self, frame: Frame) -> None:
         """A pass begins. One of another thread that is still running keeps the weights; this one then does without."""
         here = threading.get_ident()
-        if not self._groups or self.thread not in (0, here):
+        if not self._groups or self.gate.thread not in (0, here):
             return
         self.close()
         if torch.is_grad_enabled() or frame.recomputing or frame.captured is not None or capturing():
@@ -196,22 +231,23 @@ class Shelf:
         for group in self._groups.values():
             if group.entries and group.entries[0].tap.is_active and group.entries[0].tap.acts_in(frame.phase):
                 group.renew(frame)
-        self.frame, self.thread = frame, here
+            else:
+                group.rest()
+        self.frame, self.gate.thread = frame, here
 
     def close(self) -> None:
         """The pass is over, or something has changed in the middle of it."""
-        self.frame, self.thread = None, 0
+        self.frame, self.gate.thread = None, 0
         for group in self._groups.values():
             group.frame = None
 
     def note(self, taps: WeightTaps, name: str, parameter: Tensor) -> None:
         """A weight has been read the ordinary way: from the next pass on it can be ready."""
-        known = taps.ready.pop(name, None)
+        known = taps.ready.get(name)
         if known is not None and known.parameter is parameter and known.is_in_place():
-            taps.ready[name] = known
             return
         if known is not None:
-            known.group.drop(known)
+            self.forget([known])
         (own,) = (own for own in taps.taps if own.name == name)
         if not _can_be(own, parameter):
             return
@@ -220,17 +256,15 @@ class Shelf:
         if key not in self._groups:
             self._groups[key] = Held() if isinstance(tap, HeldTap) else Coded(tap.fault)
         group = self._groups[key]
-        entry = Ready(taps, tap, parameter, group, parameter.data_ptr())
+        entry = Ready(taps, name, tap, parameter, group, parameter.data_ptr())
         group.put(entry)
-        taps.ready[name] = entry
-        taps.each = [found for found in taps.ready.values() if found.group.each]
+        taps.know(entry)
 
     def forget(self, entries: Iterable[Ready]) -> None:
         """These weights are not ours any more."""
         for entry in entries:
             entry.group.drop(entry)
-            entry.taps.ready = {name: e for name, e in entry.taps.ready.items() if e is not entry}
-            entry.taps.each = list(entry.taps.ready.values())
+            entry.taps.forget(entry)
         self._groups = {key: group for key, group in self._groups.items() if group.entries}
 
     def settle(self) -> None:

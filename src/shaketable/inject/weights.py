@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_ident, local
@@ -38,11 +39,12 @@ from shaketable.errors import PlanError
 from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.dressed import dressed, exchanged, on_a_card
+from shaketable.inject.held import HeldTap
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
 
 if TYPE_CHECKING:
-    from shaketable.inject.ready import Ready, Shelf
+    from shaketable.inject.ready import Gate, Ready, Shelf
 
 _SLOT = "_shaketable_weights"
 is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
@@ -93,6 +95,7 @@ class WeightTaps:
     """The weight taps of one module, of all injections that are active on it."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
         self.original: Any = type(module)
         self.dressed: Any = self.original
         """Its class with our properties."""
@@ -128,6 +131,26 @@ class WeightTaps:
             return forward(module, *args, **kwargs)
         finally:
             self.end()
+
+    def parameter(self, name: str) -> Tensor | None:
+        """The clean weight."""
+        module = self.module()
+        return None if module is None else module._parameters[name]
+
+    def know(self, entry: Ready) -> None:
+        """From now on a value may be ready."""
+        self.ready[entry.name] = entry
+        self.each = [found for found in self.ready.values() if found.group.each]
+        if (module := self.module()) is not None:
+            module.__dict__[_SLOT + entry.name] = entry
+
+    def forget(self, entry: Ready) -> None:
+        """From now on it is made when it is read."""
+        if self.ready.get(entry.name) is entry:
+            del self.ready[entry.name]
+            self.each = [found for found in self.ready.values() if found.group.each]
+            if (module := self.module()) is not None:
+                del module.__dict__[_SLOT + entry.name]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called: note in which frame, for when it reads its weights."""
@@ -198,8 +221,8 @@ def add_tap(module: nn.Module, tap: WeightTap) -> None:
         found = WeightTaps(module)
         module.__dict__[_SLOT] = found
     found.taps.append(tap)
-    _dress(module, found)
     _shelve(found)
+    _dress(module, found)
 
 
 def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
@@ -208,8 +231,8 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
     if found is None:
         return
     found.taps = [t for t in found.taps if t.tap not in taps]
-    _dress(module, found)
     _shelve(found)
+    _dress(module, found)
     if not found.taps:
         for hook in found.hooks:
             hook.remove()
@@ -224,7 +247,7 @@ def has_taps(module: nn.Module) -> bool:
 def _dress(module: nn.Module, found: WeightTaps) -> None:
     """The class in which the tapped weights are properties, or the module's own when there are none."""
     names = tuple(sorted({t.name for t in found.taps}))
-    kind: Any = _subclass(found.original, names, found.is_short) if names else found.original
+    kind: Any = _kind(found, names) if names else found.original
     now: Any = type(module)
     module.__class__ = exchanged(now, found.dressed, kind)
     found.dressed = kind
@@ -250,6 +273,66 @@ def _shelve(found: WeightTaps) -> None:
     found.shelf = shelves.pop() if alone else None
 
 
+def _kind(found: WeightTaps, names: tuple[str, ...]) -> Any:
+    """The class for a module; where all its faults are held, one that knows whose pass is running."""
+    shelf = found.shelf
+    if shelf is None or not all(isinstance(own.tap, HeldTap) for own in found.taps):
+        return _subclass(found.original, names, found.is_short)
+    key = (found.original, names)
+    if key not in shelf.kinds:
+        body: dict[str, Any] = {name: _held_reader(name, shelf.gate) for name in names}
+        body["forward"] = _held_forward(found.original, shelf.gate)
+        shelf.kinds[key] = dressed(found.original, _SLOT, body)
+    return shelf.kinds[key]
+
+
+def _held_forward(original: Any, gate: Gate) -> Any:
+    """The forward of a class whose weights are held: when they are ready, nothing is to be done, and nothing is touched."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling() and gate.thread == get_ident() and not is_grad_enabled():
+            return original.forward(self, *args, **kwargs)
+        taps: WeightTaps | None = self.__dict__.get(_SLOT)
+        if taps is None:
+            return original.forward(self, *args, **kwargs)
+        return taps.around(self, original.forward, args, kwargs)
+
+    return forward
+
+
+def _held_reader(name: str, gate: Gate) -> property:
+    """Where many modules are read, each object that has to be looked at is a miss of the cache: there is one."""
+    slow, slot = _reader(name), _SLOT + name
+    assert slow.fget is not None
+    otherwise = slow.fget
+
+    def read(self: nn.Module) -> Any:
+        found: Ready | None = self.__dict__.get(slot)
+        if is_dynamo_compiling() or gate.thread != get_ident() or is_grad_enabled():
+            return otherwise(self)
+        if found is None or found.value is None:
+            return _made_now(self, name)
+        if found.unread:
+            found.count()
+        return found.value
+
+    return property(read, slow.fset)
+
+
+def _made_now(module: nn.Module, name: str) -> Any:
+    """A held weight that is not ready, in a pass that has others ready: drawn the ordinary way, and kept like those."""
+    taps: WeightTaps | None = module.__dict__.get(_SLOT)
+    parameter = module._parameters[name]
+    if taps is None or parameter is None:
+        return parameter
+    taps.begin((), {})
+    try:
+        return taps.read(name, parameter)
+    finally:
+        taps.end()
+
+
 @functools.cache
 def _subclass(original: type[nn.Module], names: tuple[str, ...], is_short: bool) -> Any:
     body: dict[str, Any] = {name: _reader(name) for name in names}
@@ -265,7 +348,7 @@ def _forward(original: Any) -> Any:
         if taps is None:
             return original.forward(self, *args, **kwargs)
         shelf = taps.shelf
-        if is_dynamo_compiling() or shelf is None or shelf.thread != (here := get_ident()) or is_grad_enabled():
+        if is_dynamo_compiling() or shelf is None or shelf.gate.thread != (here := get_ident()) or is_grad_enabled():
             return taps.around(self, original.forward, args, kwargs)
         taps.inside = here
         for found in taps.each:
