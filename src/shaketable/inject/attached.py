@@ -123,7 +123,8 @@ class Attached(Hook):
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
         """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
 
-        Where no operator has to be told which layer it is in, the layers do: what others recompute are whole layers.
+        Where no operator has to be told which layer it is in, the layers do: what others recompute are whole layers. Noise that
+        is held for a rollout is the same whatever is recomputed, so for that the root will do.
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in operators.families(site.names)}
@@ -132,9 +133,16 @@ class Attached(Hook):
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part))
             inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in self.anatomy.layers
-            wanted = part.module is self.model or inside or special
+            wanted = part.module is self.model or special or (inside and not self._is_held)
             if wanted and part.module not in self.skip:
                 yield part, atomic
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether all that the plan does is to hold noise on weights for rollouts."""
+        sites = [c.site for c in self.injection.plan.clauses]
+        held = self.injection.hold and not self.points and not self.injection.has_operators
+        return held and all(site.phase == ("rollout",) and site.directions == ("forward",) for site in sites)
 
     # ---- hooks
 

@@ -308,9 +308,9 @@ def _held_reader(name: str, gate: Gate) -> property:
     otherwise = slow.fget
 
     def read(self: nn.Module) -> Any:
-        found: Ready | None = self.__dict__.get(slot)
         if is_dynamo_compiling() or gate.thread != get_ident() or is_grad_enabled():
             return otherwise(self)
+        found: Ready | None = self.__dict__.get(slot)
         if found is None or found.value is None:
             return _made_now(self, name)
         if found.unread:
