@@ -22,9 +22,9 @@ AQN = "rms_gaussian:0.1@module.rmsnorm,point=weight,phase=rollout"
 @contextmanager
 def ordinary():
     """Hooks everywhere."""
-    with mock.patch.object(weights, "on_a_card", return_value=False):
-        with mock.patch.object(swift_inputs, "on_a_card", return_value=False):
-            yield
+    shut = {"on_a_card": mock.Mock(return_value=False)}
+    with mock.patch.multiple(weights, **shut), mock.patch.multiple(swift_inputs, **shut):
+        yield
 
 
 def told(ledger):
