@@ -406,6 +406,64 @@ def test_a_compiled_model_has_the_same_weights(card):
     torch._dynamo.reset()
 
 
+class Careful(nn.Linear):
+    """Looks at its weight before it multiplies with it."""
+
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Odd(nn.Module):
+    """A module that reads its weight twice, one that wants a gradient where the pass wants none, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.careful, self.linear, self.norm = Careful(32, 32), nn.Linear(32, 32), nn.RMSNorm(32)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x):
+        x = self.careful(x)
+        with torch.enable_grad():
+            y = self.norm(self.linear(x)).square().sum()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(y, [*self.linear.parameters(), *self.norm.parameters()])])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("fault", ["mxfp4", "rms_gaussian:0.1"])
+def test_reads_that_repeat_and_gradients_in_the_middle_of_a_pass(fault, hold, card):
+    def run():
+        net, injection = made(f"{fault}@module.Careful+linear+rmsnorm,point=weight", hold=hold, net=Odd())
+        with st.phase("rollout"):
+            seen = [net(inputs()) for _ in range(4)]
+        injection.close()
+        return seen, [{k: site[k] for k in ("forward", "backward", "phases", "layers")} for site in told(injection)]
+
+    (short, ledger), (hooked, other) = both_ways(run, card)
+    for a, b in zip(short, hooked, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert ledger == other
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", [W4A4, f"{AQN},phase=rollout"])
+def test_modules_that_are_called_outside_of_a_pass_are_struck(plan, card):
+    def run():
+        net, injection = made(plan, hold=AQN in plan)
+        seen = []
+        for _ in range(3):
+            with st.phase("rollout"):
+                seen += [net(inputs()), net.layers[0](inputs()), net.layers[1].norm(inputs()), net.layers[0].q_proj(inputs())]
+        injection.close()
+        return seen, injection.ledger.forward
+
+    (short, fires), (hooked, others) = both_ways(run, card)
+    for a, b in zip(short, hooked, strict=True):
+        torch.testing.assert_close(a, b)
+    assert fires == others
+
+
 # ---- noise that is held
 
 
