@@ -414,7 +414,7 @@ class Careful(nn.Linear):
 
 
 class Odd(nn.Module):
-    """A module that reads its weight twice, one that wants a gradient where the pass wants none, and a norm."""
+    """A module that reads its weight twice, and two that are wanted without a gradient and then with one."""
 
     def __init__(self):
         super().__init__()
@@ -423,7 +423,7 @@ class Odd(nn.Module):
         nn.init.normal_(self.norm.weight)
 
     def forward(self, x):
-        x = self.careful(x)
+        x = self.careful(x) + self.linear(self.norm(x))
         with torch.enable_grad():
             y = self.norm(self.linear(x)).square().sum()
         return torch.cat([g.flatten() for g in torch.autograd.grad(y, [*self.linear.parameters(), *self.norm.parameters()])])
