@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shaketable.faults.gpu import clip_kernels, format_kernels, noise_kernels, statistics_kernels
+from shaketable.faults.gpu import clip_kernels, format_kernels, many_kernels, noise_kernels, statistics_kernels
 from shaketable.faults.gpu.segments import cut, flat
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -21,13 +21,13 @@ TYPES = {
     "mirror": "*fp64",
     "partial": "*fp64",
 }
-TYPES |= {"bits": "*i32", "rows": "*i32", "keys": "*i64", "clock": "*i64"}
-ALIGNED = ("x", "y", "g", "whole")
+TYPES |= {"bits": "*i32", "rows": "*i32", "keys": "*i64", "clock": "*i64", "table": "*i64", "owners": "*i32"}
+ALIGNED = ("x", "y", "g", "whole", "base")
 
 
 def compiled(kernel, warps=4, dtype="bf16", **constants):
     """The PTX; `ptxas` has accepted it."""
-    tensors = dict.fromkeys(("x", "y", "g"), f"*{dtype}")
+    tensors = dict.fromkeys(("x", "y", "g", "base"), f"*{dtype}")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else (tensors | TYPES).get(name, "i32") for name in names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED}
@@ -74,3 +74,10 @@ for live in (False, True):
     for kind in (0, 1, 2):
         say(f"arithmetic-{kind}-{live}", compiled(noise_kernels.arithmetic, KIND=kind, **how))
 say("tick", compiled(noise_kernels.tick, GIVEN=False, TAPS=5, REPEATS=4, BLOCK=16))
+for dtype, unit in (("bf16", 8), ("fp32", 4)):
+    for name, kind, length in (("mxfp4", 0, 32), ("e4m3", 2, 128), ("e5m2", 3, 128)):
+        how = {"UNIT": unit, "KIND": kind, "LENGTH": length, "GROUP": 2048 // length, "FAST": True}
+        say(f"{name}-many-{dtype}", compiled(many_kernels.quantize_many, dtype=dtype, **how))
+    for kind in (0, 1, 2):
+        how = {"UNIT": unit, "KIND": kind, "BLOCKS": 2, "BLOCK": 2048, "FAST": True}
+        say(f"draw-{kind}-{dtype}", compiled(many_kernels.draw_many, dtype=dtype, **how))

@@ -151,12 +151,18 @@ struct Strike {
   uint64_t* address;
   int32_t* row;
   void** arguments;
+  uint64_t* target;
 };
 
 extern "C" {
 int strike(const Strike* s, uint64_t address, int32_t row, void* stream) {
   *s->address = address;
   *s->row = row;
+  return s->launch(s->function, s->blocks, 1, 1, s->threads, 1, 1, s->shared, stream, s->arguments, nullptr);
+}
+int strike_into(const Strike* s, uint64_t address, uint64_t target, void* stream) {
+  *s->address = address;
+  *s->target = target;
   return s->launch(s->function, s->blocks, 1, 1, s->threads, 1, 1, s->shared, stream, s->arguments, nullptr);
 }
 int shaketable_abi() { return 1; }

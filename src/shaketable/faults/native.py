@@ -105,6 +105,17 @@ def striker() -> Any:
     return strike
 
 
+@functools.cache
+def coder() -> Any:
+    """`strike_into` of native.cpp: the same for kernels that read from one address and write to another."""
+    library = _library()
+    if library is None:
+        return None
+    strike = ctypes.PyDLL(library._name).strike_into
+    strike.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
+    return strike
+
+
 def normals(n: int, key: int) -> Tensor:
     """`n` standard normals, float32, on the CPU."""
     import torch

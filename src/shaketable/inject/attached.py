@@ -23,6 +23,7 @@ from shaketable.inject.hooks import Hook
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.residuals import PairTaps, carries_pair
 from shaketable.inject.swift import Swift, swift
+from shaketable.inject.swift_inputs import SwiftInput, swift_input
 from shaketable.inject.taps import Tap
 from shaketable.inject.written import Written
 from shaketable.sites.anatomy import Anatomy, Part, class_name
@@ -68,7 +69,7 @@ class Attached(Hook):
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
-        self.hooks: list[RemovableHandle | Swift | LayerFrame] = []
+        self.hooks: list[RemovableHandle | Swift | SwiftInput | LayerFrame] = []
         self.swifts: list[Swift] = []
         self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
@@ -122,7 +123,8 @@ class Attached(Hook):
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
         """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
 
-        Where no operator has to be told which layer it is in, the layers do: what others recompute are whole layers.
+        Where no operator has to be told which layer it is in, the layers do: what others recompute are whole layers. Noise that
+        is held for a rollout is the same whatever is recomputed, so for that the root will do.
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in operators.families(site.names)}
@@ -131,9 +133,16 @@ class Attached(Hook):
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part))
             inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in self.anatomy.layers
-            wanted = part.module is self.model or inside or special
+            wanted = part.module is self.model or special or (inside and not self._is_held)
             if wanted and part.module not in self.skip:
                 yield part, atomic
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether all that the plan does is to hold noise on weights for rollouts."""
+        sites = [c.site for c in self.injection.plan.clauses]
+        held = self.injection.hold and not self.points and not self.injection.has_operators
+        return held and all(site.phase == ("rollout",) and site.directions == ("forward",) for site in sites)
 
     # ---- hooks
 
@@ -167,6 +176,9 @@ class Attached(Hook):
                 self.hooks.append(short)
                 self.swifts.append(short)
                 continue
+            if (given := self._swift_input(module, point, taps, entry)) is not None:
+                self.hooks.append(given)
+                continue
             kind = PairTaps if carries_pair(module) else ModuleTaps
             self.hooks.extend(kind(point, taps, self.injection.calls, entry).install(module))
         for entry in entries:
@@ -197,6 +209,15 @@ class Attached(Hook):
             return None
         return swift(module, point, taps, self.injection.calls, entry)
 
+    def _swift_input(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> SwiftInput | None:
+        """The short way of a format to what a linear on a card is given; weights of this plan may be faulty too."""
+        others = [p for (m, p) in self.points if m == id(module) and p != point]
+        return (
+            None
+            if others or entry.atomic or self.injection.has_operators
+            else swift_input(module, point, taps, self.injection.calls, entry)
+        )
+
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
         assert entry.atomic
@@ -223,10 +244,10 @@ class Attached(Hook):
         self.written = None
         if not self.hooks:
             return
-        for hook in self.hooks:
-            hook.remove()
         for module, tap in self.weights:
             weights.remove_taps(module, {tap.tap})
+        for hook in self.hooks:
+            hook.remove()
         for home in self.generators:
             unmark_generate(home)
         self.hooks, self.swifts, self.generators = [], [], []

@@ -84,6 +84,8 @@ class Frame:
     """Whether the keys of this pass are on the board of a card; of outermost frames."""
     captured: Pass | None = None
     """The pass of a CUDA graph that this call is captured into."""
+    last: tuple[Tensor, int, object, Tensor] | None = None
+    """What a linear was given last in this pass, its version, the format, and what became of it; of outermost frames."""
     mix: int | None = None
     """The moment mixed once more, when it has been asked for."""
 

@@ -69,11 +69,13 @@ def framed(original: Any) -> Any:
     return dressed(original, _SLOT, {"forward": forward, "_shaketable_original": original})
 
 
-@functools.cache
 def exchanged(kind: Any, old: Any, new: Any) -> Any:
     """`kind` with `new` in the place of `old`, also below a class that `fully_shard` has made of it meanwhile."""
-    if kind is old:
-        return new
+    return new if kind is old else _exchanged(kind, old, new)
+
+
+@functools.cache
+def _exchanged(kind: Any, old: Any, new: Any) -> Any:
     bases = tuple(exchanged(base, old, new) if old in base.__mro__ else base for base in kind.__bases__)
     body = {k: v for k, v in kind.__dict__.items() if k not in ("__dict__", "__weakref__")}
     return type(kind.__name__, bases, body)
@@ -84,10 +86,17 @@ def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
 
     def reduce(self: Any, protocol: Any) -> Any:
         state: Any = original.__reduce_ex__(self, protocol)[2]
-        return _new, (original,), {k: v for k, v in state.items() if k != slot}
+        return _new, (plain,), {k: v for k, v in state.items() if not k.startswith(slot)}
 
+    plain = original.__dict__.get("_shaketable_plain", original)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (original,), body | names | {"__reduce_ex__": reduce})
+    more = {"__reduce_ex__": reduce, "_shaketable_plain": plain}
+    return type(original.__name__, (original,), body | names | more)
+
+
+def on_a_card(module: nn.Module) -> bool:
+    """Whether the parameters of a module are on a CUDA device."""
+    return any(p.is_cuda for p in module.parameters(recurse=False))
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

@@ -37,6 +37,8 @@ class Rollouts:
 
     def __init__(self) -> None:
         self.total = 0
+        self.changes = 0
+        """Grows whenever a noisy weight that was kept is let go or replaced."""
         self.on_new: Callable[[], None] | None = None
         """Called when a rollout is met for the first time, before anything of it is struck."""
         self._numbers: dict[int, int] = {}
@@ -103,39 +105,65 @@ class HeldTap(Tap):
     def forward(self, x: Tensor, frame: Frame) -> Tensor:
         in_rollout = frame.phase == "rollout" and self.is_active and self.acts_in("rollout")
         if not in_rollout or (x.requires_grad and torch.is_grad_enabled()):
-            self._kept = None
+            self._let_go()
             return super().forward(x, frame)
-        key, fault, made_from, kept = self.key(), self.fault, _identity(x), self._kept
-        if kept is None or kept.key != key or kept.fault is not fault or kept.made_from != made_from:
-            kept = self._kept = _Kept(key, fault, made_from, self._renewed(x, frame))
-        return kept.value
+        key = self.key()
+        value = self.kept_for(x, key)
+        return value if value is not None else self.keep(key, x, self._renewed(x, frame))
+
+    def kept_for(self, x: Tensor, key: int) -> Tensor | None:
+        """The noisy weight of this draw, if it is there and nothing has changed since."""
+        kept = self._kept
+        fits = kept is not None and kept.key == key and kept.fault is self.fault and kept.made_from == _identity(x)
+        return kept.value if kept is not None and fits else None
+
+    def _let_go(self) -> None:
+        if self._kept is not None:
+            self._kept = None
+            self.injection.rollouts.changes += 1
+
+    def keep(self, key: int, x: Tensor, value: Tensor) -> Tensor:
+        """From now on this is the noisy weight."""
+        self.injection.rollouts.changes += 1
+        self._kept = _Kept(key, self.fault, _identity(x), value)
+        return value
 
     def _renewed(self, x: Tensor, frame: Frame) -> Tensor:
         """The noisy weight of a new rollout."""
         if x.is_cuda and capturing():
             raise PlanError(f"{self.site.label}: read the prompt before a graph is captured: {self.name} has no noise yet")
         value = super().forward(x, frame)
-        if not x.is_cuda:
-            return value
+        return self.home(x).copy_(value) if x.is_cuda else value
+
+    def home(self, x: Tensor) -> Tensor:
+        """Where the noisy weight is on a card."""
         home = self._home
         if home is None or home.shape != x.shape or home.dtype != x.dtype or home.device != x.device:
             with torch.inference_mode(False):
                 home = self._home = torch.empty_like(x)
-        return home.copy_(value)
+        return home
 
     def _strike(self, x: Tensor, blow: Blow, backward: bool) -> Tensor:
         if backward or not x.is_floating_point():
             return super()._strike(x, blow, backward)
         start, mask = perf_counter(), self._mask(x, blow.fault)
         y = self._apply(blow.fault, x, self._draw(x, blow), mask)
-        if self._counted.get(blow.phase) != (blow.key, blow.fault):
-            self._counted[blow.phase] = (blow.key, blow.fault)
-            self.injection.fires += 1
-            self.spot.count(blow.phase, False)
+        if not self.is_counted(blow.phase, blow.key, blow.fault):
+            self.count(blow.phase, blow.key, blow.fault)
             with torch.no_grad(), self.spot.lock:
                 self.spot.forward.take(blow.fault, x.detach(), y.detach(), mask)
         self.spot.seconds += perf_counter() - start
         return y
+
+    def is_counted(self, phase: str, key: int, fault: FaultBase) -> bool:
+        """Whether this draw is in the ledger."""
+        return self._counted.get(phase) == (key, fault)
+
+    def count(self, phase: str, key: int, fault: FaultBase) -> None:
+        """Put a draw into the ledger."""
+        self._counted[phase] = (key, fault)
+        self.injection.fires += 1
+        self.spot.count(phase, False)
 
 
 def _identity(x: Tensor) -> tuple[int, int, bool]:

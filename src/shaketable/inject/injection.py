@@ -24,6 +24,7 @@ from shaketable.inject.boards import Boards
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, LiveLedger, Spot
+from shaketable.inject.ready import Shelf
 from shaketable.inject.taps import Tap
 from shaketable.plan import PHASES, Plan
 from shaketable.sites.phases import current_phase
@@ -98,7 +99,9 @@ class Injection:
         self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
         self.taps: list[Tap] = []
         self.boards = Boards(self)
-        self.ledger.settle = self.boards.settle
+        self.ledger.settle = self.settle
+        self._shelves: dict[int, Shelf] = {}
+        """The weights that are made ready when a pass begins, per model."""
         self.handle = compiled.know(self)
         graphs.watch(self)
         self.calls = Calls(step)
@@ -154,6 +157,7 @@ class Injection:
         self.enabled = False
         self.closed = True
         self.rewrite()
+        self.settle()
         self.boards.close()
         self.ledger.settle = None
         self.drop_mode()
@@ -223,7 +227,21 @@ class Injection:
                 model.written.update()
             for short in model.swifts:
                 short.refresh()
+        for shelf in self._shelves.values():
+            shelf.close()
         self.boards.update()
+
+    def shelf_of(self, owner: int) -> Shelf:
+        """Where the weights of one model are made ready."""
+        if owner not in self._shelves:
+            self._shelves[owner] = Shelf(self)
+        return self._shelves[owner]
+
+    def settle(self) -> None:
+        """Tell the ledger what kernels did."""
+        self.boards.settle()
+        for shelf in self._shelves.values():
+            shelf.settle()
 
     def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
         """Change the magnitude of one clause, or of all; takes effect at the next call, compiled or not."""
@@ -329,6 +347,8 @@ class Injection:
         if outermost:
             self.rollouts.number()
             self.boards.meet(entry, frame)
+            if entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None:
+                shelf.open(frame)
         self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
@@ -344,4 +364,6 @@ class Injection:
             return
         if "mode" in frame.counts:
             self.drop_mode()
+        if entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None and shelf.frame is frame:
+            shelf.close()
         self.calls.pop()

@@ -75,7 +75,10 @@ class Measured:
         self._read_back(fault, clean, faulty, lanes)
 
     def _read_back(self, fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> None:
-        found = fault.read_back(clean, faulty, lanes) if clean.numel() else None
+        self.tell(fault.read_back(clean, faulty, lanes) if clean.numel() else None)
+
+    def tell(self, found: float | None) -> None:
+        """One more magnitude that was read back; None where the values did not tell."""
         if found is not None and math.isfinite(found):
             self.magnitudes += 1
             self.magnitude += found

@@ -28,6 +28,8 @@ class ModuleTaps(Hook):
     def install(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the module at this point."""
         if self.point == "input":
+            if (short := module.__dict__.get("_shaketable_swift_input")) is not None:
+                short.give_way()
             return [module.register_forward_pre_hook(self, with_kwargs=True)]
         return [module.register_forward_hook(self, with_kwargs=True)]
 

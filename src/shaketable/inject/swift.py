@@ -26,7 +26,7 @@ from shaketable.faults.gpu.launcher import Launch
 from shaketable.faults.gpu.live import recipe
 from shaketable.inject import compiled
 from shaketable.inject.board import REPEATS, capturing
-from shaketable.inject.dressed import dressed, exchanged
+from shaketable.inject.dressed import dressed, exchanged, on_a_card
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.weights import has_taps
 
@@ -125,11 +125,6 @@ def swift(module: nn.Module, point: str, taps: list[Tap], calls: Calls, entry: E
         return None
     how = recipe(taps[0].fault) if taps[0].site.directions == ("forward",) and not has_taps(module) else None
     return Swift(module, taps[0], calls, entry) if how is not None and how.is_noise else None
-
-
-def on_a_card(module: nn.Module) -> bool:
-    """Whether the parameters of a module are on a CUDA device."""
-    return any(p.is_cuda for p in module.parameters(recurse=False))
 
 
 @functools.cache

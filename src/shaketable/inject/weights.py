@@ -11,6 +11,10 @@ So the fault acts on the weight that is multiplied with, FSDP2's reduction of it
 the module never looks at is not counted as struck. `fully_shard` also changes the class of a module: ours stays below its own,
 and when the plan leaves, ours is taken out from under it.
 
+On a card, where no gradient is wanted, most weights are made ready when the pass begins (`ready.py`), and nothing of the above
+happens per module. Hooks alone would cost more there than many a module, so a module on a card has none: its subclass has a
+forward that does what they do, and sees to it that values which are ready are read.
+
 Rejected: swapping the tensor before forward and back after it (the gradient is then computed with another weight than
 the forward used, a raised exception leaves the noise in, and threads see each other's weights), and
 torch.nn.utils.parametrize (it renames the parameter, so checkpoints and optimizers see another model). Rejected too: keeping
@@ -21,21 +25,29 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from threading import get_ident, local
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import PlanError
 from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
-from shaketable.inject.dressed import dressed, exchanged
+from shaketable.inject.dressed import dressed, exchanged, on_a_card
+from shaketable.inject.held import HeldTap
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
 
+if TYPE_CHECKING:
+    from shaketable.inject.ready import Gate, Ready, Shelf
+
 _SLOT = "_shaketable_weights"
+is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
 
 @dataclass(frozen=True)
@@ -83,16 +95,62 @@ class WeightTaps:
     """The weight taps of one module, of all injections that are active on it."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
         self.original: Any = type(module)
         self.dressed: Any = self.original
         """Its class with our properties."""
         self.taps: list[WeightTap] = []
-        self.local = threading.local()
+        self.local = local()
         self.tracing = False
-        self.hooks = [
+        self.fell_back = False
+        """Whether the call that `inside` is about has gone the ordinary way after all."""
+        self.ready: dict[str, Ready] = {}
+        self.shelf: Shelf | None = None
+        """Where values are made ready; None where several plans act on the module."""
+        self.each: list[Ready] = []
+        """Those of them that every call counts."""
+        self.inside = 0
+        """The thread in which the module is running, in a pass that has values ready; else 0."""
+        self.is_short = on_a_card(module) and "forward" not in module.__dict__
+        self.hooks = [] if self.is_short else self._hooked(module)
+
+    def _hooked(self, module: nn.Module) -> list[RemovableHandle]:
+        return [
             module.register_forward_pre_hook(_Around(self), with_kwargs=True),
             module.register_forward_hook(_Around(self), with_kwargs=True, always_call=True),
         ]
+
+    def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, the ordinary way."""
+        self.begin(args, kwargs)
+        if torch.compiler.is_compiling():
+            result = forward(module, *args, **kwargs)
+            self.end()
+            return result
+        try:
+            return forward(module, *args, **kwargs)
+        finally:
+            self.end()
+
+    def parameter(self, name: str) -> Tensor | None:
+        """The clean weight."""
+        module = self.module()
+        return None if module is None else module._parameters[name]
+
+    def know(self, entry: Ready) -> None:
+        """From now on a value may be ready."""
+        self.ready[entry.name] = entry
+        self.each = [found for found in self.ready.values() if found.group.each]
+        if (module := self.module()) is not None:
+            module.__dict__[_SLOT + entry.name] = entry
+
+    def forget(self, entry: Ready) -> None:
+        """From now on it is made when it is read."""
+        if self.ready.get(entry.name) is entry:
+            del self.ready[entry.name]
+            self.each = [found for found in self.ready.values() if found.group.each]
+            if (module := self.module()) is not None:
+                del module.__dict__[_SLOT + entry.name]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called: note in which frame, for when it reads its weights."""
@@ -118,7 +176,16 @@ class WeightTaps:
                         parameter = own.trace(parameter)
             return parameter
         call: _Call | None = self.local.__dict__.get("call")
-        return parameter if call is None else call.value(name, parameter)
+        if call is None and self.inside == get_ident():
+            self.fell_back = True
+            self.begin((), {})
+            call = self.local.call
+        if call is None:
+            return parameter
+        value = call.value(name, parameter)
+        if self.shelf is not None and value is not parameter and not torch.is_grad_enabled():
+            self.shelf.note(self, name, parameter)
+        return value
 
 
 def _whole(weight: Tensor, own: WeightTap) -> Tensor:
@@ -154,6 +221,7 @@ def add_tap(module: nn.Module, tap: WeightTap) -> None:
         found = WeightTaps(module)
         module.__dict__[_SLOT] = found
     found.taps.append(tap)
+    _shelve(found)
     _dress(module, found)
 
 
@@ -163,6 +231,7 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
     if found is None:
         return
     found.taps = [t for t in found.taps if t.tap not in taps]
+    _shelve(found)
     _dress(module, found)
     if not found.taps:
         for hook in found.hooks:
@@ -178,22 +247,139 @@ def has_taps(module: nn.Module) -> bool:
 def _dress(module: nn.Module, found: WeightTaps) -> None:
     """The class in which the tapped weights are properties, or the module's own when there are none."""
     names = tuple(sorted({t.name for t in found.taps}))
-    kind: Any = _subclass(found.original, names) if names else found.original
+    kind: Any = _kind(found, names) if names else found.original
     now: Any = type(module)
     module.__class__ = exchanged(now, found.dressed, kind)
     found.dressed = kind
 
 
+def rebase(module: nn.Module, old: Any, new: Any) -> None:
+    """Exchange a class that lies below ours."""
+    found: WeightTaps | None = module.__dict__.get(_SLOT)
+    if found is None:
+        now: Any = type(module)
+        module.__class__ = exchanged(now, old, new)
+        return
+    found.original = exchanged(found.original, old, new)
+    _dress(module, found)
+
+
+def _shelve(found: WeightTaps) -> None:
+    """Values can be ready where one tap acts on each weight, all of one plan."""
+    if found.shelf is not None:
+        found.shelf.forget(list(found.ready.values()))
+    names, shelves = [own.name for own in found.taps], {own.tap.injection.shelf_of(own.entry.owner) for own in found.taps}
+    alone = found.is_short and len(shelves) == 1 and len(set(names)) == len(names)
+    found.shelf = shelves.pop() if alone else None
+
+
+def _kind(found: WeightTaps, names: tuple[str, ...]) -> Any:
+    """The class for a module; where all its faults are held, one that knows whose pass is running."""
+    shelf = found.shelf
+    if shelf is None or not all(isinstance(own.tap, HeldTap) for own in found.taps):
+        return _subclass(found.original, names, found.is_short)
+    key = (found.original, names)
+    if key not in shelf.kinds:
+        body: dict[str, Any] = {name: _held_reader(name, shelf.gate) for name in names}
+        body["forward"] = _held_forward(found.original, shelf.gate)
+        shelf.kinds[key] = dressed(found.original, _SLOT, body)
+    return shelf.kinds[key]
+
+
+def _held_forward(original: Any, gate: Gate) -> Any:
+    """The forward of a class whose weights are held: when they are ready, nothing is to be done, and nothing is touched."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling() and gate.thread == get_ident() and not is_grad_enabled():
+            return original.forward(self, *args, **kwargs)
+        taps: WeightTaps | None = self.__dict__.get(_SLOT)
+        if taps is None:
+            return original.forward(self, *args, **kwargs)
+        return taps.around(self, original.forward, args, kwargs)
+
+    return forward
+
+
+def _held_reader(name: str, gate: Gate) -> property:
+    """Where many modules are read, each object that has to be looked at is a miss of the cache: there is one."""
+    slow, slot = _reader(name), _SLOT + name
+    assert slow.fget is not None
+    otherwise = slow.fget
+
+    def read(self: nn.Module) -> Any:
+        if is_dynamo_compiling() or gate.thread != get_ident() or is_grad_enabled():
+            return otherwise(self)
+        found: Ready | None = self.__dict__.get(slot)
+        if found is None or found.value is None:
+            return _made_now(self, name)
+        if found.unread:
+            found.count()
+        return found.value
+
+    return property(read, slow.fset)
+
+
+def _made_now(module: nn.Module, name: str) -> Any:
+    """A held weight that is not ready, in a pass that has others ready: drawn the ordinary way, and kept like those."""
+    taps: WeightTaps | None = module.__dict__.get(_SLOT)
+    parameter = module._parameters[name]
+    if taps is None or parameter is None:
+        return parameter
+    taps.begin((), {})
+    try:
+        return taps.read(name, parameter)
+    finally:
+        taps.end()
+
+
 @functools.cache
-def _subclass(original: type[nn.Module], names: tuple[str, ...]) -> Any:
-    return dressed(original, _SLOT, {name: _reader(name) for name in names})
+def _subclass(original: type[nn.Module], names: tuple[str, ...], is_short: bool) -> Any:
+    body: dict[str, Any] = {name: _reader(name) for name in names}
+    return dressed(original, _SLOT, body | {"forward": _forward(original)} if is_short else body)
+
+
+def _forward(original: Any) -> Any:
+    """The forward of a class on a card."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taps: WeightTaps | None = self.__dict__.get(_SLOT)
+        if taps is None:
+            return original.forward(self, *args, **kwargs)
+        shelf = taps.shelf
+        if is_dynamo_compiling() or shelf is None or shelf.gate.thread != (here := get_ident()) or is_grad_enabled():
+            return taps.around(self, original.forward, args, kwargs)
+        taps.inside = here
+        for found in taps.each:
+            found.unread = True
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            taps.inside = 0
+            if taps.fell_back:
+                taps.fell_back = False
+                taps.end()
+
+    return forward
 
 
 def _reader(name: str) -> property:
     def read(self: nn.Module) -> Any:
         parameter = self._parameters[name]
         taps: WeightTaps | None = self.__dict__.get(_SLOT)
-        return parameter if taps is None or parameter is None else taps.read(name, parameter)
+        if taps is None or parameter is None:
+            return parameter
+        found = taps.ready.get(name) if taps.inside else None
+        if found is None or found.parameter is not parameter or parameter._version != found.version:
+            return taps.read(name, parameter)
+        if found.value is None or found.group.frame is None or parameter.data_ptr() != found.address:
+            return taps.read(name, parameter)
+        if taps.inside != get_ident():
+            return taps.read(name, parameter)
+        if found.unread:
+            found.count()
+        return found.value
 
     def write(self: nn.Module, value: Any) -> None:
         raise AttributeError(f"{name} cannot be replaced by a plain tensor while a plan acts on it")

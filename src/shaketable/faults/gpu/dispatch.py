@@ -149,7 +149,7 @@ def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str,
     import torch
 
     device = values[0].get_device()
-    key = (id(kernel), *map(_seen, values), *shape.values(), warps, device)
+    key = _key(kernel, values, shape, warps)
     launcher = _launchers.get(key)
     if launcher is not None and device == torch._C._cuda_getDevice():
         launcher(programs, device, tuple(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
@@ -161,6 +161,15 @@ def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str,
 
         kinds = tuple("float" if isinstance(v, float) else "int" if isinstance(v, int) else "pointer" for v in values)
         _launchers[key] = Launcher(compiled, kinds)
+
+
+def launcher(kernel: Any, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS) -> Launcher | None:
+    """What `launch` with these arguments goes through when it has been called before; None before, and without a driver."""
+    return _launchers.get(_key(kernel, values, shape, warps))
+
+
+def _key(kernel: Any, values: tuple[Any, ...], shape: dict[str, Any], warps: int) -> tuple[Any, ...]:
+    return (id(kernel), *map(_seen, values), *shape.values(), warps, values[0].get_device())
 
 
 def _seen(value: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shaketable.faults.gpu import dispatch, statistics
-from shaketable.faults.gpu.segments import flat, launch, segments
+from shaketable.faults.gpu.segments import Segments, flat, launch, segments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,18 +26,23 @@ def coded(x: Tensor, kind: str, scope: str, key: int | None) -> Tensor | None:
     """
     import torch
 
-    code, block = _KINDS[kind]
     if not dispatch.fits(x):
         return None
-    parts = flat(x) if scope in ("none", "tensor") else segments(x, block if scope == "block" else None)
+    kernel, parts, constants = plan_of(x, kind, scope, stochastic=key is not None)
     if parts.padded > dispatch.LARGEST:
         return None
-    from shaketable.faults.gpu.format_kernels import quantize
-
     x = x.contiguous()
     y = torch.empty_like(x)
     whole = statistics.top(x, finite=False) if scope == "tensor" or kind == "nvfp4" else x
     low, high = dispatch._signed(key or 0), dispatch._signed((key or 0) >> 32)
-    how = {"KIND": code, "SCOPE": _SCOPES[scope], "STOCHASTIC": key is not None, **parts.shape}
-    launch(quantize, parts.programs, x, y, whole, *parts.sizes, low, high, warps=parts.warps, **how)
+    launch(kernel, parts.programs, x, y, whole, *parts.sizes, low, high, warps=parts.warps, **constants)
     return y
+
+
+def plan_of(x: Tensor, kind: str, scope: str, *, stochastic: bool) -> tuple[Any, Segments, dict[str, Any]]:
+    """The kernel, how it cuts tensors like `x`, and what it is compiled for."""
+    from shaketable.faults.gpu.format_kernels import quantize
+
+    code, block = _KINDS[kind]
+    parts = flat(x) if scope in ("none", "tensor") else segments(x, block if scope == "block" else None)
+    return quantize, parts, {"KIND": code, "SCOPE": _SCOPES[scope], "STOCHASTIC": stochastic, **parts.shape}

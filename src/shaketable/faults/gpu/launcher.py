@@ -78,7 +78,7 @@ class Strike(ctypes.Structure):
     _fields_: ClassVar = [
         ("launch", ctypes.c_void_p), ("function", ctypes.c_void_p), ("blocks", ctypes.c_uint32), ("threads", ctypes.c_uint32),
         ("shared", ctypes.c_uint32), ("spare", ctypes.c_uint32), ("address", ctypes.c_void_p), ("row", ctypes.c_void_p),
-        ("arguments", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p), ("target", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -101,7 +101,7 @@ class Launch:
         self._launcher, self._blocks = launcher, blocks
         self._strike = Strike(
             ctypes.cast(launcher.launch, ctypes.c_void_p), launcher.function, blocks, launcher.threads, launcher.shared, 0,
-            ctypes.addressof(self._address), ctypes.addressof(self._row), ctypes.addressof(self._array),
+            ctypes.addressof(self._address), ctypes.addressof(self._row), ctypes.addressof(self._array), None,
         )  # fmt: skip
         self.go, self.at = native.striker() or self._slowly, ctypes.addressof(self._strike)
 

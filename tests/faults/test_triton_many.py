@@ -1,0 +1,115 @@
+"""One launch for many tensors: the same bits as one by one, and sums that are those of a measurement."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+
+import pytest
+import torch
+from kernel_route import DEVICE, HARD, fused, kernels, same
+
+from shaketable.faults import Draw, make_fault, native
+from shaketable.faults.gpu import many
+from shaketable.faults.gpu.coding import Coding
+from shaketable.inject.ledger import Measured
+
+pytestmark = kernels
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def pairs(shapes, dtype):
+    generator = torch.Generator().manual_seed(len(shapes))
+    found = [(torch.randn(shape, generator=generator) ** 3).to(dtype).to(DEVICE) for shape in shapes]
+    found[0].view(-1)[: len(HARD)] = torch.tensor(HARD).to(dtype)
+    return [(x, torch.full_like(x, 7.0)) for x in found]
+
+
+@every_dtype
+@pytest.mark.parametrize("fault", ["mxfp4", "fp8_e4m3", "fp8_e5m2"])
+def test_a_format_on_many_is_the_same_bits_as_on_each(fault, dtype):
+    length = 32 if fault == "mxfp4" else 128
+    fault = make_fault({"kind": fault} | ({} if fault == "mxfp4" else {"scope": "block"}))
+    both = pairs([(3, length), (70, 2 * length), (16, 128), (1, length), (2, 3, length)], dtype)
+    with fused():
+        assert all(many.codes(fault, x) for x, _ in both)
+        codes = many.Coded(fault, both)
+        for _ in range(2):
+            codes()
+            assert all(same(y, fault.apply(x, Draw(0))) for x, y in both)
+            both[1][0].mul_(-1.7)
+
+
+@pytest.mark.parametrize(
+    ("fault", "shape"),
+    [
+        ({"kind": "mxfp4"}, (4, 48)),
+        ({"kind": "mxfp4", "rounding": "stochastic"}, (4, 64)),
+        ({"kind": "mxfp4", "sparsity": 0.5}, (4, 64)),
+        ({"kind": "nvfp4"}, (4, 64)),
+        ({"kind": "fp8_e4m3"}, (4, 128)),
+        ({"kind": "fp8_e4m3", "scope": "token"}, (4, 128)),
+        ({"kind": "gain", "magnitude": 1.0}, (4, 64)),
+    ],
+)
+def test_what_one_launch_cannot_do_is_refused(fault, shape):
+    with fused():
+        assert not many.codes(make_fault(fault), torch.zeros(shape, device=DEVICE))
+        assert not many.codes(make_fault({"kind": "mxfp4"}), torch.zeros(64, 64, device=DEVICE).t()[:, 1:33])
+        assert not many.draws(make_fault(fault), torch.zeros(shape, device=DEVICE))
+        assert not many.draws(make_fault({"kind": "rms_gaussian", "magnitude": 1.0}), torch.zeros(2**15, device=DEVICE))
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ["rms_gaussian", "absolute_gaussian", "relative_gaussian"])
+def test_noise_on_many_is_the_noise_on_each_and_is_measured(kind, dtype):
+    fault = make_fault({"kind": kind, "magnitude": 0.25})
+    both, keys = pairs([(40,), (576,), (2048,), (5000,)], dtype), [3, 2**64 - 1, 2**63, 12345]
+    both = both[1:] if kind == "relative_gaussian" and dtype == torch.float16 else both
+    keys = keys[-len(both) :]
+    with fused():
+        assert all(many.draws(fault, x) for x, _ in both)
+        sums = many.draw(fault, both, keys).tolist()
+        for (x, y), key, row in zip(both, keys, sums, strict=True):
+            wanted = fault.apply(x, Draw(key))
+            torch.testing.assert_close(y, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6, equal_nan=True)
+            assert (y != wanted).sum() <= y.isnan().sum() + 3, "but for the last bit of the unit, the same bits"
+            measured = Measured()
+            measured.take(fault, x, y, None)
+            assert [round(v) for v in row[:4]] == [measured.values, measured.changed, measured.alive, measured.survived]
+            assert row[4] / row[5] == pytest.approx(measured.square, rel=1e-6)
+            if x.isfinite().all():
+                assert many.magnitude(fault, row) == pytest.approx(measured.magnitude, rel=1e-5)
+
+
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_launch_that_is_laid_out_has_every_argument_in_its_place(compiled, monkeypatch):
+    """A driver that writes down what it is called with; the kernel takes x, y, the whole, three sizes and two words of a key."""
+    if compiled and native.coder() is None:
+        pytest.skip("no compiler here")
+    seen = []
+
+    def read(function, gx, gy, gz, bx, by, bz, shared, stream, arguments, extra):
+        values = [ctypes.c_uint64.from_address(arguments[i]).value for i in range(3)]
+        values += [ctypes.c_int32.from_address(arguments[i]).value for i in range(3, 8)]
+        seen.append((function, gx, bx, shared, stream, values))
+        return 0
+
+    driver = LAUNCH(read)
+
+    def go(blocks, device, array):
+        driver(11, blocks, 1, 1, 128, 1, 1, 64, None, ctypes.cast(array, ctypes.POINTER(ctypes.c_void_p)), None)
+
+    launcher = types.SimpleNamespace(launch=driver, function=11, threads=128, shared=64, go=go)
+    monkeypatch.setattr(native, "coder", native.coder if compiled else lambda: None)
+    launch = Coding(launcher, 9, torch.zeros(4), (576, 18, 5000))
+    high = 2**63 + 16
+    for address, target in ((high, high + 48), (32, high)):
+        assert launch.go(launch.at, address, target, 5) == 0
+        wanted = [address, target, address, 576, 18, 5000, 0, 0]
+        assert seen.pop() == (11, 9, 128, 64, 5 if compiled else None, wanted)
