@@ -49,6 +49,7 @@ class Noise:
         self.fault = fault
         self.is_one = how is not None and how.is_noise
         self.kind, self.scale = (how.kind, how.scale) if how is not None else (0, 0.0)
+        self.is_off = fault.is_off
         self._launches: dict[tuple[int, torch.dtype, int], KeyedLaunch | None] = {}
 
     def launch(self, x: Tensor) -> KeyedLaunch | None:
@@ -74,20 +75,23 @@ class Striker:
     """One tap, and the noise that it is now."""
 
     def __init__(self, tap: Tap) -> None:
-        self.tap, self.spot = tap, tap.spot
+        self.tap, self.spot, self.injection = tap, tap.spot, tap.injection
         self._noise = Noise(tap.fault)
 
     def noise(self) -> Noise | None:
-        """The tap's fault as it is now; None where no kernel does it alone."""
-        found = self._noise
-        if found.fault is not self.tap.fault:
-            found = self._noise = Noise(self.tap.fault)
+        """The tap's fault as it is now; None where the tap does nothing (`Tap.is_active`) or no kernel does it alone."""
+        injection, found = self.injection, self._noise
+        fault = injection.faults[self.tap.clause]
+        if found.fault is not fault:
+            found = self._noise = Noise(fault)
+        if not injection.enabled or found.is_off or (injection.spares is not None and injection.spares()):
+            return None
         return found if found.is_one else None
 
     def fire(self, noise: Noise, launch: KeyedLaunch, x: Tensor, moment: int, phase: str, backward: bool, again: bool) -> None:
         """Strike in place; counted and, at powers of two, measured, as `Tap.strike` does. `again`: computed a second time."""
         spot = self.spot
-        self.tap.injection.fires += 1
+        self.injection.fires += 1
         clean = None
         if again:
             spot.recomputed += 1

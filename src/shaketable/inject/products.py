@@ -72,10 +72,10 @@ class Products:
         if type(x) is not Tensor or type(weight) not in _OWN or not keyed.on_card(x) or x.dtype is not weight.dtype:
             return None
         product = self.at(frame)
-        if product is None or not product.tap.is_active or not product.tap.acts_in(frame.phase):
+        noise = product.noise() if product is not None else None
+        if product is None or noise is None or not product.tap.acts_in(frame.phase):
             return None
-        noise = product.noise()
-        if noise is None or frame.captured is not None or not keyed.undisturbed():
+        if frame.captured is not None or not keyed.undisturbed():
             return None
         if not (product.echoes and torch.is_grad_enabled()):
             frame.count((frame.layer, "matmul"))
