@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from card_on_cpu import card
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shaketable as st
@@ -251,6 +252,40 @@ def test_whatever_is_not_as_it_mostly_is(card, call, shapes, launches):
         return called(model, call, *(leaf(*shape) for shape in shapes))
 
     agree(card, program, launches=launches)
+
+
+class Own(torch.Tensor):
+    """Somebody's own kind of tensor."""
+
+
+def test_tensors_of_others(card):
+    def program(model, _):
+        return called(model, lambda x, w: F.linear(x, w), leaf(3, 4).detach().as_subclass(Own), leaf(5, 4))
+
+    agree(card, program, launches=False)
+
+
+class Keeping(TorchFunctionMode):
+    """Keeps what products return, the memory itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is F.linear:
+            self.kept.append((result, result.detach().clone()))
+        return result
+
+
+def test_what_a_mode_of_others_keeps_stays_as_it_was(card):
+    model, own = net(), Keeping()
+    with own, st.inject(model, NOISE, seed=3) as ledger:
+        loss(model(batch(4))).backward()
+    assert (ledger.forward, ledger.backward) == (4, 10)
+    assert len(own.kept) == 4
+    assert all(torch.equal(a, b) for a, b in own.kept)
 
 
 def test_autocast_casts_before_the_product(card):

@@ -186,7 +186,7 @@ class Attached(Hook):
         """Whether a layer can open its frames without hooks: on a card, and nothing else of this plan is on it."""
         if "forward" in part.module.__dict__:
             return False
-        plain = not entry.is_root and not entry.atomic and not self.injection.has_operators and id(part.module) not in tapped
+        plain = not entry.is_root and not entry.atomic and id(part.module) not in tapped
         on_card = plain and any(p.is_cuda for p in part.module.parameters())
         return on_card and not any(module is part.module for module, _ in self.weights)
 
