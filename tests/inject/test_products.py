@@ -316,7 +316,9 @@ def test_gradients_of_gradients_are_refused(card):
     agree(card, program)
 
 
-@pytest.mark.parametrize("other", ["relative_gaussian:0.2@op.matmul", "gain:0.1@op.matmul", "relative_gaussian:0.2@module.linear"])
+@pytest.mark.parametrize(
+    "other", ["relative_gaussian:0.2@op.matmul", "gain:0.1@op.matmul", "relative_gaussian:0.2@module.linear"]
+)
 @pytest.mark.parametrize("first", [True, False])
 def test_two_plans_at_once(card, other, first):
     def program(model, injection):

@@ -85,8 +85,9 @@ def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
     """A subclass that looks like the class itself, and of which copies and pickles are of that class, and clean."""
 
     def reduce(self: Any, protocol: Any) -> Any:
-        state: Any = original.__reduce_ex__(self, protocol)[2]
-        return _new, (original,), {k: v for k, v in state.items() if k != slot}
+        make, who, state, *_ = original.__reduce_ex__(self, protocol)
+        kind = who[0] if make is _new else original  # what is dressed may be dressed itself
+        return _new, (kind,), {k: v for k, v in state.items() if k != slot}
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original.__name__, (original,), body | names | {"__reduce_ex__": reduce})

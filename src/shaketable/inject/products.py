@@ -2,11 +2,11 @@
 
 Where the ordinary way (`operators.py`) puts an `Echo` on the input, the weight and the bias of a product and a
 `StraightStrike` on its result, here the result is struck in place and one hook on the product's node strikes the gradients
-that it has just computed, in place too: they are new, and nobody else holds them. (The gradient of a bias as large as the result
-would be the gradient that came; such a bias takes the ordinary way.)
+that it has just computed, in place too: they are new, and nobody else holds them. (The gradient of a bias as large as the
+result would be the gradient that came; such a bias takes the ordinary way.)
 
-The gradient of a weight leaves the node transposed, as its memory is the weight's own: striking memory in order gives each value
-the noise that the ordinary way gives it behind the transposition. Where the memory is not so, the ordinary strike is made of it.
+The gradient of a weight leaves the node transposed, as its memory is the weight's own: striking memory in order gives each
+value the noise that the ordinary way gives it behind the transposition. Where memory is not so, the ordinary strike is made.
 
 Only the innermost of several torch function modes comes here: what another one returns need not be new.
 """
@@ -42,6 +42,7 @@ class Product(keyed.Striker):
         super().__init__(tap)
         self.strikes = "forward" in tap.site.directions
         self.echoes = "backward" in tap.site.directions
+        self.phases = tap.site.phase
 
     def strike(self, noise: Noise, y: Tensor, frame: Frame) -> Tensor:
         """What a product returned, struck in place where that can be."""
@@ -73,7 +74,7 @@ class Products:
             return None
         product = self.at(frame)
         noise = product.noise() if product is not None else None
-        if product is None or noise is None or not product.tap.acts_in(frame.phase):
+        if product is None or noise is None or (product.phases and frame.phase not in product.phases):
             return None
         if frame.captured is not None or not keyed.undisturbed():
             return None
