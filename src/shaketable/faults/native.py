@@ -116,6 +116,17 @@ def coder() -> Any:
     return strike
 
 
+@functools.cache
+def keyed_striker() -> Any:
+    """`strike_keyed` of native.cpp: source, target, the key of a tap, the moment it is mixed with, the stream."""
+    library = _library()
+    if library is None:
+        return None
+    strike = ctypes.PyDLL(library._name).strike_keyed
+    strike.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 4, ctypes.c_void_p]
+    return strike
+
+
 def normals(n: int, key: int) -> Tensor:
     """`n` standard normals, float32, on the CPU."""
     import torch

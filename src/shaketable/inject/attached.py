@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject import operators, recompute, weights
 from shaketable.inject.calls import Entry
-from shaketable.inject.dressed import LayerFrame
+from shaketable.inject.dressed import LayerFrame, on_a_card
 from shaketable.inject.hooks import Hook
+from shaketable.inject.hushed import Hush, is_closed
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.residuals import PairTaps, carries_pair
 from shaketable.inject.swift import Swift, swift
@@ -69,7 +70,7 @@ class Attached(Hook):
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
-        self.hooks: list[RemovableHandle | Swift | SwiftInput | LayerFrame] = []
+        self.hooks: list[RemovableHandle | Swift | SwiftInput | LayerFrame | Hush] = []
         self.swifts: list[Swift] = []
         self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
@@ -170,6 +171,8 @@ class Attached(Hook):
                 continue
             entries.append(entry)
             self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
+        if self.injection.has_operators:
+            self._hush({part.module for part, _ in framed})
         for (_, point), (module, taps) in self.points.items():
             entry = self.entries[id(module)]
             if (short := self._swift(module, point, taps, entry)) is not None:
@@ -198,9 +201,19 @@ class Attached(Hook):
         """Whether a layer can open its frames without hooks: on a card, and nothing else of this plan is on it."""
         if "forward" in part.module.__dict__:
             return False
-        plain = not entry.is_root and not entry.atomic and not self.injection.has_operators and id(part.module) not in tapped
+        plain = not entry.is_root and not entry.atomic and id(part.module) not in tapped
         on_card = plain and any(p.is_cuda for p in part.module.parameters())
         return on_card and not any(module is part.module for module, _ in self.weights)
+
+    def _hush(self, framed: Container[nn.Module]) -> None:
+        """Norms on a card that nothing of this plan is on, and in which no operator of it can be."""
+        busy = {id(module) for module, _ in self.weights} | {module for module, _ in self.points}
+        for module in {part.module for part in self.anatomy.parts}:
+            if id(module) in busy or module in framed or module in self.skip or "forward" in module.__dict__:
+                continue
+            kind: Any = type(module)
+            if is_closed(kind) and on_a_card(module) and not weights.has_taps(module):
+                self.hooks.append(Hush(module, self.injection))
 
     def _swift(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> Swift | None:
         """The short way to a linear on a card, unless something else of this plan is on it."""

@@ -5,9 +5,9 @@ properties in one, `swift.py` strikes what a linear returns. Copies and pickles 
 ours out from under one that somebody else made of it meanwhile.
 
 A pre-hook with keywords and a hook that also runs after an exception make torch call a module through its long way: on a card,
-where a forward pass of a small model waits for Python, that alone cost a tenth of it. So a layer that nothing else of a plan
-is on opens and closes its frames in its forward, and only where they are needed: where it may be computed a second time, by
-those whose checkpointing is not torch's own.
+where a forward pass of a small model waits for Python, that alone cost a tenth of it. So a module that nothing else of a plan
+is on opens and closes its frames in its forward, and only where they are needed: where operators must be told their layer, and
+where it may be computed a second time, by those whose checkpointing is not torch's own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def framed(original: Any) -> Any:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         frames: list[LayerFrame] = self.__dict__.get(_SLOT, ())
-        if not frames or not (self.training or torch.is_grad_enabled()):
+        if not (self.training or torch.is_grad_enabled()):
+            frames = [frame for frame in frames if frame.injection.has_operators]
+        if not frames:
             return original.forward(self, *args, **kwargs)
         for frame in frames:
             frame.injection.enter(frame.entry, args, kwargs)

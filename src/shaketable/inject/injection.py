@@ -97,6 +97,8 @@ class Injection:
         self.allow_inert = allow_inert
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
         self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
+        self._sites = self.ledger.sites
+        """The same, to be written to: reading the ledger asks every card."""
         self.taps: list[Tap] = []
         self.boards = Boards(self)
         self.ledger.settle = self.settle
@@ -307,7 +309,7 @@ class Injection:
         """Count an attention call whose inner products cannot be reached."""
         for tap in self.operator_taps("matmul", frame):
             if tap.is_active and not frame.recomputing:
-                self.ledger.sites[tap.clause].fused += 1
+                self._sites[tap.clause].fused += 1
 
     # ---- the operator mode, per thread
 

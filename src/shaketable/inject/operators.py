@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from shaketable.inject import compiled
 from shaketable.inject.hooks import Hook
+from shaketable.inject.products import Products
 from shaketable.inject.tensors import change_first, change_input
 from shaketable.plan import OPS
 from shaketable.sites.anatomy import Part
@@ -49,6 +50,8 @@ _NAMES = {
     "sdpa": "scaled_dot_product_attention",
 }
 _FAMILY = {name: family for family, names in _NAMES.items() for name in names.split()}
+_WHOLE = ("", "multi_head_attention_forward")
+"""Not an operator: a function that is opened, so that those inside are met."""
 _IN_PLACE = {"addmm_", "baddbmm_", "addbmm_", "addmv_"}
 
 
@@ -67,7 +70,7 @@ def _covered() -> dict[Any, tuple[str, str]]:
         if not name.startswith("__") and hasattr(torch.ops.aten, name):
             packet = getattr(torch.ops.aten, name)
             table[packet] = (family, name)
-    return table
+    return table | {F.multi_head_attention_forward: _WHOLE}
 
 
 COVERED = _covered()
@@ -139,19 +142,25 @@ class Operators(TorchFunctionMode):
     def __init__(self, injection: Injection) -> None:
         super().__init__()
         self.injection = injection
+        self.products = Products(injection)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
-            with self:
-                return _open_multi_head()(*args, **kwargs)
+        """Thousands of functions pass here that are nobody's business: those go first."""
         operator = COVERED.get(func)
         if operator is None:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if operator is _WHOLE:
+            with self:
+                return _open_multi_head()(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._traced(func, operator, args, kwargs)
+        if func is F.linear and not kwargs:
+            result = self.products.linear(func, args)
+            if result is not None:
+                return result
         return self._eager(func, operator, args, kwargs)
 
     def _traced(self, func: Any, operator: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,8 +5,8 @@ own way of calling hooks costs more than the linear. So a linear on a card is no
 forward goes on into `Swift`, as faulty weights do (`weights.py`). And nothing is made here that can be made once per pass: keys
 are on the board (`board.py`), kernels count and measure themselves there. What is left is a dictionary and a launch.
 
-Whatever is not as it mostly is (gradients are wanted, a pass of another thread or stream, the first of a shape) takes the
-ordinary way, which gives the same values up to rounding.
+Where gradients are wanted keys are given instead (`pulled.py`). Whatever else is not as it mostly is (a pass of another thread
+or stream, the first of a shape) takes the ordinary way, which gives the same values up to rounding.
 
 The kernel writes into the linear's own output, which is new and which nobody has seen.
 """
@@ -28,6 +28,7 @@ from shaketable.inject import compiled
 from shaketable.inject.board import REPEATS, capturing
 from shaketable.inject.dressed import dressed, exchanged, on_a_card
 from shaketable.inject.modules import ModuleTaps
+from shaketable.inject.pulled import Pulled
 from shaketable.inject.weights import has_taps
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Swift:
         self.local = calls.local
         self._launches: dict[int, Launch] = {}
         self._hooks: list[RemovableHandle] = []
+        self._pulled = Pulled(tap)
         self.refresh()
         module.__dict__[_SLOT] = self
         module.__class__ = _dressed()
@@ -101,7 +103,10 @@ class Swift:
     def _ordinary(self, x: Tensor, y: Tensor) -> Tensor:
         """The way of all other taps; lays out the launch for the next time."""
         frame = self.calls.top() or self.calls.open(self.entry, (x,), {})
-        if y.is_cuda and not torch.is_grad_enabled() and not capturing():
+        if torch.is_grad_enabled():
+            struck = self._pulled.strike(y, frame)
+            return self.tap.touch(y, frame) if struck is None else struck
+        if y.is_cuda and not capturing():
             self._lay_out(y)
         return self.tap.touch(y, frame)
 

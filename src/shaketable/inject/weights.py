@@ -214,8 +214,9 @@ class _Around(Hook):
 
 def add_tap(module: nn.Module, tap: WeightTap) -> None:
     """Make the module read a parameter through a tap."""
-    if (short := module.__dict__.get("_shaketable_swift")) is not None:
-        short.give_way()
+    for slot in ("_shaketable_swift", "_shaketable_hushed"):
+        if (short := module.__dict__.get(slot)) is not None:
+            short.give_way()
     found = module.__dict__.get(_SLOT)
     if found is None:
         found = WeightTaps(module)

@@ -17,6 +17,7 @@ from shaketable.faults.gpu.dispatch import (
     name,
     noise,
     prepare,
+    prepare_keyed,
     shift,
     tick,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "name",
     "noise",
     "prepare",
+    "prepare_keyed",
     "shift",
     "tick",
     "top",

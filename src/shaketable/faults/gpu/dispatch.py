@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.gpu.launcher import Launch, Launcher
+    from shaketable.faults.gpu.launcher import KeyedLaunch, Launch, Launcher
 
 BLOCK, WARPS = 2048, 4
 LARGEST = 2**31 - BLOCK
@@ -216,6 +216,23 @@ def prepare(x: Tensor, kind: int, live: Live) -> Launch | None:
     from shaketable.faults.gpu.launcher import Launch
 
     return Launch(_launchers["noise", variant, x.dtype, device], -(-n // BLOCK), x, live)
+
+
+def prepare_keyed(x: Tensor, kind: int, scale: float) -> KeyedLaunch | None:
+    """Noise on tensors like `x`, in place or not, ready to be launched with addresses and a key; None where no kernel fits."""
+    n, device = x.numel(), x.get_device()
+    if not fits(x) or not driver_is_here():
+        return None
+    variant = (kind, False, False, True, n % BLOCK == 0)
+    if ("noise", variant, x.dtype, device) not in _launchers:
+        import torch
+
+        scratch = torch.zeros(BLOCK if n % BLOCK == 0 else 1, dtype=x.dtype, device=x.device)
+        _noise(scratch, 0.0, 0, kind == RELATIVE, None, True, None)
+    from shaketable.faults.gpu.launcher import KeyedLaunch
+
+    launcher = _launchers.get(("noise", variant, x.dtype, device))
+    return None if launcher is None else KeyedLaunch(launcher, -(-n // BLOCK), x, scale)
 
 
 @functools.cache

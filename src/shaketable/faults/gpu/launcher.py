@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from shaketable.faults import native
+from shaketable.faults.generator import mix64
 
 if TYPE_CHECKING:
     from shaketable.faults.gpu.dispatch import Live
@@ -109,4 +110,33 @@ class Launch:
         """Where there is no compiler."""
         self._address.value, self._row.value = address, row
         self._launcher.go(self._blocks, self.device, self._array)
+        return 0
+
+
+class KeyedLaunch:
+    """Noise of one magnitude on tensors of one size and type, for a key that is given: backward comes when it wants to.
+
+    Forward and backward run in threads of their own and share this. native.cpp keeps Python's lock from the first argument to
+    the launch; without a compiler the launcher has a lock.
+    """
+
+    def __init__(self, launcher: Launcher, blocks: int, x: torch.Tensor, scale: float) -> None:
+        self.device, self.alone = x.get_device(), torch.cuda.device_count() == 1
+        self._launcher, self._blocks, self._shape = launcher, blocks, (x.numel(), scale)
+        addresses, key = (ctypes.c_uint64 * 2)(), (ctypes.c_int32 * 2)()
+        n, size, nothing, zero = ctypes.c_int32(x.numel()), ctypes.c_float(scale), ctypes.c_void_p(), ctypes.c_int32()
+        first, low = ctypes.addressof(addresses), ctypes.addressof(key)
+        array = laid_out([first, first + 8, n, size, low, low + 4, nothing, nothing, nothing, zero, zero])
+        self._strike = Strike(
+            ctypes.cast(launcher.launch, ctypes.c_void_p), launcher.function, blocks, launcher.threads, launcher.shared, 0,
+            first, low, ctypes.addressof(array),
+        )  # fmt: skip
+        self._kept = addresses, key, n, size, nothing, zero, array
+        self.go, self.at = native.keyed_striker() or self._slowly, ctypes.addressof(self._strike)
+
+    def _slowly(self, _: int, source: int, target: int, key: int, moment: int, stream: int) -> int:
+        """Where there is no compiler."""
+        mixed = mix64(key ^ mix64(moment))
+        low, high = ctypes.c_int32(mixed & 0xFFFFFFFF).value, ctypes.c_int32(mixed >> 32).value
+        self._launcher(self._blocks, self.device, (source, target, *self._shape, low, high, None, None, None, 0, 0))
         return 0

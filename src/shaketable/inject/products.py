@@ -1,0 +1,160 @@
+"""Operators on a card: `F.linear` under an operator plan, forward and backward, without an autograd function.
+
+Where the ordinary way (`operators.py`) puts an `Echo` on the input, the weight and the bias of a product and a
+`StraightStrike` on its result, here the result is struck in place and one hook on the product's node strikes the gradients
+that it has just computed, in place too: they are new, and nobody else holds them. (The gradient of a bias as large as the
+result would be the gradient that came; such a bias takes the ordinary way.)
+
+The gradient of a weight leaves the node transposed, as its memory is the weight's own: striking memory in order gives each
+value the noise that the ordinary way gives it behind the transposition. Where memory is not so, the ordinary strike is made.
+
+Only the innermost of several torch function modes comes here: what another one returns need not be new.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shaketable.inject import keyed
+from shaketable.inject.taps import Echo
+
+if TYPE_CHECKING:
+    from shaketable.inject.calls import Frame
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.keyed import Noise
+    from shaketable.inject.taps import Tap
+
+_ARGUMENTS = {2: ((1, 2), (0, 1)), 3: ((0, 3), (2, 2), (1, 1))}
+"""Which gradient of mm and addmm is of which argument of `F.linear`, in the order in which echoes strike them."""
+_WEIGHT = 2
+_OWN = (Tensor, nn.Parameter)
+_other_modes: Any = torch._C._len_torch_function_stack
+
+
+class Product(keyed.Striker):
+    """The one tap on the products of a place."""
+
+    def __init__(self, tap: Tap) -> None:
+        super().__init__(tap)
+        self.strikes = "forward" in tap.site.directions
+        self.echoes = "backward" in tap.site.directions
+        self.phases = tap.site.phase
+
+    def strike(self, noise: Noise, y: Tensor, frame: Frame) -> Tensor:
+        """What a product returned, struck in place where that can be."""
+        launch = noise.launch(y) if type(y) is Tensor and y.is_contiguous() else None
+        if launch is None:
+            return self.tap.forward(y, frame)
+        moment = frame.moment + frame.count(self.tap)
+        self.fire(noise, launch, y, moment, frame.phase, False, frame.recomputing)
+        return y
+
+
+class Products:
+    """The products of one injection, and which tap each place has."""
+
+    def __init__(self, injection: Injection) -> None:
+        self.injection = injection
+        self.local = injection.calls.local
+        self._products: dict[Tap, Product] = {}
+        self._places: dict[tuple[Any, int | None, str | None], Product | None] = {}
+
+    def linear(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """`F.linear`, called by place alone; None, and nothing has happened, where it is for the ordinary way."""
+        stack = getattr(self.local, "stack", None)
+        if not stack or _other_modes() or not 1 < len(args) < 4:
+            return None
+        frame, x, weight = stack[-1], args[0], args[1]
+        bias = args[2] if len(args) == 3 else None
+        if type(x) is not Tensor or type(weight) not in _OWN or not keyed.on_card(x) or x.dtype is not weight.dtype:
+            return None
+        product = self.at(frame)
+        noise = product.noise() if product is not None else None
+        if product is None or noise is None or (product.phases and frame.phase not in product.phases):
+            return None
+        if frame.captured is not None or not keyed.undisturbed():
+            return None
+        if not (product.echoes and torch.is_grad_enabled()):
+            frame.count((frame.layer, "matmul"))
+            y: Tensor = func(*args)
+            return product.strike(noise, y, frame) if product.strikes else y
+        if not _is_known(x, weight, bias):
+            return None
+        return self._echoing(func, args, frame, product, noise)
+
+    def _echoing(self, func: Any, args: tuple[Any, ...], frame: Frame, product: Product, noise: Noise) -> Tensor | None:
+        """The same where a gradient may be wanted; None, not counted, where the graph is another one than it should be."""
+        y: Tensor = func(*args)
+        node = keyed.product_node(y) if y.requires_grad else None
+        if y.requires_grad and node is None:
+            return None
+        number = frame.count((frame.layer, "matmul"))
+        if node is not None:
+            node.register_hook(Gradients(product, noise, frame.moment + number, frame.phase, frame.recomputing))
+        return product.strike(noise, y, frame) if product.strikes else y
+
+    def at(self, frame: Frame) -> Product | None:
+        """The product of a place; None where it has no tap, or several."""
+        place = frame.entry, frame.layer, frame.excluded
+        try:
+            return self._places[place]
+        except KeyError:
+            taps = self.injection.operator_taps("matmul", frame)
+            alone = len(taps) == 1 and frame.entry.atomic != "matmul"
+            found = self._products.setdefault(taps[0], Product(taps[0])) if alone else None
+            self._places[place] = found
+            return found
+
+
+def _is_known(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the node of this product, if it gets one, will be found."""
+    if not x.is_contiguous() or x.dim() < 2 or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+        return False
+    return keyed.is_one_product(x.dim(), bias is not None, weight.requires_grad, x.device)
+
+
+class Gradients:
+    """Hook of the node of one product: strikes what it computed, with the keys of the forward call."""
+
+    __slots__ = ("again", "moment", "noise", "phase", "product")
+
+    def __init__(self, product: Product, noise: Noise, moment: int, phase: str, again: bool) -> None:
+        self.product, self.noise, self.moment, self.phase, self.again = product, noise, moment, phase, again
+
+    def __call__(self, grads: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        product = self.product
+        if not product.tap.is_active:
+            return None
+        plain = not (torch.is_grad_enabled() or keyed.is_capturing() or torch.compiler.is_compiling())
+        changed = None
+        for i, argument in _ARGUMENTS[len(grads)]:
+            g = grads[i]
+            if g is None:
+                continue
+            launch = self.noise.launch(g) if plain and _is_dense(g, argument) else None
+            if launch is not None:
+                moment = self.moment + (argument << 32)
+                product.fire(self.noise, launch, g, moment, self.phase, True, False)
+            else:
+                changed = changed or list(grads)
+                changed[i] = self._as_ever(g, argument)
+        return None if changed is None else tuple(changed)
+
+    def _as_ever(self, g: Tensor, argument: int) -> Tensor:
+        """By the autograd function itself: also where gradients of gradients are asked for, which it refuses."""
+        moment, tap = self.moment + (argument << 32), self.product.tap
+        blow = keyed.blow_of(tap, self.noise, moment, self.phase, (True, argument), self.again)
+        turned = g.t() if argument == _WEIGHT else g
+        struck: Tensor = Echo.backward(SimpleNamespace(tap=tap, blow=blow), turned)[0]
+        return struck.t() if argument == _WEIGHT else struck
+
+
+def _is_dense(g: Tensor, argument: int) -> bool:
+    """Whether memory order is the order in which the ordinary way sees the values."""
+    if type(g) is not Tensor:
+        return False
+    return g.stride() == (1, g.shape[0]) if argument == _WEIGHT else g.is_contiguous()
