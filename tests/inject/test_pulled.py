@@ -136,6 +136,18 @@ def test_types(card, dtype):
     agree(card, program, launches=dtype is torch.bfloat16)
 
 
+def test_autocast_is_no_hindrance(card):
+    """It casts what a product is given; what the product returns is as new as ever, and so is `shaketable train` served."""
+
+    def program(model, injection):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(batch(2, 3))
+        loss(y.float()).backward()
+        return [y.detach(), *[p.grad for p in model.parameters()]]
+
+    agree(card, program)
+
+
 def test_an_operator_plan_beside_it(card):
     def program(model, injection):
         other = st.inject(model, "relative_gaussian:0.2@op.matmul", seed=9).enable()

@@ -131,15 +131,14 @@ def on_card(x: Tensor) -> bool:
 def undisturbed() -> bool:
     """Whether what torch computes now is what it seems to be: memory that nobody else holds, gradients of the first order.
 
-    A dispatch mode may keep what it saw (selective checkpointing does); autocast casts weights before the product.
+    A dispatch mode may keep what it saw; selective checkpointing does.
     """
-    return not (
-        is_capturing()
-        or _dispatch_modes()
-        or _function_transforms()
-        or torch._C._is_any_autocast_enabled()
-        or forward_ad._current_level >= 0
-    )
+    return not (is_capturing() or _dispatch_modes() or _function_transforms() or forward_ad._current_level >= 0)
+
+
+def casting() -> bool:
+    """Whether autocast may stand between a product and what it was given; never behind what it returns."""
+    return bool(torch._C._is_any_autocast_enabled())
 
 
 def product_node(y: Tensor) -> Any:

@@ -76,7 +76,7 @@ class Products:
         noise = product.noise() if product is not None else None
         if product is None or noise is None or (product.phases and frame.phase not in product.phases):
             return None
-        if frame.captured is not None or not keyed.undisturbed():
+        if frame.captured is not None or not keyed.undisturbed() or keyed.casting():
             return None
         if not (product.echoes and torch.is_grad_enabled()):
             frame.count((frame.layer, "matmul"))
