@@ -23,7 +23,6 @@ a quantized weight until it changes. Writes through `.data`, the usual way to sy
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -38,16 +37,13 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.errors import PlanError
 from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
-from shaketable.inject.dressed import dressed, exchanged, on_a_card
-from shaketable.inject.held import HeldTap
+from shaketable.inject.dressed import exchanged, on_a_card
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
+from shaketable.inject.weight_classes import SLOT, kind_of
 
 if TYPE_CHECKING:
-    from shaketable.inject.ready import Gate, Ready, Shelf
-
-_SLOT = "_shaketable_weights"
-is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+    from shaketable.inject.ready import Ready, Shelf
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,7 @@ class WeightTaps:
         self.ready[entry.name] = entry
         self.each = [found for found in self.ready.values() if found.group.each]
         if (module := self.module()) is not None:
-            module.__dict__[_SLOT + entry.name] = entry
+            module.__dict__[SLOT + entry.name] = entry
 
     def forget(self, entry: Ready) -> None:
         """From now on it is made when it is read."""
@@ -150,7 +146,7 @@ class WeightTaps:
             del self.ready[entry.name]
             self.each = [found for found in self.ready.values() if found.group.each]
             if (module := self.module()) is not None:
-                del module.__dict__[_SLOT + entry.name]
+                del module.__dict__[SLOT + entry.name]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called: note in which frame, for when it reads its weights."""
@@ -217,10 +213,10 @@ def add_tap(module: nn.Module, tap: WeightTap) -> None:
     for slot in ("_shaketable_swift", "_shaketable_hushed"):
         if (short := module.__dict__.get(slot)) is not None:
             short.give_way()
-    found = module.__dict__.get(_SLOT)
+    found = module.__dict__.get(SLOT)
     if found is None:
         found = WeightTaps(module)
-        module.__dict__[_SLOT] = found
+        module.__dict__[SLOT] = found
     found.taps.append(tap)
     _shelve(found)
     _dress(module, found)
@@ -228,7 +224,7 @@ def add_tap(module: nn.Module, tap: WeightTap) -> None:
 
 def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
     """Take taps off; the last one gives the module its own class back."""
-    found: WeightTaps | None = module.__dict__.get(_SLOT)
+    found: WeightTaps | None = module.__dict__.get(SLOT)
     if found is None:
         return
     found.taps = [t for t in found.taps if t.tap not in taps]
@@ -237,18 +233,18 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
     if not found.taps:
         for hook in found.hooks:
             hook.remove()
-        del module.__dict__[_SLOT]
+        del module.__dict__[SLOT]
 
 
 def has_taps(module: nn.Module) -> bool:
     """Whether any plan acts on a weight of this module."""
-    return _SLOT in module.__dict__
+    return SLOT in module.__dict__
 
 
 def _dress(module: nn.Module, found: WeightTaps) -> None:
     """The class in which the tapped weights are properties, or the module's own when there are none."""
     names = tuple(sorted({t.name for t in found.taps}))
-    kind: Any = _kind(found, names) if names else found.original
+    kind: Any = kind_of(found, names) if names else found.original
     now: Any = type(module)
     module.__class__ = exchanged(now, found.dressed, kind)
     found.dressed = kind
@@ -256,7 +252,7 @@ def _dress(module: nn.Module, found: WeightTaps) -> None:
 
 def rebase(module: nn.Module, old: Any, new: Any) -> None:
     """Exchange a class that lies below ours."""
-    found: WeightTaps | None = module.__dict__.get(_SLOT)
+    found: WeightTaps | None = module.__dict__.get(SLOT)
     if found is None:
         now: Any = type(module)
         module.__class__ = exchanged(now, old, new)
@@ -272,117 +268,3 @@ def _shelve(found: WeightTaps) -> None:
     names, shelves = [own.name for own in found.taps], {own.tap.injection.shelf_of(own.entry.owner) for own in found.taps}
     alone = found.is_short and len(shelves) == 1 and len(set(names)) == len(names)
     found.shelf = shelves.pop() if alone else None
-
-
-def _kind(found: WeightTaps, names: tuple[str, ...]) -> Any:
-    """The class for a module; where all its faults are held, one that knows whose pass is running."""
-    shelf = found.shelf
-    if shelf is None or not all(isinstance(own.tap, HeldTap) for own in found.taps):
-        return _subclass(found.original, names, found.is_short)
-    key = (found.original, names)
-    if key not in shelf.kinds:
-        body: dict[str, Any] = {name: _held_reader(name, shelf.gate) for name in names}
-        body["forward"] = _held_forward(found.original, shelf.gate)
-        shelf.kinds[key] = dressed(found.original, _SLOT, body)
-    return shelf.kinds[key]
-
-
-def _held_forward(original: Any, gate: Gate) -> Any:
-    """The forward of a class whose weights are held: when they are ready, nothing is to be done, and nothing is touched."""
-
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dynamo_compiling() and gate.thread == get_ident() and not is_grad_enabled():
-            return original.forward(self, *args, **kwargs)
-        taps: WeightTaps | None = self.__dict__.get(_SLOT)
-        if taps is None:
-            return original.forward(self, *args, **kwargs)
-        return taps.around(self, original.forward, args, kwargs)
-
-    return forward
-
-
-def _held_reader(name: str, gate: Gate) -> property:
-    """Where many modules are read, each object that has to be looked at is a miss of the cache: there is one."""
-    slow, slot = _reader(name), _SLOT + name
-    assert slow.fget is not None
-    otherwise = slow.fget
-
-    def read(self: nn.Module) -> Any:
-        if is_dynamo_compiling() or gate.thread != get_ident() or is_grad_enabled():
-            return otherwise(self)
-        found: Ready | None = self.__dict__.get(slot)
-        if found is None or found.value is None:
-            return _made_now(self, name)
-        if found.unread:
-            found.count()
-        return found.value
-
-    return property(read, slow.fset)
-
-
-def _made_now(module: nn.Module, name: str) -> Any:
-    """A held weight that is not ready, in a pass that has others ready: drawn the ordinary way, and kept like those."""
-    taps: WeightTaps | None = module.__dict__.get(_SLOT)
-    parameter = module._parameters[name]
-    if taps is None or parameter is None:
-        return parameter
-    taps.begin((), {})
-    try:
-        return taps.read(name, parameter)
-    finally:
-        taps.end()
-
-
-@functools.cache
-def _subclass(original: type[nn.Module], names: tuple[str, ...], is_short: bool) -> Any:
-    body: dict[str, Any] = {name: _reader(name) for name in names}
-    return dressed(original, _SLOT, body | {"forward": _forward(original)} if is_short else body)
-
-
-def _forward(original: Any) -> Any:
-    """The forward of a class on a card."""
-
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        taps: WeightTaps | None = self.__dict__.get(_SLOT)
-        if taps is None:
-            return original.forward(self, *args, **kwargs)
-        shelf = taps.shelf
-        if is_dynamo_compiling() or shelf is None or shelf.gate.thread != (here := get_ident()) or is_grad_enabled():
-            return taps.around(self, original.forward, args, kwargs)
-        taps.inside = here
-        for found in taps.each:
-            found.unread = True
-        try:
-            return original.forward(self, *args, **kwargs)
-        finally:
-            taps.inside = 0
-            if taps.fell_back:
-                taps.fell_back = False
-                taps.end()
-
-    return forward
-
-
-def _reader(name: str) -> property:
-    def read(self: nn.Module) -> Any:
-        parameter = self._parameters[name]
-        taps: WeightTaps | None = self.__dict__.get(_SLOT)
-        if taps is None or parameter is None:
-            return parameter
-        found = taps.ready.get(name) if taps.inside else None
-        if found is None or found.parameter is not parameter or parameter._version != found.version:
-            return taps.read(name, parameter)
-        if found.value is None or found.group.frame is None or parameter.data_ptr() != found.address:
-            return taps.read(name, parameter)
-        if taps.inside != get_ident():
-            return taps.read(name, parameter)
-        if found.unread:
-            found.count()
-        return found.value
-
-    def write(self: nn.Module, value: Any) -> None:
-        raise AttributeError(f"{name} cannot be replaced by a plain tensor while a plan acts on it")
-
-    return property(read, write)
