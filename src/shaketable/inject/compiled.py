@@ -4,9 +4,10 @@ Dynamo traces our hooks and the operator mode; what they leave in the graph is `
 operator is opaque, so no state of ours is baked in: the switch, the magnitude, the phase and the noise are those of
 the moment of the call. Without a live tap (the injection was closed) it is the identity.
 
-On a card that would cost a call of Python per tap and pass. There, noise on what a linear returns is left in the graph as its
-Triton kernel, in place, which reads its key and scale from the injection's board (`board.py`); what is opaque is one call at
-the head of the pass, `shaketable::begin`, which asks for the phase and lets the board's clock tick.
+On a card that would cost a call of Python per tap and pass. There, noise on what a linear returns is arithmetic that inductor
+fuses with its neighbours (`fused.py`), or, where the model is not compiled as a whole, its Triton kernel, in place. Both read
+key and scale from the injection's board (`board.py`); what is opaque is one call at the head of the pass, `shaketable::begin`,
+which asks for the phase and lets the board's clock tick.
 
 In a compiled graph there are no frames. A tap counts its own calls, per phase; a call inside backward is a
 recomputation (activation checkpointing) and takes the newest moment that has not been recomputed yet.
@@ -59,12 +60,19 @@ def newest() -> int:
 
 def trace(x: Tensor, tap: Tap, fresh: bool = False) -> Tensor:
     """What a hook leaves in the graph for a module-level tap. What is `fresh` may be written to."""
-    if fresh and tap.rows is not None and x.is_cuda and not torch.is_grad_enabled() and x.is_contiguous():
+    if fresh and tap.rows is not None and on_a_card(x) and not torch.is_grad_enabled() and x.is_contiguous():
+        if tap.injection.gathering.takes(x, tap):
+            return tap.injection.gathering.strike(x, tap)
         torch.ops.shaketable.shake(x, tap.rows, tap.proof, tap.row, tap.place, tap.relative)
         return x
     for direction in tap.site.directions:
         x = trace_forward(x, tap.handle) if direction == "forward" else TracedEcho.apply(x, tap.handle, 0, True)
     return x
+
+
+def on_a_card(x: Tensor) -> bool:
+    """Whether kernels can read the board where this tensor is."""
+    return x.is_cuda
 
 
 def trace_forward(x: Tensor, handle: int) -> Tensor:
@@ -88,6 +96,7 @@ def _begin(rows: Tensor, handle: int) -> None:
         return
     for board in injection.boards.on(rows.device):
         board.tick(injection.phase_now())
+    injection.fires += 1
 
 
 @_begin.register_fake
@@ -116,6 +125,7 @@ def place_on(board: Board) -> None:
     """Tell the taps of a board where on it they are, so that graphs can be traced with that."""
     if not hasattr(torch.ops.shaketable, "shake"):
         _define_shake()
+    board.injection.gathering.place_on(board)
     for tap in board.taps:
         how = recipe(tap.fault)
         if how is not None and how.is_noise:

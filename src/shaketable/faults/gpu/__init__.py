@@ -10,6 +10,7 @@ from shaketable.faults.gpu.dispatch import (
     BIAS,
     BLOCK,
     GAIN,
+    LARGEST,
     RELATIVE,
     SYSTEMATIC,
     Live,
@@ -21,6 +22,7 @@ from shaketable.faults.gpu.dispatch import (
     tick,
 )
 from shaketable.faults.gpu.formats import coded
+from shaketable.faults.gpu.heads import HEAD, tell_heads
 from shaketable.faults.gpu.statistics import MEAN, SIZE, SPREAD, moment, top
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "BIAS",
     "BLOCK",
     "GAIN",
+    "HEAD",
+    "LARGEST",
     "MEAN",
     "RELATIVE",
     "SIZE",
@@ -42,6 +46,7 @@ __all__ = [
     "noise",
     "prepare",
     "shift",
+    "tell_heads",
     "tick",
     "top",
 ]

@@ -1,0 +1,196 @@
+"""Noise that inductor fuses with its neighbours: what a compiled pass on a card leaves in the graph, without gradients.
+
+A kernel of its own per linear costs a pass over memory, a launch from inductor's Python, and the fusion of what is before with
+what is after. Measured on an H200, 8 x 1024 tokens through SmolLM2: 1.63 times the clean program. So noise is one operator,
+`shaketable::struck`, which inductor is taught to write itself (`lowered.py`).
+
+What changes from call to call is read from the card: key, scale, switch. `shaketable::begin` at the head of the pass puts them
+on the board, `shaketable::deal` gives every layer a copy of its own rows. A layer whose rows were a part of the board would
+read at an address of its own, written into its kernels: thirty times as many kernels to compile.
+
+And what happened is told from the same operator. With the faulty tensor it returns the first values, clean and faulty. They
+are put together layer by layer, so that nothing large is kept for them, and counted and measured by one kernel at the end of
+the pass (`shaketable::tell`). A strike that is not in the graph has no values there.
+
+Where the model is not compiled as a whole there is no end of the pass; there the kernel of its own remains (`compiled.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shaketable.faults import gpu
+from shaketable.faults.generator import normals_of_words
+
+if TYPE_CHECKING:
+    from shaketable.inject.board import Board
+    from shaketable.inject.taps import Tap
+
+TOGETHER = 8
+"""Strikes whose first values are put together by one kernel: inductor fuses so many."""
+_MOST_TABLES = 512
+"""Tables that are dealt in a pass; a model of more parts (experts as linears) does without."""
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Seat(NamedTuple):
+    """Where a tap is on the tables that are dealt."""
+
+    table: int
+    at: int
+    is_last: bool
+
+
+def seats(taps: Sequence[Tap], repeats: int) -> tuple[list[Seat], list[int]]:
+    """The seats of a board's taps, in its order, and how many rows every table has: one per layer and clause."""
+    found: list[Seat] = []
+    sizes: list[int] = []
+    for i, tap in enumerate(taps):
+        before = taps[i - 1] if i else None
+        is_new = before is None or (before.clause, before.spot.layer) != (tap.clause, tap.spot.layer)
+        if is_new or sizes[-1] == TOGETHER * repeats:
+            sizes.append(0)
+        found.append(Seat(len(sizes) - 1, sizes[-1], False))
+        sizes[-1] += repeats
+    lasts = {i for i, seat in enumerate(found) if i + 1 == len(found) or found[i + 1].table != seat.table}
+    return [seat._replace(is_last=i in lasts) for i, seat in enumerate(found)], sizes
+
+
+class Gathering:
+    """What has been struck so far in the pass that is being compiled. Dynamo traces it."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        self.proof: Tensor | None = None
+        self.sizes: list[int] = []
+        self.repeats = 0
+        self.seats: dict[int, Seat] = {}
+        """By the row of a tap on the board."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self.tables: list[Tensor] = []
+        self.loose: list[Tensor] = []
+        self.heads: list[Tensor] = []
+        self.marks: list[int] = []
+        self.counts: dict[int, int] = {}
+
+    def place_on(self, board: Board) -> None:
+        """Seat the taps of a board."""
+        taps = list(board.taps)
+        found, sizes = seats(taps, board.repeats)
+        if len(sizes) <= _MOST_TABLES:
+            self.rows, self.proof, self.sizes, self.repeats = board.rows, board.proof, sizes, board.repeats
+            self.seats = {board.row(tap, False, 0).row: seat for tap, seat in zip(taps, found, strict=True)}
+
+    def open(self) -> None:
+        """The head of a pass; the board has its keys."""
+        self._clear()
+        if self.rows is not None:
+            self.tables = torch.ops.shaketable.deal(self.rows, self.sizes)
+
+    def takes(self, x: Tensor, tap: Tap) -> bool:
+        """Whether a strike can be fused: in a pass that is compiled as a whole, and no more often than there are rows."""
+        if not self.tables or tap.rows is not self.rows or self.counts.get(tap.row, 0) >= self.repeats:
+            return False
+        return x.dtype in _TYPES and 0 < x.numel() <= gpu.LARGEST
+
+    def strike(self, x: Tensor, tap: Tap) -> Tensor:
+        """The faulty tensor."""
+        n, seat = self.counts.get(tap.row, 0), self.seats[tap.row]
+        self.counts[tap.row] = n + 1
+        y, head = torch.ops.shaketable.struck(x, self.tables[seat.table], seat.at + n, tap.relative)
+        self.loose.append(head)
+        self.marks.extend((tap.row + n, tap.place))
+        if seat.is_last or len(self.loose) == TOGETHER:
+            self._put_together()
+        return y  # type: ignore[no-any-return]
+
+    def _put_together(self) -> None:
+        self.heads.append(torch.ops.shaketable.together(self.loose))
+        self.loose = []
+
+    def close(self) -> None:
+        """The end of a pass: count and measure."""
+        if self.loose:
+            self._put_together()
+        if self.heads:
+            torch.ops.shaketable.tell(self.proof, self.rows, self.heads, self.marks)
+        self._clear()
+
+
+@torch.library.custom_op("shaketable::deal", mutates_args=())
+def _deal(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    """A copy of the forward rows for every table."""
+    found = [rows.new_empty(n, 4) for n in sizes]
+    torch._foreach_copy_(found, rows[: sum(sizes)].split(sizes))
+    return found
+
+
+@_deal.register_fake
+def _(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    return [rows.new_empty(n, 4) for n in sizes]
+
+
+@torch.library.custom_op("shaketable::struck", mutates_args=())
+def _struck(x: Tensor, table: Tensor, at: int, relative: bool) -> tuple[Tensor, Tensor]:
+    """The faulty tensor, and its first values: clean, faulty. What `lowered.py` is tested against."""
+    low, high, scale, on = table[at]
+    z = normals_of_words(x.numel(), low, high, x.device).view(x.shape) * scale.view(torch.float32)
+    w = x.float()
+    y = torch.where(on != 0, (w + w * z if relative else w + z).to(x.dtype), x)
+    y = y.clone() if y is x else y
+    return y, torch.stack([_head(x), _head(y)])
+
+
+def _head(x: Tensor) -> Tensor:
+    first = x.flatten()[: gpu.HEAD].float()
+    return torch.nn.functional.pad(first, (0, gpu.HEAD - first.numel()), value=torch.nan)
+
+
+@_struck.register_fake
+def _(x: Tensor, table: Tensor, at: int, relative: bool) -> tuple[Tensor, Tensor]:
+    _teach_inductor()
+    return torch.empty_like(x), x.new_empty(2, gpu.HEAD, dtype=torch.float32)
+
+
+@torch.library.custom_op("shaketable::together", mutates_args=())
+def _together(heads: list[Tensor]) -> Tensor:
+    """The first values of several strikes in one tensor."""
+    return torch.stack(heads)
+
+
+@_together.register_fake
+def _(heads: list[Tensor]) -> Tensor:
+    return heads[0].new_empty(len(heads), *heads[0].shape)
+
+
+@functools.cache
+def _teach_inductor() -> None:
+    """Before inductor meets the operator for the first time; importing it takes a second, which others are spared."""
+    with _disable_current_modes():
+        from shaketable.inject import lowered
+
+        lowered.register()
+
+
+@torch.library.custom_op("shaketable::tell", mutates_args={"proof"})
+def _tell(proof: Tensor, rows: Tensor, heads: list[Tensor], marks: list[int]) -> None:
+    """The end of a pass: count and measure every strike."""
+    gpu.tell_heads(torch.cat(heads), _on_device(tuple(marks), rows.device), rows, proof)
+
+
+@_tell.register_fake
+def _(proof: Tensor, rows: Tensor, heads: list[Tensor], marks: list[int]) -> None:
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(marks: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(marks, dtype=torch.int32, device=device)
