@@ -61,10 +61,12 @@ def newest() -> int:
 def trace(x: Tensor, tap: Tap, fresh: bool = False) -> Tensor:
     """What a hook leaves in the graph for a module-level tap. What is `fresh` may be written to."""
     if fresh and tap.rows is not None and on_a_card(x) and not torch.is_grad_enabled() and x.is_contiguous():
-        if tap.injection.gathering.takes(x, tap):
-            return tap.injection.gathering.strike(x, tap)
-        torch.ops.shaketable.shake(x, tap.rows, tap.proof, tap.row, tap.place, tap.relative)
-        return x
+        gathering = tap.injection.gathering
+        if gathering.takes(x, tap):
+            return gathering.strike(x, tap)
+        if not gathering.tables:
+            torch.ops.shaketable.shake(x, tap.rows, tap.proof, tap.row, tap.place, tap.relative)
+            return x
     for direction in tap.site.directions:
         x = trace_forward(x, tap.handle) if direction == "forward" else TracedEcho.apply(x, tap.handle, 0, True)
     return x
@@ -89,13 +91,18 @@ def live(handle: int) -> Tap | None:
 
 @torch.library.custom_op("shaketable::begin", mutates_args={"rows"})
 def _begin(rows: Tensor, handle: int) -> None:
-    """The head of a pass: new keys and the state of this moment for every kernel of it."""
+    """The head of a pass: new keys and the state of this moment for every kernel of it.
+
+    `rows` are those of the board, or a copy that a compiler has made to keep its graph functional.
+    """
     injection = _injections.get(handle)
     if injection is None or injection.closed:
         rows.zero_()
         return
     for board in injection.boards.on(rows.device):
         board.tick(injection.phase_now())
+    if injection.boards.rows is not None and rows.data_ptr() != injection.boards.rows.data_ptr():
+        rows.copy_(injection.boards.rows)
     injection.fires += 1
 
 

@@ -98,10 +98,10 @@ def _first(
     index: Sequence[Any], size: list[Any], load: Any, row: _Row, device: torch.device, dtype: torch.dtype, relative: bool
 ) -> Value:
     """One of the first values, clean or faulty; NaN where the tensor has no more of them."""
-    is_clean, i = ops.eq(ops.index_expr(index[0], torch.int32), _word(0)), index[1]
+    i = index[1]
 
     def value() -> Value:
-        x = load(_unfolded(i, size))
+        x, is_clean = load(_unfolded(i, size)), ops.eq(ops.index_expr(index[0], torch.int32), _word(0))
         wide = ops.to_dtype(x, torch.float32)
         return ops.where(is_clean, wide, ops.to_dtype(strike(x, i, row, device, dtype, relative), torch.float32))
 
