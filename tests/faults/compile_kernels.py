@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shaketable.faults.gpu import clip_kernels, format_kernels, noise_kernels, statistics_kernels
+from shaketable.faults.gpu import clip_kernels, format_kernels, head_kernels, noise_kernels, statistics_kernels
 from shaketable.faults.gpu.segments import cut, flat
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -21,8 +21,8 @@ TYPES = {
     "mirror": "*fp64",
     "partial": "*fp64",
 }
-TYPES |= {"bits": "*i32", "rows": "*i32", "keys": "*i64", "clock": "*i64"}
-ALIGNED = ("x", "y", "g", "whole")
+TYPES |= {"bits": "*i32", "marks": "*i32", "rows": "*i32", "head": "*fp32", "keys": "*i64", "clock": "*i64"}
+ALIGNED = ("x", "y", "g", "whole", "head")
 
 
 def compiled(kernel, warps=4, dtype="bf16", **constants):
@@ -74,3 +74,4 @@ for live in (False, True):
     for kind in (0, 1, 2):
         say(f"arithmetic-{kind}-{live}", compiled(noise_kernels.arithmetic, KIND=kind, **how))
 say("tick", compiled(noise_kernels.tick, GIVEN=False, TAPS=5, REPEATS=4, BLOCK=16))
+say("heads", compiled(head_kernels.heads, BLOCK=1024))

@@ -7,7 +7,7 @@ from torch import nn
 import shaketable as st
 from shaketable.faults import Draw, gpu, make_fault
 from shaketable.faults.gpu import dispatch
-from shaketable.inject import compiled, swift
+from shaketable.inject import compiled, fused, swift
 from shaketable.inject.board import REPEATS, Board
 
 pytest.importorskip("triton")
@@ -147,8 +147,10 @@ def shaken(plan=NOISE, backend="aot_eager", seed=1, **how):
     with torch.no_grad():
         found = [call(data()) for _ in range(3)]
     assert (graphs() - before > HOOKS_AND_MODEL) == how.get("breaks", False)
+    gathering = fused.passes[injection.handle]
+    assert not gathering.tables + gathering.heads + gathering.loose + gathering.marks
     injection.close()
-    assert not injection.gathering.tables + injection.gathering.heads + injection.gathering.loose
+    assert injection.handle not in fused.passes
     return found, injection.ledger
 
 
@@ -167,8 +169,8 @@ def test_it_is_the_noise_and_the_proof_of_a_kernel_per_linear(n):
     live, x = board.row(tap, False, 0), torch.randn(n)
     alone = dispatch._noise(x, 0.0, 0, True, None, False, live)
     by_kernel = board.proof[live.place].clone()
-    fused, head = torch.ops.shaketable.struck(x, board.rows, live.row, True)
-    torch.testing.assert_close(fused, alone)
+    written, head = torch.ops.shaketable.struck(x, board.rows, live.row, True)
+    torch.testing.assert_close(written, alone)
     board.proof.zero_()
     torch.ops.shaketable.tell(board.proof, board.rows, [head[None]], [live.row, live.place])
     by_pass = board.proof[live.place]
@@ -211,4 +213,3 @@ def test_two_plans_at_once():
     torch.testing.assert_close(call(data()), clean)
     up.close()
     down.close()
-

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shaketable.faults import gpu
-from shaketable.faults.gpu.live import recipe
+from shaketable.inject import fused
 from shaketable.inject.calls import in_backward
 from shaketable.inject.taps import Blow, Tap
 
@@ -58,18 +57,35 @@ def newest() -> int:
     return _newest
 
 
-def trace(x: Tensor, tap: Tap, fresh: bool = False) -> Tensor:
-    """What a hook leaves in the graph for a module-level tap. What is `fresh` may be written to."""
-    if fresh and tap.rows is not None and on_a_card(x) and not torch.is_grad_enabled() and x.is_contiguous():
-        gathering = tap.injection.gathering
-        if gathering.takes(x, tap):
-            return gathering.strike(x, tap)
-        if not gathering.tables:
-            torch.ops.shaketable.shake(x, tap.rows, tap.proof, tap.row, tap.place, tap.relative)
-            return x
+def trace(x: Tensor, tap: Tap) -> Tensor:
+    """What a hook leaves in the graph for a module-level tap."""
     for direction in tap.site.directions:
         x = trace_forward(x, tap.handle) if direction == "forward" else TracedEcho.apply(x, tap.handle, 0, True)
     return x
+
+
+def trace_fresh(x: Tensor, handle: int) -> Tensor:
+    """The same for a forward tap on what a linear has just computed, and which may be written to."""
+    seat = seat_of(handle)
+    if seat is None or not on_a_card(x) or torch.is_grad_enabled() or not x.is_contiguous():
+        return trace_forward(x, handle)
+    gathering = fused.passes[seat.number]
+    if gathering.takes(x, seat):
+        return gathering.strike(x, seat)
+    if gathering.tables:
+        return trace_forward(x, handle)
+    torch.ops.shaketable.shake(x, gathering.rows, gathering.proof, seat.row, seat.place, seat.relative)
+    return x
+
+
+def seat_of(handle: int) -> fused.Seat | None:
+    """Where a tap is on the board of a card. It stays there: a constant, to whoever traces."""
+    tap = _taps.get(handle)
+    return None if tap is None else tap.seat
+
+
+# What `torch.compiler.assume_constant_result` does, without its import of dynamo.
+seat_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def on_a_card(x: Tensor) -> bool:
@@ -132,13 +148,7 @@ def place_on(board: Board) -> None:
     """Tell the taps of a board where on it they are, so that graphs can be traced with that."""
     if not hasattr(torch.ops.shaketable, "shake"):
         _define_shake()
-    board.injection.gathering.place_on(board)
-    for tap in board.taps:
-        how = recipe(tap.fault)
-        if how is not None and how.is_noise:
-            live = board.row(tap, False, 0)
-            tap.rows, tap.proof, tap.row, tap.place = live.rows, live.proof, live.row, live.place
-            tap.relative = how.kind == gpu.RELATIVE
+    fused.place_on(board)
 
 
 def _forward_blow(tap: Tap) -> Blow | None:

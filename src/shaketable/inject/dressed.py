@@ -55,9 +55,9 @@ def framed(original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        frames: list[LayerFrame] = self.__dict__.get(_SLOT, ())
-        if not frames or not (self.training or torch.is_grad_enabled()):
+        if not (self.training or torch.is_grad_enabled()):
             return original.forward(self, *args, **kwargs)
+        frames: list[LayerFrame] = self.__dict__.get(_SLOT, ())
         for frame in frames:
             frame.injection.enter(frame.entry, args, kwargs)
         try:
@@ -80,11 +80,14 @@ def exchanged(kind: Any, old: Any, new: Any) -> Any:
 
 
 def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
-    """A subclass that looks like the class itself, and of which copies and pickles are of that class, and clean."""
+    """A subclass that looks like the class itself, and of which copies and pickles are of that class, and clean.
+
+    Clean of what is in the module's dictionary under a name that begins with `slot`.
+    """
 
     def reduce(self: Any, protocol: Any) -> Any:
         state: Any = original.__reduce_ex__(self, protocol)[2]
-        return _new, (original,), {k: v for k, v in state.items() if k != slot}
+        return _new, (original,), {k: v for k, v in state.items() if not k.startswith(slot)}
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original.__name__, (original,), body | names | {"__reduce_ex__": reduce})

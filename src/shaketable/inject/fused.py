@@ -18,6 +18,7 @@ Where the model is not compiled as a whole there is no end of the pass; there th
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shaketable.faults import gpu
 from shaketable.faults.generator import normals_of_words
+from shaketable.faults.gpu.live import recipe
 
 if TYPE_CHECKING:
     from shaketable.inject.board import Board
@@ -40,38 +42,49 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Seat(NamedTuple):
-    """Where a tap is on the tables that are dealt."""
+    """Where a tap is on the board, and on the tables that are dealt from it."""
 
+    number: int
+    """Of the injection."""
+    row: int
+    place: int
+    relative: bool
     table: int
     at: int
     is_last: bool
 
 
-def seats(taps: Sequence[Tap], repeats: int) -> tuple[list[Seat], list[int]]:
-    """The seats of a board's taps, in its order, and how many rows every table has: one per layer and clause."""
-    found: list[Seat] = []
-    sizes: list[int] = []
-    for i, tap in enumerate(taps):
-        before = taps[i - 1] if i else None
-        is_new = before is None or (before.clause, before.spot.layer) != (tap.clause, tap.spot.layer)
-        if is_new or sizes[-1] == TOGETHER * repeats:
-            sizes.append(0)
-        found.append(Seat(len(sizes) - 1, sizes[-1], False))
-        sizes[-1] += repeats
-    lasts = {i for i, seat in enumerate(found) if i + 1 == len(found) or found[i + 1].table != seat.table}
-    return [seat._replace(is_last=i in lasts) for i, seat in enumerate(found)], sizes
+def tables(taps: Sequence[Tap]) -> list[list[Tap]]:
+    """The taps of a board, in its order, by layer and clause; those of one table are struck one after the other."""
+    found: list[list[Tap]] = []
+    for tap in taps:
+        last = found[-1][-1] if found else None
+        is_new = last is None or (last.clause, last.spot.layer) != (tap.clause, tap.spot.layer)
+        if is_new or len(found[-1]) == TOGETHER:
+            found.append([])
+        found[-1].append(tap)
+    return found
+
+
+def place_on(board: Board) -> None:
+    """Tell the taps of a board where on it they are, so that graphs can be traced with that."""
+    number, found = board.injection.handle, tables(list(board.taps))
+    passes[number] = Gathering(board, [len(taps) * board.repeats for taps in found])
+    weakref.finalize(board.injection, passes.pop, number, None)
+    for table, taps in enumerate(found):
+        for i, tap in enumerate(taps):
+            how, live = recipe(tap.fault), board.row(tap, False, 0)
+            if how is not None and how.is_noise:
+                relative, is_last = how.kind == gpu.RELATIVE, tap is taps[-1]
+                tap.seat = Seat(number, live.row, live.place, relative, table, i * board.repeats, is_last)
 
 
 class Gathering:
     """What has been struck so far in the pass that is being compiled. Dynamo traces it."""
 
-    def __init__(self) -> None:
-        self.rows: Tensor | None = None
-        self.proof: Tensor | None = None
-        self.sizes: list[int] = []
-        self.repeats = 0
-        self.seats: dict[int, Seat] = {}
-        """By the row of a tap on the board."""
+    def __init__(self, board: Board, sizes: list[int]) -> None:
+        self.rows, self.proof, self.repeats = board.rows, board.proof, board.repeats
+        self.sizes = sizes if len(sizes) <= _MOST_TABLES else []
         self._clear()
 
     def _clear(self) -> None:
@@ -81,33 +94,25 @@ class Gathering:
         self.marks: list[int] = []
         self.counts: dict[int, int] = {}
 
-    def place_on(self, board: Board) -> None:
-        """Seat the taps of a board."""
-        taps = list(board.taps)
-        found, sizes = seats(taps, board.repeats)
-        if len(sizes) <= _MOST_TABLES:
-            self.rows, self.proof, self.sizes, self.repeats = board.rows, board.proof, sizes, board.repeats
-            self.seats = {board.row(tap, False, 0).row: seat for tap, seat in zip(taps, found, strict=True)}
-
     def open(self) -> None:
         """The head of a pass; the board has its keys."""
         self._clear()
-        if self.rows is not None:
+        if self.sizes:
             self.tables = torch.ops.shaketable.deal(self.rows, self.sizes)
 
-    def takes(self, x: Tensor, tap: Tap) -> bool:
+    def takes(self, x: Tensor, seat: Seat) -> bool:
         """Whether a strike can be fused: in a pass that is compiled as a whole, and no more often than there are rows."""
-        if not self.tables or tap.rows is not self.rows or self.counts.get(tap.row, 0) >= self.repeats:
+        if not self.tables or self.counts.get(seat.row, 0) >= self.repeats:
             return False
         return x.dtype in _TYPES and 0 < x.numel() <= gpu.LARGEST
 
-    def strike(self, x: Tensor, tap: Tap) -> Tensor:
+    def strike(self, x: Tensor, seat: Seat) -> Tensor:
         """The faulty tensor."""
-        n, seat = self.counts.get(tap.row, 0), self.seats[tap.row]
-        self.counts[tap.row] = n + 1
-        y, head = torch.ops.shaketable.struck(x, self.tables[seat.table], seat.at + n, tap.relative)
+        n = self.counts.get(seat.row, 0)
+        self.counts[seat.row] = n + 1
+        y, head = torch.ops.shaketable.struck(x, self.tables[seat.table], seat.at + n, seat.relative)
         self.loose.append(head)
-        self.marks.extend((tap.row + n, tap.place))
+        self.marks.extend((seat.row + n, seat.place))
         if seat.is_last or len(self.loose) == TOGETHER:
             self._put_together()
         return y  # type: ignore[no-any-return]
@@ -123,6 +128,11 @@ class Gathering:
         if self.heads:
             torch.ops.shaketable.tell(self.proof, self.rows, self.heads, self.marks)
         self._clear()
+
+
+passes: dict[int, Gathering] = {}
+"""By the number of an injection. Reached from here and not through taps: dynamo would ask at every call, in Python and for each
+of them, whether it is still the same object."""
 
 
 @torch.library.custom_op("shaketable::deal", mutates_args=())

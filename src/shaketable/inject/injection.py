@@ -18,11 +18,10 @@ from torch import nn
 
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault, native
-from shaketable.inject import compiled, graphs, operators, recompute
+from shaketable.inject import compiled, fused, graphs, operators, recompute
 from shaketable.inject.attached import Attached
 from shaketable.inject.boards import Boards
 from shaketable.inject.calls import Calls, Entry, Frame
-from shaketable.inject.fused import Gathering
 from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, LiveLedger, Spot
 from shaketable.inject.taps import Tap
@@ -113,7 +112,6 @@ class Injection:
         self.models: list[Attached] = []
         self.tracing: list[Entry] = []
         """The frames of the graph that is being compiled."""
-        self.gathering = Gathering()
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self._operator_taps: dict[tuple[int, int | None, str, str | None], list[Tap]] = {}
         self._mode = operators.Operators(self) if self.has_operators else None
@@ -322,7 +320,7 @@ class Injection:
             if self.boards.rows is not None and not self.tracing:
                 torch.ops.shaketable.begin(self.boards.rows, self.handle)
                 if entry.is_root:
-                    self.gathering.open()
+                    fused.passes[self.handle].open()
             if self.has_operators or (self.boards.rows is not None and entry.is_root):
                 self.tracing.append(entry)
             return
@@ -342,8 +340,8 @@ class Injection:
         if torch.compiler.is_compiling():
             if self.has_operators or (self.boards.rows is not None and entry.is_root):
                 self.tracing.pop()
-                if not self.tracing:
-                    self.gathering.close()
+                if self.boards.rows is not None and not self.tracing:
+                    fused.passes[self.handle].close()
             return
         frame = self.calls.top()
         if frame is None or frame.entry is not entry:
