@@ -139,6 +139,21 @@ def test_a_compiled_pass_is_fresh_live_counted_and_off(dynamic):
     assert torch.equal(call(data()), clean)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_off_is_bit_identical_in_a_real_model(tinier_llama, dtype):
+    """Inductor keeps sums of a smaller type in float32 inside of a kernel; where it cuts must not depend on us."""
+    net, ids = tinier_llama.to(dtype), torch.arange(32).view(2, 16)
+    call = torch.compile(net)
+    clean = call(input_ids=ids).logits
+    injection = boarded(net, NOISE)
+    assert not torch.equal(call(input_ids=ids).logits, clean)
+    assert injection.ledger.forward == 14
+    injection.disable()
+    assert torch.equal(call(input_ids=ids).logits, clean)
+    injection.close()
+
+
 def shaken(plan=NOISE, backend="aot_eager", seed=1, **how):
     """Three compiled passes, and the plan's ledger."""
     net = model(**how)

@@ -43,7 +43,10 @@ def register() -> None:
 
 
 def _struck(x: Any, table: Any, at: Any, relative: bool) -> tuple[Any, Any]:
-    """Both results. The second is a view: inductor writes to memory what is as large as this, unless it is one."""
+    """Both results. The first is a buffer, as the product's was: what is made of it is then put into the same kernels as in the
+    clean program, where a sum is kept in float32 or not, and with the noise off all bits are the same. Fused, it is not written.
+    The second is a view, which is not: inductor writes to memory what is as large as this, unless it is one.
+    """
     size, load, row = list(x.get_size()), x.make_loader(), _Row(table.make_loader(), at)
     how = x.get_device(), x.get_dtype(), relative
 
@@ -55,7 +58,9 @@ def _struck(x: Any, table: Any, at: Any, relative: bool) -> tuple[Any, Any]:
 
     ranges = [sympy.S.One, sympy.S(2), sympy.S(HEAD)]
     head = ir.Pointwise.create(device=how[0], dtype=torch.float32, inner_fn=first, ranges=ranges)
-    return ir.Pointwise.create(device=how[0], dtype=how[1], inner_fn=inner, ranges=size), squeeze(head, 0)
+    y = ir.Pointwise.create(device=how[0], dtype=how[1], inner_fn=inner, ranges=size)
+    y.realize()
+    return y, squeeze(head, 0)
 
 
 def _together(heads: list[Any]) -> Any:
