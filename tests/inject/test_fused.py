@@ -83,8 +83,13 @@ def test_inductor_writes_the_noise_of_the_fault(relative, dtype, shape):
     draw, fault = Draw(12345), make_fault({"kind": "relative_gaussian" if relative else "absolute_gaussian", "magnitude": 0.1})
     table = row(draw.normal_key, 0.1)
     wanted = fault.apply(x, draw)
-    written = torch.compile(lambda x, t: [2 * part for part in torch.ops.shaketable.struck(x, t, 1, relative)], fullgraph=True)
-    for y, head in (torch.ops.shaketable.struck(x, table, 1, relative), [part / 2 for part in written(x, table)]):
+    written = torch.compile(
+        lambda x, t: [2 * part for part in torch.ops.shaketable.struck(x, t, 1, relative, fused.EDITION)], fullgraph=True
+    )
+    for y, head in (
+        torch.ops.shaketable.struck(x, table, 1, relative, fused.EDITION),
+        [part / 2 for part in written(x, table)],
+    ):
         torch.testing.assert_close(y, wanted)
         n = min(x.numel(), gpu.HEAD)
         assert torch.equal(head[0, :n], x.flatten()[:n].float())
@@ -99,7 +104,7 @@ def test_inductor_computes_what_is_told_in_one_kernel_per_layer():
     x = torch.randn(6, 32)
 
     def both(x, table):
-        struck = [torch.ops.shaketable.struck(x + i, table, 1, True) for i in range(3)]
+        struck = [torch.ops.shaketable.struck(x + i, table, 1, True, fused.EDITION) for i in range(3)]
         return sum(y for y, _ in struck), torch.ops.shaketable.together([head for _, head in struck])
 
     for a, b in zip(torch.compile(both)(x, row(5, 0.1)), both(x, row(5, 0.1)), strict=True):
@@ -184,7 +189,7 @@ def test_it_is_the_noise_and_the_proof_of_a_kernel_per_linear(n):
     live, x = board.row(tap, False, 0), torch.randn(n)
     alone = dispatch._noise(x, 0.0, 0, True, None, False, live)
     by_kernel = board.proof[live.place].clone()
-    written, head = torch.ops.shaketable.struck(x, board.rows, live.row, True)
+    written, head = torch.ops.shaketable.struck(x, board.rows, live.row, True, fused.EDITION)
     torch.testing.assert_close(written, alone)
     board.proof.zero_()
     torch.ops.shaketable.tell(board.proof, board.rows, [head[None]], [live.row, live.place])
@@ -198,7 +203,23 @@ def test_it_is_the_noise_and_the_proof_of_a_kernel_per_linear(n):
     injection.close()
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.one(x), self.one(x)
+
+
+@torch.no_grad()
 def test_every_call_of_a_module_has_its_own_noise_and_is_counted():
+    injection = boarded(Twice())
+    a, b = torch.compile(injection.models[0].model, backend="aot_eager")(data())
+    assert not torch.equal(a, b)
+    torch.testing.assert_close(a, b, rtol=1, atol=1e-6)
+    assert injection.ledger.forward == 2
+    injection.close()
     _, ledger = shaken(times=REPEATS)
     assert ledger.forward == 3 * 6 * REPEATS
     _, ledger = shaken(times=REPEATS + 1)

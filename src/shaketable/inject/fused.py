@@ -18,8 +18,10 @@ Where the model is not compiled as a whole there is no end of the pass; there th
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,6 +40,8 @@ TOGETHER = 8
 """Strikes whose first values are put together by one kernel: inductor fuses so many."""
 _MOST_TABLES = 512
 """Tables that are dealt in a pass; a model of more parts (experts as linears) does without."""
+EDITION = hashlib.blake2b(Path(__file__).with_name("lowered.py").read_bytes(), digest_size=8).hexdigest()
+"""An argument that is there to be seen: what inductor wrote for a graph it keeps on disk, and must not take for another."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -110,7 +114,7 @@ class Gathering:
         """The faulty tensor."""
         n = self.counts.get(seat.row, 0)
         self.counts[seat.row] = n + 1
-        y, head = torch.ops.shaketable.struck(x, self.tables[seat.table], seat.at + n, seat.relative)
+        y, head = torch.ops.shaketable.struck(x, self.tables[seat.table], seat.at + n, seat.relative, EDITION)
         self.loose.append(head)
         self.marks.extend((seat.row + n, seat.place))
         if seat.is_last or len(self.loose) == TOGETHER:
@@ -149,7 +153,7 @@ def _(rows: Tensor, sizes: list[int]) -> list[Tensor]:
 
 
 @torch.library.custom_op("shaketable::struck", mutates_args=())
-def _struck(x: Tensor, table: Tensor, at: int, relative: bool) -> tuple[Tensor, Tensor]:
+def _struck(x: Tensor, table: Tensor, at: int, relative: bool, edition: str) -> tuple[Tensor, Tensor]:
     """The faulty tensor, and its first values: clean, faulty. What `lowered.py` is tested against."""
     low, high, scale, on = table[at]
     z = normals_of_words(x.numel(), low, high, x.device).view(x.shape) * scale.view(torch.float32)
@@ -165,7 +169,7 @@ def _head(x: Tensor) -> Tensor:
 
 
 @_struck.register_fake
-def _(x: Tensor, table: Tensor, at: int, relative: bool) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, table: Tensor, at: int, relative: bool, edition: str) -> tuple[Tensor, Tensor]:
     _teach_inductor()
     return torch.empty_like(x), x.new_empty(2, gpu.HEAD, dtype=torch.float32)
 

@@ -42,10 +42,12 @@ def register() -> None:
     register_lowering(torch.ops.shaketable.together.default, type_promotion_kind=None)(_together)
 
 
-def _struck(x: Any, table: Any, at: Any, relative: bool) -> tuple[Any, Any]:
-    """Both results. The first is a buffer, as the product's was: what is made of it is then put into the same kernels as in the
-    clean program, where a sum is kept in float32 or not, and with the noise off all bits are the same. Fused, it is not written.
-    The second is a view, which is not: inductor writes to memory what is as large as this, unless it is one.
+def _struck(x: Any, table: Any, at: Any, relative: bool, edition: str) -> tuple[Any, Any]:
+    """Both results.
+
+    The first is a buffer, as the product's was: what is made of it is then put into the same kernels as in the clean program,
+    where a sum is kept in float32 or not, and with the noise off all bits are the same. Fused, it is not written. The second
+    is a view, which inductor does not write to memory either; it would, for its size, if it were none.
     """
     size, load, row = list(x.get_size()), x.make_loader(), _Row(table.make_loader(), at)
     how = x.get_device(), x.get_dtype(), relative
