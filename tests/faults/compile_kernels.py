@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shaketable.faults.gpu import clip_kernels, format_kernels, many_kernels, noise_kernels, statistics_kernels
+from shaketable.faults.gpu import clip_kernels, format_kernels, head_kernels, many_kernels, noise_kernels, statistics_kernels
 from shaketable.faults.gpu.segments import cut, flat
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -21,8 +21,9 @@ TYPES = {
     "mirror": "*fp64",
     "partial": "*fp64",
 }
-TYPES |= {"bits": "*i32", "rows": "*i32", "keys": "*i64", "clock": "*i64", "table": "*i64", "owners": "*i32"}
-ALIGNED = ("x", "y", "g", "whole", "base")
+TYPES |= {"bits": "*i32", "marks": "*i32", "rows": "*i32", "head": "*fp32", "keys": "*i64", "clock": "*i64"}
+TYPES |= {"table": "*i64", "owners": "*i32"}
+ALIGNED = ("x", "y", "g", "whole", "base", "head")
 
 
 def compiled(kernel, warps=4, dtype="bf16", **constants):
@@ -81,3 +82,4 @@ for dtype, unit in (("bf16", 8), ("fp32", 4)):
     for kind in (0, 1, 2):
         how = {"UNIT": unit, "KIND": kind, "BLOCKS": 2, "BLOCK": 2048, "FAST": True}
         say(f"draw-{kind}-{dtype}", compiled(many_kernels.draw_many, dtype=dtype, **how))
+say("heads", compiled(head_kernels.heads, BLOCK=1024))

@@ -8,9 +8,11 @@ products, whose results are in memory anyway, and the same within rounding for f
 
 import pytest
 import torch
-from shaken_device import DEVICE, ON_CUDA, ROTARY, ids, on_device, settle
+from shaken_device import DEVICE, ON_CUDA, ROTARY, every_dtype, ids, on_device, settle
 
 import shaketable as st
+from shaketable.faults import Draw, gpu, make_fault
+from shaketable.inject import fused
 
 pytestmark = on_device
 BACKEND = "inductor" if ON_CUDA else "aot_eager"
@@ -170,7 +172,7 @@ def sampled(function):
 
 @pytest.mark.parametrize(("plan", "dtype", "how"), INFERRED)
 def test_inference_is_fresh_live_counted_and_off(tinier_llama, plan, dtype, how):
-    """Without gradients noise is in the graph as a kernel of its own, in place; with `reduce-overhead` in a CUDA graph."""
+    """Without gradients noise is fused with its neighbours by inductor; with `reduce-overhead` in a CUDA graph."""
     model = tinier_llama.to(DEVICE, dtype)
     compiled = torch.compile(model, **how)
     clean = [sampled(compiled) for _ in range(3)][-1]
@@ -218,3 +220,64 @@ def test_measured_equals_asked_in_inference(tinier_llama):
         for _ in range(4):
             sampled(compiled)
     assert ledger.to_dict()["sites"][0]["measured_magnitude"] == pytest.approx(0.05, rel=0.05)
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ["relative_gaussian", "absolute_gaussian"])
+def test_what_inductor_writes_is_the_noise_of_the_kernel(kind, dtype):
+    """The same key is the same noise within rounding, and what is told is what was done."""
+    x, draw = torch.randn(7, 33, 40, device=DEVICE).to(dtype), Draw(2**63 + 12345)
+    key, relative = draw.normal_key, kind == "relative_gaussian"
+    row = torch.tensor([[key & 0xFFFFFFFF, key >> 32, 0, 1]]).to(torch.int32)
+    row[0, 2:3] = torch.tensor([0.1]).view(torch.int32)
+    table = row.to(DEVICE)
+    written = torch.compile(
+        lambda x, t: torch.ops.shaketable.struck(x, t, 0, relative, fused.EDITION), backend=BACKEND, fullgraph=True
+    )
+    y, head = written(x, table)
+    wanted = make_fault({"kind": kind, "magnitude": 0.1}).apply(x, draw)
+    steps = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (8e-3, 1e-6), torch.float16: (1e-3, 1e-6)}[dtype]
+    torch.testing.assert_close(y, wanted, rtol=steps[0], atol=steps[1])
+    assert (y == wanted).float().mean() > (0.2 if dtype == torch.float32 else 0.99)
+    assert torch.equal(head, torch.stack([x.flatten()[: gpu.HEAD].float(), y.flatten()[: gpu.HEAD].float()]))
+    table[0, 3] = 0
+    assert torch.equal(written(x, table)[0], x)
+
+
+def test_a_layer_that_is_compiled_alone_is_shaken_and_counted(tinier_llama):
+    """There is no end of the pass in its graph: kernels count themselves there."""
+    model = tinier_llama.to(DEVICE)
+    clean = sampled(model)
+    model.model.layers[0].compile(backend=BACKEND)
+    with st.inject(model, SAMPLED, seed=1) as ledger:
+        found = [sampled(model) for _ in range(3)]
+        settle()
+        assert {layer: n["forward"] for layer, n in ledger.sites[0].by("layer").items()} == {"0": 21, "1": 21}
+    assert all(not torch.equal(a, b) for i, a in enumerate([clean, *found]) for b in found[i:])
+
+
+def test_two_plans_in_one_compiled_pass(tinier_llama):
+    model = tinier_llama.to(DEVICE)
+    compiled = torch.compile(model, backend=BACKEND)
+    one = st.inject(model, "relative_gaussian:0.05@module.q_proj+k_proj", seed=1)
+    two = st.inject(model, "absolute_gaussian:0.02@module.down_proj;relative_gaussian:0.1@module.up_proj", seed=2)
+    with one as first, two as second:
+        for _ in range(4):
+            sampled(compiled)
+        settle()
+        assert (first.forward, [site.forward for site in second.sites]) == (16, [8, 8])
+    found = [site.magnitude for site in (*first.sites, *second.sites)]
+    assert found == pytest.approx([0.05, 0.02, 0.1], rel=0.1)
+
+
+def test_a_model_of_any_length_is_compiled_once(tinier_llama):
+    model = tinier_llama.to(DEVICE)
+    compiled = torch.compile(model, backend=BACKEND, dynamic=True)
+    with st.inject(model, SAMPLED, seed=1) as ledger, torch.no_grad():
+        compiled(input_ids=ids(12))
+        made = graphs()
+        for n in (16, 20, 9):
+            compiled(input_ids=ids(n))
+        settle()
+        assert graphs() == made
+        assert ledger.forward == 4 * 14

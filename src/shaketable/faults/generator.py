@@ -78,18 +78,18 @@ def _shift(x: Tensor, by: int) -> Tensor:
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def _hash(counter: Tensor, key: int) -> Tensor:
-    """The first 32-bit hash of each counter (int32, wrapping)."""
-    h = counter ^ _signed(key)
+def _hash(counter: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
+    """The first 32-bit hash of each counter (int32, wrapping) under a key of two words."""
+    h = counter ^ low
     h = (h ^ _shift(h, 16)) * _signed(0x21F0AAAD)
-    h = (h ^ _shift(h, 15)) + _signed(key >> 32)
+    h = (h ^ _shift(h, 15)) + high
     h = h * _signed(0xD35A2D97)
     h = (h ^ _shift(h, 15)) * _signed(0x31848BAB)
     return h ^ _shift(h, 16)
 
 
-def _second_hash(h: Tensor, counter: Tensor, key: int) -> Tensor:
-    h = h + counter * _signed(0x9E3779B9) + _signed(key >> 32)
+def _second_hash(h: Tensor, counter: Tensor, high: int | Tensor) -> Tensor:
+    h = h + counter * _signed(0x9E3779B9) + high
     h = (h ^ _shift(h, 16)) * _signed(0x7FEB352D)
     h = (h ^ _shift(h, 15)) * _signed(0x846CA68B)
     return h ^ _shift(h, 16)
@@ -144,13 +144,18 @@ def normals(n: int, key: int, device: torch.device) -> Tensor:
 
 def plain_normals(n: int, key: int, device: torch.device) -> Tensor:
     """The reference implementation, in plain torch."""
+    return normals_of_words(n, _signed(key), _signed(key >> 32), device)
+
+
+def normals_of_words(n: int, low: int | Tensor, high: int | Tensor, device: torch.device) -> Tensor:
+    """The same under a key of two 32-bit words, which may be in the device's memory."""
     import torch
 
     half = STRIPE // 2
     stripes = -(-n // STRIPE)
     counter = torch.arange(stripes * half, dtype=torch.int32, device=device)
-    h1 = _hash(counter, key)
-    a, b = _box_muller(h1, _second_hash(h1, counter, key))
+    h1 = _hash(counter, low, high)
+    a, b = _box_muller(h1, _second_hash(h1, counter, high))
     return torch.stack([a.view(stripes, half), b.view(stripes, half)], dim=1).flatten()[:n]
 
 
@@ -159,7 +164,7 @@ def uniforms(n: int, key: int, device: torch.device) -> Tensor:
     import torch
 
     counter = torch.arange(n, dtype=torch.int32, device=device)
-    return _shift(_hash(counter, key), 8).float() * (1.0 / (1 << 24))
+    return _shift(_hash(counter, _signed(key), _signed(key >> 32)), 8).float() * (1.0 / (1 << 24))
 
 
 def lanes(channels: int, sparsity: float, key: int) -> Tensor:

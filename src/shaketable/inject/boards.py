@@ -8,7 +8,7 @@ import torch
 
 from shaketable.errors import PlanError
 from shaketable.faults import gpu
-from shaketable.inject import compiled
+from shaketable.inject import compiled, fused
 from shaketable.inject.board import Board, Pass, capturing
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Boards:
         self.settle()
         _outliving.extend(board for board in self.all if board.is_captured)
         self.all = []
+        fused.passes.pop(self.injection.handle, None)
         for tap in self.injection.taps:
             tap.boards = {}
 

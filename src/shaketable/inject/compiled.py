@@ -4,9 +4,10 @@ Dynamo traces our hooks and the operator mode; what they leave in the graph is `
 operator is opaque, so no state of ours is baked in: the switch, the magnitude, the phase and the noise are those of
 the moment of the call. Without a live tap (the injection was closed) it is the identity.
 
-On a card that would cost a call of Python per tap and pass. There, noise on what a linear returns is left in the graph as its
-Triton kernel, in place, which reads its key and scale from the injection's board (`board.py`); what is opaque is one call at
-the head of the pass, `shaketable::begin`, which asks for the phase and lets the board's clock tick.
+On a card that would cost a call of Python per tap and pass. There, noise on what a linear returns is arithmetic that inductor
+fuses with its neighbours (`fused.py`), or, where the model is not compiled as a whole, its Triton kernel, in place. Both read
+key and scale from the injection's board (`board.py`); what is opaque is one call at the head of the pass, `shaketable::begin`,
+which asks for the phase and lets the board's clock tick.
 
 In a compiled graph there are no frames. A tap counts its own calls, per phase; a call inside backward is a
 recomputation (activation checkpointing) and takes the newest moment that has not been recomputed yet.
@@ -21,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shaketable.faults import gpu
-from shaketable.faults.gpu.live import recipe
+from shaketable.inject import fused
 from shaketable.inject.calls import in_backward
 from shaketable.inject.taps import Blow, Tap
 
@@ -57,14 +57,40 @@ def newest() -> int:
     return _newest
 
 
-def trace(x: Tensor, tap: Tap, fresh: bool = False) -> Tensor:
-    """What a hook leaves in the graph for a module-level tap. What is `fresh` may be written to."""
-    if fresh and tap.rows is not None and x.is_cuda and not torch.is_grad_enabled() and x.is_contiguous():
-        torch.ops.shaketable.shake(x, tap.rows, tap.proof, tap.row, tap.place, tap.relative)
-        return x
+def trace(x: Tensor, tap: Tap) -> Tensor:
+    """What a hook leaves in the graph for a module-level tap."""
     for direction in tap.site.directions:
         x = trace_forward(x, tap.handle) if direction == "forward" else TracedEcho.apply(x, tap.handle, 0, True)
     return x
+
+
+def trace_fresh(x: Tensor, handle: int) -> Tensor:
+    """The same for a forward tap on what a linear has just computed, and which may be written to."""
+    seat = seat_of(handle)
+    if seat is None or not on_a_card(x) or torch.is_grad_enabled() or not x.is_contiguous():
+        return trace_forward(x, handle)
+    gathering = fused.passes[seat.number]
+    if gathering.takes(x, seat):
+        return gathering.strike(x, seat)
+    if gathering.tables:
+        return trace_forward(x, handle)
+    torch.ops.shaketable.shake(x, gathering.rows, gathering.proof, seat.row, seat.place, seat.relative)
+    return x
+
+
+def seat_of(handle: int) -> fused.Seat | None:
+    """Where a tap is on the board of a card. It stays there: a constant, to whoever traces."""
+    tap = _taps.get(handle)
+    return None if tap is None else tap.seat
+
+
+# What `torch.compiler.assume_constant_result` does, without its import of dynamo.
+seat_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def on_a_card(x: Tensor) -> bool:
+    """Whether kernels can read the board where this tensor is."""
+    return x.is_cuda
 
 
 def trace_forward(x: Tensor, handle: int) -> Tensor:
@@ -81,13 +107,19 @@ def live(handle: int) -> Tap | None:
 
 @torch.library.custom_op("shaketable::begin", mutates_args={"rows"})
 def _begin(rows: Tensor, handle: int) -> None:
-    """The head of a pass: new keys and the state of this moment for every kernel of it."""
+    """The head of a pass: new keys and the state of this moment for every kernel of it.
+
+    `rows` are those of the board, or a copy that a compiler has made to keep its graph functional.
+    """
     injection = _injections.get(handle)
     if injection is None or injection.closed:
         rows.zero_()
         return
     for board in injection.boards.on(rows.device):
         board.tick(injection.phase_now())
+    if injection.boards.rows is not None and rows.data_ptr() != injection.boards.rows.data_ptr():
+        rows.copy_(injection.boards.rows)
+    injection.fires += 1
 
 
 @_begin.register_fake
@@ -116,12 +148,7 @@ def place_on(board: Board) -> None:
     """Tell the taps of a board where on it they are, so that graphs can be traced with that."""
     if not hasattr(torch.ops.shaketable, "shake"):
         _define_shake()
-    for tap in board.taps:
-        how = recipe(tap.fault)
-        if how is not None and how.is_noise:
-            live = board.row(tap, False, 0)
-            tap.rows, tap.proof, tap.row, tap.place = live.rows, live.proof, live.row, live.place
-            tap.relative = how.kind == gpu.RELATIVE
+    fused.place_on(board)
 
 
 def _forward_blow(tap: Tap) -> Blow | None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
 
 _SLOT = "_shaketable_frames"
+_ALWAYS = "_shaketable_frames_always"
+"""Those that are opened also where no gradient is wanted: a compiled graph guards every list that its code looks into."""
 
 
 class LayerFrame:
@@ -34,19 +36,23 @@ class LayerFrame:
             original: Any = type(module)
             module.__dict__[_SLOT] = []
             module.__class__ = framed(original)
-        module.__dict__[_SLOT].append(self)
+        self._slots = (_SLOT, _ALWAYS) if injection.has_operators else (_SLOT,)
+        for slot in self._slots:
+            module.__dict__.setdefault(slot, []).append(self)
 
     def remove(self) -> None:
         """Open no more frames here; the last one gives the module its own class back."""
         frames: list[LayerFrame] = self.module.__dict__.get(_SLOT, [])
         if self not in frames:
             return
-        frames.remove(self)
+        for slot in self._slots:
+            self.module.__dict__[slot].remove(self)
+            if not self.module.__dict__[slot]:
+                del self.module.__dict__[slot]
         if not frames:
             now: Any = type(self.module)
             ours = next(kind for kind in now.__mro__ if "_shaketable_original" in kind.__dict__)
             self.module.__class__ = exchanged(now, ours, ours._shaketable_original)
-            del self.module.__dict__[_SLOT]
 
 
 @functools.cache
@@ -55,9 +61,8 @@ def framed(original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        frames: list[LayerFrame] = self.__dict__.get(_SLOT, ())
-        if not (self.training or torch.is_grad_enabled()):
-            frames = [frame for frame in frames if frame.injection.has_operators]
+        used = self.training or torch.is_grad_enabled()
+        frames: list[LayerFrame] = self.__dict__.get(_SLOT if used else _ALWAYS, ())
         if not frames:
             return original.forward(self, *args, **kwargs)
         for frame in frames:
@@ -84,7 +89,10 @@ def _exchanged(kind: Any, old: Any, new: Any) -> Any:
 
 
 def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
-    """A subclass that looks like the class itself, and of which copies and pickles are of that class, and clean."""
+    """A subclass that looks like the class itself, and of which copies and pickles are of that class, and clean.
+
+    Clean of what is in the module's dictionary under a name that begins with `slot`.
+    """
 
     def reduce(self: Any, protocol: Any) -> Any:
         state: Any = original.__reduce_ex__(self, protocol)[2]

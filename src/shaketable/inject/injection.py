@@ -18,7 +18,7 @@ from torch import nn
 
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault, native
-from shaketable.inject import compiled, graphs, operators, recompute
+from shaketable.inject import compiled, fused, graphs, operators, recompute
 from shaketable.inject.attached import Attached
 from shaketable.inject.boards import Boards
 from shaketable.inject.calls import Calls, Entry, Frame
@@ -339,6 +339,8 @@ class Injection:
         if torch.compiler.is_compiling():
             if self.boards.rows is not None and not self.tracing:
                 torch.ops.shaketable.begin(self.boards.rows, self.handle)
+                if entry.is_root:
+                    fused.passes[self.handle].open()
             if self.has_operators or (self.boards.rows is not None and entry.is_root):
                 self.tracing.append(entry)
             return
@@ -360,6 +362,8 @@ class Injection:
         if torch.compiler.is_compiling():
             if self.has_operators or (self.boards.rows is not None and entry.is_root):
                 self.tracing.pop()
+                if self.boards.rows is not None and not self.tracing:
+                    fused.passes[self.handle].close()
             return
         frame = self.calls.top()
         if frame is None or frame.entry is not entry:

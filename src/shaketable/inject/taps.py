@@ -29,6 +29,7 @@ from shaketable.inject.calls import Frame
 
 if TYPE_CHECKING:
     from shaketable.inject.board import Board, Pass
+    from shaketable.inject.fused import Seat
     from shaketable.inject.injection import Injection
     from shaketable.inject.ledger import Spot
 
@@ -69,9 +70,7 @@ class Tap:
         self.handle = -1
         self.boards: dict[torch.device, Board] = {}
         """Where kernels read what it is to do, per card."""
-        self.rows: Tensor | None = None
-        self.proof: Tensor | None = None
-        self.row, self.place, self.relative = 0, 0, False
+        self.seat: Seat | None = None
         """Where on the board of a card it is, for compiled graphs."""
 
     @property

@@ -10,6 +10,7 @@ from shaketable.faults.gpu.dispatch import (
     BIAS,
     BLOCK,
     GAIN,
+    LARGEST,
     RELATIVE,
     SYSTEMATIC,
     Live,
@@ -22,6 +23,7 @@ from shaketable.faults.gpu.dispatch import (
     tick,
 )
 from shaketable.faults.gpu.formats import coded
+from shaketable.faults.gpu.heads import HEAD, tell_heads
 from shaketable.faults.gpu.statistics import MEAN, SIZE, SPREAD, moment, top
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "BIAS",
     "BLOCK",
     "GAIN",
+    "HEAD",
+    "LARGEST",
     "MEAN",
     "RELATIVE",
     "SIZE",
@@ -44,6 +48,7 @@ __all__ = [
     "prepare",
     "prepare_keyed",
     "shift",
+    "tell_heads",
     "tick",
     "top",
 ]
