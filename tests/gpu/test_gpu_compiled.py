@@ -149,19 +149,15 @@ def test_checkpointed_layers_see_the_same_noise(tinier_llama):
 
 
 SAMPLED = "relative_gaussian:0.05@module.linear"
-MISSED = pytest.mark.xfail(
-    ON_CUDA, strict=True, reason="off is not bit-identical: inductor adds a float32 residual in a product"
-)
 INFERRED = [
-    pytest.param(SAMPLED, torch.float32, {"backend": BACKEND}, marks=MISSED),
+    (SAMPLED, torch.float32, {"backend": BACKEND}),
     (SAMPLED, torch.bfloat16, {"backend": BACKEND}),
-    pytest.param("absolute_gaussian:0.05@module.linear", torch.float32, {"backend": BACKEND}, marks=MISSED),
+    ("absolute_gaussian:0.05@module.linear", torch.float32, {"backend": BACKEND}),
     ("relative_gaussian:0.05,sparsity=0.5@module.linear", torch.float16, {"backend": BACKEND}),
     ("relative_gaussian:0.05@module.linear,point=input", torch.float32, {"backend": BACKEND}),
 ]
 if ON_CUDA:
-    INFERRED += [pytest.param(SAMPLED, torch.float32, {"mode": "reduce-overhead"}, marks=MISSED)]
-    INFERRED += [(SAMPLED, torch.bfloat16, {"mode": "reduce-overhead"})]
+    INFERRED += [(SAMPLED, dtype, {"mode": "reduce-overhead"}) for dtype in (torch.float32, torch.bfloat16)]
 
 
 def sampled(function):

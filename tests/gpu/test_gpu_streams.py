@@ -32,7 +32,8 @@ def test_side_streams_give_what_the_default_stream_gives(tiny_llama, plan):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not torch.equal(found[0], found[1])
     assert other.sites[0].by("layer") == ledger.sites[0].by("layer")
-    assert other.sites[0].measured().changed == ledger.sites[0].measured().changed
+    for seen in (ledger.sites[0], other.sites[0]):  # how many were measured differs: kernels measure the passes of one stream
+        assert seen.magnitude == pytest.approx(0.05, rel=0.05)
 
 
 def test_threads_with_streams_of_their_own(tiny_llama):
