@@ -50,6 +50,16 @@ def test_autocast_leaves_no_old_weight_in_a_graph(tmp_path):
     assert max(kl[2:]) < 10 * max(*kl[:2], 1e-4)
 
 
+def test_rollouts_before_the_first_noise_are_captured_and_not_counted(tmp_path):
+    """The first stage of AQN's decay is without noise; when it comes, the step is captured again."""
+    made = run(tmp_path / "run", aqn="global_decay:0.1-0.01,stages=4")
+    sigmas = [e["sigma"] for e in made.record.events("step")]
+    assert sigmas[0] == 0 < sigmas[-1]
+    assert [e["how"] for e in made.record.events("decoding")] == ["static, captured"]
+    noisy = sum(sigma > 0 for sigma in sigmas)
+    assert made.record.events("finished")[0]["ledgers"]["aqn"]["forward"] == noisy * 17
+
+
 def test_a_plan_and_aqn_act_in_rollouts_whether_captured_or_not(tmp_path):
     made = run(tmp_path / "run", plan="relative_gaussian:0.1@module.linear", aqn="constant:0.1")
     ledgers = made.record.events("finished")[0]["ledgers"]

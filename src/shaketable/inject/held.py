@@ -96,6 +96,10 @@ class HeldTap(Tap):
         """The key of the draw that holds now."""
         return mix64(self._place ^ mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number()))
 
+    def would_act(self, x: Tensor) -> bool:
+        """Only where it is on: a graph that was captured without noise holds the clean weight, and is captured anew (`graphs.py`)."""
+        return self.is_active
+
     def _blow(self, frame: Frame, way: tuple[bool, int], n: int) -> Blow:
         return Blow(self.fault, self.key(), frame.phase, frame.recomputing, way)
 
