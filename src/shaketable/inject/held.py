@@ -97,7 +97,7 @@ class HeldTap(Tap):
         return mix64(self._place ^ mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number()))
 
     def would_act(self, x: Tensor) -> bool:
-        """Only where it is on: a graph that was captured without noise holds the clean weight, and is captured anew (`graphs.py`)."""
+        """Only where it is on: a graph captured without noise reads the clean weight, and is captured anew (`graphs.py`)."""
         return self.is_active
 
     def _blow(self, frame: Frame, way: tuple[bool, int], n: int) -> Blow:
