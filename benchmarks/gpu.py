@@ -6,7 +6,9 @@ error was there. Beside it stands the naive hook, `y + y.abs() * torch.randn_lik
 about. Then the bandwidth of every kernel beside that of a copy, and the cost of AQN and of locate.
 
     python benchmarks/gpu.py                         # everything; writes gpu.json and gpu.md
-    python benchmarks/gpu.py --only smollm2 eager    # cases with all of these words in their name
+    python benchmarks/gpu.py --only smollm2 eager    # cases with all of these words in their name; the others stay as they were
+
+Every case is written down as soon as it is measured, with its date: a run that is cut off has lost nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import shaketable as st
 from shaketable.faults import Draw, make_fault
+from shaketable.harden.aqn import AQN
+from shaketable.measure.generation import Decoder
+from shaketable.measure.static_decoding import StaticDecoding
 
 HERE = Path(__file__).parent
 SCALE = 0.05
@@ -59,6 +64,8 @@ TARGETS = {
     ("qwen2-1.5b", "prefill eager, mxfp4 W4A4"): 1.6,
     ("smollm2-135m", "rollout eager, AQN on all norms"): 1.01,
     ("qwen2-1.5b", "rollout eager, AQN on all norms"): 1.01,
+    ("smollm2-135m", "rollout replayed, AQN on all norms"): 1.01,
+    ("qwen2-1.5b", "rollout replayed, AQN on all norms"): 1.01,
 }
 PEAK = 989.0
 """Dense bfloat16 of an H100 or H200, TFLOP/s, by its data sheet."""
@@ -112,9 +119,10 @@ def naive(model: Any, _: str) -> Iterator[tuple[Any, None]]:
 class Bench:
     """The cases of one shape."""
 
-    def __init__(self, name: str, pairs: int) -> None:
+    def __init__(self, name: str, pairs: int, note: Callable[[str, str, dict[str, Any]], None]) -> None:
+        """`note` is told every row: the shape, the case, what was measured."""
         kind, config = SHAPES[name]
-        self.name, self.pairs, self.results = name, pairs, {}  # type: ignore[var-annotated]
+        self.name, self.pairs, self.note = name, pairs, note
         with torch.device("cuda"):
             torch.manual_seed(0)
             torch.set_default_dtype(torch.bfloat16)
@@ -125,11 +133,12 @@ class Bench:
 
     # ---- what is run
 
-    def prefill(self, model: Any, compiled: bool = False) -> Run:
-        """One forward of the prompt."""
-        call = torch.compile(model, dynamic=False) if compiled else model
+    def prefill(self, model: Any, compiled: str = "") -> Run:
+        """One forward of the prompt; `compiled` is a mode of torch.compile."""
+        call = torch.compile(model, dynamic=False, mode=compiled) if compiled else model
 
         def run() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 return call(input_ids=self.ids, use_cache=False, logits_to_keep=1).logits
 
@@ -182,12 +191,25 @@ class Bench:
 
         return run
 
+    def replayed(self, model: Any) -> Run:
+        """The same as `shaketable train` does it: 64 prompts of 32 tokens, 32 more, in a captured graph."""
+        static, prompts = StaticDecoding(Decoder(32, (), 0)), self.token.expand(64, 32).tolist()
+
+        def run() -> Any:
+            with st.phase("rollout"):
+                return static.decode(model, prompts)
+
+        return run
+
     # ---- the cases
+
+    def wants(self, what: str, only: list[str]) -> bool:
+        """Whether a case is asked for."""
+        return all(word in f"{self.name} {what}" for word in only)
 
     def case(self, what: str, plan: str, make: Any, only: list[str], how: str = "shaken") -> None:
         """Measure one case beside the clean program."""
-        name = f"{self.name} {what}"
-        if not all(word in name for word in only):
+        if not self.wants(what, only):
             return
         torch._dynamo.reset()
         with (naive if how == "naive" else shaken)(self.model, plan) as (model, injection):
@@ -196,8 +218,7 @@ class Bench:
                 row["fires"] = injection.ledger.forward + injection.ledger.backward
                 row["magnitude"] = injection.ledger.sites[0].magnitude or 0.0
                 row["changed"] = injection.ledger.changed
-        self.results[what] = row
-        print(f"{name}: {row['ratio']:.3f} ({row['clean_seconds'] * 1e3:.2f} ms clean)", flush=True)
+        self.note(self.name, what, row)
 
     def all(self, only: list[str]) -> None:
         """Every case."""
@@ -214,23 +235,27 @@ class Bench:
         self.case("training step eager, relative_gaussian on all linears", linear, self.train, only)
         self.case("training step eager, op.matmul forward + backward", f"{NOISE}@op.matmul", self.train, only)
         self.case("training step eager, naive hook", "", self.train, only, "naive")
-        self.aqn(only)
-        self.case("prefill compiled, relative_gaussian on all linears", linear, lambda m: self.prefill(m, True), only)
-        self.case("prefill compiled, naive hook", "", lambda m: self.prefill(m, True), only, "naive")
+        self.aqn("rollout eager, AQN on all norms", self.rollout, only)
+        self.aqn("rollout replayed, AQN on all norms", self.replayed, only)
+        for what, mode in (("prefill compiled", "default"), ("prefill compiled and captured", "reduce-overhead")):
+            self.case(f"{what}, relative_gaussian on all linears", linear, lambda m, mode=mode: self.prefill(m, mode), only)
+            self.case(f"{what}, naive hook", "", lambda m, mode=mode: self.prefill(m, mode), only, "naive")
 
-    def aqn(self, only: list[str]) -> None:
-        """A rollout with noise on the weights of the norms."""
-        what = "rollout eager, AQN on all norms"
-        if not all(word in f"{self.name} {what}" for word in only):
+    def aqn(self, what: str, rollout: Callable[[Any], Run], only: list[str]) -> None:
+        """A rollout with noise on the weights of the norms, another one at every rollout."""
+        if not self.wants(what, only):
             return
-        from shaketable.harden.aqn import AQN
-
         copied = copy.deepcopy(self.model)
-        with AQN.load("constant:0.01").attach(copied, 1) as attached:
-            row = timed(self.rollout(self.model), self.rollout(copied), max(3, self.pairs // 3))
+        with AQN.load("constant:0.01").attach(copied, 10**6) as attached:
+            noisy = rollout(copied)
+
+            def step() -> None:
+                attached.step += 1
+                noisy()
+
+            row = timed(rollout(self.model), step, self.pairs)
             row["fires"] = attached.ledger.forward
-        self.results[what] = row
-        print(f"{self.name} {what}: {row['ratio']:.3f} ({row['clean_seconds'] * 1e3:.1f} ms clean)", flush=True)
+        self.note(self.name, what, row)
 
 
 def bandwidth(pairs: int) -> dict[str, dict[str, float]]:
@@ -318,23 +343,23 @@ def roofline(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(facts: dict[str, Any], out: Path) -> None:
-    """The last result as JSON and as a page."""
-    if len(facts["results"]) == len(SHAPES) and facts["bandwidth"]:
+    """The last results as JSON and as a page."""
+    if all("decode captured, relative_gaussian on all linears" in rows for rows in facts["results"].values()):
         facts["roofline"] = roofline(facts)
     (out / "gpu.json").write_text(json.dumps(facts, indent=2) + "\n")
     lines = [
         "# Speed on a card\n",
-        f"{facts['date']}, {facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}, triton "
-        f"{facts['triton']}; medians of {facts['pairs']} interleaved pairs.\n",
-        "| model | case | clean | ratio | quartiles | target |",
-        "|---|---|---|---|---|---|",
+        f"{facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}, triton {facts['triton']}; "
+        "medians of interleaved pairs, and their quartiles.\n",
+        "| model | case | clean | ratio | quartiles | target | pairs | measured |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, rows in facts["results"].items():
         for what, row in rows.items():
             target = TARGETS.get((name, what))
             lines.append(
-                f"| {name} | {what} | {row['clean_seconds'] * 1e3:.2f} ms | {row['ratio']:.3f} | "
-                f"{_quartiles(row)} | {f'≤ {target:.2f}' if target else ''} |"
+                f"| {name} | {what} | {row['clean_seconds'] * 1e3:.2f} ms | {row['ratio']:.3f} | {_quartiles(row)} | "
+                f"{f'≤ {target:.2f}' if target else ''} | {row['pairs']} | {row['date']} |"
             )
     copied = facts["bandwidth"].get("copy", {}).get("terabytes_per_second")
     if copied:
@@ -369,25 +394,32 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/gpu.py needs a CUDA device; benchmarks/speed.py is for CPUs")
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "pairs": arguments.pairs,
-    }
-    facts |= {name: version(name) for name in ("torch", "transformers", "triton")}
-    facts["bandwidth"] = {} if "bandwidth" in arguments.skip else bandwidth(arguments.pairs)
-    for name, row in facts["bandwidth"].items():
-        print(f"{name}: {row['terabytes_per_second']:.2f} TB/s", flush=True)
-    facts["results"] = {}
-    for name in SHAPES if "models" not in arguments.skip else ():
-        bench = Bench(name, arguments.pairs)
-        bench.all(arguments.only)
-        facts["results"][name] = bench.results
+    now = {"device": torch.cuda.get_device_name()} | {name: version(name) for name in ("torch", "transformers", "triton")}
+    facts = earlier(arguments.out, now)
+
+    def note(name: str, what: str, row: dict[str, Any]) -> None:
+        facts["results"].setdefault(name, {})[what] = row | {"date": time.strftime("%Y-%m-%d"), "pairs": arguments.pairs}
+        print(f"{name} {what}: {row['ratio']:.3f} ({row['clean_seconds'] * 1e3:.2f} ms clean)", flush=True)
         write(facts, arguments.out)
-        del bench
+
+    if "bandwidth" not in arguments.skip:
+        facts["bandwidth"] = bandwidth(arguments.pairs)
+        for name, row in facts["bandwidth"].items():
+            print(f"{name}: {row['terabytes_per_second']:.2f} TB/s", flush=True)
+    for name in SHAPES if "models" not in arguments.skip else ():
+        Bench(name, arguments.pairs, note).all(arguments.only)
         torch.cuda.empty_cache()
-    facts["locate"] = {} if "locate" in arguments.skip else locating()
+    if "locate" not in arguments.skip:
+        facts["locate"] = locating()
     write(facts, arguments.out)
+
+
+def earlier(out: Path, now: dict[str, str]) -> dict[str, Any]:
+    """What was measured before on the same device and with the same versions; nothing else can stand beside new rows."""
+    file = out / "gpu.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    same = all(found.get(key) == value for key, value in now.items())
+    return found if same else {**now, "bandwidth": {}, "results": {}, "locate": {}}
 
 
 if __name__ == "__main__":
