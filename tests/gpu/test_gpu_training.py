@@ -73,6 +73,21 @@ def test_the_short_way_is_the_ordinary_way(tiny_llama, prepared, plan, dtype):
 
 
 @every_plan
+def test_under_autocast_too(tiny_llama, prepared, plan):
+    """As `shaketable train` computes on a card: float32 weights, products in bfloat16."""
+    model = tiny_llama.to(DEVICE).train()
+    with torch.autocast(DEVICE.split(":")[0], torch.bfloat16):
+        short, ledger = trained(model, plan)
+    assert bool([launch for launch in prepared if launch]) == ON_CUDA
+    made = len(prepared)
+    with torch.autocast(DEVICE.split(":")[0], torch.bfloat16):
+        ordinary, other = by_autograd(model, plan)
+    assert len(prepared) == made
+    close(short, ordinary, torch.bfloat16)
+    assert (ledger.forward, ledger.backward) == (other.forward, other.backward)
+
+
+@every_plan
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_also_when_layers_are_computed_twice(tiny_llama, plan, reentrant):
     model = tiny_llama.to(DEVICE).train()

@@ -30,7 +30,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         again = self.options.get("again")
-        for _ in range(2):
+        for _ in range(self.options.get("turns", 2)):
             x = x + (self.body(x) if again is None else checkpoint(self.body, x, use_reentrant=again))
         return x
 
@@ -288,12 +288,70 @@ def test_what_a_mode_of_others_keeps_stays_as_it_was(card):
     assert all(torch.equal(a, b) for a, b in own.kept)
 
 
-def test_autocast_casts_before_the_product(card):
+def cast_agree(card, program, plan=NOISE, **options):
+    """As `agree`, but for what is measured: gradients of what is cast come later than others, and fires are numbered as they come."""
+    short = shaken(program, net(**options), plan)
+    made = len(card)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shaketable.inject.keyed.on_card", lambda x: False)
+        ordinary = shaken(program, net(**options), plan)
+    assert len(card) == made
+    assert all(torch.equal(a, b) for a, b in zip(short[0], ordinary[0], strict=True))
+    counted = ("forward", "backward", "recomputed", "matched", "phases")
+    assert [{k: site[k] for k in counted} for site in short[1]] == [{k: site[k] for k in counted} for site in ordinary[1]]
+    assert short[1][0]["measured_magnitude"] == pytest.approx(0.1, rel=0.3)
+    return made
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 1, 3)])
+def test_autocast_casts_before_the_product(card, shape, direction):
+    """The error is on the gradient of what was given, in its own type, as an echo would have it."""
+
     def program(model, injection):
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(model, injection, shape)
+
+    made = cast_agree(card, program, f"{NOISE},direction={direction}")
+    assert made == {"forward": 4, "backward": 10, "both": 14}[direction]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_autocast_over_one_pass_and_over_two(card, together):
+    """Autocast keeps what it has cast until it is left."""
+
+    def program(model, _):
+        found = []
+        with torch.autocast("cpu", torch.bfloat16, enabled=together):
+            for seed in (1, 2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    found.append(model(batch(2, 3, seed=seed)))
+        for y in reversed(found):
+            loss(y).backward()
+        return [y.detach() for y in found]
+
+    assert cast_agree(card, program, turns=1) == 4 + 10
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_autocast_and_checkpointing(card, again):
+    def program(model, injection):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(batch(2, 3))
+        loss(y).backward()
+        return [y.detach()]
+
+    assert cast_agree(card, program, again=again)
+
+
+def test_autocast_and_frozen_weights(card):
+    def program(model, injection):
+        for p in model.parameters():
+            p.requires_grad_(False)
         with torch.autocast("cpu", torch.bfloat16):
             return step(model, injection, (2, 3))
 
-    agree(card, program, launches=False)
+    assert cast_agree(card, program)
 
 
 def test_some_gradients_alone(card):

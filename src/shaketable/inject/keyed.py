@@ -136,9 +136,10 @@ def undisturbed() -> bool:
     return not (is_capturing() or _dispatch_modes() or _function_transforms() or forward_ad._current_level >= 0)
 
 
-def casting() -> bool:
-    """Whether autocast may stand between a product and what it was given; never behind what it returns."""
-    return bool(torch._C._is_any_autocast_enabled())
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type that autocast computes products of tensors like `x` in; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def product_node(y: Tensor) -> Any:

@@ -8,6 +8,10 @@ result would be the gradient that came; such a bias takes the ordinary way.)
 The gradient of a weight leaves the node transposed, as its memory is the weight's own: striking memory in order gives each
 value the noise that the ordinary way gives it behind the transposition. Where memory is not so, the ordinary strike is made.
 
+Autocast would cast what a product is given. Here it is cast beforehand, to the type that autocast names, and the error of a
+gradient is struck where that cast hands it back, as an echo on what was given would: by a hook on the cast's own node. (What
+autocast casts itself it keeps for a second use of the weight, and the gradients of both would meet there.)
+
 Only the innermost of several torch function modes comes here: what another one returns need not be new.
 """
 
@@ -70,13 +74,16 @@ class Products:
             return None
         frame, x, weight = stack[-1], args[0], args[1]
         bias = args[2] if len(args) == 3 else None
-        if type(x) is not Tensor or type(weight) not in _OWN or not keyed.on_card(x) or x.dtype is not weight.dtype:
+        if type(x) is not Tensor or type(weight) not in _OWN or not keyed.on_card(x):
+            return None
+        target = keyed.autocast_dtype(x)
+        if x.dtype is not weight.dtype and target is None:
             return None
         product = self.at(frame)
         noise = product.noise() if product is not None else None
         if product is None or noise is None or (product.phases and frame.phase not in product.phases):
             return None
-        if frame.captured is not None or not keyed.undisturbed() or keyed.casting():
+        if frame.captured is not None or not keyed.undisturbed():
             return None
         if not (product.echoes and torch.is_grad_enabled()):
             frame.count((frame.layer, "matmul"))
@@ -84,17 +91,31 @@ class Products:
             return product.strike(noise, y, frame) if product.strikes else y
         if not _is_known(x, weight, bias):
             return None
-        return self._echoing(func, args, frame, product, noise)
+        if target is None:
+            return self._echoing(func, args, frame, product, noise, {})
+        cast = tuple(a if a is None or a.dtype is torch.float64 else a.to(target) for a in args)
+        casts: dict[int, Any] = {i + 1: c.grad_fn for i, c in enumerate(cast) if c is not None and c is not args[i]}
+        return self._echoing(func, cast, frame, product, noise, casts)
 
-    def _echoing(self, func: Any, args: tuple[Any, ...], frame: Frame, product: Product, noise: Noise) -> Tensor | None:
-        """The same where a gradient may be wanted; None, not counted, where the graph is another one than it should be."""
+    def _echoing(
+        self, func: Any, args: tuple[Any, ...], frame: Frame, product: Product, noise: Noise, casts: dict[int, Any]
+    ) -> Tensor | None:
+        """The same where a gradient may be wanted; None, not counted, where the graph is another one than it should be.
+
+        `casts`: the nodes of arguments that are not as they were given.
+        """
         y: Tensor = func(*args)
         node = keyed.product_node(y) if y.requires_grad else None
         if y.requires_grad and node is None:
             return None
         number = frame.count((frame.layer, "matmul"))
         if node is not None:
-            node.register_hook(Gradients(product, noise, frame.moment + number, frame.phase, frame.recomputing))
+            how = product, noise, frame.moment + number, frame.phase, frame.recomputing
+            own = _ARGUMENTS[len(node.next_functions)]
+            node.register_hook(Gradients(*how, own if not casts else tuple(p for p in own if p[1] not in casts)))
+            for argument, behind in casts.items():
+                if behind is not None:
+                    behind.register_hook(Gradients(*how, ((0, argument),), turns=False))
         return product.strike(noise, y, frame) if product.strikes else y
 
     def at(self, frame: Frame) -> Product | None:
@@ -118,12 +139,16 @@ def _is_known(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class Gradients:
-    """Hook of the node of one product: strikes what it computed, with the keys of the forward call."""
+    """Hook of the node of one product, or of a cast before it: strikes what it computed, with the keys of the forward call."""
 
-    __slots__ = ("again", "moment", "noise", "phase", "product")
+    __slots__ = ("again", "moment", "noise", "pairs", "phase", "product", "turns")
 
-    def __init__(self, product: Product, noise: Noise, moment: int, phase: str, again: bool) -> None:
+    def __init__(
+        self, product: Product, noise: Noise, moment: int, phase: str, again: bool, pairs: Any, turns: bool = True
+    ) -> None:
+        """`pairs`: which of the gradients are of which argument. `turns`: whether that of a weight comes transposed."""
         self.product, self.noise, self.moment, self.phase, self.again = product, noise, moment, phase, again
+        self.pairs, self.turns = pairs, turns
 
     def __call__(self, grads: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         product = self.product
@@ -131,11 +156,11 @@ class Gradients:
             return None
         plain = not (torch.is_grad_enabled() or keyed.is_capturing() or torch.compiler.is_compiling())
         changed = None
-        for i, argument in _ARGUMENTS[len(grads)]:
+        for i, argument in self.pairs:
             g = grads[i]
             if g is None:
                 continue
-            launch = self.noise.launch(g) if plain and _is_dense(g, argument) else None
+            launch = self.noise.launch(g) if plain and _is_dense(g, self.turns and argument == _WEIGHT) else None
             if launch is not None:
                 moment = self.moment + (argument << 32)
                 product.fire(self.noise, launch, g, moment, self.phase, True, False)
@@ -148,13 +173,13 @@ class Gradients:
         """By the autograd function itself: also where gradients of gradients are asked for, which it refuses."""
         moment, tap = self.moment + (argument << 32), self.product.tap
         blow = keyed.blow_of(tap, self.noise, moment, self.phase, (True, argument), self.again)
-        turned = g.t() if argument == _WEIGHT else g
-        struck: Tensor = Echo.backward(SimpleNamespace(tap=tap, blow=blow), turned)[0]
-        return struck.t() if argument == _WEIGHT else struck
+        turns = self.turns and argument == _WEIGHT
+        struck: Tensor = Echo.backward(SimpleNamespace(tap=tap, blow=blow), g.t() if turns else g)[0]
+        return struck.t() if turns else struck
 
 
-def _is_dense(g: Tensor, argument: int) -> bool:
+def _is_dense(g: Tensor, turned: bool) -> bool:
     """Whether memory order is the order in which the ordinary way sees the values."""
     if type(g) is not Tensor:
         return False
-    return g.stride() == (1, g.shape[0]) if argument == _WEIGHT else g.is_contiguous()
+    return g.stride() == (1, g.shape[0]) if turned else g.is_contiguous()
