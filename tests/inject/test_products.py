@@ -66,8 +66,8 @@ def shaken(program, model, plan=NOISE):
     return [*found, *(p.grad for p in model.parameters() if p.grad is not None)], told(injection.ledger)
 
 
-def agree(card, program, plan=NOISE, launches=True, **options):
-    """The program under the plan, the short way and the ordinary one."""
+def both_ways(card, program, plan=NOISE, **options):
+    """The ledgers of a program under a plan, the short way and the ordinary one, whose values are equal; and how many launches."""
     short = shaken(program, net(**options), plan)
     made = len(card)
     with pytest.MonkeyPatch.context() as patch:
@@ -75,9 +75,15 @@ def agree(card, program, plan=NOISE, launches=True, **options):
         ordinary = shaken(program, net(**options), plan)
     assert len(card) == made
     assert all(torch.equal(a, b) for a, b in zip(short[0], ordinary[0], strict=True))
-    assert short[1] == ordinary[1]
+    return short[1], ordinary[1], made
+
+
+def agree(card, program, plan=NOISE, launches=True, **options):
+    """The two ways agree in all that they say."""
+    short, ordinary, made = both_ways(card, program, plan, **options)
+    assert short == ordinary
     assert bool(made) == launches
-    return short[1]
+    return short
 
 
 def step(model, injection, shape=(4,), grad=True):
@@ -290,16 +296,10 @@ def test_what_a_mode_of_others_keeps_stays_as_it_was(card):
 
 def cast_agree(card, program, plan=NOISE, **options):
     """As `agree`, but for what is measured: gradients of what is cast come later than others, and fires are numbered as they come."""
-    short = shaken(program, net(**options), plan)
-    made = len(card)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shaketable.inject.keyed.on_card", lambda x: False)
-        ordinary = shaken(program, net(**options), plan)
-    assert len(card) == made
-    assert all(torch.equal(a, b) for a, b in zip(short[0], ordinary[0], strict=True))
-    counted = ("forward", "backward", "recomputed", "matched", "phases")
-    assert [{k: site[k] for k in counted} for site in short[1]] == [{k: site[k] for k in counted} for site in ordinary[1]]
-    assert short[1][0]["measured_magnitude"] == pytest.approx(0.1, rel=0.3)
+    *both, made = both_ways(card, program, plan, **options)
+    counts = [{k: site[k] for k in ("forward", "backward", "recomputed", "matched", "phases")} for (site,) in both]
+    assert counts[0] == counts[1]
+    assert both[0][0]["measured_magnitude"] == pytest.approx(0.1, rel=0.3)
     return made
 
 

@@ -94,36 +94,29 @@ def _declare(library: ctypes.CDLL) -> None:
         getattr(library, f"mxfp4_{dtype}").argtypes = [pointer, pointer, size, size]
 
 
-@functools.cache
 def striker() -> Any:
-    """`strike` of native.cpp, which keeps Python's lock while it launches: that takes less time than to give it back."""
-    library = _library()
-    if library is None:
-        return None
-    strike = ctypes.PyDLL(library._name).strike
-    strike.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.c_void_p]
-    return strike
+    """`strike` of native.cpp: an address, the row of a board, the stream."""
+    return _launching("strike", ctypes.c_uint64, ctypes.c_int32)
 
 
-@functools.cache
 def coder() -> Any:
-    """`strike_into` of native.cpp: the same for kernels that read from one address and write to another."""
-    library = _library()
-    if library is None:
-        return None
-    strike = ctypes.PyDLL(library._name).strike_into
-    strike.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p]
-    return strike
+    """`strike_into` of native.cpp: for kernels that read from one address and write to another."""
+    return _launching("strike_into", ctypes.c_uint64, ctypes.c_uint64)
 
 
-@functools.cache
 def keyed_striker() -> Any:
     """`strike_keyed` of native.cpp: source, target, the key of a tap, the moment it is mixed with, the stream."""
+    return _launching("strike_keyed", *[ctypes.c_uint64] * 4)
+
+
+@functools.cache
+def _launching(name: str, *arguments: Any) -> Any:
+    """A function that launches a kernel and keeps Python's lock meanwhile: that takes less time than to give it back."""
     library = _library()
     if library is None:
         return None
-    strike = ctypes.PyDLL(library._name).strike_keyed
-    strike.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 4, ctypes.c_void_p]
+    strike = getattr(ctypes.PyDLL(library._name), name)
+    strike.argtypes = [ctypes.c_void_p, *arguments, ctypes.c_void_p]
     return strike
 
 
