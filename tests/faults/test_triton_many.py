@@ -12,7 +12,7 @@ from kernel_route import DEVICE, HARD, fused, kernels, same
 from shaketable.faults import Draw, make_fault, native
 from shaketable.faults.gpu import many
 from shaketable.faults.gpu.coding import Coding
-from shaketable.inject.ledger import Measured
+from shaketable.inject.spots import Measured
 
 pytestmark = kernels
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -8,7 +8,7 @@ from torch import nn
 import faults.test_every_fault as generic
 import shaketable as st
 from shaketable.faults import MagnitudeFault
-from shaketable.inject.ledger import AT_HAND
+from shaketable.inject.spots import AT_HAND
 
 pytestmark = on_device
 MEASURABLE = [fault for fault in generic.FAULTS if isinstance(fault, MagnitudeFault)]

@@ -36,7 +36,7 @@ from shaketable.plan import PHASES
 if TYPE_CHECKING:
     from shaketable.faults import FaultBase
     from shaketable.inject.injection import Injection
-    from shaketable.inject.ledger import Measured, Spot
+    from shaketable.inject.spots import Measured, Spot
     from shaketable.inject.taps import Blow, Tap
 
 REPEATS, REPEATS_OF_OPERATORS = 4, 32

@@ -23,8 +23,9 @@ from shaketable.inject.attached import Attached
 from shaketable.inject.boards import Boards
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.held import HeldTap, Rollouts
-from shaketable.inject.ledger import Ledger, LiveLedger, Spot
+from shaketable.inject.ledger import Ledger, LiveLedger
 from shaketable.inject.ready import Shelf
+from shaketable.inject.spots import Spot
 from shaketable.inject.taps import Tap
 from shaketable.plan import PHASES, Plan
 from shaketable.sites.phases import current_phase

@@ -23,8 +23,8 @@ from shaketable.inject.held import HeldTap
 from shaketable.inject.taps import Tap
 
 if TYPE_CHECKING:
-    from shaketable.inject.ledger import Measured
     from shaketable.inject.ready import Ready
+    from shaketable.inject.spots import Measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shaketable.inject.board import Board, Pass
     from shaketable.inject.fused import Seat
     from shaketable.inject.injection import Injection
-    from shaketable.inject.ledger import Spot
+    from shaketable.inject.spots import Spot
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shaketable.inject.ledger import Measured
+from shaketable.inject.spots import Measured
 from shaketable.integrations.reports import merged
 
 BOTH = ("forward", "backward")

@@ -48,7 +48,7 @@ from shaketable.errors import ModelError, ShaketableError
 from shaketable.faults.noise import wide
 from shaketable.inject import Ledger, inject
 from shaketable.inject.attached import forget_compiled
-from shaketable.inject.ledger import Measured
+from shaketable.inject.spots import Measured
 from shaketable.locate.record import tensors_of
 from shaketable.measure.evaluation import in_phases
 from shaketable.measure.generation import batches
