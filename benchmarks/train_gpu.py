@@ -352,6 +352,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--child", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=HERE / "train_gpu.json")
     options = parser.parse_args()
+    if any(k < 1 for k in options.side_by_side):
+        parser.error(
+            f"--side-by-side counts processes from 1 on, not {min(options.side_by_side)}; --only steps leaves the campaign out"
+        )
+    if not (options.smoke or options.device == "cpu" or torch.cuda.is_available()):
+        raise SystemExit(
+            "benchmarks/train_gpu.py needs a CUDA device; --smoke tries it on a CPU, benchmarks/train.py is for CPUs"
+        )
     if options.smoke:
         for name, value in SMALL.items():
             setattr(options, name, value)
