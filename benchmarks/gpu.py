@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -156,31 +158,16 @@ class Bench:
                     input_ids=self.token, past_key_values=cache, cache_position=place, position_ids=rows, use_cache=True
                 ).logits
 
-        if not captured:
-            return run
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
+        return _captured(run) if captured else run
 
-        def replay() -> None:
-            assert run  # what the graph reads lives as long as this
-            graph.replay()
-
-        return replay
-
-    def train(self, model: Any) -> Run:
+    def train(self, model: Any, captured: bool = False) -> Run:
         """One forward and backward; the loss in chunks is not what is measured here."""
 
         def run() -> None:
             model.zero_grad(set_to_none=True)
             model.model(input_ids=self.ids, use_cache=False).last_hidden_state.float().square().mean().backward()
 
-        return run
+        return _captured(run) if captured else run
 
     def rollout(self, model: Any) -> Run:
         """A prompt and 32 tokens for 64 rows."""
@@ -235,6 +222,9 @@ class Bench:
         self.case("training step eager, relative_gaussian on all linears", linear, self.train, only)
         self.case("training step eager, op.matmul forward + backward", f"{NOISE}@op.matmul", self.train, only)
         self.case("training step eager, naive hook", "", self.train, only, "naive")
+        captured = partial(self.train, captured=True)
+        self.case("training step captured, op.matmul forward + backward", f"{NOISE}@op.matmul", captured, only)
+        self.case("training step captured, naive hook", "", captured, only, "naive")
         self.aqn("rollout eager, AQN on all norms", self.rollout, only)
         self.aqn("rollout replayed, AQN on all norms", self.replayed, only)
         for what, mode in (("prefill compiled", "default"), ("prefill compiled and captured", "reduce-overhead")):
@@ -256,6 +246,25 @@ class Bench:
             row = timed(rollout(self.model), step, self.pairs)
             row["fires"] = attached.ledger.forward
         self.note(self.name, what, row)
+
+
+def _captured(run: Run) -> Run:
+    """Replays of what a function does."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replay() -> None:
+        assert run  # what the graph reads lives as long as this
+        graph.replay()
+
+    return replay
 
 
 def bandwidth(pairs: int) -> dict[str, dict[str, float]]:

@@ -38,7 +38,8 @@ def compiled(kernel, warps=4, dtype="bf16", **constants):
 
 def say(name, ptx):
     moves = sorted(set(re.findall(r"(?:ld|st)\.global[.:\w]*", ptx)))
-    print(name, "approximate" if re.search(r"div\.(full|approx)|rcp\.approx", ptx) else "exact", *moves, flush=True)
+    exact = "approximate" if re.search(r"div\.(full|approx)|rcp\.approx", ptx) else "exact"
+    print(name, exact, f"logarithms={ptx.count('lg2.approx')}", *moves, flush=True)
 
 
 one = flat(torch.empty(4096, device="meta"))

@@ -129,7 +129,7 @@ def test_known_values():
     assert mix64(0) == 0xE220A8397B1DCDAF
     assert key_of(7, "layer", 3) == 11127795187796208922
     key = 0x0123456789ABCDEF
-    assert normals(40, key, CPU)[[0, 1, 16, 32]].tolist() == [
+    assert normals(40, key, CPU)[[0, 2, 1, 32]].tolist() == [
         1.2348284721374512, -0.4851972162723541, 0.18942466378211975, 2.0660362243652344,
     ]  # fmt: skip
     assert uniforms(40, key, CPU)[:3].tolist() == [0.45824944972991943, 0.3533772826194763, 0.7111378312110901]
@@ -161,10 +161,9 @@ def test_tails_of_normals():
     assert 5.2 < z.abs().max() < 6.8
 
 
-def test_both_halves_of_a_stripe_are_normal_and_unrelated():
+def test_both_of_a_pair_are_normal_and_unrelated():
     """Cosines and sines come from one radius: they must be independent, their squares too."""
-    z = SAMPLES["normals"](key_of("halves"), 32 * 31250).reshape(-1, 2, 16)
-    cosines, sines = z[:, 0].ravel(), z[:, 1].ravel()
+    cosines, sines = SAMPLES["normals"](key_of("halves"), 32 * 31250).reshape(-1, 2).T
     assert stats.kstest(cosines, "norm").pvalue > 0.001
     assert stats.kstest(sines, "norm").pvalue > 0.001
     for power in (1, 2, 3):

@@ -5,6 +5,8 @@ magnitude must still act, and the ledger must count what the device did and not 
 the plan before it is captured, as everybody does who captures graphs, so that no kernel has to be made during a capture.
 """
 
+import gc
+
 import pytest
 import torch
 from shaken_device import ROTARY, every_dtype, ids, needs_cuda
@@ -68,6 +70,7 @@ def captured(model, x):
     """A graph of the model, and where its output appears."""
     with torch.no_grad():
         warm(model, x)
+        gc.collect()  # a graph of an earlier test that is freed by chance during a capture spoils it
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = model(x)

@@ -5,8 +5,9 @@ two more), and a Box-Muller transform turns them into two normals. The polynomia
 fixed order of operations and without fused multiply-adds, so that this file (plain torch, any device) and the C++ of
 `native.cpp` give the *same bits*: a run does not change its noise because a compiler was missing.
 
-Sixteen pairs make one stripe of 32 elements: the cosines fill its first half, the sines its second, which is what a
-16-lane vector unit likes. Keys are made in Python from (seed, site, moment, rank): see `inject/calls.py`.
+The two of a pair lie side by side. So whoever computes element by element (a compiler that fuses noise with its neighbours) has
+both of them in one thread, and makes their hashes once. Keys are made in Python from (seed, site, moment, rank): see
+`inject/calls.py`.
 
 Rejected: torch.Generator. One per site is needed to key the noise, a CPU generator makes 125 M normals a second and
 core, and on an accelerator its stream depends on launch geometry.
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-STRIPE = 32
 _M64 = (1 << 64) - 1
 
 
@@ -151,12 +151,10 @@ def normals_of_words(n: int, low: int | Tensor, high: int | Tensor, device: torc
     """The same under a key of two 32-bit words, which may be in the device's memory."""
     import torch
 
-    half = STRIPE // 2
-    stripes = -(-n // STRIPE)
-    counter = torch.arange(stripes * half, dtype=torch.int32, device=device)
+    counter = torch.arange((n + 1) // 2, dtype=torch.int32, device=device)
     h1 = _hash(counter, low, high)
     a, b = _box_muller(h1, _second_hash(h1, counter, high))
-    return torch.stack([a.view(stripes, half), b.view(stripes, half)], dim=1).flatten()[:n]
+    return torch.stack([a, b], dim=1).flatten()[:n]
 
 
 def uniforms(n: int, key: int, device: torch.device) -> Tensor:

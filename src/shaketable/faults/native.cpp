@@ -58,7 +58,7 @@ static inline void pair(uint32_t c, uint32_t k0, uint32_t k1, float& a, float& b
   b = r * as_float(y ^ (h1 << 31));
 }
 
-// One stripe: 16 pairs, cosines first. `use` combines a clean value with its normal.
+// Stripes of 16 pairs, which are as many as a vector unit has lanes. `use` combines a clean value with its normal.
 template <typename T, typename Use>
 static void each(const T* x, T* out, size_t n, uint32_t k0, uint32_t k1, Use use) {
   size_t stripes = n / 32;
@@ -66,20 +66,16 @@ static void each(const T* x, T* out, size_t n, uint32_t k0, uint32_t k1, Use use
   for (size_t i = 0; i < stripes; i++) {
     const T* p = x + i * 32;
     T* w = out + i * 32;
+    float z[32];
 #pragma omp simd
-    for (int l = 0; l < 16; l++) {
-      float a, b;
-      pair((uint32_t)(i * 16 + l), k0, k1, a, b);
-      float first = use(load(p + l), a), second = use(load(p + l + 16), b);
-      store(w + l, first);
-      store(w + l + 16, second);
-    }
+    for (int l = 0; l < 16; l++) pair((uint32_t)(i * 16 + l), k0, k1, z[2 * l], z[2 * l + 1]);
+#pragma omp simd
+    for (int l = 0; l < 32; l++) store(w + l, use(load(p + l), z[l]));
   }
   for (size_t j = stripes * 32; j < n; j++) {
-    size_t l = j - stripes * 32;
-    float a, b;
-    pair((uint32_t)(stripes * 16 + (l & 15)), k0, k1, a, b);
-    store(out + j, use(load(x + j), l < 16 ? a : b));
+    float z[2];
+    pair((uint32_t)(j / 2), k0, k1, z[0], z[1]);
+    store(out + j, use(load(x + j), z[j % 2]));
   }
 }
 

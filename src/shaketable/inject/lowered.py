@@ -1,14 +1,15 @@
 """`shaketable::struck` as inductor writes it: arithmetic that it fuses with what is before and after.
 
 The operator is one node of a graph, and to inductor a pointwise computation: the counters, the hashes and the Box-Muller
-transform of `generator.py`, element by element. A pair of normals is made for each of its two elements, which is twice the
-arithmetic of the kernel in `noise_kernels.py`, and still cheaper: where it is fused, values are in registers already, and no
-pass over memory is added.
+transform of `generator.py`, element by element. Every element asks for both normals of its pair and takes one. Neighbours are
+a pair, and a thread has several neighbours, so the compiler below inductor sees that they ask for the same and computes it
+once: it knows the last bits of their numbers.
 
-One element needs one of the pair: a cosine, or a sine, which is a cosine a quarter turn on. With the card's own logarithm,
-root and cosine that is some fifty instructions; with polynomials half as many again. Elsewhere inductor's functions are used.
-Either way the noise is the kernel's up to rounding, and the result is rounded to the tensor's type before anything else is
-done with it: inductor would keep it in float32.
+With the card's own logarithm, root, sine and cosine that is some forty instructions per value; with polynomials twice as many.
+Elsewhere inductor's functions are used. Either way the noise is the kernel's up to rounding, and the result is rounded to the
+tensor's type before anything else is done with it: inductor would keep it in float32. For bfloat16 that is one instruction,
+which rounds two values side by side, of which one is zero: the other half of a float32. (Triton's way there and back takes two,
+and the first is among the slowest that a card has.)
 
 The first values, clean and faulty, are a second result, which nothing but the proof reads. Were they a slice of the first,
 inductor would see a large computation with two readers and write it to memory for both.
@@ -94,11 +95,19 @@ class _Row:
 def strike(x: Value, place: Any, row: _Row, device: torch.device, dtype: torch.dtype, relative: bool) -> Value:
     """The faulty value at a place, numbered in the order of a contiguous tensor."""
     i = ops.to_dtype(ops.index_expr(place, torch.int32), torch.int32)
-    z = normal(i, row[0], row[1], device) * ops.to_dtype_bitcast(row[2], torch.float32, torch.int32)
-    y = x + x * z if relative else x + z
-    if dtype != torch.float32:
-        y = ops.to_dtype(ops.to_dtype(y, dtype, use_compute_types=False), dtype)
+    z = normal(i, row[0], row[1], ops.to_dtype_bitcast(row[2], torch.float32, torch.int32), device)
+    y = rounded(x + x * z if relative else x + z, dtype, device)
     return ops.where(ops.ne(row[3], _word(0)), y, x)
+
+
+def rounded(y: Value, dtype: torch.dtype, device: torch.device) -> Value:
+    """A value as the tensor holds it, in float32 again."""
+    if dtype == torch.float32:
+        return y
+    if dtype == torch.bfloat16 and has_instructions(device):
+        bits = _asm("cvt.rn.bf16x2.f32 $0, $1, 0f00000000", y, "=r,f", torch.int32)
+        return ops.to_dtype_bitcast(bits, torch.float32, torch.int32)
+    return ops.to_dtype(ops.to_dtype(y, dtype, use_compute_types=False), dtype)
 
 
 def _first(
@@ -119,18 +128,23 @@ def _first(
     return ops.masked(inside, value, math.nan)
 
 
-def normal(i: Value, low: Value, high: Value, device: torch.device) -> Value:
-    """The standard normal of an element: `generator.py`, for one of a pair."""
-    counter = _word(-16) & _shift(i, 1) | i & _word(15)
+def normal(i: Value, low: Value, high: Value, scale: Value, device: torch.device) -> Value:
+    """The normal of an element, of this scale: `generator.py`, for one of a pair."""
+    counter = _shift(i, 1)
     h1 = _first_hash(counter, low, high)
     h2 = _second_hash(h1, counter, high)
-    u = _real(_shift(h1, 1)) * _number(2.0**-31) + _number(2.0**-32)
-    is_second = ops.ne(i & _word(16), _word(0))
-    is_sine = ops.lt(h2 ^ (i << _word(27)), _word(0))
-    angle = _real(h2 << _word(2)) * _number(3.6571409e-10)
-    z = radius(u, device) * cosine(ops.where(is_sine, angle - _number(math.pi / 2), angle), device)
-    is_negative = ops.ne(ops.where(is_second, h1 & _word(1), h2 & _word(1 << 30)), _word(0))
-    return ops.where(is_negative, ops.neg(z), z)
+    r = radius(_real(_shift(h1, 1)) * _number(2.0**-31) + _number(2.0**-32), device) * scale
+    s, q = sine_cosine(_real(h2 << _word(2)) * _number(3.6571409e-10), device)
+    swap = ops.lt(h2, _word(0))
+    first = _signed(r * ops.where(swap, s, q), h2 << _word(1))
+    second = _signed(r * ops.where(swap, q, s), h1 << _word(31))
+    return ops.where(ops.eq(i & _word(1), _word(0)), first, second)
+
+
+def _signed(z: Value, word: Value) -> Value:
+    """The value, turned around if the first bit of a word is set."""
+    bits = ops.to_dtype_bitcast(z, torch.int32, torch.float32) ^ (word & _word(1 << 31))
+    return ops.to_dtype_bitcast(bits, torch.float32, torch.int32)
 
 
 def _first_hash(counter: Value, low: Value, high: Value) -> Value:
@@ -152,22 +166,24 @@ def _second_hash(h: Value, counter: Value, high: Value) -> Value:
 def radius(u: Value, device: torch.device) -> Value:
     """√(−2 ln u)."""
     if has_instructions(device):
-        return _asm("sqrt.approx.ftz.f32", _asm("lg2.approx.ftz.f32", u) * _number(-2 * math.log(2)))
+        return _asm("sqrt.approx.ftz.f32 $0, $1", _asm("lg2.approx.ftz.f32 $0, $1", u) * _number(-2 * math.log(2)))
     return ops.sqrt(ops.log(u) * _number(-2.0))
 
 
-def cosine(t: Value, device: torch.device) -> Value:
-    """Of an angle in −3π/4 … π/4."""
-    return _asm("cos.approx.ftz.f32", t) if has_instructions(device) else ops.cos(t)
+def sine_cosine(t: Value, device: torch.device) -> tuple[Value, Value]:
+    """Of an angle in ±π/4."""
+    if has_instructions(device):
+        return _asm("sin.approx.ftz.f32 $0, $1", t), _asm("cos.approx.ftz.f32 $0, $1", t)
+    return ops.sin(t), ops.cos(t)
 
 
 def has_instructions(device: torch.device) -> bool:
-    """Whether code for this device may name instructions of NVIDIA's."""
-    return device.type == "cuda" and torch.version.hip is None
+    """Whether code for this device may name instructions that NVIDIA's cards have since Ampere."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _asm(instruction: str, x: Value) -> Value:
-    return ops.inline_asm_elementwise(x, asm=f"{instruction} $0, $1;", constraints="=f,f", dtype=torch.float32)
+def _asm(instruction: str, x: Value, constraints: str = "=f,f", dtype: torch.dtype = torch.float32) -> Value:
+    return ops.inline_asm_elementwise(x, asm=f"{instruction};", constraints=constraints, dtype=dtype)
 
 
 def _word(value: int) -> Value:

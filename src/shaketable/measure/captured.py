@@ -18,6 +18,7 @@ Other threads (the loader's, which pins memory) may talk to the driver meanwhile
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -64,6 +65,7 @@ class Captured:
         here.wait_stream(aside)
 
     def _capture(self) -> None:
+        gc.collect()  # another graph that is freed by chance during a capture would spoil it
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         torch.clear_autocast_cache()
         torch.cuda.synchronize(self.device)

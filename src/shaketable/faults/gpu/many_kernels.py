@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from shaketable.faults.gpu.format_kernels import coded, scales
-from shaketable.faults.gpu.noise_kernels import ADDITIVE, RELATIVE, mix64, normal_pair, struck, widened
+from shaketable.faults.gpu.noise_kernels import ADDITIVE, RELATIVE, mix64, normals, struck, widened
 from shaketable.faults.gpu.tiles import INFINITY, magnitude_bits
 
 ROW = tl.constexpr(6)
@@ -60,7 +60,7 @@ def sized(x, n, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def told(x, y, inside, FAST: tl.constexpr):
-    """What one half of a block changed: per lane, the seven summands of a draw's sums."""
+    """What a block changed: per lane, the seven summands of a draw's sums."""
     w, v = widened(x, FAST), widened(y, FAST)
     finite = inside & (magnitude_bits(w) < INFINITY) & (magnitude_bits(v) < INFINITY)
     alive = inside & (w != 0)
@@ -88,27 +88,23 @@ def draw_many(
     scale = tl.load(row + 5).to(tl.int32).to(tl.float32, bitcast=True)
     if KIND == IN_SIZES:
         scale = scale * sized(x, n, BLOCKS, BLOCK, FAST)
-    values, changed = tl.zeros((BLOCK // 2,), tl.int32), tl.zeros((BLOCK // 2,), tl.int32)
-    alive, survived = tl.zeros((BLOCK // 2,), tl.int32), tl.zeros((BLOCK // 2,), tl.int32)
-    errors, squares = tl.zeros((BLOCK // 2,), tl.float64), tl.zeros((BLOCK // 2,), tl.float64)
-    ratios = tl.zeros((BLOCK // 2,), tl.float64)
+    values, changed = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    alive, survived = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    errors, squares, ratios = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for block in range(BLOCKS):
-        c = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-        a, b = normal_pair(c.to(tl.uint32), k0, k1, FAST)
-        for half in tl.static_range(2):
-            i = (c // 16) * 32 + c % 16 + 16 * half
-            value = tl.load(x + i, mask=i < n, other=0.0)
-            z = a if half == 0 else b
-            result = struck(value, z, scale, RELATIVE if KIND == RELATIVE else ADDITIVE, FAST)
-            tl.store(y + i, result, mask=i < n)
-            inside, differs, is_alive, survives, error, wide, ratio = told(value, result, i < n, FAST)
-            values += inside
-            changed += differs
-            alive += is_alive
-            survived += survives
-            errors += error * error
-            squares += wide * wide
-            ratios += ratio * ratio
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + i, mask=i < n, other=0.0)
+        z = normals(block, k0, k1, FAST, BLOCK)
+        result = struck(value, z, scale, RELATIVE if KIND == RELATIVE else ADDITIVE, FAST)
+        tl.store(y + i, result, mask=i < n)
+        inside, differs, is_alive, survives, error, wide, ratio = told(value, result, i < n, FAST)
+        values += inside
+        changed += differs
+        alive += is_alive
+        survived += survives
+        errors += error * error
+        squares += wide * wide
+        ratios += ratio * ratio
     at = proof + tl.program_id(0) * SUMS
     tl.store(at, tl.sum(values, axis=0).to(tl.float64))
     tl.store(at + 1, tl.sum(changed, axis=0).to(tl.float64))

@@ -106,6 +106,13 @@ def normal_pair(c, k0, k1, FAST: tl.constexpr):
 
 
 @triton.jit
+def normals(block, k0, k1, FAST: tl.constexpr, BLOCK: tl.constexpr):
+    """The standard normals of a block. The two of a pair lie side by side, in one thread."""
+    a, b = normal_pair((block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)).to(tl.uint32), k0, k1, FAST)
+    return tl.interleave(a, b)
+
+
+@triton.jit
 def rounded(y, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """float32 to the tensor's own type, to nearest even; the interpreter cuts bfloat16 off and loses its subnormals."""
     if not FAST and tl.bfloat16 == DTYPE:
@@ -156,7 +163,7 @@ def noise(
     KIND: tl.constexpr, UNIT: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = x + |x|·z·scale, or x + z·scale·unit. 16 pairs make a stripe of 32 values: cosines first, then sines."""
+    """y = x + |x|·z·scale, or x + z·scale·unit."""
     if LIVE:
         rows += 4 * row
         k0, k1 = tl.load(rows).to(tl.uint32, bitcast=True), tl.load(rows + 1).to(tl.uint32, bitcast=True)
@@ -166,27 +173,22 @@ def noise(
         k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     if UNIT:
         scale = scale * tl.load(unit)
-    c = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    first = (c // 16).to(tl.int64) * 32 + c % 16
-    second = first + 16
-    a, b = normal_pair(c.to(tl.uint32), k0, k1, FAST)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if EVEN:
-        x0, x1 = tl.load(x + first), tl.load(x + second)
+        value = tl.load(x + i)
     else:
-        x0, x1 = tl.load(x + first, mask=first < n, other=0.0), tl.load(x + second, mask=second < n, other=0.0)
-    y0, y1 = struck(x0, a, scale, KIND, FAST), struck(x1, b, scale, KIND, FAST)
+        value = tl.load(x + i, mask=i < n, other=0.0)
+    result = struck(value, normals(tl.program_id(0), k0, k1, FAST, BLOCK), scale, KIND, FAST)
     if LIVE:
-        y0, y1 = tl.where(on != 0, y0, x0), tl.where(on != 0, y1, x1)
+        result = tl.where(on != 0, result, value)
         if (tl.program_id(0) == 0) & (on != 0):
             tl.atomic_add(proof + PROOF * place + 6 + on % TOLD, 1.0)
             if on >= TOLD:
-                tell(x0, y0, first < n, proof + PROOF * place)
+                tell(value, result, i < n, proof + PROOF * place)
     if EVEN:
-        tl.store(y + first, y0)
-        tl.store(y + second, y1)
+        tl.store(y + i, result)
     else:
-        tl.store(y + first, y0, mask=first < n)
-        tl.store(y + second, y1, mask=second < n)
+        tl.store(y + i, result, mask=i < n)
 
 
 @triton.jit(do_not_specialize=["n", "scale", "row", "place"])
