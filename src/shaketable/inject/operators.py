@@ -120,7 +120,7 @@ class OperatorModule(Hook):
     def _echo(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             for tap in self.echoes:
-                x = compiled.TracedEcho.apply(x, tap.handle, 0, False)
+                x = compiled.TracedEcho.apply(x, tap.handle, 0, False) if compiled.is_present(tap.handle) else x
             return x
         frame = self.injection.calls.top()
         for tap in self.echoes:
@@ -130,7 +130,7 @@ class OperatorModule(Hook):
     def _strike(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             for tap in self.strikes:
-                x = compiled.trace_forward(x, tap.handle)
+                x = compiled.trace_forward(x, tap.handle) if compiled.is_present(tap.handle) else x
             return x
         frame = self.injection.calls.top()
         return x if frame is None else _strike_all(self.strikes, x, frame)
@@ -152,10 +152,13 @@ class Operators(TorchFunctionMode):
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and not compiled.present[self.injection.handle]:
+            return func(*args, **kwargs)
         if operator is _WHOLE:
             with self:
                 return _open_multi_head()(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_traced:
             return self._traced(func, operator, args, kwargs)
         if func is F.linear and not kwargs:
             result = self.products.linear(func, args)
