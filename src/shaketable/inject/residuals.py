@@ -61,7 +61,7 @@ class PairTaps(ModuleTaps):
         if residual is None:
             return super()._on_input(args, kwargs)
         hidden = self._argument(self.hidden, args, kwargs)
-        self.total = hidden + residual if any(_may_act(tap) for tap in self.taps) else None
+        self.total = hidden + residual if torch.compiler.is_compiling() or any(acts(tap) for tap in self.taps) else None
         for tap in self.taps:
             hidden, residual = self._split(hidden, residual, tap, args, kwargs)
         changed = {self.hidden: hidden, "residual": residual}
@@ -88,8 +88,7 @@ class PairTaps(ModuleTaps):
         stream = output[1]
         if torch.compiler.is_compiling():
             for tap in self.taps:
-                if compiled.is_present(tap.handle):
-                    stream = torch.ops.shaketable.take_back(stream, total, tap.handle)
+                stream = torch.ops.shaketable.take_back(stream, total, tap.handle)
         else:
             stream = total
         return (output[0], stream, *output[2:])
@@ -97,8 +96,6 @@ class PairTaps(ModuleTaps):
     def _split(self, hidden: Tensor, residual: Tensor, tap: Tap, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         """The pair as the tap leaves it."""
         frame = self._frame(args, kwargs)
-        if frame is None and not compiled.is_present(tap.handle):
-            return hidden, residual
         if frame is None:
             return torch.ops.shaketable.strike_sum(hidden, residual, tap.handle)  # type: ignore[no-any-return]
         if not acts(tap, frame.phase):
@@ -117,11 +114,6 @@ def acts(tap: Tap, phase: str | None = None) -> bool:
     """Whether a tap would change a tensor now."""
     now = tap.injection.phase_now() if phase is None else phase
     return tap.is_active and "forward" in tap.site.directions and tap.acts_in(now)
-
-
-def _may_act(tap: Tap) -> bool:
-    """The same; to whoever traces, whether it is in the graph at all."""
-    return compiled.is_present(tap.handle) if torch.compiler.is_compiling() else acts(tap)
 
 
 def _alike(a: Any, b: Any) -> bool:
