@@ -53,8 +53,10 @@ def test_the_plan_is_in_the_graph_forward_and_backward(tinier_llama, counters, p
         assert graphs() == made, "nothing was compiled again"
         injection.disable()
         assert torch.equal(step(compiled, tinier_llama), clean)
+        assert ledger.forward == 3 * PLANS[plan][0], "nothing has fired"
         injection.enable()
-        assert not torch.equal(step(compiled, tinier_llama), clean)
+        step(compiled, tinier_llama)
+        assert (ledger.forward, ledger.backward) == tuple(4 * n for n in PLANS[plan])
         injection.set_magnitude(0)
         assert torch.equal(step(compiled, tinier_llama), clean)
         injection.set_magnitude(0.1)
