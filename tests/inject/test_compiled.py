@@ -1,4 +1,4 @@
-"""Plans inside torch.compile: in the graph, fresh at every call, changed live, off without a recompilation."""
+"""Plans inside torch.compile: in the graph, fresh at every call, changed live; what is off is in `test_compiled_off.py`."""
 
 import pytest
 import torch
@@ -50,11 +50,18 @@ def test_the_plan_is_in_the_graph_forward_and_backward(tinier_llama, counters, p
             assert not torch.equal(first, second), "fresh noise at every call"
         injection.set_magnitude(1e-4)
         assert (step(compiled, tinier_llama) - clean).abs().max() < (first - clean).abs().max()
+        assert graphs() == made, "nothing was compiled again"
         injection.disable()
         assert torch.equal(step(compiled, tinier_llama), clean)
+        assert ledger.forward == 3 * PLANS[plan][0], "nothing has fired"
         injection.enable()
         step(compiled, tinier_llama)
-        assert graphs() == made, "nothing was compiled again"
+        assert (ledger.forward, ledger.backward) == tuple(4 * n for n in PLANS[plan])
+        injection.set_magnitude(0)
+        assert torch.equal(step(compiled, tinier_llama), clean)
+        injection.set_magnitude(0.1)
+        assert not torch.equal(step(compiled, tinier_llama), clean)
+        assert graphs() == made + 1, "one graph more, for when it is off"
         assert not torch._dynamo.utils.counters["graph_break"]
     assert torch.equal(step(compiled, tinier_llama), clean)
     assert not torch.equal(first, clean)
@@ -150,7 +157,12 @@ def test_inductor_agrees_with_eager_on_what_happened(tinier_llama, counters):
     with injection as ledger:
         noisy = step(compiled, tinier_llama)
         assert [(s.forward, s.backward) for s in ledger.sites] == [(23, 46), (14, 0)]
+        made = graphs()
         injection.disable()
-        assert torch.allclose(step(compiled, tinier_llama), clean, atol=1e-6)
+        assert torch.equal(step(compiled, tinier_llama), clean)
+        injection.enable()
+        injection.set_magnitude(0)
+        assert torch.equal(step(compiled, tinier_llama), clean)
+        assert graphs() == made + 1
     assert not torch.allclose(noisy, clean, atol=1e-4)
     assert torch.equal(step(compiled, tinier_llama), clean)

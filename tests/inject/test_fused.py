@@ -128,9 +128,13 @@ def test_a_compiled_pass_is_fresh_live_counted_and_off(dynamic):
     assert injection.ledger.to_dict()["sites"][0]["measured_magnitude"] == pytest.approx(0.05, rel=0.05)
     injection.set_magnitude(1e-3)
     assert (call(data()) - clean).norm() < 0.1 * (found[0] - clean).norm()
+    assert graphs() == made, "nothing was compiled again"
     injection.disable()
     assert torch.equal(call(data()), clean)
     injection.enable()
+    injection.set_magnitude(0)
+    assert torch.equal(call(data()), clean)
+    injection.set_magnitude(1e-3)
     with st.phase("rollout"):
         assert not torch.equal(call(data()), clean)
     phases = {phase: n["forward"] for phase, n in injection.ledger.sites[0].by("phase").items()}
@@ -138,7 +142,7 @@ def test_a_compiled_pass_is_fresh_live_counted_and_off(dynamic):
     if dynamic:
         assert call(data(9)).shape == (2, 9, 32)
         assert injection.ledger.forward == 6 * 6
-    assert graphs() == made, "nothing was compiled again"
+    assert graphs() == made + 1, "one graph more, for when it is off"
     assert not torch._dynamo.utils.counters["graph_break"]
     injection.close()
     assert torch.equal(call(data()), clean)
@@ -155,6 +159,9 @@ def test_off_is_bit_identical_in_a_real_model(tinier_llama, dtype):
     assert not torch.equal(call(input_ids=ids).logits, clean)
     assert injection.ledger.forward == 14
     injection.disable()
+    assert torch.equal(call(input_ids=ids).logits, clean)
+    injection.enable()
+    injection.set_magnitude(0)
     assert torch.equal(call(input_ids=ids).logits, clean)
     injection.close()
 
@@ -236,16 +243,21 @@ def test_a_broken_graph_is_counted_too():
 @torch.no_grad()
 def test_two_plans_at_once():
     net = model()
-    clean = net(data())
+    call = torch.compile(net, backend="aot_eager", fullgraph=True)
+    clean = call(data())
     up = boarded(net, "relative_gaussian:0.05@module.up", seed=1)
     down = boarded(net, "relative_gaussian:0.01@module.down;absolute_gaussian:0.2@module.gate", seed=2)
-    call = torch.compile(net, backend="aot_eager", fullgraph=True)
     call(data()), call(data())
     assert (up.ledger.forward, [site.forward for site in down.ledger.sites]) == (4, [4, 4])
     found = [site.magnitude for site in (*up.ledger.sites, *down.ledger.sites)]
     assert found == pytest.approx([0.05, 0.01, 0.2], rel=0.06)
     up.disable()
+    assert not torch.equal(call(data()), clean)
+    assert (up.ledger.forward, [site.forward for site in down.ledger.sites]) == (4, [6, 6])
     down.disable()
-    torch.testing.assert_close(call(data()), clean)
+    assert torch.equal(call(data()), clean)
+    up.enable()
+    assert not torch.equal(call(data()), clean)
+    assert (up.ledger.forward, [site.forward for site in down.ledger.sites]) == (6, [6, 6])
     up.close()
     down.close()

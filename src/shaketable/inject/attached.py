@@ -1,8 +1,8 @@
 """The plan on one model: what it matches there, and every hook that is set and taken off again.
 
 torch.compile bakes hooks into graphs and does not look again. So setting and removing hooks drops what has been compiled
-so far; what is compiled while they are on carries the taps, and from then on the switch, the magnitude and the phase
-change nothing in the graph.
+so far; what is compiled while the plan is on carries the taps, and from then on the magnitude and the phase change nothing in
+the graph. Switched off there is a second graph, without them (`compiled.py`).
 """
 
 from __future__ import annotations

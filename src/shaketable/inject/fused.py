@@ -131,7 +131,8 @@ class Gathering:
             self._put_together()
         if self.heads:
             torch.ops.shaketable.tell(self.proof, self.rows, self.heads, self.marks)
-        self._clear()
+        if self.tables:
+            self._clear()
 
 
 passes: dict[int, Gathering] = {}

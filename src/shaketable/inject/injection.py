@@ -84,15 +84,19 @@ class Injection:
         allow_inert: bool = False,
         hold: bool = False,
         sampler: bool = False,
+        traced_once: bool = False,
     ) -> None:
         """Args:
         hold: Draw the noise of weights once per rollout instead of once per call.
         sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
-            weights are written into them (`written.py`), once per step.
+            weights are written into them (`written.py`), once per step. Engines trace once.
+        traced_once: The models are compiled ahead of time, without guards: taps are in the graph also when it is traced
+            while the plan is off. Elsewhere such a graph is the clean one.
         """
         self.plan = plan
         self.hold = hold or sampler
         self.sampler = sampler
+        self.traced_once = traced_once or sampler
         self.rollouts = Rollouts()
         self.rank = this_rank() if rank is None else rank
         self.allow_inert = allow_inert
@@ -123,6 +127,7 @@ class Injection:
         self._mode = operators.Operators(self) if self.has_operators else None
         self._depth = 0
         self._changing = 0
+        self._announce()
 
     # ---- the switch
 
@@ -148,7 +153,7 @@ class Injection:
         return self
 
     def disable(self) -> Self:
-        """Switch off, bit for bit. Hooks and mode stay, so that compiled graphs stay valid."""
+        """Switch off, bit for bit. Hooks and mode stay, so that compiled graphs stay valid: there are two of each then."""
         self.enabled = False
         self.rewrite()
         return self
@@ -225,6 +230,7 @@ class Injection:
         """Bring the weights that faults are written into up to date; also when new weights have come from outside."""
         if self._changing:
             return
+        self._announce()
         for model in self.models:
             if model.written is not None:
                 model.written.update()
@@ -233,6 +239,11 @@ class Injection:
         for shelf in self._shelves.values():
             shelf.close()
         self.boards.update()
+
+    def _announce(self) -> None:
+        """Tell those who trace whether the plan is there at all."""
+        on = self.enabled and not all(fault.is_off for fault in self.faults)
+        compiled.present[self.handle] = on or self.traced_once
 
     def shelf_of(self, owner: int) -> Shelf:
         """Where the weights of one model are made ready."""
@@ -247,7 +258,10 @@ class Injection:
             shelf.settle()
 
     def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
-        """Change the magnitude of one clause, or of all; takes effect at the next call, compiled or not."""
+        """Change the magnitude of one clause, or of all; takes effect at the next call, compiled or not.
+
+        Compiled graphs stay as they are, but for 0 everywhere: that is another graph, the clean one.
+        """
         for i, fault in enumerate(self.faults):
             if clause in (None, i) and isinstance(fault, MagnitudeFault):
                 self.faults[i] = fault.with_magnitude(magnitude)
@@ -338,7 +352,7 @@ class Injection:
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
         if torch.compiler.is_compiling():
-            if self.boards.rows is not None and not self.tracing:
+            if self.boards.rows is not None and not self.tracing and compiled.present[self.handle]:
                 torch.ops.shaketable.begin(self.boards.rows, self.handle)
                 if entry.is_root:
                     fused.passes[self.handle].open()

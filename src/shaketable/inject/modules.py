@@ -17,7 +17,7 @@ from shaketable.inject.tensors import change_first, change_input
 
 
 class ModuleTaps(Hook):
-    """The taps at one point of one module."""
+    """The taps of one plan at one point of one module."""
 
     def __init__(self, point: str, taps: list[Tap], calls: Calls, entry: Entry) -> None:
         self.point = point
@@ -35,6 +35,8 @@ class ModuleTaps(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         """Forward pre-hook, or forward hook."""
+        if torch.compiler.is_compiling() and not compiled.is_present(self.taps[0].handle):
+            return None
         return self._on_output(args, kwargs, output[0]) if output else self._on_input(args, kwargs)
 
     def _on_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -107,11 +107,14 @@ class OperatorModule(Hook):
 
     def __init__(self, injection: Injection, taps: list[Tap]) -> None:
         self.injection = injection
+        self.handle = injection.handle
         self.echoes = [tap for tap in taps if "backward" in tap.site.directions]
         self.strikes = [tap for tap in taps if "forward" in tap.site.directions]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         """Forward pre-hook and forward hook."""
+        if torch.compiler.is_compiling() and not compiled.present[self.handle]:
+            return None
         if output:
             return change_first(output[0], self._strike)[0]
         args, kwargs, _ = change_input(args, kwargs, self._echo)
@@ -152,10 +155,11 @@ class Operators(TorchFunctionMode):
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if operator is _WHOLE:
+        is_traced = torch.compiler.is_compiling()
+        if operator is _WHOLE and not (is_traced and not compiled.present[self.injection.handle]):
             with self:
                 return _open_multi_head()(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_traced:
             return self._traced(func, operator, args, kwargs)
         if func is F.linear and not kwargs:
             result = self.products.linear(func, args)
@@ -165,7 +169,7 @@ class Operators(TorchFunctionMode):
 
     def _traced(self, func: Any, operator: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taps = self.injection.traced_taps(operator[0])
-        if not taps:
+        if not taps or not compiled.present[self.injection.handle]:
             return func(*args, **kwargs)
         echoes = [tap.handle for tap in taps if "backward" in tap.site.directions]
         strikes = [tap.handle for tap in taps if "forward" in tap.site.directions]

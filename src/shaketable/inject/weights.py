@@ -62,9 +62,10 @@ class WeightTap:
 
     def trace(self, weight: Tensor) -> Tensor:
         """The same, for a graph being compiled."""
-        return (
-            compiled.TracedEcho.apply(weight, self.tap.handle, 1, False) if self.echo_only else compiled.trace(weight, self.tap)
-        )
+        if not self.echo_only:
+            return compiled.trace(weight, self.tap)
+        handle = self.tap.handle
+        return compiled.TracedEcho.apply(weight, handle, 1, False) if compiled.is_present(handle) else weight
 
 
 @dataclass(frozen=True)
