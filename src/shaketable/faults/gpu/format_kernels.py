@@ -4,7 +4,8 @@ Bit for bit what `formats.py` computes, with fewer instructions where they give 
 
 * To nearest even: adding and taking away 1.5·2^23 steps rounds to a multiple of the step, for the sum has no bits below it. The
   step is a power of two, made from the exponent's own bits; no division, no logarithm.
-* Divisions by a scale are `div_rn`: Triton's `/` is an approximation on a card.
+* Divisions by a scale are exact, from one inverse per segment: see `quotient_kernels.py`. What is divided once per segment, and
+  what is rounded stochastically, is divided by `div_rn`: Triton's `/` is an approximation on a card.
 * A value at or under the largest of a grid is not rounded past it, so it is cut once, before.
 
 Whether NaN is handed on is said at every minimum: a card's own drop it. Rejected: the card's conversions to FP8 and FP4. They
@@ -17,30 +18,34 @@ import triton
 import triton.language as tl
 
 from shaketable.faults.gpu.noise_kernels import first_hash, joined, mix64, rounded, widened
+from shaketable.faults.gpu.quotient_kernels import quotient
 from shaketable.faults.gpu.tiles import INFINITY, fetch, magnitude_bits, place, put
 
 MXFP4, NVFP4, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NONE, WHOLE, PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KEEP = tl.constexpr(tl.PropagateNan.ALL)
+SIGN = tl.constexpr(-(2**31))
 TINY, HUGE = tl.constexpr(2.0**-126), tl.constexpr((2 - 2.0**-23) * 2.0**127)
 
 
 @triton.jit
-def to_grid(x, u, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """`to_grid` of formats.py; `u` are uniforms, looked at when rounding is stochastic."""
-    bits = x.to(tl.int32, bitcast=True)
-    plain = bits & 0x7FFFFFFF
-    a = tl.minimum(plain.to(tl.float32, bitcast=True), LARGEST, propagate_nan=KEEP)
+def to_grid(a, u, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """`to_grid` of formats.py for magnitudes; `u` are uniforms, looked at when rounding is stochastic."""
+    a = tl.minimum(a, LARGEST, propagate_nan=KEEP)
     exponent = tl.maximum(a.to(tl.int32, bitcast=True) & INFINITY, (SMALLEST + 127) << 23)
     if STOCHASTIC:
         step = exponent - (MANTISSA << 23)
         scaled = a * ((254 << 23) - step).to(tl.float32, bitcast=True)
         low = tl.floor(scaled)
-        y = (low + tl.where(u < scaled - low, 1.0, 0.0)) * step.to(tl.float32, bitcast=True)
-    else:
-        heavy = (exponent + (((23 - MANTISSA) << 23) + 0x400000)).to(tl.float32, bitcast=True)
-        y = (a + heavy) - heavy
-    return (y.to(tl.int32, bitcast=True) | (bits ^ plain)).to(tl.float32, bitcast=True)
+        return (low + tl.where(u < scaled - low, 1.0, 0.0)) * step.to(tl.float32, bitcast=True)
+    heavy = (exponent + (((23 - MANTISSA) << 23) + 0x400000)).to(tl.float32, bitcast=True)
+    return (a + heavy) - heavy
+
+
+@triton.jit
+def signed(y, w):
+    """The magnitude `y` with the sign of `w`."""
+    return (y.to(tl.int32, bitcast=True) | (w.to(tl.int32, bitcast=True) & SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -102,15 +107,17 @@ def coded(
     """A tile as the format holds it, in the tensor's own type."""
     w = widened(value, FAST)
     u = uniforms(number, low, high) if STOCHASTIC else w
+    a = tl.abs(w)
     if KIND <= NVFP4:
-        y = to_grid(w * there, u, 1, 0, 6.0, STOCHASTIC)
+        y = to_grid(a * there, u, 1, 0, 6.0, STOCHASTIC)
     else:
-        scaled = w if SCOPE == NONE else tl.div_rn(w, there)
+        if SCOPE != NONE:
+            a = tl.div_rn(a, there) if STOCHASTIC else quotient(a, there, FAST)
         if KIND == E4M3:
-            y = to_grid(scaled, u, 3, -6, 448.0, STOCHASTIC)
+            y = to_grid(a, u, 3, -6, 448.0, STOCHASTIC)
         else:
-            y = to_grid(scaled, u, 2, -14, 57344.0, STOCHASTIC)
-    return rounded(y if SCOPE == NONE else y * back, value.dtype, FAST)
+            y = to_grid(a, u, 2, -14, 57344.0, STOCHASTIC)
+    return rounded(signed(y if SCOPE == NONE else y * back, w), value.dtype, FAST)
 
 
 @triton.jit(do_not_specialize=["cols", "per_row", "count", "low", "high"])
