@@ -19,7 +19,7 @@ import triton.language as tl
 
 from shaketable.faults.gpu.noise_kernels import first_hash, joined, mix64, rounded, widened
 from shaketable.faults.gpu.quotient_kernels import quotient
-from shaketable.faults.gpu.tiles import INFINITY, fetch, magnitude_bits, place, put
+from shaketable.faults.gpu.tiles import INFINITY, fetch, held, highest, magnitude_bits, own_bits, place, put
 
 MXFP4, NVFP4, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NONE, WHOLE, PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -38,8 +38,8 @@ def to_grid(a, u, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.co
         scaled = a * ((254 << 23) - step).to(tl.float32, bitcast=True)
         low = tl.floor(scaled)
         return (low + tl.where(u < scaled - low, 1.0, 0.0)) * step.to(tl.float32, bitcast=True)
-    heavy = (exponent + (((23 - MANTISSA) << 23) + 0x400000)).to(tl.float32, bitcast=True)
-    return (a + heavy) - heavy
+    power, heavy = exponent.to(tl.float32, bitcast=True), 1.5 * 2.0 ** (23 - MANTISSA)
+    return tl.fma(power, -heavy, tl.fma(power, heavy, a))
 
 
 @triton.jit
@@ -124,24 +124,32 @@ def coded(
 def quantize(
     x, y, whole, cols, per_row, count, low, high,
     KIND: tl.constexpr, SCOPE: tl.constexpr, STOCHASTIC: tl.constexpr,
-    LENGTH: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr, FAST: tl.constexpr,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and dequantize. `whole`: the tensor's largest magnitude, where it is asked for; see `tiles.py` for the rest."""
-    highest = tl.load(whole) if SCOPE == WHOLE or KIND == NVFP4 else 0.0
-    if LENGTH <= WIDTH:
-        offset, inside, number = place(0, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-        value = fetch(x, offset, inside, EVEN)
-        top = tl.max(magnitude_bits(widened(value, FAST)), axis=1)[:, None] if SCOPE == PARTS else highest
-        there, back = shared(top, highest, KIND, SCOPE)
-        put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, EVEN)
+    """Quantize and dequantize. `whole`: the tensor's largest magnitude, where it is asked for; see `segments.py` for the rest."""
+    peak = tl.load(whole) if SCOPE == WHOLE or KIND == NVFP4 else 0.0
+    if STEPS > 0:
+        values = held(x, cols, per_row, count, LENGTH, WIDTH, STEPS, GROUP, RAGGED, ALIGNED, EVEN)
+        top = peak
+        if SCOPE == PARTS:
+            bits = own_bits(values[0], False)
+            for i in tl.static_range(1, STEPS):
+                bits = tl.maximum(bits, own_bits(values[i], False))
+            top = highest(bits, x.dtype.element_ty, FAST)
+        there, back = shared(top, peak, KIND, SCOPE)
+        for i in tl.static_range(STEPS):
+            offset, inside, number = place(i * WIDTH, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
+            result = coded(values[i], there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST)
+            put(y, offset, result, inside, EVEN and (i + 1) * WIDTH <= LENGTH)
     else:
-        top = tl.zeros((GROUP,), tl.int32)
+        FULL: tl.constexpr = EVEN and LENGTH % WIDTH == 0
+        bits = tl.zeros((GROUP, WIDTH), tl.int32)
         for start in range(0, LENGTH, WIDTH):
             offset, inside, number = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            top = tl.maximum(top, tl.max(magnitude_bits(widened(fetch(x, offset, inside, EVEN), FAST)), axis=1))
-        there, back = shared(top[:, None], highest, KIND, SCOPE)
+            bits = tl.maximum(bits, magnitude_bits(widened(fetch(x, offset, inside, FULL), FAST)))
+        there, back = shared(tl.max(bits, axis=1)[:, None], peak, KIND, SCOPE)
         for start in range(0, LENGTH, WIDTH):
             offset, inside, number = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            value = fetch(x, offset, inside, EVEN)
-            put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, EVEN)
+            value = fetch(x, offset, inside, FULL)
+            put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, FULL)

@@ -36,15 +36,17 @@ def fused(a, b, c, FAST: tl.constexpr):
     last bit of an inexact sum odd: float64 has the room that rounding such a sum to float32 is as good as rounding the exact one.
     """
     if FAST:
-        return tl.fma(a, b, c)
-    product, last = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
-    total = product + last
-    part = total - product
-    error = (product - (total - part)) + (last - part)
-    bits = total.to(tl.int64, bitcast=True)
-    step = tl.where((error > 0) == (total > 0), 1, -1)
-    odd = tl.where((tl.abs(error) > 0) & (bits % 2 == 0), bits + step, bits)
-    return odd.to(tl.float64, bitcast=True).to(tl.float32)
+        result = tl.fma(a, b, c)
+    else:
+        product, last = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
+        total = product + last
+        part = total - product
+        error = (product - (total - part)) + (last - part)
+        bits = total.to(tl.int64, bitcast=True)
+        step = tl.where((error > 0) == (total > 0), 1, -1)
+        odd = tl.where((tl.abs(error) > 0) & (bits % 2 == 0), bits + step, bits)
+        result = odd.to(tl.float64, bitcast=True).to(tl.float32)
+    return result
 
 
 @triton.jit
@@ -55,4 +57,4 @@ def quotient(a, scale, FAST: tl.constexpr):
     inverse = tl.div_rn(1.0, b)
     a = a * lift
     q = a * inverse
-    return fused(fused(-q, b, a, FAST), inverse, q, FAST)
+    return fused(fused(q, -1.0 * b, a, FAST), inverse, q, FAST)
