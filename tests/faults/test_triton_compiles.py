@@ -30,12 +30,16 @@ def ptx(tmp_path_factory):
 
 
 def test_every_kernel_compiles_for_a_card(ptx):
-    assert len(ptx) == 56
+    assert len(ptx) == 68
 
 
 def test_formats_divide_exactly(ptx):
     formats = {name: found[0] for name, found in ptx.items() if name.startswith(("mxfp4", "nvfp4", "e4m3", "e5m2"))}
     assert set(formats.values()) == {"exact"}, formats
+
+
+def test_fp8_divides_once_for_the_scale_of_a_row_and_once_for_its_inverse(ptx):
+    assert {ptx[f"e4m3-{rows}-False"][-1] for rows in ("tiles", "passes")} == {"divides:2"}
 
 
 @pytest.mark.parametrize("move", ["ld.global", "st.global"])

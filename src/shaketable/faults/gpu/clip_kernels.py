@@ -65,14 +65,14 @@ def clip(
             result = struck(values[i], backs[i], edge, KIND, GRADIENT, FAST)
             put(y, offset, result, inside, EVEN and (i + 1) * WIDTH <= LENGTH)
     else:
-        FULL: tl.constexpr = EVEN and LENGTH % WIDTH == 0
+        full: tl.constexpr = EVEN and LENGTH % WIDTH == 0
         top = tl.zeros((GROUP, WIDTH), tl.int32)
         for start in range(0, LENGTH, WIDTH):
             offset, inside, _ = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            top = tl.maximum(top, finite_bits(widened(fetch(x, offset, inside, FULL), FAST)))
+            top = tl.maximum(top, finite_bits(widened(fetch(x, offset, inside, full), FAST)))
         edges = tl.max(top, axis=1)[:, None].to(tl.float32, bitcast=True) * scale
         for start in range(0, LENGTH, WIDTH):
             offset, inside, _ = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            value = fetch(x, offset, inside, FULL)
-            back = fetch(g, offset, inside, FULL) if GRADIENT else value
-            put(y, offset, struck(value, back, edges, KIND, GRADIENT, FAST), inside, FULL)
+            value = fetch(x, offset, inside, full)
+            back = fetch(g, offset, inside, full) if GRADIENT else value
+            put(y, offset, struck(value, back, edges, KIND, GRADIENT, FAST), inside, full)

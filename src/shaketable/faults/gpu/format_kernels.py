@@ -127,7 +127,7 @@ def quantize(
     LENGTH: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and dequantize. `whole`: the tensor's largest magnitude, where it is asked for; see `segments.py` for the rest."""
+    """Quantize and dequantize. `whole`: the tensor's largest magnitude, where it is asked for; the rest: `segments.py`."""
     peak = tl.load(whole) if SCOPE == WHOLE or KIND == NVFP4 else 0.0
     if STEPS > 0:
         values = held(x, cols, per_row, count, LENGTH, WIDTH, STEPS, GROUP, RAGGED, ALIGNED, EVEN)
@@ -143,13 +143,13 @@ def quantize(
             result = coded(values[i], there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST)
             put(y, offset, result, inside, EVEN and (i + 1) * WIDTH <= LENGTH)
     else:
-        FULL: tl.constexpr = EVEN and LENGTH % WIDTH == 0
+        full: tl.constexpr = EVEN and LENGTH % WIDTH == 0
         bits = tl.zeros((GROUP, WIDTH), tl.int32)
         for start in range(0, LENGTH, WIDTH):
             offset, inside, number = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            bits = tl.maximum(bits, magnitude_bits(widened(fetch(x, offset, inside, FULL), FAST)))
+            bits = tl.maximum(bits, magnitude_bits(widened(fetch(x, offset, inside, full), FAST)))
         there, back = shared(tl.max(bits, axis=1)[:, None], peak, KIND, SCOPE)
         for start in range(0, LENGTH, WIDTH):
             offset, inside, number = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            value = fetch(x, offset, inside, FULL)
-            put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, FULL)
+            value = fetch(x, offset, inside, full)
+            put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, full)

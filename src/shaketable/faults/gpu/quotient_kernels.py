@@ -7,9 +7,9 @@ instructions and a branch for each value. Values that share a divisor b share r,
     q = a·r,    rest = a − q·b,    a / b = q + rest·r
 
 is the same float as the division, where the last two are fused: one rounding each. Why that holds. In units of the quotient's
-last place, q is off by d ≤ 1/2 + |a/b|·|b·r − 1| < 3/2, the sum by d·|b·r − 1| ≤ d·b·2^-25 (b between 1 and 2), and a quotient is
-never nearer than 2^-24 / b to a tie between two floats. So only the ties matter, where d is 1/2 or 3/2. At 1/2 the error is
-smaller than that distance. At 3/2 both a and b must end in some twenty ones, and those pairs are few: the test tries them all.
+last place, q is off by d ≤ 1/2 + |a/b|·|b·r − 1| < 3/2, the sum by d·|b·r − 1| ≤ d·b·2^-25 (b between 1 and 2), and a quotient
+is never nearer than 2^-24 / b to a tie between two floats. So only the ties matter, where d is 1/2 or 3/2. At 1/2 the error is
+smaller than that distance. At 3/2 both a and b must end in some twenty ones: few pairs, and the test tries them all.
 
 Over- and underflow are kept away by a power of two, `lift`, for small divisors; with it every rest that can matter is exact, and
 a quotient too small for that is far below the smallest step of the grid that it is rounded to. So this is a quotient *for a

@@ -88,7 +88,7 @@ def held(
     tiles = ()
     for i in tl.static_range(STEPS):
         offset, inside, _ = place(i * WIDTH, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-        tiles = tiles + (fetch(x, offset, inside, EVEN and (i + 1) * WIDTH <= LENGTH),)
+        tiles = tiles + (fetch(x, offset, inside, EVEN and (i + 1) * WIDTH <= LENGTH),)  # noqa: RUF005 (Triton does not unpack)
     return tiles
 
 
