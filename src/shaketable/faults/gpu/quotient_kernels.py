@@ -11,8 +11,8 @@ last place, q is off by d ≤ 1/2 + |a/b|·|b·r − 1| < 3/2, the sum by d·|b�
 is never nearer than 2^-24 / b to a tie between two floats. So only the ties matter, where d is 1/2 or 3/2. At 1/2 the error is
 smaller than that distance. At 3/2 both a and b must end in some twenty ones: few pairs, and the test tries them all.
 
-Over- and underflow are kept away by a power of two, `lift`, for small divisors; with it every rest that can matter is exact, and
-a quotient too small for that is far below the smallest step of the grid that it is rounded to. So this is a quotient *for a
+Over- and underflow are kept away by a power of two, `lift`, for small divisors; with it every rest that can matter is exact,
+and a quotient too small for that is far below the smallest step of the grid that it is rounded to. So this is a quotient *for a
 grid*; stochastic rounding looks at the last bit of the smallest remainder, and divides. Rejected: a branch that divides where
 the divisor is extreme. It needs the smallest divisor of all segments in a program, and both ways lie in the code.
 
@@ -33,7 +33,7 @@ def fused(a, b, c, FAST: tl.constexpr):
     """a·b + c for float32, rounded once.
 
     The interpreter's own rounds twice. There the product is exact in float64 and so is the error of the sum, which makes the
-    last bit of an inexact sum odd: float64 has the room that rounding such a sum to float32 is as good as rounding the exact one.
+    last bit of an inexact sum odd: rounding such a sum to float32 is as good as rounding the exact one.
     """
     if FAST:
         result = tl.fma(a, b, c)

@@ -5,8 +5,8 @@ that lie side by side and share a scale or a threshold. Row r of the tensor, `co
 last may be short, and none reaches into the next row. One program takes `group` segments.
 
 A segment of up to `HELD` values is held in registers as a whole: read once, its number found, written. The sides of a tile are
-powers of two, and one tile for a row of 576 would let 44 % of 1024 lanes compute nothing; so a segment is up to nine tiles of one
-width, here of 64, of which the fewest lanes stay idle. They are of one width because Triton lays tiles of different widths
+powers of two, and one tile for a row of 576 would let 44 % of 1024 lanes compute nothing; so a segment is up to nine tiles of
+one width, here of 64, of which the fewest lanes stay idle. They are of one width because Triton lays tiles of different widths
 out differently, and then moves values between threads to compare them. Tried on an H200 before, in shares of the speed of a
 copy: a second pass that finds the values in the cache, 71 % on clipping (the cache is not free, and every step waits for its
 values); one wide tile, 81 % on clipping and 35 % on FP8, which computes more, also on idle lanes.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TILE, WIDEST, NARROW, WASTE = 2048, 8192, 64, 1.15
 HELD, STEPS, WIDE = 20480, 9, 4096
-"""Values of a segment, tiles of it, and lanes of a tile, that are held in registers at most: half a multiprocessor's threads."""
+"""Values of a segment, tiles of it, and lanes of a tile, that are held in registers at most."""
 
 
 @dataclass(frozen=True, slots=True)

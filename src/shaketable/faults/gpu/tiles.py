@@ -41,7 +41,7 @@ def own_bits(value, FINITE: tl.constexpr):
 def highest(bits, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """The largest of each segment's `own_bits`, as the bits of a float32."""
     top = tl.max(bits, axis=1)[:, None]
-    if DTYPE != tl.float32:
+    if tl.float32 != DTYPE:
         top = widened(top.to(tl.int16).to(DTYPE, bitcast=True), FAST).to(tl.int32, bitcast=True)
     return top
 
