@@ -39,7 +39,8 @@ def compiled(kernel, warps=4, dtype="bf16", **constants):
 def say(name, ptx):
     moves = sorted(set(re.findall(r"(?:ld|st)\.global[.:\w]*", ptx)))
     exact = "approximate" if re.search(r"div\.(full|approx)|rcp\.approx", ptx) else "exact"
-    print(name, exact, f"logarithms={ptx.count('lg2.approx')}", *moves, flush=True)
+    divides = f"divides:{len(re.findall(r'div[.]rn|rcp[.]rn', ptx))}"
+    print(name, exact, f"logarithms:{ptx.count('lg2.approx')}", *moves, divides, flush=True)
 
 
 one = flat(torch.empty(4096, device="meta"))
@@ -49,6 +50,8 @@ for name, kind, scope, parts in [
     ("nvfp4", 1, 2, cut(64, 64, 16)),
     ("e4m3-block", 2, 2, cut(64, 256, 128)),
     ("e4m3-token", 2, 2, cut(64, 576, 576)),
+    ("e4m3-tiles", 2, 2, cut(64, 8960, 8960)),
+    ("e4m3-passes", 2, 2, cut(64, 40960, 40960)),
     ("e5m2-tensor", 3, 1, one),
     ("e5m2-none", 3, 0, one),
 ]:
@@ -59,6 +62,8 @@ for name, scope, parts in [
     ("absolute", 0, one),
     ("tensor", 1, one),
     ("token", 2, cut(64, 576, 576)),
+    ("tiles", 2, cut(64, 8960, 8960)),
+    ("passes", 2, cut(64, 40960, 40960)),
     ("block", 2, cut(64, 64, 32)),
 ]:
     for kind in (0, 1):

@@ -56,6 +56,8 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SHAPES = st.sampled_from(
     [(1,), (7,), (32,), (), (3, 5, 33), (5, 16), (2, 128), (4, 130), (70, 31), (2, 576), (3, 1100), (1, 2048), (2, 9001)]
 )
+LONG_ROWS = [(16, 576), (3, 576), (2, 1536), (1, 4096), (2, 8960), (1, 20480), (2, 20481), (1, 24576)]
+"""One tile, several of which the last is full or not, in programs that are full or not; and too long to be held."""
 _fits = dispatch.fits
 
 

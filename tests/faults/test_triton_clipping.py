@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_route import DEVICE, HARD, fused, kernels, plain, quick, same, tensors
+from kernel_route import DEVICE, HARD, LONG_ROWS, fused, kernels, plain, quick, same, tensors
 
 from shaketable.faults import Draw, make_fault
 
@@ -55,6 +55,16 @@ def test_hard_values_alone_in_their_segments(kind, scope):
     for row in (x, *x):
         assert same(*both_routes(fault, row))
         assert same(*both_routes(fault, row, torch.ones_like(row)))
+
+
+@pytest.mark.parametrize("rows", LONG_ROWS, ids=str)
+@pytest.mark.parametrize("kind", ["dead_zone", "saturation"])
+def test_rows_of_one_tile_of_several_and_of_two_passes_are_clipped_the_same(kind, rows):
+    x = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(DEVICE)
+    x[:, -1], x[0, 0] = 9.0, float("inf")
+    fault = make_fault({"kind": kind, "magnitude": 0.1, "scope": "token"})
+    assert same(*both_routes(fault, x))
+    assert same(*both_routes(fault, x, torch.randn(rows, device=DEVICE)))
 
 
 def test_a_gradient_may_be_of_another_type_than_its_tensor():

@@ -30,7 +30,7 @@ def ptx(tmp_path_factory):
 
 
 def test_every_kernel_compiles_for_a_card(ptx):
-    assert len(ptx) == 56
+    assert len(ptx) == 68
 
 
 def test_formats_divide_exactly(ptx):
@@ -42,7 +42,11 @@ def test_a_pair_of_normals_is_made_once(ptx):
     """Every element asks for its pair; that two of them ask for the same is for the compiler to see. 2048 values, 128 threads."""
     for name, found in ptx.items():
         if name.startswith(("noise-", "draw-")):
-            assert found[1] == f"logarithms={2048 // 128 // 2}", name
+            assert found[1] == f"logarithms:{2048 // 128 // 2}", name
+
+
+def test_fp8_divides_once_for_the_scale_of_a_row_and_once_for_its_inverse(ptx):
+    assert {ptx[f"e4m3-{rows}-False"][-1] for rows in ("tiles", "passes")} == {"divides:2"}
 
 
 @pytest.mark.parametrize("move", ["ld.global", "st.global"])

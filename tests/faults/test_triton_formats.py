@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
-from kernel_route import DEVICE, HARD, KEYS, every_number, fused, kernels, plain, quick, same, tensors
+from kernel_route import DEVICE, HARD, KEYS, LONG_ROWS, every_number, fused, kernels, plain, quick, same, tensors
 
 from shaketable.faults import Draw, make_fault
 from shaketable.faults.gpu.segments import cut
@@ -55,6 +55,15 @@ def test_hard_values_alone_in_their_segments(fault):
         assert same(fast, wanted)
 
 
+@pytest.mark.parametrize("rows", LONG_ROWS, ids=str)
+def test_rows_of_one_tile_of_several_and_of_two_passes_are_coded_the_same(rows):
+    x = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(DEVICE)
+    x[:, -1] = 9.0
+    for kind in ("fp8_e4m3", "fp8_e5m2"):
+        for rounding in ("even", "stochastic"):
+            assert same(*both_routes(make_fault({"kind": kind, "scope": "token", "rounding": rounding}), x, 11))
+
+
 @pytest.mark.parametrize("fault", [f for f in FORMATS if f.rounding == "stochastic"], ids=lambda f: f.text())
 def test_stochastic_rounding_follows_its_key(fault):
     x = torch.linspace(0.1, 1.0, 4 * 96, device=DEVICE).view(4, 96)
@@ -71,11 +80,24 @@ def test_layout_does_not_matter_to_the_kernels():
 
 
 @pytest.mark.parametrize(
-    ("length", "width"),
-    [(1, 1), (5, 8), (32, 32), (33, 64), (576, 128), (1536, 512), (4096, 4096), (8960, 2048), (100_000, 8192)],
-)
-def test_a_tile_is_as_wide_as_wastes_little(length, width):
-    assert cut(4, length, length).width == width
+    ("length", "width", "steps"),
+    [
+        (1, 1, 1), (5, 8, 1), (32, 32, 1), (33, 64, 1), (128, 128, 1), (576, 64, 9), (1536, 512, 3), (4096, 4096, 1), (8960, 1024, 9),
+        (11008, 4096, 3), (14336, 2048, 7), (16384, 4096, 4), (18944, 4096, 5), (20480, 4096, 5), (20481, 2048, 0), (100_000, 8192, 0),
+    ],
+)  # fmt: skip
+def test_tiles_are_as_wide_as_wastes_little(length, width, steps):
+    parts = cut(4, length, length)
+    assert (parts.width, parts.steps) == (width, steps)
+
+
+def test_a_segment_that_is_held_has_few_idle_lanes_and_few_registers():
+    for length in (*range(1, 600), 1000, 1537, 8193, 12289, 16385, 20480):
+        parts = cut(4096, length, length)
+        lanes, threads = parts.width * parts.steps, 32 * parts.warps
+        assert length <= lanes < 1.25 * length + 64
+        assert lanes * parts.group <= 72 * threads
+        assert threads <= 512
 
 
 def test_segments_cover_each_row_by_itself():

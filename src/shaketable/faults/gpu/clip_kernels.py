@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from shaketable.faults.gpu.noise_kernels import rounded, widened
-from shaketable.faults.gpu.tiles import fetch, finite_bits, place, put
+from shaketable.faults.gpu.tiles import fetch, finite_bits, held, highest, own_bits, place, put
 
 DEAD_ZONE, SATURATION = tl.constexpr(0), tl.constexpr(1)
 ABSOLUTE, WHOLE, PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -34,38 +34,45 @@ def passed(g, value, edge, KIND: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def struck(
-    x, g, y, offset, inside, value, edge,
-    KIND: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Write one tile."""
+def struck(value, g, edge, KIND: tl.constexpr, GRADIENT: tl.constexpr, FAST: tl.constexpr):
+    """What is written of one tile."""
     if GRADIENT:
-        put(y, offset, passed(fetch(g, offset, inside, EVEN), value, edge, KIND, FAST), inside, EVEN)
-    else:
-        put(y, offset, clipped(value, edge, KIND, FAST), inside, EVEN)
+        return passed(g, value, edge, KIND, FAST)
+    return clipped(value, edge, KIND, FAST)
 
 
 @triton.jit(do_not_specialize=["scale", "cols", "per_row", "count"])
 def clip(
     x, g, y, whole, scale, cols, per_row, count,
     KIND: tl.constexpr, SCOPE: tl.constexpr, GRADIENT: tl.constexpr,
-    LENGTH: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr, FAST: tl.constexpr,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Dead zone or saturation. `whole`: the tensor's largest finite magnitude, where it is asked for; `g`: see `GRADIENT`."""
     edge = scale * tl.load(whole) if SCOPE == WHOLE else scale
-    if LENGTH <= WIDTH:
-        offset, inside, _ = place(0, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-        value = fetch(x, offset, inside, EVEN)
+    if STEPS > 0:
+        values = held(x, cols, per_row, count, LENGTH, WIDTH, STEPS, GROUP, RAGGED, ALIGNED, EVEN)
+        backs = values
+        if GRADIENT:
+            backs = held(g, cols, per_row, count, LENGTH, WIDTH, STEPS, GROUP, RAGGED, ALIGNED, EVEN)
         if SCOPE == PARTS:
-            edge = tl.max(finite_bits(widened(value, FAST)), axis=1)[:, None].to(tl.float32, bitcast=True) * scale
-        struck(x, g, y, offset, inside, value, edge, KIND, GRADIENT, EVEN, FAST)
+            bits = own_bits(values[0], True)
+            for i in tl.static_range(1, STEPS):
+                bits = tl.maximum(bits, own_bits(values[i], True))
+            edge = highest(bits, x.dtype.element_ty, FAST).to(tl.float32, bitcast=True) * scale
+        for i in tl.static_range(STEPS):
+            offset, inside, _ = place(i * WIDTH, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
+            result = struck(values[i], backs[i], edge, KIND, GRADIENT, FAST)
+            put(y, offset, result, inside, EVEN and (i + 1) * WIDTH <= LENGTH)
     else:
-        top = tl.zeros((GROUP,), tl.int32)
+        full: tl.constexpr = EVEN and LENGTH % WIDTH == 0
+        top = tl.zeros((GROUP, WIDTH), tl.int32)
         for start in range(0, LENGTH, WIDTH):
             offset, inside, _ = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            top = tl.maximum(top, tl.max(finite_bits(widened(fetch(x, offset, inside, EVEN), FAST)), axis=1))
-        edges = top[:, None].to(tl.float32, bitcast=True) * scale
+            top = tl.maximum(top, finite_bits(widened(fetch(x, offset, inside, full), FAST)))
+        edges = tl.max(top, axis=1)[:, None].to(tl.float32, bitcast=True) * scale
         for start in range(0, LENGTH, WIDTH):
             offset, inside, _ = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            struck(x, g, y, offset, inside, fetch(x, offset, inside, EVEN), edges, KIND, GRADIENT, EVEN, FAST)
+            value = fetch(x, offset, inside, full)
+            back = fetch(g, offset, inside, full) if GRADIENT else value
+            put(y, offset, struck(value, back, edges, KIND, GRADIENT, FAST), inside, full)

@@ -4,7 +4,8 @@ Bit for bit what `formats.py` computes, with fewer instructions where they give 
 
 * To nearest even: adding and taking away 1.5·2^23 steps rounds to a multiple of the step, for the sum has no bits below it. The
   step is a power of two, made from the exponent's own bits; no division, no logarithm.
-* Divisions by a scale are `div_rn`: Triton's `/` is an approximation on a card.
+* Divisions by a scale are exact, from one inverse per segment: see `quotient_kernels.py`. What is divided once per segment, and
+  what is rounded stochastically, is divided by `div_rn`: Triton's `/` is an approximation on a card.
 * A value at or under the largest of a grid is not rounded past it, so it is cut once, before.
 
 Whether NaN is handed on is said at every minimum: a card's own drop it. Rejected: the card's conversions to FP8 and FP4. They
@@ -17,30 +18,34 @@ import triton
 import triton.language as tl
 
 from shaketable.faults.gpu.noise_kernels import first_hash, joined, mix64, rounded, widened
-from shaketable.faults.gpu.tiles import INFINITY, fetch, magnitude_bits, place, put
+from shaketable.faults.gpu.quotient_kernels import quotient
+from shaketable.faults.gpu.tiles import INFINITY, fetch, held, highest, magnitude_bits, own_bits, place, put
 
 MXFP4, NVFP4, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NONE, WHOLE, PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KEEP = tl.constexpr(tl.PropagateNan.ALL)
+SIGN = tl.constexpr(-(2**31))
 TINY, HUGE = tl.constexpr(2.0**-126), tl.constexpr((2 - 2.0**-23) * 2.0**127)
 
 
 @triton.jit
-def to_grid(x, u, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """`to_grid` of formats.py; `u` are uniforms, looked at when rounding is stochastic."""
-    bits = x.to(tl.int32, bitcast=True)
-    plain = bits & 0x7FFFFFFF
-    a = tl.minimum(plain.to(tl.float32, bitcast=True), LARGEST, propagate_nan=KEEP)
+def to_grid(a, u, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """`to_grid` of formats.py for magnitudes; `u` are uniforms, looked at when rounding is stochastic."""
+    a = tl.minimum(a, LARGEST, propagate_nan=KEEP)
     exponent = tl.maximum(a.to(tl.int32, bitcast=True) & INFINITY, (SMALLEST + 127) << 23)
     if STOCHASTIC:
         step = exponent - (MANTISSA << 23)
         scaled = a * ((254 << 23) - step).to(tl.float32, bitcast=True)
         low = tl.floor(scaled)
-        y = (low + tl.where(u < scaled - low, 1.0, 0.0)) * step.to(tl.float32, bitcast=True)
-    else:
-        heavy = (exponent + (((23 - MANTISSA) << 23) + 0x400000)).to(tl.float32, bitcast=True)
-        y = (a + heavy) - heavy
-    return (y.to(tl.int32, bitcast=True) | (bits ^ plain)).to(tl.float32, bitcast=True)
+        return (low + tl.where(u < scaled - low, 1.0, 0.0)) * step.to(tl.float32, bitcast=True)
+    power, heavy = exponent.to(tl.float32, bitcast=True), 1.5 * 2.0 ** (23 - MANTISSA)
+    return tl.fma(power, -heavy, tl.fma(power, heavy, a))
+
+
+@triton.jit
+def signed(y, w):
+    """The magnitude `y` with the sign of `w`."""
+    return (y.to(tl.int32, bitcast=True) | (w.to(tl.int32, bitcast=True) & SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -102,39 +107,49 @@ def coded(
     """A tile as the format holds it, in the tensor's own type."""
     w = widened(value, FAST)
     u = uniforms(number, low, high) if STOCHASTIC else w
+    a = tl.abs(w)
     if KIND <= NVFP4:
-        y = to_grid(w * there, u, 1, 0, 6.0, STOCHASTIC)
+        y = to_grid(a * there, u, 1, 0, 6.0, STOCHASTIC)
     else:
-        scaled = w if SCOPE == NONE else tl.div_rn(w, there)
+        if SCOPE != NONE:
+            a = tl.div_rn(a, there) if STOCHASTIC else quotient(a, there, FAST)
         if KIND == E4M3:
-            y = to_grid(scaled, u, 3, -6, 448.0, STOCHASTIC)
+            y = to_grid(a, u, 3, -6, 448.0, STOCHASTIC)
         else:
-            y = to_grid(scaled, u, 2, -14, 57344.0, STOCHASTIC)
-    return rounded(y if SCOPE == NONE else y * back, value.dtype, FAST)
+            y = to_grid(a, u, 2, -14, 57344.0, STOCHASTIC)
+    return rounded(signed(y if SCOPE == NONE else y * back, w), value.dtype, FAST)
 
 
 @triton.jit(do_not_specialize=["cols", "per_row", "count", "low", "high"])
 def quantize(
     x, y, whole, cols, per_row, count, low, high,
     KIND: tl.constexpr, SCOPE: tl.constexpr, STOCHASTIC: tl.constexpr,
-    LENGTH: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr, FAST: tl.constexpr,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and dequantize. `whole`: the tensor's largest magnitude, where it is asked for; see `tiles.py` for the rest."""
-    highest = tl.load(whole) if SCOPE == WHOLE or KIND == NVFP4 else 0.0
-    if LENGTH <= WIDTH:
-        offset, inside, number = place(0, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-        value = fetch(x, offset, inside, EVEN)
-        top = tl.max(magnitude_bits(widened(value, FAST)), axis=1)[:, None] if SCOPE == PARTS else highest
-        there, back = shared(top, highest, KIND, SCOPE)
-        put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, EVEN)
+    """Quantize and dequantize. `whole`: the tensor's largest magnitude, where it is asked for; the rest: `segments.py`."""
+    peak = tl.load(whole) if SCOPE == WHOLE or KIND == NVFP4 else 0.0
+    if STEPS > 0:
+        values = held(x, cols, per_row, count, LENGTH, WIDTH, STEPS, GROUP, RAGGED, ALIGNED, EVEN)
+        top = peak
+        if SCOPE == PARTS:
+            bits = own_bits(values[0], False)
+            for i in tl.static_range(1, STEPS):
+                bits = tl.maximum(bits, own_bits(values[i], False))
+            top = highest(bits, x.dtype.element_ty, FAST)
+        there, back = shared(top, peak, KIND, SCOPE)
+        for i in tl.static_range(STEPS):
+            offset, inside, number = place(i * WIDTH, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
+            result = coded(values[i], there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST)
+            put(y, offset, result, inside, EVEN and (i + 1) * WIDTH <= LENGTH)
     else:
-        top = tl.zeros((GROUP,), tl.int32)
+        full: tl.constexpr = EVEN and LENGTH % WIDTH == 0
+        bits = tl.zeros((GROUP, WIDTH), tl.int32)
         for start in range(0, LENGTH, WIDTH):
             offset, inside, number = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            top = tl.maximum(top, tl.max(magnitude_bits(widened(fetch(x, offset, inside, EVEN), FAST)), axis=1))
-        there, back = shared(top[:, None], highest, KIND, SCOPE)
+            bits = tl.maximum(bits, magnitude_bits(widened(fetch(x, offset, inside, full), FAST)))
+        there, back = shared(tl.max(bits, axis=1)[:, None], peak, KIND, SCOPE)
         for start in range(0, LENGTH, WIDTH):
             offset, inside, number = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            value = fetch(x, offset, inside, EVEN)
-            put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, EVEN)
+            value = fetch(x, offset, inside, full)
+            put(y, offset, coded(value, there, back, number, low, high, KIND, SCOPE, STOCHASTIC, FAST), inside, full)

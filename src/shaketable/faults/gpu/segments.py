@@ -2,11 +2,16 @@
 
 A block of a format, a block of a clipping fault, a token's row and the whole tensor are the same thing to a kernel: values
 that lie side by side and share a scale or a threshold. Row r of the tensor, `cols` wide, has ceil(cols / length) segments; the
-last may be short, and none reaches into the next row. One program takes `group` segments, as a tile in registers when a
-segment is no longer than `width`, else in several steps of that width, of which the second pass finds its values in the cache.
+last may be short, and none reaches into the next row. One program takes `group` segments.
 
-The width is a power of two, because a tile's sides are. A row of 576 in one tile of 1024 would let 44 % of the lanes compute
-nothing, so the largest width that wastes little is taken: 128, five times.
+A segment of up to `HELD` values is held in registers as a whole: read once, its number found, written. The sides of a tile are
+powers of two, and one tile for a row of 576 would let 44 % of 1024 lanes compute nothing; so a segment is up to nine tiles of
+one width, here of 64, of which the fewest lanes stay idle. They are of one width because Triton lays tiles of different widths
+out differently, and then moves values between threads to compare them. Tried on an H200 before, in shares of the speed of a
+copy: a second pass that finds the values in the cache, 71 % on clipping (the cache is not free, and every step waits for its
+values); one wide tile, 81 % on clipping and 35 % on FP8, which computes more, also on idle lanes.
+
+Longer segments are done in steps, in two passes.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TILE, WIDEST, NARROW, WASTE = 2048, 8192, 64, 1.15
+HELD, STEPS, WIDE = 20480, 9, 4096
+"""Values of a segment, tiles of it, and lanes of a tile, that are held in registers at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,8 @@ class Segments:
     count: int
     width: int
     group: int
+    steps: int = 1
+    """Tiles that hold a segment; 0 for one that is read twice."""
 
     @property
     def padded(self) -> int:
@@ -44,8 +53,8 @@ class Segments:
     def shape(self) -> dict[str, Any]:
         """What a kernel is compiled for."""
         ragged = self.cols % self.length != 0
-        even = not ragged and self.count % self.group == 0 and self.length % self.width == 0
-        tile = {"LENGTH": self.length, "WIDTH": self.width, "GROUP": self.group}
+        even = not ragged and self.count % self.group == 0
+        tile = {"LENGTH": self.length, "WIDTH": self.width, "STEPS": self.steps, "GROUP": self.group}
         return {**tile, "RAGGED": ragged, "ALIGNED": self.cols % 16 == 0, "EVEN": even}
 
     @property
@@ -59,15 +68,15 @@ class Segments:
 
     @property
     def warps(self) -> int:
-        return max(4, self.width * self.group // 512)
+        return max(4, self.width * self.group * 4 // _tile(self.steps))
 
 
 @functools.lru_cache(maxsize=1024)
 def cut(rows: int, cols: int, length: int) -> Segments:
     """Rows into segments of `length`."""
-    width = _width(length)
+    width, steps = _held(length) if length <= HELD else (_width(length), 0)
     per_row = -(-cols // length)
-    return Segments(cols, length, per_row, rows * per_row, width, max(1, TILE // width))
+    return Segments(cols, length, per_row, rows * per_row, width, max(1, _tile(steps) // width), steps)
 
 
 def segments(x: Tensor, length: int | None) -> Segments:
@@ -80,6 +89,18 @@ def flat(x: Tensor) -> Segments:
     """A tensor as one row, for what shares a number over the whole of it or none at all."""
     n = x.numel()
     return Segments(n, TILE, -(-n // TILE), -(-n // TILE), TILE, 1)
+
+
+def _held(length: int) -> tuple[int, int]:
+    """The width of tiles of which the fewest lanes stay idle, the widest of such, and how many of them hold a segment."""
+    widest = min(_power(length), WIDE)
+    steps = {w: -(-length // w) for w in (widest >> p for p in range(5)) if w >= min(NARROW, widest)}
+    return min(((w, n) for w, n in steps.items() if n <= STEPS), key=lambda tile: tile[0] * tile[1])
+
+
+def _tile(steps: int) -> int:
+    """Values of a tile in four warps: two loads of 16 bytes for each thread, or one where there are many tiles."""
+    return TILE if steps < 3 else TILE // 2
 
 
 def _width(length: int) -> int:

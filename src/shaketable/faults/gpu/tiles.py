@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shaketable.faults.gpu.noise_kernels import widened
+
 INFINITY = tl.constexpr(0x7F800000)
 
 
@@ -23,6 +25,25 @@ def finite_bits(w):
     """The same with 0 for what is not finite."""
     bits = magnitude_bits(w)
     return tl.where(bits < INFINITY, bits, 0)
+
+
+@triton.jit
+def own_bits(value, FINITE: tl.constexpr):
+    """The bits of magnitudes in a tensor's own type, as integers of its size; with `FINITE`, 0 for what is not finite."""
+    if value.dtype == tl.float32:
+        bits, infinity = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, INFINITY
+    else:
+        bits, infinity = value.to(tl.int16, bitcast=True) & 0x7FFF, 0x7F80 if value.dtype == tl.bfloat16 else 0x7C00
+    return tl.where(bits < infinity, bits, 0) if FINITE else bits
+
+
+@triton.jit
+def highest(bits, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """The largest of each segment's `own_bits`, as the bits of a float32."""
+    top = tl.max(bits, axis=1)[:, None]
+    if tl.float32 != DTYPE:
+        top = widened(top.to(tl.int16).to(DTYPE, bitcast=True), FAST).to(tl.int32, bitcast=True)
+    return top
 
 
 @triton.jit
@@ -55,6 +76,20 @@ def fetch(x, offset, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(x + offset)
     return tl.load(x + offset, mask=inside, other=0.0)
+
+
+@triton.jit
+def held(
+    x, cols, per_row, count,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """All tiles of a program's segments, each asked for before the first is looked at."""
+    tiles = ()
+    for i in tl.static_range(STEPS):
+        offset, inside, _ = place(i * WIDTH, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
+        tiles = tiles + (fetch(x, offset, inside, EVEN and (i + 1) * WIDTH <= LENGTH),)  # noqa: RUF005 (Triton does not unpack)
+    return tiles
 
 
 @triton.jit
