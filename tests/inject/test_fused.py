@@ -261,3 +261,28 @@ def test_two_plans_at_once():
     assert (up.ledger.forward, [site.forward for site in down.ledger.sites]) == (6, [6, 6])
     up.close()
     down.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@torch.no_grad()
+def test_nothing_of_a_board_is_in_a_graph_that_is_traced_when_off(whole):
+    """Neither its clock nor its tables; as a function that calls the model, and as the model, whose hooks are graphs of their own."""
+    net, made = model(), []
+
+    def record(graph, _):
+        made.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    call = torch.compile((lambda x: net(x)) if whole else net, backend=record)
+    clean = call(data())
+    injection = boarded(net, seed=1).disable()
+    assert torch.equal(call(data()), clean)
+    assert made == [made[0]] * 2
+    injection.enable()
+    assert not torch.equal(call(data()), call(data())), "traced off before, it is alive"
+    assert injection.ledger.forward == 2 * 6
+    fires, count = injection.fires, len(made)
+    injection.disable()
+    assert torch.equal(call(data()), clean)
+    assert (injection.fires, len(made)) == (fires, count)
+    injection.close()
