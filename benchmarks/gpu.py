@@ -72,6 +72,8 @@ TARGETS = {
 PEAK = 989.0
 """Dense bfloat16 of an H100 or H200, TFLOP/s, by its data sheet."""
 Run = Callable[[], Any]
+Words = tuple[list[str], list[str]]
+"""What a case's name must have, and what it must not have."""
 
 
 def linears(model: Any) -> list[nn.Linear]:
@@ -190,11 +192,13 @@ class Bench:
 
     # ---- the cases
 
-    def wants(self, what: str, only: list[str]) -> bool:
+    def wants(self, what: str, only: Words) -> bool:
         """Whether a case is asked for."""
-        return all(word in f"{self.name} {what}" for word in only)
+        there, absent = only
+        name = f"{self.name} {what}"
+        return all(word in name for word in there) and not any(word in name for word in absent)
 
-    def case(self, what: str, plan: str, make: Any, only: list[str], how: str = "shaken") -> None:
+    def case(self, what: str, plan: str, make: Any, only: Words, how: str = "shaken") -> None:
         """Measure one case beside the clean program."""
         if not self.wants(what, only):
             return
@@ -207,7 +211,7 @@ class Bench:
                 row["changed"] = injection.ledger.changed
         self.note(self.name, what, row)
 
-    def all(self, only: list[str]) -> None:
+    def all(self, only: Words) -> None:
         """Every case."""
         linear = f"{NOISE}@module.linear"
         self.case("prefill eager, identity plan", "relative_gaussian:0@module.linear", self.prefill, only)
@@ -231,7 +235,7 @@ class Bench:
             self.case(f"{what}, relative_gaussian on all linears", linear, lambda m, mode=mode: self.prefill(m, mode), only)
             self.case(f"{what}, naive hook", "", lambda m, mode=mode: self.prefill(m, mode), only, "naive")
 
-    def aqn(self, what: str, rollout: Callable[[Any], Run], only: list[str]) -> None:
+    def aqn(self, what: str, rollout: Callable[[Any], Run], only: Words) -> None:
         """A rollout with noise on the weights of the norms, another one at every rollout."""
         if not self.wants(what, only):
             return
@@ -397,6 +401,7 @@ def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that a case's name must have")
+    parser.add_argument("--without", nargs="*", default=[], help="words that it must not have")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--skip", nargs="*", default=[], choices=["models", "bandwidth", "locate"])
@@ -416,7 +421,7 @@ def main() -> None:
         for name, row in facts["bandwidth"].items():
             print(f"{name}: {row['terabytes_per_second']:.2f} TB/s", flush=True)
     for name in SHAPES if "models" not in arguments.skip else ():
-        Bench(name, arguments.pairs, note).all(arguments.only)
+        Bench(name, arguments.pairs, note).all((arguments.only, arguments.without))
         torch.cuda.empty_cache()
     if "locate" not in arguments.skip:
         facts["locate"] = locating()

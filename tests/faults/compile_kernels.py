@@ -26,9 +26,9 @@ TYPES |= {"table": "*i64", "owners": "*i32"}
 ALIGNED = ("x", "y", "g", "whole", "base", "head")
 
 
-def compiled(kernel, warps=4, dtype="bf16", **constants):
-    """The PTX; `ptxas` has accepted it."""
-    tensors = dict.fromkeys(("x", "y", "g", "base"), f"*{dtype}")
+def compiled(kernel, warps=4, dtype="bf16", back=None, **constants):
+    """The PTX; `ptxas` has accepted it. `back` is the type of gradients, where it is another one."""
+    tensors = dict.fromkeys(("x", "base"), f"*{dtype}") | dict.fromkeys(("y", "g"), f"*{back or dtype}")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else (tensors | TYPES).get(name, "i32") for name in names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED}
@@ -70,6 +70,9 @@ for name, scope, parts in [
         for gradient in (False, True):
             how = {"KIND": kind, "SCOPE": scope, "GRADIENT": gradient, "FAST": True, **parts.shape}
             say(f"clip-{name}-{kind}-{gradient}", compiled(clip_kernels.clip, parts.warps, **how))
+for name, parts in [("tiles", cut(64, 576, 576)), ("passes", cut(4, 24576, 24576))]:
+    how = {"KIND": 0, "SCOPE": 2, "GRADIENT": True, "FAST": True, **parts.shape}
+    say(f"clip-{name}-mixed", compiled(clip_kernels.clip, parts.warps, back="fp32", **how))
 share = {"ALIGNED": True, "SHARE": 4, "BLOCK": 2048, "FAST": True}
 say("sums", compiled(statistics_kernels.sums, **share))
 say("tops", compiled(statistics_kernels.tops, FINITE=True, **share))

@@ -116,15 +116,16 @@ class AttachedAQN:
     def _count_draws(self) -> None:
         self._look_for_loss()
         for i, site in enumerate(self.injection.ledger.sites):
-            measured = site.measured().magnitudes
+            measured = site.magnitudes
             self._asked[i] += (measured - self._measured[i]) * self._now(i)
             self._measured[i] = measured
             if measured:
                 site.asked = self._asked[i] / measured
 
     def _look_for_loss(self) -> None:
-        sums = [site.measured() for site in self.injection.ledger.sites]
-        fires, changed = sum(s.fires for s in sums), sum(s.changed for s in sums)
+        spots = [spot for site in self.injection.ledger.sites for spot in site.spots.values()]
+        fires = sum(spot.forward.fires + spot.backward.fires for spot in spots)
+        changed = sum(spot.forward.changed + spot.backward.changed for spot in spots)
         if fires > self._seen[0]:
             self._lost[self.step] = self._lost.get(self.step, True) and changed == self._seen[1]
         self._seen = fires, changed

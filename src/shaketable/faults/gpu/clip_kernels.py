@@ -36,9 +36,7 @@ def passed(g, value, edge, KIND: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def struck(value, g, edge, KIND: tl.constexpr, GRADIENT: tl.constexpr, FAST: tl.constexpr):
     """What is written of one tile."""
-    if GRADIENT:
-        return passed(g, value, edge, KIND, FAST)
-    return clipped(value, edge, KIND, FAST)
+    return passed(g, value, edge, KIND, FAST) if GRADIENT else clipped(value, edge, KIND, FAST)
 
 
 @triton.jit(do_not_specialize=["scale", "cols", "per_row", "count"])
@@ -52,9 +50,7 @@ def clip(
     edge = scale * tl.load(whole) if SCOPE == WHOLE else scale
     if STEPS > 0:
         values = held(x, cols, per_row, count, LENGTH, WIDTH, STEPS, GROUP, RAGGED, ALIGNED, EVEN)
-        backs = values
-        if GRADIENT:
-            backs = held(g, cols, per_row, count, LENGTH, WIDTH, STEPS, GROUP, RAGGED, ALIGNED, EVEN)
+        backs = held(g, cols, per_row, count, LENGTH, WIDTH, STEPS, GROUP, RAGGED, ALIGNED, EVEN) if GRADIENT else values
         if SCOPE == PARTS:
             bits = own_bits(values[0], True)
             for i in tl.static_range(1, STEPS):
