@@ -1,7 +1,7 @@
-"""Write results/gpu.md from the JUnit file of the tests on an accelerator.
+"""Write results/gpu.md from the JUnit files of the tests on an accelerator, which may have run in several parts.
 
     pytest -m gpu tests --junitxml gpu.xml
-    python scripts/gpu_report.py gpu.xml [--device "NVIDIA H200"] [--out results/gpu.md]
+    python scripts/gpu_report.py gpu.xml ... [--device "NVIDIA H200"] [--out results/gpu.md]
 
 To be run where the tests ran: the device and the versions are those of the Python that runs this. The date and the counts are
 pytest's; what did not pass is named, with the first line of why. Only the standard library is needed, and torch to ask for the
@@ -60,17 +60,19 @@ def versions():
     return ", ".join(found)
 
 
-def page(path, device):
+def page(paths, device):
     """The page, in Markdown, and how many tests failed."""
-    suite = ElementTree.parse(path).getroot().find("testsuite")
-    cases = suite.findall("testcase")
+    suites = [ElementTree.parse(path).getroot().find("testsuite") for path in paths]
+    cases = [case for suite in suites for case in suite.findall("testcase")]
+    date = max(suite.get("timestamp", "")[:10] for suite in suites)
+    longest = max(float(suite.get("time", 0)) for suite in suites)
     table = {}
     for case in cases:
         table.setdefault(file_of(case), Counter()).update({outcome(case): 1, "time": float(case.get("time", 0))})
     total = sum(table.values(), Counter())
-    lines = ["# Tests on an accelerator", "", f"Last run {suite.get('timestamp', '')[:10]} on {device}: {versions()}.", ""]
+    lines = ["# Tests on an accelerator", "", f"Last run {date} on {device}: {versions()}.", ""]
     lines += [
-        f"`pytest -m gpu tests`: {_counts(total)} in {float(suite.get('time', 0)):.0f} s. Written by `scripts/gpu_report.py`.",
+        f"`pytest -m gpu tests`: {_counts(total)} in {longest:.0f} s. Written by `scripts/gpu_report.py`.",
         "",
     ]
     lines += ["| file | passed | failed | skipped | seconds |", "|---|---|---|---|---|"]
@@ -91,7 +93,7 @@ def _counts(total):
 def main():
     """Read, write, and exit 1 when a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("xml", type=Path)
+    parser.add_argument("xml", type=Path, nargs="+")
     parser.add_argument("--device", help="how to call the device; asked of torch by default")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpu.md")
     asked = parser.parse_args()
