@@ -203,6 +203,7 @@ class Bench:
         if not self.wants(what, only):
             return
         torch._dynamo.reset()
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # or the clean graph is taken for a model with hooks
         with (naive if how == "naive" else shaken)(self.model, plan) as (model, injection):
             row = timed(make(self.model), make(model), self.pairs)
             if injection is not None and plan[-4:] != "none":
