@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.noise_kernels import rounded, widened
-from shaketable.faults.gpu.tiles import fetch, finite_bits, held, highest, own_bits, place, put
+from shaketable.faults.gpu.tiles import fetch, finite_bits, held, highest, own_bits, place, put, rounded, widened
 
 DEAD_ZONE, SATURATION = tl.constexpr(0), tl.constexpr(1)
 ABSOLUTE, WHOLE, PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

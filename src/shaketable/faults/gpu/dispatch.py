@@ -17,7 +17,7 @@ BLOCK, WARPS = 2048, 4
 LARGEST = 2**31 - BLOCK
 """Counters of pairs are 32 bits wide; larger tensors go through plain torch."""
 RELATIVE, ADDITIVE = 0, 1
-BIAS, GAIN, SYSTEMATIC = 0, 1, 2
+BIAS, GAIN, SYSTEMATIC = 2, 3, 4
 _NOISE = ("pointer", "pointer", "int", "float", "int", "int", "pointer", "pointer", "pointer", "int", "int")
 _SHIFT = ("pointer", "pointer", "int", "float", "pointer", "pointer", "pointer", "int", "int")
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.noise_kernels import first_hash, joined, mix64, rounded, widened
+from shaketable.faults.gpu.noise_kernels import first_hash, joined, mix64
 from shaketable.faults.gpu.quotient_kernels import quotient
-from shaketable.faults.gpu.tiles import INFINITY, fetch, held, highest, magnitude_bits, own_bits, place, put
+from shaketable.faults.gpu.tiles import INFINITY, fetch, held, highest, magnitude_bits, own_bits, place, put, rounded, widened
 
 MXFP4, NVFP4, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NONE, WHOLE, PARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from shaketable.faults.gpu.format_kernels import coded, scales
-from shaketable.faults.gpu.noise_kernels import ADDITIVE, RELATIVE, mix64, normals, struck, widened
-from shaketable.faults.gpu.tiles import INFINITY, magnitude_bits
+from shaketable.faults.gpu.noise_kernels import ADDITIVE, RELATIVE, mix64, normals, struck
+from shaketable.faults.gpu.tiles import INFINITY, magnitude_bits, widened
 
 ROW = tl.constexpr(6)
 """Words of a row: source, target, values; the number of its first program; the key of its noise, and the bits of its scale."""

@@ -16,13 +16,16 @@ import triton
 import triton.language as tl
 
 from shaketable.faults.gpu.cards import asm
+from shaketable.faults.gpu.tiles import fetch, put, rounded, widened
 
 PROOF = tl.constexpr(10)
 """Sums per tap on a board: see `inject/board.py`."""
 TOLD = tl.constexpr(8)
 """Added to the number of the phase in passes whose changes are told: the first eight, then every 32nd; it takes a while."""
 RELATIVE, ADDITIVE = tl.constexpr(0), tl.constexpr(1)
-BIAS, GAIN, SYSTEMATIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BIAS, GAIN, SYSTEMATIC = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+STEP = tl.constexpr(256)
+"""Values that a program looks at together when it tells what it changed."""
 
 
 @triton.jit
@@ -108,26 +111,8 @@ def normal_pair(c, k0, k1, FAST: tl.constexpr):
 @triton.jit
 def normals(block, k0, k1, FAST: tl.constexpr, BLOCK: tl.constexpr):
     """The standard normals of a block. The two of a pair lie side by side, in one thread."""
-    a, b = normal_pair((block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)).to(tl.uint32), k0, k1, FAST)
+    a, b = normal_pair((tl.arange(0, BLOCK // 2) + block * (BLOCK // 2)).to(tl.uint32), k0, k1, FAST)
     return tl.interleave(a, b)
-
-
-@triton.jit
-def rounded(y, DTYPE: tl.constexpr, FAST: tl.constexpr):
-    """float32 to the tensor's own type, to nearest even; the interpreter cuts bfloat16 off and loses its subnormals."""
-    if not FAST and tl.bfloat16 == DTYPE:
-        bits = y.to(tl.uint32, bitcast=True)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(y == y, even, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return y.to(DTYPE)
-
-
-@triton.jit
-def widened(x, FAST: tl.constexpr):
-    """A tensor's own type to float32; the interpreter makes something else of bfloat16's subnormals."""
-    if not FAST and tl.bfloat16 == x.dtype:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
 
 
 @triton.jit
@@ -144,17 +129,71 @@ def struck(x, z, scale, KIND: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def tell(x, y, inside, proof):
     """Add what one block of a captured kernel changed to the sums of its tap."""
-    w, v = tl.where(inside, x, 0.0).to(tl.float64), tl.where(inside, y, 0.0).to(tl.float64)
+    w, v = tl.where(inside, x, 0.0).to(tl.float32), tl.where(inside, y, 0.0).to(tl.float32)
     alive = w != 0
     error = v - w
-    ratio = tl.where(alive, error / tl.where(alive, w, 1.0), 0.0)
-    tl.atomic_add(proof, tl.sum(inside.to(tl.float64)))
-    tl.atomic_add(proof + 1, tl.sum((w != v).to(tl.float64)))
-    tl.atomic_add(proof + 2, tl.sum(alive.to(tl.float64)))
-    tl.atomic_add(proof + 3, tl.sum((alive & (v != 0)).to(tl.float64)))
+    ratio = tl.where(alive, error / tl.where(alive, w, 1.0), 0.0).to(tl.float64)
+    wide, error = w.to(tl.float64), error.to(tl.float64)
+    tl.atomic_add(proof, tl.sum(inside.to(tl.int32)).to(tl.float64))
+    tl.atomic_add(proof + 1, tl.sum((w != v).to(tl.int32)).to(tl.float64))
+    tl.atomic_add(proof + 2, tl.sum(alive.to(tl.int32)).to(tl.float64))
+    tl.atomic_add(proof + 3, tl.sum((alive & (v != 0)).to(tl.int32)).to(tl.float64))
     tl.atomic_add(proof + 4, tl.sum(error * error))
-    tl.atomic_add(proof + 5, tl.sum(w * w))
+    tl.atomic_add(proof + 5, tl.sum(wide * wide))
     tl.atomic_add(proof + 6, tl.sum(ratio * ratio))
+
+
+@triton.jit
+def shifted(x, scale, KIND: tl.constexpr, FAST: tl.constexpr):
+    """What needs no noise: bias, gain and systematic bias."""
+    w = widened(x, FAST)
+    if KIND == BIAS:
+        w = w + scale
+    elif KIND == GAIN:
+        w = w * scale
+    else:
+        w = w + tl.where(w > 0, scale, tl.where(w < 0, -scale, 0.0))
+    return rounded(w, x.dtype, FAST)
+
+
+@triton.jit
+def write_block(
+    x, y, block, n, scale, on, k0, k1,
+    KIND: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Strike one block; what was there, what is there now, and which of it exists."""
+    i = block * tl.full((), BLOCK, tl.int64) + tl.arange(0, BLOCK)
+    value = fetch(x, i, i < n, EVEN)
+    if KIND <= ADDITIVE:
+        result = struck(value, normals(block, k0, k1, FAST, BLOCK), scale, KIND, FAST)
+    else:
+        result = shifted(value, scale, KIND, FAST)
+    if LIVE:
+        result = tl.where(on != 0, result, value)
+    put(y, i, result, i < n, EVEN)
+    return value, result, i < n
+
+
+@triton.jit
+def write_live(
+    x, y, n, scale, on, k0, k1, proof,
+    KIND: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program of a kernel in a graph. The first one counts, and tells, step by step.
+
+    A kernel holds as many registers as the most demanding of its programs, and sums of eight bytes are demanding: 180 by
+    a block at once, which leaves a card a fifth of its threads; 46 by steps.
+    """
+    block = tl.program_id(0)
+    is_first = (block == 0) & (on != 0)
+    if is_first:
+        tl.atomic_add(proof + 6 + on % TOLD, 1.0)
+    if is_first & (on >= TOLD):
+        for step in range(BLOCK // STEP):
+            value, result, inside = write_block(x, y, step, n, scale, on, k0, k1, KIND, True, FAST, EVEN, STEP)
+            tell(value, result, inside, proof)
+    else:
+        write_block(x, y, block, n, scale, on, k0, k1, KIND, True, FAST, EVEN, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n", "scale", "low", "high", "row", "place"])
@@ -173,22 +212,10 @@ def noise(
         k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     if UNIT:
         scale = scale * tl.load(unit)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if EVEN:
-        value = tl.load(x + i)
-    else:
-        value = tl.load(x + i, mask=i < n, other=0.0)
-    result = struck(value, normals(tl.program_id(0), k0, k1, FAST, BLOCK), scale, KIND, FAST)
     if LIVE:
-        result = tl.where(on != 0, result, value)
-        if (tl.program_id(0) == 0) & (on != 0):
-            tl.atomic_add(proof + PROOF * place + 6 + on % TOLD, 1.0)
-            if on >= TOLD:
-                tell(value, result, i < n, proof + PROOF * place)
-    if EVEN:
-        tl.store(y + i, result)
+        write_live(x, y, n, scale, on, k0, k1, proof + PROOF * place, KIND, FAST, EVEN, BLOCK)
     else:
-        tl.store(y + i, result, mask=i < n)
+        write_block(x, y, tl.program_id(0), n, scale, 1, k0, k1, KIND, False, FAST, EVEN, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n", "scale", "row", "place"])
@@ -196,33 +223,16 @@ def arithmetic(
     x, y, n, scale, unit, rows, proof, row, place,
     KIND: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bias, gain and systematic bias: what needs no noise."""
+    """Bias, gain and systematic bias."""
     if LIVE:
         rows += 4 * row
         scale, on = tl.load(rows + 2).to(tl.float32, bitcast=True), tl.load(rows + 3)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if EVEN:
-        value = tl.load(x + i)
-    else:
-        value = tl.load(x + i, mask=i < n, other=0.0)
-    w = widened(value, FAST)
     if KIND == BIAS:
-        w = w + scale * tl.load(unit)
-    elif KIND == GAIN:
-        w = w * scale
-    else:
-        w = w + tl.where(w > 0, scale, tl.where(w < 0, -scale, 0.0))
-    result = rounded(w, value.dtype, FAST)
+        scale = scale * tl.load(unit)
     if LIVE:
-        result = tl.where(on != 0, result, value)
-        if (tl.program_id(0) == 0) & (on != 0):
-            tl.atomic_add(proof + PROOF * place + 6 + on % TOLD, 1.0)
-            if on >= TOLD:
-                tell(value, result, i < n, proof + PROOF * place)
-    if EVEN:
-        tl.store(y + i, result)
+        write_live(x, y, n, scale, on, 0, 0, proof + PROOF * place, KIND, FAST, EVEN, BLOCK)
     else:
-        tl.store(y + i, result, mask=i < n)
+        write_block(x, y, tl.program_id(0), n, scale, 1, 0, 0, KIND, False, FAST, EVEN, BLOCK)
 
 
 @triton.jit(do_not_specialize=["low", "high"])

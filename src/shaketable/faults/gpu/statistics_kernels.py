@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.noise_kernels import widened
-from shaketable.faults.gpu.tiles import INFINITY, finite_bits, magnitude_bits
+from shaketable.faults.gpu.tiles import INFINITY, finite_bits, magnitude_bits, widened
 
 PARTIALS = tl.constexpr(4096)
 

@@ -1,4 +1,4 @@
-"""What the kernels that work on segments share: where a tile lies, and the largest magnitude in it.
+"""What kernels share: how values are read, written and rounded, where a tile lies, and the largest magnitude in it.
 
 Magnitudes are compared as integers: the bits of non-negative floats are in the order of their values, infinity above them all
 and NaN above infinity. So a maximum of bits hands NaN on, as torch's `amax` does and a card's own float maximum does not.
@@ -9,9 +9,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.noise_kernels import widened
-
 INFINITY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def rounded(y, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """float32 to the tensor's own type, to nearest even; the interpreter cuts bfloat16 off and loses its subnormals."""
+    if not FAST and tl.bfloat16 == DTYPE:
+        bits = y.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(y == y, even, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return y.to(DTYPE)
+
+
+@triton.jit
+def widened(x, FAST: tl.constexpr):
+    """A tensor's own type to float32; the interpreter makes something else of bfloat16's subnormals."""
+    if not FAST and tl.bfloat16 == x.dtype:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit
