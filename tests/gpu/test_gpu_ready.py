@@ -12,7 +12,8 @@ import torch
 from shaken_device import DEVICE, ON_CUDA, every_dtype, ids, on_device, settle
 
 import shaketable as st
-from shaketable.inject import swift_inputs, weights
+from shaketable.inject import weights
+from shaketable.inject.short import swift_inputs
 
 pytestmark = on_device
 FORMATS = ["mxfp4", "fp8_e4m3,scope=block", "fp8_e4m3,scope=token", "fp8_e5m2,scope=none", "fp8_e4m3", "nvfp4"]

@@ -10,7 +10,7 @@ from shaken_device import DEVICE, ON_CUDA, every_dtype, ids, on_device, settle
 
 import shaketable as st
 from shaketable.faults import gpu
-from shaketable.inject import keyed
+from shaketable.inject.short import keyed
 
 pytestmark = on_device
 PLANS = [

@@ -7,7 +7,7 @@ import torch
 
 from shaketable.faults import AbsoluteGaussian, Draw, RelativeGaussian, gpu
 from shaketable.faults.generator import mix64
-from shaketable.inject import keyed
+from shaketable.inject.short import keyed
 
 
 class Launch:

@@ -7,8 +7,9 @@ from torch import nn
 import shaketable as st
 from shaketable.faults import Draw, gpu, make_fault
 from shaketable.faults.gpu import dispatch
-from shaketable.inject import compiled, fused, swift
 from shaketable.inject.board import REPEATS, Board
+from shaketable.inject.short import swift
+from shaketable.inject.traced import compiled, fused
 
 pytest.importorskip("triton")
 HOOKS_AND_MODEL = 3

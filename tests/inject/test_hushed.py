@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import shaketable as st
 from shaketable.inject import attached
-from shaketable.inject.hushed import is_closed
 from shaketable.inject.operators import Operators
+from shaketable.inject.short.hushed import is_closed
 
 
 class Product(nn.Module):

@@ -71,7 +71,7 @@ def both_ways(card, program, plan=NOISE, **options):
     short = shaken(program, net(**options), plan)
     made = len(card)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shaketable.inject.keyed.on_card", lambda x: False)
+        patch.setattr("shaketable.inject.short.keyed.on_card", lambda x: False)
         ordinary = shaken(program, net(**options), plan)
     assert len(card) == made
     assert all(torch.equal(a, b) for a, b in zip(short[0], ordinary[0], strict=True))

@@ -10,7 +10,7 @@ from test_products import batch, end, loss, louder, net, shaken, step, switch
 from torch import nn
 
 import shaketable as st
-from shaketable.inject import keyed, swift
+from shaketable.inject.short import keyed, swift
 
 __all__ = ["card"]
 NOISE = "relative_gaussian:0.1@module.linear"

@@ -15,8 +15,9 @@ from torch import nn
 
 import shaketable as st
 from shaketable.faults.gpu import dispatch
-from shaketable.inject import attached, ready, swift, swift_inputs, weights
+from shaketable.inject import attached, weights
 from shaketable.inject.injection import Injection
+from shaketable.inject.short import ready, swift, swift_inputs
 from shaketable.plan import Plan
 
 pytestmark = [

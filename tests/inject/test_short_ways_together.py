@@ -7,7 +7,8 @@ from card_on_cpu import card
 
 import shaketable as st
 from shaketable.faults.gpu import dispatch
-from shaketable.inject import attached, ready, swift, swift_inputs, weights
+from shaketable.inject import attached, weights
+from shaketable.inject.short import ready, swift, swift_inputs
 
 __all__ = ["card"]
 PLANS = [
@@ -71,7 +72,7 @@ def test_they_are_the_ordinary_way(tinier_llama, short, card, plan, order, cast)
     assert [type(m) for m in model.modules()] == classes
     short.undo()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shaketable.inject.keyed.on_card", lambda x: False)
+        patch.setattr("shaketable.inject.short.keyed.on_card", lambda x: False)
         slow = program(model, plan, order, cast)
     assert quick[1] == slow[1]
     for a, b in zip(quick[0], slow[0], strict=True):

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shaketable as st
-from shaketable.inject import attached, swift
+from shaketable.inject import attached
+from shaketable.inject.short import swift
 
 NOISE = "relative_gaussian:0.1@module.linear"
 

@@ -20,11 +20,11 @@ from shaketable.inject import operators, recompute, weights
 from shaketable.inject.calls import Entry
 from shaketable.inject.dressed import LayerFrame, on_a_card
 from shaketable.inject.hooks import Hook
-from shaketable.inject.hushed import Hush, is_closed
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.residuals import PairTaps, carries_pair
-from shaketable.inject.swift import Swift, swift
-from shaketable.inject.swift_inputs import SwiftInput, swift_input
+from shaketable.inject.short.hushed import Hush, is_closed
+from shaketable.inject.short.swift import Swift, swift
+from shaketable.inject.short.swift_inputs import SwiftInput, swift_input
 from shaketable.inject.taps import Tap
 from shaketable.inject.written import Written
 from shaketable.sites.anatomy import Anatomy, Part, class_name

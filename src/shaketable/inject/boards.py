@@ -8,8 +8,8 @@ import torch
 
 from shaketable.errors import PlanError
 from shaketable.faults import gpu
-from shaketable.inject import compiled, fused
 from shaketable.inject.board import Board, Pass, capturing
+from shaketable.inject.traced import compiled, fused
 
 if TYPE_CHECKING:
     from shaketable.inject.calls import Entry, Frame

@@ -18,15 +18,16 @@ from torch import nn
 
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault, native
-from shaketable.inject import compiled, fused, graphs, operators, recompute
+from shaketable.inject import graphs, operators, recompute
 from shaketable.inject.attached import Attached
 from shaketable.inject.boards import Boards
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, LiveLedger
-from shaketable.inject.ready import Shelf
+from shaketable.inject.short.ready import Shelf
 from shaketable.inject.spots import Spot
 from shaketable.inject.taps import Tap
+from shaketable.inject.traced import compiled, fused
 from shaketable.plan import PHASES, Plan
 from shaketable.sites.phases import current_phase
 

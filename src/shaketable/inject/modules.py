@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import PlanError
-from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
 from shaketable.inject.tensors import change_first, change_input
+from shaketable.inject.traced import compiled
 
 
 class ModuleTaps(Hook):

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shaketable.inject import compiled
 from shaketable.inject.hooks import Hook
-from shaketable.inject.products import Products
+from shaketable.inject.short.products import Products
 from shaketable.inject.tensors import change_first, change_input
+from shaketable.inject.traced import compiled
 from shaketable.plan import OPS
 from shaketable.sites.anatomy import Part
 from shaketable.sites.engines import is_engine_experts, is_engine_linear, is_engine_module

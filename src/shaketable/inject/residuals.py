@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shaketable.inject import compiled
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.taps import Tap
+from shaketable.inject.traced import compiled
 from shaketable.sites.engines import is_engine_module
 
 _HIDDEN = ("hidden_states", "x")

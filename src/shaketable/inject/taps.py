@@ -29,9 +29,9 @@ from shaketable.inject.calls import Frame
 
 if TYPE_CHECKING:
     from shaketable.inject.board import Board, Pass
-    from shaketable.inject.fused import Seat
     from shaketable.inject.injection import Injection
     from shaketable.inject.spots import Spot
+    from shaketable.inject.traced.fused import Seat
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

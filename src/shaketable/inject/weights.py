@@ -35,15 +35,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import PlanError
-from shaketable.inject import compiled
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.dressed import exchanged, on_a_card
 from shaketable.inject.hooks import Hook
+from shaketable.inject.short.weight_classes import SLOT, kind_of
 from shaketable.inject.taps import Tap
-from shaketable.inject.weight_classes import SLOT, kind_of
+from shaketable.inject.traced import compiled
 
 if TYPE_CHECKING:
-    from shaketable.inject.ready import Ready, Shelf
+    from shaketable.inject.short.ready import Ready, Shelf
 
 
 @dataclass(frozen=True)

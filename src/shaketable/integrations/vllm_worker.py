@@ -30,8 +30,8 @@ from shaketable.errors import PlanError, ShaketableError, nearest
 from shaketable.faults import MagnitudeFault
 from shaketable.harden.aqn import AQN
 from shaketable.harden.aqn_noise import AttachedAQN
-from shaketable.inject import compiled
 from shaketable.inject.injection import Injection
+from shaketable.inject.traced import compiled
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import Report
 from shaketable.integrations.vllm_proof import FirstStrikes

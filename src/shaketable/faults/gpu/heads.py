@@ -1,4 +1,4 @@
-"""The first values of what compiled graphs struck, before and after: see `inject/fused.py`."""
+"""The first values of what compiled graphs struck, before and after: see `inject/traced/fused.py`."""
 
 from __future__ import annotations
 

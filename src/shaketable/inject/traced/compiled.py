@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shaketable.inject import fused
 from shaketable.inject.calls import in_backward
 from shaketable.inject.taps import Blow, Tap
+from shaketable.inject.traced import fused
 
 if TYPE_CHECKING:
     from shaketable.inject.board import Board

@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.faults import gpu
 from shaketable.faults.gpu.launcher import Launch
 from shaketable.faults.gpu.live import recipe
-from shaketable.inject import compiled
 from shaketable.inject.board import REPEATS, capturing
 from shaketable.inject.dressed import dressed, exchanged, on_a_card
 from shaketable.inject.modules import ModuleTaps
-from shaketable.inject.pulled import Pulled
+from shaketable.inject.short.pulled import Pulled
+from shaketable.inject.traced import compiled
 from shaketable.inject.weights import has_taps
 
 if TYPE_CHECKING:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.inject import keyed
+from shaketable.inject.short import keyed
 from shaketable.inject.taps import Echo
 
 if TYPE_CHECKING:
     from shaketable.inject.calls import Frame
     from shaketable.inject.injection import Injection
-    from shaketable.inject.keyed import Noise
+    from shaketable.inject.short.keyed import Noise
     from shaketable.inject.taps import Tap
 
 _ARGUMENTS = {2: ((1, 2), (0, 1)), 3: ((0, 3), (2, 2), (1, 1))}

@@ -190,7 +190,7 @@ def _(heads: list[Tensor]) -> Tensor:
 def _teach_inductor() -> None:
     """Before inductor meets the operator for the first time; importing it takes a second, which others are spared."""
     with _disable_current_modes():
-        from shaketable.inject import lowered
+        from shaketable.inject.traced import lowered
 
         lowered.register()
 

@@ -23,7 +23,7 @@ from shaketable.inject.held import HeldTap
 from shaketable.inject.taps import Tap
 
 if TYPE_CHECKING:
-    from shaketable.inject.ready import Ready
+    from shaketable.inject.short.ready import Ready
     from shaketable.inject.spots import Measured
 
 

@@ -31,7 +31,7 @@ from shaketable.faults import FaultBase
 from shaketable.faults.gpu import many
 from shaketable.inject.board import capturing
 from shaketable.inject.held import HeldTap
-from shaketable.inject.ready_draws import Drawn
+from shaketable.inject.short.ready_draws import Drawn
 from shaketable.inject.taps import Tap
 from shaketable.sites.phases import current_rollout
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from shaketable.faults import gpu
-from shaketable.inject import keyed
+from shaketable.inject.short import keyed
 from shaketable.inject.taps import Strike
 
 if TYPE_CHECKING:
     from shaketable.inject.calls import Frame
-    from shaketable.inject.keyed import Noise
+    from shaketable.inject.short.keyed import Noise
     from shaketable.inject.taps import Tap
 
 

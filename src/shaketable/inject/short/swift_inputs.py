@@ -24,10 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.faults import Draw
 from shaketable.faults.formats import Format
 from shaketable.faults.gpu.coding import Coding, coding
-from shaketable.inject import compiled, weights
+from shaketable.inject import weights
 from shaketable.inject.dressed import dressed, on_a_card
 from shaketable.inject.modules import ModuleTaps
-from shaketable.inject.swift import is_capturing, raw_stream, this_device
+from shaketable.inject.short.swift import is_capturing, raw_stream, this_device
+from shaketable.inject.traced import compiled
 
 if TYPE_CHECKING:
     from shaketable.inject.calls import Calls, Entry, Frame
