@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.faults import native
+from shaketable.faults import make_fault, native
+from shaketable.inject.spots import ENOUGH, Measured
 
 
 def shaken(seed=0, plan="relative_gaussian:0.05@module.linear;dead_zone:0.5@module.linear", calls=3):
@@ -107,3 +108,29 @@ def test_merged_ledgers_average_a_magnitude_that_changed():
     assert merged.asked == pytest.approx((0.1 * measured[0] + 0.4 * measured[1]) / sum(measured))
     assert merged.remark() is None
     assert st.Ledger.merge([parts[0], parts[0]]).sites[0].asked == 0.1
+
+
+@pytest.mark.parametrize(
+    ("fault", "part"),
+    [("relative_gaussian:0.05", True), ("mxfp4", True), ("gain:1.5", True), ("dead_zone:0.01", False), ("noise:0.1", False)],
+)
+def test_a_large_tensor_is_measured_by_rows_spread_over_it_where_they_tell_as_much(fault, part):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 1024, bias=False), torch.randn(4096, 16)
+    with torch.no_grad(), st.inject(layer, f"{fault}@module.linear,point=output") as ledger:
+        layer(x)
+    site = ledger.sites[0]
+    seen = site.measured()
+    assert seen.values == (ENOUGH if part else 4 * ENOUGH) == (4096 * 1024 // 4 if part else 4096 * 1024)
+    assert site.asked is None or site.magnitude == pytest.approx(site.asked, rel=0.01)
+
+
+def test_a_tensor_whose_spread_rows_are_all_zero_is_measured_whole():
+    """Gradients of a prompt's tokens are zero; every fourth row is one of them here."""
+    clean = torch.ones(4096, 1024)
+    clean[::4] = 0
+    found = Measured()
+    found.take(make_fault({"kind": "relative_gaussian", "magnitude": 0.1}), clean, clean * 1.1, None)
+    assert found.values == clean.numel()
+    assert found.changed == clean.numel() * 3 // 4
+    assert found.magnitude == pytest.approx(0.1, rel=1e-4)

@@ -35,6 +35,8 @@ class FaultBase(BaseModel):
 
     random: ClassVar[bool] = False
     """Whether two calls on the same tensor differ. Deterministic faults on weights are computed once per weight."""
+    strikes_alike: ClassVar[bool] = False
+    """Whether every value is struck by the same law, whatever the others are: then some of them tell as much as all."""
     saves_input: ClassVar[bool] = False
     """Whether `gradient` looks at the clean input."""
     points: ClassVar[tuple[str, ...]] = ("output",)

@@ -92,6 +92,7 @@ class RelativeGaussian(MagnitudeFault):
     """y + |y|·z·magnitude: each value is off by a random fraction of itself."""
 
     kind: Literal["relative_gaussian"] = "relative_gaussian"
+    strikes_alike: ClassVar[bool] = True
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
@@ -116,6 +117,7 @@ class AbsoluteGaussian(MagnitudeFault):
     """y + z·magnitude: fixed-point noise."""
 
     kind: Literal["absolute_gaussian"] = "absolute_gaussian"
+    strikes_alike: ClassVar[bool] = True
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
@@ -160,6 +162,7 @@ class SystematicBias(MagnitudeFault):
     """y + sign(y)·magnitude: a rounding bias away from zero."""
 
     kind: Literal["systematic_bias"] = "systematic_bias"
+    strikes_alike: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         fast = gpu.shift(x, self.magnitude, gpu.SYSTEMATIC)
@@ -195,6 +198,7 @@ class Gain(MagnitudeFault):
     """y·(1 + magnitude)."""
 
     kind: Literal["gain"] = "gain"
+    strikes_alike: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         return scaled(x, 1.0 + self.magnitude)

@@ -2,6 +2,10 @@
 
 Some fires are measured by comparing the tensor before and after. Spots hold sums, not averages: those of many processes, and
 those that a card's kernels have told, are added.
+
+A large tensor is measured by rows spread over it, where its fault strikes every value by the same law. All of it takes a card
+some ten passes in float64: half a second for the linears of 1.5 billion parameters, at every power of two. Faults that strike
+few values, or whose magnitude is a share of the whole tensor's maximum, are measured on all of it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ if TYPE_CHECKING:
 
 AT_HAND = 2**16
 """Values that are measured on the host: some forty launches and six waits for a card cost more than bringing them here."""
+
+ENOUGH = 2**20
+"""Values that tell a magnitude within a thousandth."""
 
 
 @dataclass
@@ -46,6 +53,8 @@ class Measured:
 
     def take(self, fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> None:
         """Measure one before/after pair."""
+        if lanes is None and fault.strikes_alike and clean.dim() > 1 and clean.numel() > ENOUGH:
+            clean, faulty = _spread(clean, faulty)
         if clean.device.type != "cpu" and clean.numel() <= AT_HAND:
             clean, faulty, lanes = clean.cpu(), faulty.cpu(), None if lanes is None else lanes.cpu()
         differs = clean.ne(faulty) & ~(clean.isnan() & faulty.isnan())
@@ -83,6 +92,13 @@ class Measured:
     def error(self) -> float | None:
         """Relative RMS error."""
         return math.sqrt(self.square / self.fires) if self.fires else None
+
+
+def _spread(clean: Tensor, faulty: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of both, evenly spread; everything, if those show no difference (gradients of most tokens may be zero)."""
+    step = -(-clean.numel() // ENOUGH)
+    some, same = (x.reshape(-1, x.shape[-1])[::step] for x in (clean, faulty))
+    return (clean, faulty) if some.equal(same) else (some, same)
 
 
 _SUMS = tuple(f.name for f in fields(Measured))
