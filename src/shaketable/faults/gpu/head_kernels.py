@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.noise_kernels import PROOF, TOLD, tell
+from shaketable.faults.gpu.told_kernels import PROOF, TOLD, tell
 
 
 @triton.jit
@@ -23,4 +23,4 @@ def heads(head, marks, rows, proof, BLOCK: tl.constexpr):
         if on >= TOLD:
             at = head + 2 * BLOCK * i + tl.arange(0, BLOCK)
             clean, faulty = tl.load(at), tl.load(at + BLOCK)
-            tell(clean, faulty, clean == clean, proof)
+            tell(clean, faulty, clean == clean, proof, True)

@@ -13,6 +13,7 @@ import triton.language as tl
 from shaketable.faults.gpu.format_kernels import coded, scales
 from shaketable.faults.gpu.noise_kernels import ADDITIVE, RELATIVE, mix64, normals, struck
 from shaketable.faults.gpu.tiles import INFINITY, magnitude_bits, widened
+from shaketable.faults.gpu.told_kernels import told
 
 ROW = tl.constexpr(6)
 """Words of a row: source, target, values; the number of its first program; the key of its noise, and the bits of its scale."""
@@ -56,19 +57,6 @@ def sized(x, n, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):
         square += wide * wide
     many = tl.maximum(tl.sum(count, axis=0).to(tl.float64), 1.0)
     return tl.sqrt(tl.sum(square, axis=0) / many).to(tl.float32)
-
-
-@triton.jit
-def told(x, y, inside, FAST: tl.constexpr):
-    """What a block changed: per lane, the seven summands of a draw's sums."""
-    w, v = widened(x, FAST), widened(y, FAST)
-    finite = inside & (magnitude_bits(w) < INFINITY) & (magnitude_bits(v) < INFINITY)
-    alive = inside & (w != 0)
-    differs = inside & (w != v) & ((w == w) | (v == v))
-    wide = tl.where(finite, w, 0.0).to(tl.float64)
-    error = tl.where(finite, v, 0.0).to(tl.float64) - wide
-    ratio = tl.where(wide != 0, error / tl.where(wide != 0, wide, 1.0), 0.0)
-    return inside.to(tl.int32), differs.to(tl.int32), alive.to(tl.int32), (alive & (v != 0)).to(tl.int32), error, wide, ratio
 
 
 @triton.jit

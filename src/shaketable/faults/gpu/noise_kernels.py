@@ -17,11 +17,8 @@ import triton.language as tl
 
 from shaketable.faults.gpu.cards import asm
 from shaketable.faults.gpu.tiles import fetch, put, rounded, widened
+from shaketable.faults.gpu.told_kernels import PROOF, TOLD, tell
 
-PROOF = tl.constexpr(10)
-"""Sums per tap on a board: see `inject/board.py`."""
-TOLD = tl.constexpr(8)
-"""Added to the number of the phase in passes whose changes are told: the first eight, then every 32nd; it takes a while."""
 RELATIVE, ADDITIVE = tl.constexpr(0), tl.constexpr(1)
 BIAS, GAIN, SYSTEMATIC = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 STEP = tl.constexpr(256)
@@ -127,23 +124,6 @@ def struck(x, z, scale, KIND: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def tell(x, y, inside, proof):
-    """Add what one block of a captured kernel changed to the sums of its tap."""
-    w, v = tl.where(inside, x, 0.0).to(tl.float32), tl.where(inside, y, 0.0).to(tl.float32)
-    alive = w != 0
-    error = v - w
-    ratio = tl.where(alive, error / tl.where(alive, w, 1.0), 0.0).to(tl.float64)
-    wide, error = w.to(tl.float64), error.to(tl.float64)
-    tl.atomic_add(proof, tl.sum(inside.to(tl.int32)).to(tl.float64))
-    tl.atomic_add(proof + 1, tl.sum((w != v).to(tl.int32)).to(tl.float64))
-    tl.atomic_add(proof + 2, tl.sum(alive.to(tl.int32)).to(tl.float64))
-    tl.atomic_add(proof + 3, tl.sum((alive & (v != 0)).to(tl.int32)).to(tl.float64))
-    tl.atomic_add(proof + 4, tl.sum(error * error))
-    tl.atomic_add(proof + 5, tl.sum(wide * wide))
-    tl.atomic_add(proof + 6, tl.sum(ratio * ratio))
-
-
-@triton.jit
 def shifted(x, scale, KIND: tl.constexpr, FAST: tl.constexpr):
     """What needs no noise: bias, gain and systematic bias."""
     w = widened(x, FAST)
@@ -182,7 +162,7 @@ def write_live(
     """A program of a kernel in a graph. The first one counts, and tells, step by step.
 
     A kernel holds as many registers as the most demanding of its programs, and sums of eight bytes are demanding: 180 by
-    a block at once, which leaves a card a fifth of its threads; 46 by steps.
+    a block at once, which leaves a card a fifth of its threads; 40 by steps.
     """
     block = tl.program_id(0)
     is_first = (block == 0) & (on != 0)
@@ -191,7 +171,7 @@ def write_live(
     if is_first & (on >= TOLD):
         for step in range(BLOCK // STEP):
             value, result, inside = write_block(x, y, step, n, scale, on, k0, k1, KIND, True, FAST, EVEN, STEP)
-            tell(value, result, inside, proof)
+            tell(value, result, inside, proof, FAST)
     else:
         write_block(x, y, block, n, scale, on, k0, k1, KIND, True, FAST, EVEN, BLOCK)
 
