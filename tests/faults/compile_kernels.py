@@ -1,6 +1,8 @@
 """Compile every kernel for a card that need not be there, and print what it loads and stores with: run by test_triton_compiles.py."""
 
 import re
+import subprocess
+import tempfile
 
 import torch
 import triton
@@ -27,20 +29,30 @@ ALIGNED = ("x", "y", "g", "whole", "base", "head")
 
 
 def compiled(kernel, warps=4, dtype="bf16", back=None, **constants):
-    """The PTX; `ptxas` has accepted it. `back` is the type of gradients, where it is another one."""
+    """A kernel that `ptxas` has accepted. `back` is the type of gradients, where it is another one."""
     tensors = dict.fromkeys(("x", "base"), f"*{dtype}") | dict.fromkeys(("y", "g"), f"*{back or dtype}")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else (tensors | TYPES).get(name, "i32") for name in names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
-    return triton.compile(source, target=HOPPER, options={"num_warps": warps, "enable_fp_fusion": False}).asm["ptx"]
+    return triton.compile(source, target=HOPPER, options={"num_warps": warps, "enable_fp_fusion": False})
 
 
-def say(name, ptx):
+def registers(kernel):
+    """Of each thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        words = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        return re.search(r"REG:(\d+)", subprocess.run(words, capture_output=True, text=True, check=True).stdout)[1]
+
+
+def say(name, kernel):
+    ptx = kernel.asm["ptx"]
     moves = sorted(set(re.findall(r"(?:ld|st)\.global[.:\w]*", ptx)))
     exact = "approximate" if re.search(r"div\.(full|approx)|rcp\.approx", ptx) else "exact"
     divides = f"divides:{len(re.findall(r'div[.]rn|rcp[.]rn', ptx))}"
-    print(name, exact, f"logarithms:{ptx.count('lg2.approx')}", *moves, divides, flush=True)
+    print(name, exact, f"logarithms:{ptx.count('lg2.approx')}", f"registers:{registers(kernel)}", *moves, divides, flush=True)
 
 
 one = flat(torch.empty(4096, device="meta"))

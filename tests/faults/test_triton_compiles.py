@@ -38,6 +38,14 @@ def test_formats_divide_exactly(ptx):
     assert set(formats.values()) == {"exact"}, formats
 
 
+def test_what_one_program_tells_is_not_paid_for_by_all(ptx):
+    """A thread has the registers of the most demanding program, and of 65,536 for 2,048 threads there are 32 for each."""
+    found = {name: int(words[2].removeprefix("registers:")) for name, words in ptx.items()}
+    live = {name: n for name, n in found.items() if name.startswith(("noise-", "arithmetic-")) and name.endswith("-True")}
+    assert len(live) == 4
+    assert max(live.values()) <= 48, live
+
+
 def test_a_pair_of_normals_is_made_once(ptx):
     """2048 values, 128 threads: eight pairs each; and one where the first program of a captured kernel tells, 256 at a time."""
     for name, found in ptx.items():
