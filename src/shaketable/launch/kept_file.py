@@ -1,7 +1,8 @@
 """A JSON file that follows what a process does.
 
 It is written when it is made, so that a process which never acts can be named; within a twentieth of a second of any change,
-less often when writing would cost more than 5 % of a core; and whenever `flush` is called. Writes are atomic, so kill -9 loses
+less often when writing would cost more than 5 % of a core (twice in a row: the first time pays for imports, and a worker that
+is killed soon after would have lost its second pass); and whenever `flush` is called. Writes are atomic, so kill -9 loses
 at most what happened since the last one, and a reader never sees half a file.
 """
 
@@ -18,6 +19,11 @@ PAUSE = 0.05
 SHARE = 20
 """A write is followed by a pause of so many times what it took."""
 TRIES = 20
+
+
+def pause_after(cost: float, before: float) -> float:
+    """Seconds to the next look, from what this write and the one before it took."""
+    return max(PAUSE, SHARE * min(cost, before))
 
 
 class KeptFile:
@@ -56,11 +62,12 @@ class KeptFile:
         return self._ask()
 
     def _keep_flushing(self) -> None:
-        pause, seen = PAUSE, None
+        pause, seen, before = PAUSE, None, 0.0
         while True:
             time.sleep(pause)
             news = self._news() if self._news is not None else None
             if news is None or news != seen:
                 seen, start = news, time.thread_time()
                 self.flush()
-                pause = max(PAUSE, SHARE * (time.thread_time() - start))
+                cost = time.thread_time() - start
+                pause, before = pause_after(cost, before), cost

@@ -1,0 +1,27 @@
+"""The file that follows what a process does."""
+
+import json
+import time
+
+from shaketable.launch.kept_file import PAUSE, SHARE, KeptFile, pause_after
+
+
+def test_one_slow_write_delays_nothing_and_two_do():
+    """The first write of a worker pays for imports. A pause of a second after it lost what a killed worker did next."""
+    assert pause_after(0.05, 0.0) == PAUSE
+    assert pause_after(0.0001, 0.05) == PAUSE
+    assert pause_after(0.05, 0.04) == SHARE * 0.04
+
+
+def test_what_changes_is_written_and_flush_writes_at_once(tmp_path):
+    state = {"n": 0}
+    file = KeptFile(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])
+    assert json.loads(file.path.read_text()) == {"n": 0}
+    state["n"] = 1
+    file.flush()
+    assert json.loads(file.path.read_text()) == {"n": 1}
+    state["n"] = 2
+    until = time.monotonic() + 60
+    while json.loads(file.path.read_text()) != {"n": 2} and time.monotonic() < until:
+        time.sleep(0.01)
+    assert json.loads(file.path.read_text()) == {"n": 2}
