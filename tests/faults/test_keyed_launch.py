@@ -1,7 +1,9 @@
-"""A launch with a key of its own, with a driver that writes down what it is told: through native.cpp and without a compiler."""
+"""A launch with a key of its own, with a driver that writes down what it is told: through launching.c and without a compiler."""
 
 import ctypes
+import sysconfig
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +34,7 @@ def driver():
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_the_driver_is_told(driver, compiled, monkeypatch):
-    if compiled and not native.available():
+    if compiled and native.keyed_striker() is None:
         pytest.skip("no compiler here")
     if not compiled:
         monkeypatch.setattr(native, "keyed_striker", lambda: None)
@@ -49,7 +51,7 @@ def test_what_the_driver_is_told(driver, compiled, monkeypatch):
 
 def test_threads_share_a_launch(driver, monkeypatch):
     """Forward and backward run in threads of their own: no launch has the key of another."""
-    if not native.available():
+    if native.keyed_striker() is None:
         pytest.skip("no compiler here")
     kernel = SimpleNamespace(function=1, metadata=SimpleNamespace(num_warps=4, shared=0))
     monkeypatch.setattr(launcher, "driver", lambda: driver.launch)
@@ -66,3 +68,22 @@ def test_threads_share_a_launch(driver, monkeypatch):
         thread.join()
     keys = {(key, mix64(key ^ mix64(moment))) for key in (16, 32) for moment in range(300)}
     assert {(v[0], v[4] | v[5] << 32) for _, v in driver.told} == keys
+
+
+def test_a_compiler_and_headers_are_enough():
+    """Or the quick way would be gone without anybody noticing."""
+    if native.compiler() is None or not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        pytest.skip("no compiler or no headers here")
+    assert None not in (native.striker(), native.coder(), native.keyed_striker())
+
+
+@pytest.mark.parametrize("given", [(4096, 8192, 3), (4096, 8192, "a key", 0, 0), (4096, 8192, 3, 0, None)])
+def test_nothing_is_launched_with_wrong_arguments(driver, given, monkeypatch):
+    if native.keyed_striker() is None:
+        pytest.skip("no compiler here")
+    kernel = SimpleNamespace(function=1, metadata=SimpleNamespace(num_warps=4, shared=0))
+    monkeypatch.setattr(launcher, "driver", lambda: driver.launch)
+    one = launcher.KeyedLaunch(launcher.Launcher(kernel, KINDS), 1, torch.zeros(8), 0.25)
+    with pytest.raises(TypeError):
+        one.go(one.at, *given)
+    assert not driver.told

@@ -138,46 +138,7 @@ static void mxfp4(const T* x, T* out, size_t rows, size_t cols) {
   }
 }
 
-// A kernel of a card, all but the address of its tensor and its row laid out; see faults/gpu/launcher.py. One call with four
-// arguments instead of one with eleven: a microsecond less per strike, where Python is what a card waits for.
-struct Strike {
-  int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
-  void* function;
-  uint32_t blocks, threads, shared, spare;
-  uint64_t* address;
-  int32_t* row;
-  void** arguments;
-  uint64_t* target;
-};
-
-// SplitMix64's finalizer, as in generator.py.
-static inline uint64_t mix64(uint64_t v) {
-  v += 0x9E3779B97F4A7C15ull;
-  v = (v ^ (v >> 30)) * 0xBF58476D1CE4E5B9ull;
-  v = (v ^ (v >> 27)) * 0x94D049BB133111EBull;
-  return v ^ (v >> 31);
-}
-
 extern "C" {
-// The same with a key of its own instead of a row: `address` holds source and target, `row` the two words of the key.
-int strike_keyed(const Strike* s, uint64_t source, uint64_t target, uint64_t key, uint64_t moment, void* stream) {
-  uint64_t mixed = mix64(key ^ mix64(moment));
-  s->address[0] = source;
-  s->address[1] = target;
-  s->row[0] = (int32_t)(uint32_t)mixed;
-  s->row[1] = (int32_t)(uint32_t)(mixed >> 32);
-  return s->launch(s->function, s->blocks, 1, 1, s->threads, 1, 1, s->shared, stream, s->arguments, nullptr);
-}
-int strike(const Strike* s, uint64_t address, int32_t row, void* stream) {
-  *s->address = address;
-  *s->row = row;
-  return s->launch(s->function, s->blocks, 1, 1, s->threads, 1, 1, s->shared, stream, s->arguments, nullptr);
-}
-int strike_into(const Strike* s, uint64_t address, uint64_t target, void* stream) {
-  *s->address = address;
-  *s->target = target;
-  return s->launch(s->function, s->blocks, 1, 1, s->threads, 1, 1, s->shared, stream, s->arguments, nullptr);
-}
 int shaketable_abi() { return 1; }
 void normals_f32(float* out, size_t n, uint32_t k0, uint32_t k1) {
   each(out, out, n, k0, k1, [](float, float z) { return z; });

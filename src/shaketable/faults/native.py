@@ -1,11 +1,13 @@
-"""The C++ kernels of `native.cpp`: built once per machine with whatever compiler is there, called through ctypes.
+"""The C++ kernels of `native.cpp`, called through ctypes, and the launches of `gpu/launching.c`, a module for Python.
+
+Both are built once per machine with whatever compiler is there.
 
 Why not torch.compile: inductor needs the same compiler, tens of seconds at first use and a recompile per shape, and
 reaches a third of the speed. Why not a built wheel: the code wants -march=native, and the package stays pure Python.
 Without a compiler (or with SHAKETABLE_NATIVE=0) plain torch does the same arithmetic with the same bits, only slower;
-the ledger says which of the two was used.
+the ledger says which of the two was used. Without Python's headers kernels on a card are launched through ctypes.
 
-The library goes to the user's cache under a name made from source, compiler and CPU, written atomically.
+Libraries go to the user's cache under a name made from source, compiler, CPU and Python, written atomically.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+LAUNCHING = Path(__file__).parent / "gpu" / "launching.c"
+_MODULE = "shaketable_launching"
 
 
 def available() -> bool:
@@ -48,20 +56,44 @@ def compiler() -> str | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    cxx = compiler()
-    if os.environ.get("SHAKETABLE_NATIVE") == "0" or cxx is None:
-        return None
-    path = cache_folder() / "native" / f"kernels-{_fingerprint(cxx)}.so"
-    if not path.exists() and not _build(cxx, path):
+    path = _built(SOURCE, FLAGS)
+    if path is None:
         return None
     library = ctypes.CDLL(str(path))
     _declare(library)
     return library
 
 
-def _fingerprint(cxx: str) -> str:
+@functools.cache
+def _launching() -> Any:
+    """The functions that launch what is laid out; None where they cannot be compiled or loaded."""
+    headers = [f"-I{sysconfig.get_path(where)}" for where in ("include", "platinclude")]
+    path = _built(LAUNCHING, ("-x", "c", "-O2", "-shared", "-fPIC", *dict.fromkeys(headers)))
+    if path is None:
+        return None
+    loader = ExtensionFileLoader(_MODULE, str(path))
+    try:
+        spec = spec_from_loader(_MODULE, loader)
+        assert spec is not None
+        module = module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError:
+        return None
+    return module
+
+
+def _built(source: Path, flags: tuple[str, ...]) -> Path | None:
+    """The library made of a source, now or earlier; None where it cannot be."""
+    cxx = compiler()
+    if os.environ.get("SHAKETABLE_NATIVE") == "0" or cxx is None:
+        return None
+    path = cache_folder() / "native" / f"{source.stem}-{_fingerprint(cxx, source, flags)}.so"
+    return path if path.exists() or _build(cxx, source, flags, path) else None
+
+
+def _fingerprint(cxx: str, source: Path, flags: tuple[str, ...]) -> str:
     version = subprocess.run([cxx, "--version"], capture_output=True, check=False).stdout
-    parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _cpu().encode()]
+    parts = [source.read_bytes(), version, " ".join(flags).encode(), _cpu().encode(), sys.version.encode()]
     return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 
 
@@ -74,11 +106,11 @@ def _cpu() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def _build(cxx: str, path: Path) -> bool:
+def _build(cxx: str, source: Path, flags: tuple[str, ...], path: Path) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        done = subprocess.run([cxx, *FLAGS, str(SOURCE), "-o", str(built)], capture_output=True, check=False)
+        done = subprocess.run([cxx, *flags, str(source), "-o", str(built)], capture_output=True, check=False)
         if done.returncode == 0:
             built.replace(path)
     return done.returncode == 0
@@ -95,29 +127,18 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def striker() -> Any:
-    """`strike` of native.cpp: an address, the row of a board, the stream."""
-    return _launching("strike", ctypes.c_uint64, ctypes.c_int32)
+    """A function that launches: of a strike, an address, the row of a board, the stream."""
+    return getattr(_launching(), "strike", None)
 
 
 def coder() -> Any:
-    """`strike_into` of native.cpp: for kernels that read from one address and write to another."""
-    return _launching("strike_into", ctypes.c_uint64, ctypes.c_uint64)
+    """The same for kernels that read from one address and write to another."""
+    return getattr(_launching(), "strike_into", None)
 
 
 def keyed_striker() -> Any:
-    """`strike_keyed` of native.cpp: source, target, the key of a tap, the moment it is mixed with, the stream."""
-    return _launching("strike_keyed", *[ctypes.c_uint64] * 4)
-
-
-@functools.cache
-def _launching(name: str, *arguments: Any) -> Any:
-    """A function that launches a kernel and keeps Python's lock meanwhile: that takes less time than to give it back."""
-    library = _library()
-    if library is None:
-        return None
-    strike = getattr(ctypes.PyDLL(library._name), name)
-    strike.argtypes = [ctypes.c_void_p, *arguments, ctypes.c_void_p]
-    return strike
+    """The same: source, target, the key of a tap, the moment it is mixed with, the stream."""
+    return getattr(_launching(), "strike_keyed", None)
 
 
 def normals(n: int, key: int) -> Tensor:

@@ -22,7 +22,8 @@ from shaketable.inject.dressed import LayerFrame, on_a_card
 from shaketable.inject.hooks import Hook
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.residuals import PairTaps, carries_pair
-from shaketable.inject.short.hushed import Hush, is_closed
+from shaketable.inject.short.closed import is_closed
+from shaketable.inject.short.hushed import Hush, HushedFunction, hush_functions
 from shaketable.inject.short.swift import Swift, swift
 from shaketable.inject.short.swift_inputs import SwiftInput, swift_input
 from shaketable.inject.taps import Tap
@@ -70,7 +71,7 @@ class Attached(Hook):
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
-        self.hooks: list[RemovableHandle | Swift | SwiftInput | LayerFrame | Hush] = []
+        self.hooks: list[RemovableHandle | Swift | SwiftInput | LayerFrame | Hush | HushedFunction] = []
         self.swifts: list[Swift] = []
         self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
@@ -122,10 +123,10 @@ class Attached(Hook):
         return next((self.left_out[path] for path in paths if path in self.left_out), None)
 
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
-        """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
+        """Modules that open a frame, with the operator they are as a whole: the root, layers, and exceptions.
 
-        Where no operator has to be told which layer it is in, the layers do: what others recompute are whole layers. Noise that
-        is held for a rollout is the same whatever is recomputed, so for that the root will do.
+        What others recompute are whole layers. Around them, containers open frames where operators have to be told that they
+        are in no layer. Noise that is held for a rollout is the same whatever is recomputed: for that the root will do.
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in operators.families(site.names)}
@@ -133,7 +134,8 @@ class Attached(Hook):
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part))
-            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in self.anatomy.layers
+            around = part.layer is None and any(part.module.children()) and (met or not self.anatomy.layers)
+            inside = around or part.module in self.anatomy.layers
             wanted = part.module is self.model or special or (inside and not self._is_held)
             if wanted and part.module not in self.skip:
                 yield part, atomic
@@ -206,13 +208,20 @@ class Attached(Hook):
         return on_card and not any(module is part.module for module, _ in self.weights)
 
     def _hush(self, framed: Container[nn.Module]) -> None:
-        """Norms on a card that nothing of this plan is on, and in which no operator of it can be."""
+        """What the operator mode need not look into: norms and functions without operators; linears, if products are struck."""
+        sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
+        products = any("matmul" in operators.families(site.names) for site in sites)
         busy = {id(module) for module, _ in self.weights} | {module for module, _ in self.points}
-        for module in {part.module for part in self.anatomy.parts}:
+        modules = {part.module for part in self.anatomy.parts}
+        on_card = any(on_a_card(module) for module in modules)
+        for module in modules:
+            if on_card:
+                self.hooks.extend(hush_functions(module))
             if id(module) in busy or module in framed or module in self.skip or "forward" in module.__dict__:
                 continue
             kind: Any = type(module)
-            if is_closed(kind) and on_a_card(module) and not weights.has_taps(module):
+            fits = is_closed(kind) or (products and kind is nn.Linear)
+            if fits and on_a_card(module) and not weights.has_taps(module):
                 self.hooks.append(Hush(module, self.injection))
 
     def _swift(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> Swift | None:

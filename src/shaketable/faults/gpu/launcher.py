@@ -74,7 +74,7 @@ def laid_out(arguments: list[Any]) -> Any:
 
 
 class Strike(ctypes.Structure):
-    """What native.cpp launches."""
+    """What launching.c launches."""
 
     _fields_: ClassVar = [
         ("launch", ctypes.c_void_p), ("function", ctypes.c_void_p), ("blocks", ctypes.c_uint32), ("threads", ctypes.c_uint32),
@@ -116,7 +116,7 @@ class Launch:
 class KeyedLaunch:
     """Noise of one magnitude on tensors of one size and type, for a key that is given: backward comes when it wants to.
 
-    Forward and backward run in threads of their own and share this. native.cpp keeps Python's lock from the first argument to
+    Forward and backward run in threads of their own and share this. launching.c keeps Python's lock from the first argument to
     the launch; without a compiler the launcher has a lock.
     """
 

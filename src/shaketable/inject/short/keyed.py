@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _PRODUCTS = frozenset({"MmBackward0", "AddmmBackward0"})
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0"})
+_REFUSED = "the CUDA driver would not launch a kernel of Shaketable"
 _ENOUGH = 256
 """Sizes of tensors that are remembered per fault."""
 this_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -75,7 +76,7 @@ class Striker:
     """One tap, and the noise that it is now."""
 
     def __init__(self, tap: Tap) -> None:
-        self.tap, self.spot, self.injection = tap, tap.spot, tap.injection
+        self.tap, self.spot, self.injection, self.keys = tap, tap.spot, tap.injection, tap.keys
         self._noise = Noise(tap.fault)
 
     def noise(self) -> Noise | None:
@@ -101,7 +102,8 @@ class Striker:
                 with torch._C.DisableTorchFunction():
                     clean = _seen(x).clone()
         address = x.data_ptr()
-        hit(launch, address, address, self.tap.keys[backward], moment)
+        if launch.go(launch.at, address, address, self.keys[backward], moment, raw_stream(launch.device)):
+            raise RuntimeError(_REFUSED)
         if clean is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad(), spot.lock:
                 (spot.backward if backward else spot.forward).take(noise.fault, clean, _seen(x), None)
@@ -110,7 +112,7 @@ class Striker:
 def hit(launch: KeyedLaunch, source: int, target: int, key: int, moment: int) -> None:
     """Launch on the current stream. `key` and `moment` are mixed into what keys the noise there."""
     if launch.go(launch.at, source, target, key, moment, raw_stream(launch.device)):
-        raise RuntimeError("the CUDA driver would not launch a kernel of Shaketable")
+        raise RuntimeError(_REFUSED)
 
 
 def _seen(x: Tensor) -> Tensor:

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from shaketable.inject.short.keyed import Noise
     from shaketable.inject.taps import Tap
 
-_ARGUMENTS = {2: ((1, 2), (0, 1)), 3: ((0, 3), (2, 2), (1, 1))}
+_ARGUMENTS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 2), (0, 1)), ((0, 3), (2, 2), (1, 1)))
 """Which gradient of mm and addmm is of which argument of `F.linear`, in the order in which echoes strike them."""
 _WEIGHT = 2
 _OWN = (Tensor, nn.Parameter)
 _other_modes: Any = torch._C._len_torch_function_stack
+_any_autocast: Any = torch._C._is_any_autocast_enabled
 
 
 class Product(keyed.Striker):
@@ -53,8 +54,7 @@ class Product(keyed.Striker):
         launch = noise.launch(y) if type(y) is Tensor and y.is_contiguous() else None
         if launch is None:
             return self.tap.forward(y, frame)
-        moment = frame.moment + frame.count(self.tap)
-        self.fire(noise, launch, y, moment, frame.phase, False, frame.recomputing)
+        self.fire(noise, launch, y, frame.moment + frame.count(self.tap), frame.phase, False, frame.recomputing)
         return y
 
 
@@ -66,6 +66,7 @@ class Products:
         self.local = injection.calls.local
         self._products: dict[Tap, Product] = {}
         self._places: dict[tuple[Any, int | None, str | None], Product | None] = {}
+        self._known: dict[tuple[int, bool, bool, int], bool] = {}
 
     def linear(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """`F.linear`, called by place alone; None, and nothing has happened, where it is for the ordinary way."""
@@ -76,8 +77,8 @@ class Products:
         bias = args[2] if len(args) == 3 else None
         if type(x) is not Tensor or type(weight) not in _OWN or not keyed.on_card(x):
             return None
-        target = keyed.autocast_dtype(x)
-        if x.dtype is not weight.dtype and target is None:
+        target = keyed.autocast_dtype(x) if _any_autocast() else None
+        if target is None and x.dtype is not weight.dtype:
             return None
         product = self.at(frame)
         noise = product.noise() if product is not None else None
@@ -89,7 +90,7 @@ class Products:
             frame.count((frame.layer, "matmul"))
             y: Tensor = func(*args)
             return product.strike(noise, y, frame) if product.strikes else y
-        if not _is_known(x, weight, bias):
+        if not self._is_known(x, weight, bias):
             return None
         if target is None:
             return self._echoing(func, args, frame, product, noise, {})
@@ -111,8 +112,10 @@ class Products:
         number = frame.count((frame.layer, "matmul"))
         if node is not None:
             how = product, noise, frame.moment + number, frame.phase, frame.recomputing
-            own = _ARGUMENTS[len(node.next_functions)]
-            node.register_hook(Gradients(*how, own if not casts else tuple(p for p in own if p[1] not in casts)))
+            own = _ARGUMENTS[len(args) == 3 and args[2] is not None]
+            if casts:
+                own = tuple(pair for pair in own if pair[1] not in casts)
+            node.register_hook(Gradients(*how, own))
             for argument, behind in casts.items():
                 if behind is not None:
                     behind.register_hook(Gradients(*how, ((0, argument),), turns=False))
@@ -130,12 +133,17 @@ class Products:
             self._places[place] = found
             return found
 
-
-def _is_known(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the node of this product, if it gets one, will be found."""
-    if not x.is_contiguous() or x.dim() < 2 or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
-        return False
-    return keyed.is_one_product(x.dim(), bias is not None, weight.requires_grad, x.device)
+    def _is_known(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether the node of this product, if it gets one, will be found."""
+        dims, has_bias = x.dim(), bias is not None
+        if not x.is_contiguous() or dims < 2 or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+            return False
+        like = dims, has_bias, weight.requires_grad, x.get_device()
+        try:
+            return self._known[like]
+        except KeyError:
+            self._known[like] = keyed.is_one_product(dims, has_bias, weight.requires_grad, x.device)
+            return self._known[like]
 
 
 class Gradients:

@@ -45,6 +45,7 @@ OFF, ZERO, ON = 0, 1, 2
 this_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+is_grad_enabled, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 
 
 class Swift:
@@ -53,7 +54,10 @@ class Swift:
     def __init__(self, module: nn.Module, tap: Tap, calls: Calls, entry: Entry) -> None:
         self.module, self.tap, self.calls, self.entry = module, tap, calls, entry
         self.local = calls.local
-        self._launches: dict[int, Launch] = {}
+        self._launches: dict[int, tuple[Any, int, int, int, torch.dtype, bool]] = {}
+        """Per size: the function, what it is told, and for which tensors. None while the plan is off."""
+        self._kept: dict[int, Launch] = {}
+        """What those point into."""
         self._hooks: list[RemovableHandle] = []
         self._pulled = Pulled(tap)
         self.refresh()
@@ -65,7 +69,11 @@ class Swift:
         injection = self.tap.injection
         self.state = OFF if not injection.enabled else ZERO if self.tap.fault.is_off else ON
         if self.state != ON:
-            self._launches.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._launches.clear()
+        self._kept.clear()
 
     def remove(self) -> None:
         """Give the module its own class back."""
@@ -81,28 +89,35 @@ class Swift:
         self.remove()
         self._hooks = ModuleTaps("output", [self.tap], self.calls, self.entry).install(self.module)
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+    def strike(self, x: Tensor, y: Tensor) -> Tensor:
         """What the linear returns, given what it would return. Written out: every call of Python would show."""
-        if self.state != ON and (self.state == OFF or not is_capturing()):
-            return y
-        launch = self._launches.get(y.numel())
+        found = self._launches.get(y.numel())
         stack = getattr(self.local, "stack", None)
-        if launch is None or not stack or torch.is_grad_enabled() or launch.dtype is not y.dtype:
+        if found is None or not stack or is_grad_enabled():
             return self._ordinary(x, y)
+        go, at, row, device, dtype, alone = found
         root, address = stack[0], y.data_ptr()
         n = root.counts.get(self.tap, 0)
-        here = y.get_device() == launch.device and (launch.alone or launch.device == this_device())
-        if not (here and y.is_contiguous() and address & 15 == 0 and root.on_board and n < REPEATS):
-            return self._ordinary(x, y)
-        if is_capturing() != (root.captured is not None):
+        if (
+            y.dtype is not dtype
+            or y.get_device() != device
+            or not (alone or device == this_device())
+            or not y.is_contiguous()
+            or address & 15
+            or not root.on_board
+            or n >= REPEATS
+            or is_capturing() != (root.captured is not None)
+        ):
             return self._ordinary(x, y)
         root.counts[self.tap] = n + 1
-        if launch.go(launch.at, address, launch.row + n, raw_stream(launch.device)):
+        if go(at, address, row + n, raw_stream(device)):
             raise RuntimeError("the CUDA driver would not launch a kernel of Shaketable")
         return y
 
     def _ordinary(self, x: Tensor, y: Tensor) -> Tensor:
-        """The way of all other taps; lays out the launch for the next time."""
+        """The way of all other taps, and of a plan that is off; lays out the launch for the next time."""
+        if self.state != ON and (self.state == OFF or not is_capturing()):
+            return y
         frame = self.calls.top() or self.calls.open(self.entry, (x,), {})
         if torch.is_grad_enabled():
             struck = self._pulled.strike(y, frame)
@@ -119,8 +134,9 @@ class Swift:
         launch = gpu.prepare(y, how.kind, board.row(self.tap, False, 0))
         if launch is not None:
             if len(self._launches) >= _ENOUGH:
-                self._launches.clear()
-            self._launches[y.numel()] = launch
+                self._forget()
+            how_to = launch.go, launch.at, launch.row, launch.device, launch.dtype, launch.alone
+            self._launches[y.numel()], self._kept[y.numel()] = how_to, launch
 
 
 def swift(module: nn.Module, point: str, taps: list[Tap], calls: Calls, entry: Entry) -> Swift | None:
@@ -139,9 +155,9 @@ def _dressed() -> Any:
 
     def forward(self: Any, input: Tensor) -> Tensor:
         y = F.linear(input, self.weight, self.bias)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return compiled.trace_fresh(y, self._shaketable_swift_handle)
         swift: Swift | None = self.__dict__.get(_SLOT)
-        return y if swift is None else swift(input, y)
+        return y if swift is None else swift.strike(input, y)
 
     return dressed(nn.Linear, _SLOT, {"forward": forward})
