@@ -152,12 +152,12 @@ def enclosed():
 OPEN = [sign, named, given, hidden, below, inside, loose, round_and_round, enclosed(), torch.mm, torch.cat, None, LlamaMLP]
 
 
-@pytest.mark.parametrize("function", OPEN, ids=str)
+@pytest.mark.parametrize("function", OPEN, ids=lambda function: getattr(function, "__name__", "none"))
 def test_functions_that_could_hold_a_product_are_looked_into(function):
     assert not is_closed_function(function)
 
 
-@pytest.mark.parametrize("function", [rotated, ROTATION, modeling_llama.rotate_half])
+@pytest.mark.parametrize("function", [rotated, ROTATION, modeling_llama.rotate_half], ids=["ours", "whole", "half"])
 def test_functions_of_arithmetic_are_closed(function):
     assert is_closed_function(function)
 
