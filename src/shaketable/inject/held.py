@@ -88,6 +88,11 @@ class HeldTap(Tap):
         """Where noisy weights are on a card: one place, because captured graphs go on reading it."""
         self._counted: dict[str, tuple[int, FaultBase]] = {}
 
+    @property
+    def asks_board(self) -> bool:
+        """Only for gradients: a weight has its noise before a graph is captured, which reads it and nothing else."""
+        return self.site.directions != ("forward",)
+
     def forget(self) -> None:
         """The weight is another one: its next draw counts, and is measured, whatever its key."""
         self._counted.clear()
