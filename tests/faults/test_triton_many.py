@@ -10,6 +10,7 @@ import torch
 from kernel_route import DEVICE, HARD, fused, kernels, same
 
 from shaketable.faults import Draw, make_fault, native
+from shaketable.faults.generator import mix64
 from shaketable.faults.gpu import many
 from shaketable.faults.gpu.coding import Coding
 from shaketable.inject.spots import Measured
@@ -61,15 +62,19 @@ def test_what_one_launch_cannot_do_is_refused(fault, shape):
 
 
 @every_dtype
+@pytest.mark.parametrize("moment", [0, 2**64 - 1, 2**63 + 12345])
 @pytest.mark.parametrize("kind", ["rms_gaussian", "absolute_gaussian", "relative_gaussian"])
-def test_noise_on_many_is_the_noise_on_each_and_is_measured(kind, dtype):
+def test_noise_on_many_is_the_noise_on_each_and_is_measured(kind, dtype, moment):
     fault = make_fault({"kind": kind, "magnitude": 0.25})
-    both, keys = pairs([(40,), (576,), (2048,), (5000,)], dtype), [3, 2**64 - 1, 2**63, 12345]
+    both, places = pairs([(40,), (576,), (2048,), (5000,)], dtype), [3, 2**64 - 1, 2**63, 12345]
     both = both[1:] if kind == "relative_gaussian" and dtype == torch.float16 else both
-    keys = keys[-len(both) :]
+    places = places[-len(both) :]
     with fused():
         assert all(many.draws(fault, x) for x, _ in both)
-        sums = many.draw(fault, both, keys).tolist()
+        draws = many.Drawn(fault, both, places)
+        draws(5, 2.0)
+        sums = draws(moment, 0.25).tolist()
+        keys = [mix64(place ^ moment) for place in places]
         for (x, y), key, row in zip(both, keys, sums, strict=True):
             wanted = fault.apply(x, Draw(key))
             torch.testing.assert_close(y, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6, equal_nan=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.faults.gpu import dispatch
+from shaketable.faults.gpu import dispatch, many
 from shaketable.inject import attached, weights
 from shaketable.inject.injection import Injection
 from shaketable.inject.short import ready, swift, swift_inputs
@@ -539,3 +539,96 @@ def test_noisy_weights_stay_at_one_address(card):
     net.generate()
     assert tap._kept.value is home
     injection.close()
+
+
+@torch.no_grad()
+def test_a_step_and_its_rollout_ask_the_card_once_and_write_no_table(card, launches, monkeypatch):
+    """AQN as a training has it: each wait stops a host that should run ahead, and a table would be written in Python."""
+    net = Stack().eval()
+    asked, tables, tolist, laid_out = [], [], torch.Tensor.tolist, many.Drawn.__init__
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: asked.append(1) or tolist(self))
+    monkeypatch.setattr(many.Drawn, "__init__", lambda *args: tables.append(1) or laid_out(*args))
+    with st.AQN.load("constant:0.1").attach(net, 100) as noise:
+        for step in range(1, 6):
+            before = len(asked)
+            noise.step = step
+            with st.phase("rollout"):
+                net.generate()
+            if step > 2:
+                assert len(asked) == before + 1, "what the draw of the step before has changed"
+        assert launches["draw_many"] == 4, "the first is made one by one"
+        assert len(tables) == 1
+        found = noise.ledger
+        assert (found.forward, found.sites[0].magnitudes) == (5 * 2, 5 * 2)
+        assert found.sites[0].asked == pytest.approx(0.1)
+
+
+class Square(nn.Module):
+    """Weights that can be turned around where they are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@torch.no_grad()
+def test_weights_that_are_written_turned_or_moved_between_rollouts_or_in_them_are_seen(card, launches):
+    def run():
+        net, injection = made("rms_gaussian:0.1@module.linear,point=weight,phase=rollout", hold=True, net=Square())
+        seen, weight = [], net.a.weight
+
+        def replace():
+            net.a._parameters["weight"] = nn.Parameter(torch.linspace(-1, 1, 32 * 32).view(32, 32))
+
+        changes = [
+            lambda: None,
+            lambda: None,
+            lambda: weight.add_(1.0),
+            lambda: weight.data.mul_(0.5),
+            lambda: setattr(weight, "data", weight.data.t()),
+            lambda: setattr(weight, "data", weight.data.clone()),
+            replace,
+        ]
+        for change in changes:
+            change()
+            for _ in range(2):
+                with st.phase("rollout"):
+                    seen += [net(inputs()), net(inputs())]
+        with st.phase("rollout"):
+            for own in (net.a, net.b, net.a):
+                own.weight.mul_(1.1)
+                seen.append(net(inputs()))
+        injection.close()
+        return seen, injection
+
+    (short, injection), (hooked, other) = both_ways(run, card)
+    for n, (a, b) in enumerate(zip(short, hooked, strict=True)):
+        torch.testing.assert_close(a, b, msg=lambda found, n=n: f"{n}: {found}")
+    assert launches["draw_many"] >= 10
+    mine, theirs = told(injection)[0], told(other)[0]
+    assert mine["forward"] == theirs["forward"] == 15 * 2
+    assert mine["measured_magnitude"] == pytest.approx(theirs["measured_magnitude"], rel=1e-4)
+
+
+@torch.no_grad()
+def test_a_resumed_run_draws_the_same_noise(card):
+    """Keys are made on the card from the moment and the place: of the step, and not of how often was drawn before."""
+
+    def rollouts(steps):
+        net, injection = made(f"{AQN},phase=rollout", hold=True, allow_inert=True)
+        found = {}
+        for step in steps:
+            injection.step = step
+            found[step] = [y for _ in range(2) for y in net.generate(1)]
+        injection.close()
+        return found
+
+    whole, resumed = rollouts(range(4)), rollouts([2, 3])
+    for step in (2, 3):
+        torch.testing.assert_close(whole[step], resumed[step])
+    seen = [y.numpy().tobytes() for step in whole.values() for y in step]
+    assert len(set(seen)) == 8

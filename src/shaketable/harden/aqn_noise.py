@@ -25,7 +25,7 @@ from shaketable.harden.aqn import AQN
 from shaketable.harden.aqn_sites import plan_of
 from shaketable.inject.attached import refuse
 from shaketable.inject.injection import Injection
-from shaketable.inject.ledger import Ledger
+from shaketable.inject.ledger import Ledger, SiteLedger
 from shaketable.sites.anatomy import Anatomy
 
 
@@ -114,16 +114,17 @@ class AttachedAQN:
             self._count_draws()
 
     def _count_draws(self) -> None:
-        self._look_for_loss()
-        for i, site in enumerate(self.injection.ledger.sites):
+        sites = self.injection.ledger.sites  # asks every card: once is enough
+        self._look_for_loss(sites)
+        for i, site in enumerate(sites):
             measured = site.magnitudes
             self._asked[i] += (measured - self._measured[i]) * self._now(i)
             self._measured[i] = measured
             if measured:
                 site.asked = self._asked[i] / measured
 
-    def _look_for_loss(self) -> None:
-        spots = [spot for site in self.injection.ledger.sites for spot in site.spots.values()]
+    def _look_for_loss(self, sites: list[SiteLedger]) -> None:
+        spots = [spot for site in sites for spot in site.spots.values()]
         fires = sum(spot.forward.fires + spot.backward.fires for spot in spots)
         changed = sum(spot.forward.changed + spot.backward.changed for spot in spots)
         if fires > self._seen[0]:

@@ -75,6 +75,8 @@ class Board:
         self._frozen: list[tuple[Tap, FaultBase]] = []
         """What was captured with its magnitude in it."""
         self._step: int | None = None
+        self._written: tuple[object, ...] | None = None
+        """What `live` was last written from."""
         self._lock = threading.Lock()
         self._rows_of: WeakKeyDictionary[Blow, int] = WeakKeyDictionary()
         """Which row a captured strike reads: its gradient reads the same."""
@@ -99,7 +101,7 @@ class Board:
         self.update()
 
     def update(self) -> None:
-        """The switch, the magnitudes and the step as they are now."""
+        """The switch, the magnitudes and the step as they are now; what is on the card already is not written again."""
         if capturing():
             raise PlanError("a plan cannot be changed while a graph is being captured")
         for tap, fault in self._frozen:
@@ -108,7 +110,10 @@ class Board:
         if self._step != self.injection.step:
             self._step = self.injection.step
             self.clock[:1].fill_(_signed(mix64(self._step)))
-        self.live.copy_(torch.tensor([[_state(tap, phase) for tap in self.taps] for phase in PHASES]))
+        state = self.injection.enabled, *self.injection.faults
+        if self._written != state:
+            self._written = state
+            self.live.copy_(torch.tensor([[_state(tap, phase) for tap in self.taps] for phase in PHASES]))
 
     def begin(self, phase: str) -> Pass:
         """The head of a pass that is being captured."""

@@ -1,4 +1,9 @@
-"""The boards of one injection: on which cards they are, and what happens to them when a pass begins."""
+"""The boards of one injection: on which cards they are, and what happens to them when a pass begins.
+
+A plan has a board where kernels ask one. Noise that is held for a rollout asks none: it is drawn before a graph is captured or
+replayed, and what a replay reads is the noisy weight itself. So AQN on weights has no board, and pays for none: neither a tick
+in every replayed step nor a table to write and sums to wait for at every step of a training.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +41,18 @@ class Boards:
         if known == self._known:
             return
         self._known = known
-        for device in {p.device for m in self.injection.models for p in m.model.parameters() if p.is_cuda}:
-            taps = [tap for tap in self.injection.taps if device not in tap.boards]
-            if taps and gpu.name("cuda") is not None:
+        if (kernel := gpu.name("cuda")) is None:
+            return
+        for device in _cards(self.injection):
+            self.injection.ledger.kernel = kernel
+            taps = [tap for tap in self.injection.taps if tap.asks_board and device not in tap.boards]
+            if taps:
                 self._add(Board(self.injection, device, taps))
 
     def _add(self, board: Board) -> None:
         self.all.append(board)
         for tap in board.taps:
             tap.boards[board.device] = board
-        self.injection.ledger.kernel = gpu.name("cuda") or self.injection.ledger.kernel
         if self.rows is None:
             self.rows = board.rows
             compiled.place_on(board)
@@ -56,6 +63,8 @@ class Boards:
 
     def of(self, tap: Tap, x: torch.Tensor) -> Board:
         """Where a tap finds its row when it is captured."""
+        if not tap.asks_board:
+            raise PlanError(f"{tap.site.label}: noise that is held for a rollout cannot be captured together with gradients")
         if x.device not in tap.boards:
             raise PlanError(f"call the model once on {x.device} before capturing it into a graph: the plan is not there yet")
         return tap.boards[x.device]
@@ -105,6 +114,11 @@ class Boards:
         fused.passes.pop(self.injection.handle, None)
         for tap in self.injection.taps:
             tap.boards = {}
+
+
+def _cards(injection: Injection) -> set[torch.device]:
+    """The cards that weights of its models are on."""
+    return {p.device for m in injection.models for p in m.model.parameters() if p.is_cuda}
 
 
 _outliving: list[Board] = []

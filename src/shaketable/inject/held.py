@@ -15,10 +15,9 @@ costs a pass over the weight and rounds twice. A draw is counted and measured on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,13 +66,16 @@ class Rollouts:
             self.on_new()
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+Origin = tuple[int, int, bool]
+"""Which weight: its address, its version, and whether inference mode is on."""
+
+
+class _Kept(NamedTuple):
     """A noisy weight, and all that it was made from."""
 
-    key: int
+    moment: int
     fault: FaultBase
-    made_from: tuple[int, int, bool]
+    made_from: Origin
     value: Tensor
 
 
@@ -82,11 +84,16 @@ class HeldTap(Tap):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
+        self.place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
         self._kept: _Kept | None = None
         self._home: Tensor | None = None
         """Where noisy weights are on a card: one place, because captured graphs go on reading it."""
         self._counted: dict[str, tuple[int, FaultBase]] = {}
+
+    @property
+    def asks_board(self) -> bool:
+        """Only for gradients: a weight has its noise before a graph is captured, which reads it and nothing else."""
+        return self.site.directions != ("forward",)
 
     def forget(self) -> None:
         """The weight is another one: its next draw counts, and is measured, whatever its key."""
@@ -94,7 +101,15 @@ class HeldTap(Tap):
 
     def key(self) -> int:
         """The key of the draw that holds now."""
-        return mix64(self._place ^ mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number()))
+        return self.key_at(self.moment())
+
+    def key_at(self, moment: int) -> int:
+        """The key of the draw of a moment; mixing is a bijection, so there are as many keys of a tap as moments."""
+        return mix64(self.place ^ moment)
+
+    def moment(self) -> int:
+        """What the step and the number of the rollout make of a key: the same for all held taps of an injection."""
+        return mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number())
 
     def would_act(self, x: Tensor) -> bool:
         """Only where it is on: a graph captured without noise reads the clean weight, and is captured anew (`graphs.py`)."""
@@ -111,25 +126,26 @@ class HeldTap(Tap):
         if not in_rollout or (x.requires_grad and torch.is_grad_enabled()):
             self._let_go()
             return super().forward(x, frame)
-        key = self.key()
-        value = self.kept_for(x, key)
-        return value if value is not None else self.keep(key, x, self._renewed(x, frame))
+        moment, made_from = self.moment(), _identity(x)
+        value = self.kept_for(made_from, moment)
+        return value if value is not None else self.keep(moment, made_from, self._renewed(x, frame))
 
-    def kept_for(self, x: Tensor, key: int) -> Tensor | None:
+    def kept_for(self, made_from: Origin, moment: int) -> Tensor | None:
         """The noisy weight of this draw, if it is there and nothing has changed since."""
         kept = self._kept
-        fits = kept is not None and kept.key == key and kept.fault is self.fault and kept.made_from == _identity(x)
-        return kept.value if kept is not None and fits else None
+        if kept is None or kept.moment != moment or kept.fault is not self.fault or kept.made_from != made_from:
+            return None
+        return kept.value
 
     def _let_go(self) -> None:
         if self._kept is not None:
             self._kept = None
             self.injection.rollouts.changes += 1
 
-    def keep(self, key: int, x: Tensor, value: Tensor) -> Tensor:
+    def keep(self, moment: int, made_from: Origin, value: Tensor) -> Tensor:
         """From now on this is the noisy weight."""
         self.injection.rollouts.changes += 1
-        self._kept = _Kept(key, self.fault, _identity(x), value)
+        self._kept = _Kept(moment, self.fault, made_from, value)
         return value
 
     def _renewed(self, x: Tensor, frame: Frame) -> Tensor:
@@ -170,6 +186,6 @@ class HeldTap(Tap):
         self.spot.count(phase, False)
 
 
-def _identity(x: Tensor) -> tuple[int, int, bool]:
+def _identity(x: Tensor) -> Origin:
     """Another one when the weight was moved or written to; writes through `.data` show at the next rollout."""
     return x.data_ptr(), 0 if x.is_inference() else x._version, torch.is_inference_mode_enabled()

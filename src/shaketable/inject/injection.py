@@ -219,7 +219,11 @@ class Injection:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Several changes that belong together: weights are written once, at the end."""
+        """Several changes that belong together: weights are written once, at the end.
+
+        Who begins them settles the ledger before, if it is to know what happened under which magnitude: asking a card costs a
+        wait, and nothing happens between the changes.
+        """
         self._changing += 1
         try:
             yield
@@ -263,10 +267,12 @@ class Injection:
 
         Compiled graphs stay as they are, but for 0 everywhere: that is another graph, the clean one.
         """
+        if not self._changing:
+            self.settle()
         for i, fault in enumerate(self.faults):
             if clause in (None, i) and isinstance(fault, MagnitudeFault):
                 self.faults[i] = fault.with_magnitude(magnitude)
-                self.ledger.sites[i].asked = self.faults[i].asked()
+                self._sites[i].asked = self.faults[i].asked()
         self.rewrite()
 
     @property
@@ -278,7 +284,7 @@ class Injection:
 
     def make_tap(self, clause: int, name: str, point: str, layer: int | None, shown: str | None = None) -> Tap:
         """A tap with its place in the ledger."""
-        spots = self.ledger.sites[clause].spots
+        spots = self._sites[clause].spots
         label = shown or (name if point == "output" else f"{name}:{point}")
         kind = HeldTap if self.hold and point == "weight" else Tap
         tap = kind(self, clause, spots.setdefault(label, Spot(label, layer)), name, point)

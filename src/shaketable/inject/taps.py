@@ -79,6 +79,11 @@ class Tap:
         return self.injection.faults[self.clause]
 
     @property
+    def asks_board(self) -> bool:
+        """Whether its kernels may read what they are to do from the board of a card."""
+        return True
+
+    @property
     def is_active(self) -> bool:
         """Whether the tap would do anything now, phases aside."""
         injection = self.injection

@@ -72,6 +72,11 @@ def _floats() -> tuple[Any, ...]:
     return torch.float32, torch.bfloat16, torch.float16
 
 
+def words(value: int) -> tuple[int, int]:
+    """The two halves of 64 bits, the low one first, as kernels take them."""
+    return _signed(value), _signed(value >> 32)
+
+
 def _signed(word: int) -> int:
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >= 1 << 31 else word
@@ -141,7 +146,7 @@ def tick(board: tuple[Tensor, ...], moment: int | None) -> None:
     live, rows = board[2], board[3]
     taps = len(live)
     shape = {"GIVEN": moment is not None, "TAPS": taps, "REPEATS": len(rows) // (2 * taps), "BLOCK": 1024}
-    launch(_kernels().tick, 1, (*board, _signed(moment or 0), _signed((moment or 0) >> 32)), shape)
+    launch(_kernels().tick, 1, (*board, *words(moment or 0)), shape)
 
 
 def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS, **more: Any) -> None:

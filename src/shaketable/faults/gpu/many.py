@@ -1,12 +1,12 @@
 """One launch for many tensors: formats on all weights of a plan, noise on all norms of a model.
 
-A launch costs the same for 200 weights as for one. The table that the kernels read is made once per set of tensors; of noise,
-keys and scales are new at every draw, and so is the table: a copy of a few kilobytes.
+A launch costs the same for 200 weights as for one. The table that the kernels read is made once per set of tensors. What is
+another at every draw of noise is the same for all of them, and an argument: the moment, which a kernel makes the key of each
+tensor from, and the scale. A table with keys would be 61 rows of Python and a copy that waits for the card, at every rollout.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ class Coded:
         self.base, (code, length) = pairs[0][0], _CODES[fault.kind]
         programs = torch.tensor([-(-x.numel() // _TILE) for x, _ in pairs])
         firsts = (programs.cumsum(0) - programs).tolist()
-        rows = [[*_places(self.base, x, y), first, 0, 0] for (x, y), first in zip(pairs, firsts, strict=True)]
+        rows = [[*_places(self.base, x, y), first, 0] for (x, y), first in zip(pairs, firsts, strict=True)]
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.base.device)
         self.owners = torch.arange(len(pairs), dtype=torch.int32).repeat_interleave(programs).to(self.base.device)
         self.shape = _shape(self.base) | {"KIND": code, "LENGTH": length, "GROUP": _TILE // length}
@@ -62,20 +62,27 @@ class Coded:
         dispatch.launch(quantize_many, len(self.owners), values, self.shape, enable_fp_fusion=False)
 
 
-def draw(fault: FaultBase, pairs: list[tuple[Tensor, Tensor]], keys: list[int]) -> Tensor:
-    """Noise on some tensors, into others like them; returns what was changed, a row of sums for each."""
-    from shaketable.faults.gpu.many_kernels import draw_many
+class Drawn:
+    """Noise of one kind from some tensors of one type and device into others like them.
 
-    base, magnitude = pairs[0][0], fault.asked()
-    assert magnitude is not None
-    (scale,) = struct.unpack("<i", struct.pack("<f", magnitude))
-    rows = [[*_places(base, x, y), 0, _signed(key), scale] for (x, y), key in zip(pairs, keys, strict=True)]
-    table = torch.tensor(rows, dtype=torch.int64).to(base.device)
-    proof = torch.empty(len(pairs), SUMS, dtype=torch.float64, device=base.device)
-    blocks = max(-(-x.numel() // _BLOCK) for x, _ in pairs)
-    shape = _shape(base) | {"KIND": _DRAWS[fault.kind], "BLOCKS": blocks, "BLOCK": _BLOCK}
-    dispatch.launch(draw_many, len(pairs), (base, table, proof), shape)
-    return proof
+    `places` are what tells their keys apart: that of a tensor at some moment is `mix64(place ^ moment)`.
+    """
+
+    def __init__(self, fault: FaultBase, pairs: list[tuple[Tensor, Tensor]], places: list[int]) -> None:
+        self.base = pairs[0][0]
+        rows = [[*_places(self.base, x, y), 0, _signed(place)] for (x, y), place in zip(pairs, places, strict=True)]
+        self.table = torch.tensor(rows, dtype=torch.int64).to(self.base.device)
+        blocks = max(-(-x.numel() // _BLOCK) for x, _ in pairs)
+        self.shape = _shape(self.base) | {"KIND": _DRAWS[fault.kind], "BLOCKS": blocks, "BLOCK": _BLOCK}
+
+    def __call__(self, moment: int, magnitude: float) -> Tensor:
+        """Draw all of them as they are now; returns what was changed, a row of sums for each."""
+        from shaketable.faults.gpu.many_kernels import draw_many
+
+        proof = torch.empty(len(self.table), SUMS, dtype=torch.float64, device=self.base.device)
+        values = (self.base, self.table, proof, *dispatch.words(moment), magnitude)
+        dispatch.launch(draw_many, len(self.table), values, self.shape)
+        return proof
 
 
 def magnitude(fault: FaultBase, sums: list[float]) -> float | None:

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from shaketable.faults.gpu.format_kernels import coded, scales
-from shaketable.faults.gpu.noise_kernels import ADDITIVE, RELATIVE, mix64, normals, struck
+from shaketable.faults.gpu.noise_kernels import ADDITIVE, RELATIVE, joined, mix64, normals, struck
 from shaketable.faults.gpu.tiles import INFINITY, magnitude_bits, widened
 from shaketable.faults.gpu.told_kernels import told
 
-ROW = tl.constexpr(6)
-"""Words of a row: source, target, values; the number of its first program; the key of its noise, and the bits of its scale."""
+ROW = tl.constexpr(5)
+"""Words of a row: source, target, values; the number of its first program; what tells the key of its noise from others."""
 SUMS = tl.constexpr(7)
 """What is told of a draw: values, changed, alive, survived; sums of squared errors, values and relative errors."""
 IN_SIZES = tl.constexpr(2)
@@ -59,21 +59,20 @@ def sized(x, n, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):
     return tl.sqrt(tl.sum(square, axis=0) / many).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["low", "high"])
 def draw_many(
-    base, table, proof,
+    base, table, proof, low, high, scale,
     UNIT: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Noise on small tensors, one program for each: what `noise` does, with a unit that is computed here; and what it changed.
 
-    BLOCKS is as many as the longest of them needs.
+    BLOCKS is as many as the longest of them needs. The moment of the draw comes in two words.
     """
     row = table + tl.program_id(0) * ROW
     x, y = base + tl.load(row) * UNIT, base + tl.load(row + 1) * UNIT
     n = tl.load(row + 2).to(tl.int32)
-    key = mix64(tl.load(row + 4).to(tl.uint64, bitcast=True) ^ 0xD1CE)
+    key = mix64(mix64(tl.load(row + 4).to(tl.uint64, bitcast=True) ^ joined(low, high)) ^ 0xD1CE)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    scale = tl.load(row + 5).to(tl.int32).to(tl.float32, bitcast=True)
     if KIND == IN_SIZES:
         scale = scale * sized(x, n, BLOCKS, BLOCK, FAST)
     values, changed = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from shaketable.faults import FaultBase
 from shaketable.faults.gpu import many
 from shaketable.inject.board import capturing
-from shaketable.inject.held import HeldTap
+from shaketable.inject.held import HeldTap, Origin
 from shaketable.inject.short.ready_draws import Drawn
 from shaketable.inject.taps import Tap
 from shaketable.sites.phases import current_rollout
@@ -141,10 +141,10 @@ class Held:
         self.frame: Frame | None = None
         self.entries: list[Ready] = []
         self.drawn = Drawn()
-        self._known: tuple[int, int, FaultBase, bool] | None = None
+        self._known: tuple[int, int, FaultBase] | None = None
         self._changes = -1
         self._parameters: list[Tensor] = []
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[Origin] = []
 
     def renew(self, frame: Frame) -> None:
         """See that every weight has the noise of this rollout; draw those that have not."""
@@ -153,21 +153,29 @@ class Held:
             return
         tap = self.entries[0].tap
         injection = tap.injection
-        now = injection.step, injection.rollouts.number(), tap.fault, torch.is_inference_mode_enabled()
-        known, seen = self._known, [(p._version, p.data_ptr()) for p in self._parameters]
+        now, seen = (injection.step, injection.rollouts.number(), tap.fault), self._origins()
+        known = self._known
         same = known is not None and known[2] is now[2] and known == now
         if not same or self._changes != injection.rollouts.changes or self._seen != seen:
-            self._see_moves()
-            self.drawn.renew(self.entries, now[2])
+            if self._see_moves():
+                seen = self._origins()
+            if self.entries:
+                self.drawn.renew(self.entries, seen, now[2])
             self._known, self._changes, self._seen = now, injection.rollouts.changes, seen
         self.frame = frame
 
-    def _see_moves(self) -> None:
-        """Let go of weights that are not where they were: the ordinary way meets them again."""
+    def _origins(self) -> list[Origin]:
+        """What `held.py` knows weights by: here they are plain parameters, which have a version."""
+        inference = torch.is_inference_mode_enabled()
+        return [(p.data_ptr(), p._version, inference) for p in self._parameters]
+
+    def _see_moves(self) -> bool:
+        """Let go of weights that are not where they were: the ordinary way meets them again. Whether there were any."""
         moved = [e for e in self.entries if not e.is_in_place() or e.taps.parameter(e.name) is not e.parameter]
         for entry in moved:
             self.drop(entry)
             entry.taps.forget(entry)
+        return bool(moved)
 
     def rest(self) -> None:
         """Nothing is to be read in this pass."""

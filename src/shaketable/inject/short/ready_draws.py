@@ -4,6 +4,9 @@ A draw the ordinary way is five launches and a measurement that asks the card ei
 rollout. Here one kernel draws all of them and sums up what it changed; the sums stay on the card until somebody reads the
 ledger, or until the next draw. What is measured is the draw itself.
 
+Where the weights and their noisy twins lie is told to the card once. Rollouts come and go and norms stay where they are; so a
+draw is a launch with a moment and a scale, and what is left to do for each weight in Python is to note that it is drawn.
+
 A draw is counted when its weight is first read. One that nobody reads is forgotten with the next.
 """
 
@@ -19,7 +22,7 @@ from torch import Tensor
 from shaketable.faults import FaultBase
 from shaketable.faults.gpu import many
 from shaketable.inject.board import capturing
-from shaketable.inject.held import HeldTap
+from shaketable.inject.held import HeldTap, Origin
 from shaketable.inject.taps import Tap
 
 if TYPE_CHECKING:
@@ -27,58 +30,92 @@ if TYPE_CHECKING:
     from shaketable.inject.spots import Measured
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Draw:
-    """One draw for one weight: with what it was made, and where the kernel wrote down what it changed."""
+    """One draw: with what it was made, and where the kernel wrote down what it changed, a row per weight."""
 
-    key: int
+    moment: int
     fault: FaultBase
     sums: Tensor
-    row: int
+
+
+class _Layout:
+    """The launch that draws the noise of some weights, for as long as they are as they were."""
+
+    def __init__(self, entries: list[Ready], fault: FaultBase) -> None:
+        self._known = entries, self._looks(entries, fault)
+        self.rows = [i for i, entry in enumerate(entries) if many.draws(fault, entry.parameter)]
+        """Which of them one kernel can draw."""
+        mine = [(entries[i], _held(entries[i])) for i in self.rows]
+        self.homes = [tap.home(entry.parameter) for entry, tap in mine]
+        pairs = [(entry.parameter.detach(), home) for (entry, _), home in zip(mine, self.homes, strict=True)]
+        self.launch = many.Drawn(fault, pairs, [tap.place for _, tap in mine]) if mine else None
+
+    def fits(self, entries: list[Ready], fault: FaultBase) -> bool:
+        """Whether it is the one for these weights. That each is at its address has been seen already."""
+        return self._known[0] == entries and self._known[1] == self._looks(entries, fault)
+
+    @staticmethod
+    def _looks(entries: list[Ready], fault: FaultBase) -> list[object]:
+        """All that the choice of a kernel and the shape of a noisy weight depend on."""
+        weights = [entry.parameter for entry in entries]
+        return [fault.kind, fault.sparsity, *((x.dtype, x.numel(), x.stride()) for x in weights)]
 
 
 class Drawn:
     """The newest draws of some weights of one clause, type and device."""
 
     def __init__(self) -> None:
-        self._new: dict[HeldTap, _Draw] = {}
-        """Draws that nobody has read yet."""
-        self._read: list[tuple[HeldTap, _Draw]] = []
+        self._new: dict[Tap, tuple[_Draw, int]] = {}
+        """Draws that nobody has read yet, and which row of their sums is whose."""
+        self._read: list[tuple[HeldTap, _Draw, int]] = []
         """Draws that are counted and not yet measured."""
+        self._layout: _Layout | None = None
         self._thread = 0
         self._lock = threading.Lock()
 
-    def renew(self, entries: Sequence[Ready], fault: FaultBase) -> None:
+    def renew(self, entries: Sequence[Ready], origins: Sequence[Origin], fault: FaultBase) -> None:
         """Make weights ready: what was drawn for this rollout already stays, what one kernel can draw is drawn."""
-        new: list[tuple[Ready, HeldTap, int]] = []
-        for entry in entries:
-            tap = entry.tap
-            assert isinstance(tap, HeldTap)
-            key = tap.key()
-            entry.value, entry.version = tap.kept_for(entry.parameter, key), entry.parameter._version
-            entry.unread = entry.unread and entry.value is not None and not tap.is_counted("rollout", key, fault)
-            if entry.value is None and many.draws(fault, entry.parameter):
-                new.append((entry, tap, key))
+        moment = _held(entries[0]).moment()
+        new: list[tuple[Ready, Origin]] = []
+        for entry, origin in zip(entries, origins, strict=True):
+            tap = _held(entry)
+            value = entry.value = tap.kept_for(origin, moment)
+            entry.version = origin[1]
+            if value is None:
+                entry.unread = False
+                new.append((entry, origin))
+            elif entry.unread:
+                entry.unread = not tap.is_counted("rollout", tap.key_at(moment), fault)
         if new:
-            self._draw(new, fault)
+            self._draw(new, fault, moment)
 
-    def _draw(self, new: list[tuple[Ready, HeldTap, int]], fault: FaultBase) -> None:
+    def _draw(self, new: list[tuple[Ready, Origin]], fault: FaultBase, moment: int) -> None:
+        entries = [entry for entry, _ in new]
+        layout = self._layout
+        if layout is None or not layout.fits(entries, fault):
+            layout = self._layout = _Layout(entries, fault)
+        magnitude = fault.asked()
+        if layout.launch is None or magnitude is None:
+            return
         self.settle()
-        homes = [tap.home(entry.parameter) for entry, tap, _ in new]
-        pairs = [(entry.parameter.detach(), home) for (entry, _, _), home in zip(new, homes, strict=True)]
-        sums = many.draw(fault, pairs, [key for _, _, key in new])
+        draw = _Draw(moment, fault, layout.launch(moment, magnitude))
         self._thread = threading.get_ident()
-        for row, ((entry, tap, key), home) in enumerate(zip(new, homes, strict=True)):
-            tap.keep(key, entry.parameter, home)
-            self._new[tap] = _Draw(key, fault, sums, row)
-            entry.value, entry.unread = home, not tap.is_counted("rollout", key, fault)
+        for row, (i, home) in enumerate(zip(layout.rows, layout.homes, strict=True)):
+            entry, origin = new[i]
+            tap = _held(entry)
+            tap.keep(moment, origin, home)
+            self._new[tap] = draw, row
+            entry.value, entry.unread = home, True
 
     def count(self, tap: Tap) -> None:
-        """A draw is seen for the first time."""
+        """A draw is seen for the first time. One that is made anew, because its weight has changed, does not count again."""
         assert isinstance(tap, HeldTap)
-        draw = self._new.pop(tap)
-        tap.count("rollout", draw.key, draw.fault)
-        self._read.append((tap, draw))
+        draw, row = self._new.pop(tap)
+        key = tap.key_at(draw.moment)
+        if not tap.is_counted("rollout", key, draw.fault):
+            tap.count("rollout", key, draw.fault)
+            self._read.append((tap, draw, row))
 
     def settle(self) -> None:
         """Tell the ledger what draws that were read have changed.
@@ -91,10 +128,16 @@ class Drawn:
             return
         with self._lock:
             read, self._read = self._read, []
-            told = {at: sums.tolist() for at, sums in {id(draw.sums): draw.sums for _, draw in read}.items()}
-            for tap, draw in read:
+            told = {draw: draw.sums.tolist() for draw in {draw for _, draw, _ in read}}
+            for tap, draw, row in read:
                 with tap.spot.lock:
-                    _measure(tap.spot.forward, draw.fault, told[id(draw.sums)][draw.row])
+                    _measure(tap.spot.forward, draw.fault, told[draw][row])
+
+
+def _held(entry: Ready) -> HeldTap:
+    tap = entry.tap
+    assert isinstance(tap, HeldTap)
+    return tap
 
 
 def _measure(measured: Measured, fault: FaultBase, sums: list[float]) -> None:
