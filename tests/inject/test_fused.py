@@ -176,7 +176,8 @@ def shaken(plan=NOISE, backend="aot_eager", seed=1, **how):
         found = [call(data()) for _ in range(3)]
     assert (graphs() - before > HOOKS_AND_MODEL) == how.get("breaks", False)
     gathering = fused.passes[injection.handle]
-    assert not gathering.tables + gathering.heads + gathering.loose + gathering.marks
+    assert not gathering.tables + gathering.heads + gathering.loose + list(gathering.marks)
+    assert not gathering.is_due
     injection.close()
     assert injection.handle not in fused.passes
     return found, injection.ledger
@@ -200,7 +201,7 @@ def test_it_is_the_noise_and_the_proof_of_a_kernel_per_linear(n):
     written, head = torch.ops.shaketable.struck(x, board.rows, live.row, True, fused.EDITION)
     torch.testing.assert_close(written, alone)
     board.proof.zero_()
-    torch.ops.shaketable.tell(board.proof, board.rows, [head[None]], [live.row, live.place])
+    torch.ops.shaketable.tell(board.proof, board.rows, [head[None]], f"{live.row} {live.place}")
     by_pass = board.proof[live.place]
     assert torch.equal(by_pass[7:], by_kernel[7:])
     assert by_pass[:4].tolist() == [min(n, gpu.HEAD)] * 4

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject import operators, recompute, weights
 from shaketable.inject.calls import Entry
-from shaketable.inject.dressed import LayerFrame, on_a_card
+from shaketable.inject.dressed import LayerFrame, on_a_card, reaches_a_card
 from shaketable.inject.hooks import Hook
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.residuals import PairTaps, carries_pair
@@ -200,12 +200,17 @@ class Attached(Hook):
         forget_compiled()
 
     def _is_short(self, part: Part, entry: Entry, tapped: Container[int]) -> bool:
-        """Whether a layer can open its frames without hooks: on a card, and nothing else of this plan is on it."""
-        if "forward" in part.module.__dict__:
+        """Whether a module can open its frames without hooks: on a card, and nothing else of this plan is on it."""
+        if "forward" in part.module.__dict__ or (entry.is_root and not self._is_short_as_a_whole):
             return False
-        plain = not entry.is_root and not entry.atomic and id(part.module) not in tapped
-        on_card = plain and any(p.is_cuda for p in part.module.parameters())
+        plain = not entry.atomic and id(part.module) not in tapped
+        on_card = plain and reaches_a_card(part.module)
         return on_card and not any(module is part.module for module, _ in self.weights)
+
+    @property
+    def _is_short_as_a_whole(self) -> bool:
+        """Whether the model itself can: under plans whose passes have a head in a compiled graph (`dressed.py`)."""
+        return bool(self.points) and not (self.weights or self.injection.has_operators or self.injection.traced_once)
 
     def _hush(self, framed: Container[nn.Module]) -> None:
         """What the operator mode need not look into: norms and functions without operators; linears, if products are struck."""

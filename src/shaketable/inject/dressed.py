@@ -1,4 +1,4 @@
-"""Classes that modules are given while a plan is on them, and layers on a card, which open their frames that way.
+"""Classes that modules are given while a plan is on them, and layers and models on a card, which open their frames that way.
 
 A subclass that looks like a module's own class is quicker than hooks and sees what hooks cannot: `weights.py` makes weights
 properties in one, `swift.py` strikes what a linear returns. Copies and pickles are of the original class; `exchanged` takes
@@ -8,6 +8,11 @@ A pre-hook with keywords and a hook that also runs after an exception make torch
 where a forward pass of a small model waits for Python, that alone cost a tenth of it. So a module that nothing else of a plan
 is on opens and closes its frames in its forward, and only where they are needed: where operators must be told their layer, and
 where it may be computed a second time, by those whose checkpointing is not torch's own.
+
+The model itself opens one always. torch.compile makes graphs of their own of hooks on the module that it is given, so that a
+pass was three of them, each with guards, and what one left for the next (a table per layer, two numbers per linear) was guarded
+value by value. In its forward, the head and the end of a pass are in the model's own graph. Plans on operators and on weights
+keep their hooks, as nobody has measured them; so do engines, which trace a forward that they have found before.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ _ALWAYS = "_shaketable_frames_always"
 
 
 class LayerFrame:
-    """The frame of one injection at one layer. Removed like a hook."""
+    """The frame of one injection at one layer, or at the whole model. Removed like a hook."""
 
     def __init__(self, module: nn.Module, injection: Injection, entry: Entry) -> None:
         self.module, self.injection, self.entry = module, injection, entry
@@ -36,7 +41,7 @@ class LayerFrame:
             original: Any = type(module)
             module.__dict__[_SLOT] = []
             module.__class__ = framed(original)
-        self._slots = (_SLOT, _ALWAYS) if injection.has_operators else (_SLOT,)
+        self._slots = (_SLOT, _ALWAYS) if injection.has_operators or entry.is_root else (_SLOT,)
         for slot in self._slots:
             module.__dict__.setdefault(slot, []).append(self)
 
@@ -65,15 +70,38 @@ def framed(original: Any) -> Any:
         frames: list[LayerFrame] = self.__dict__.get(_SLOT if used else _ALWAYS, ())
         if not frames:
             return original.forward(self, *args, **kwargs)
-        for frame in frames:
-            frame.injection.enter(frame.entry, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _traced(original, self, frames, args, kwargs)
         try:
+            _enter(frames, args, kwargs)
             return original.forward(self, *args, **kwargs)
         finally:
-            for frame in frames:
-                frame.injection.leave(frame.entry)
+            _leave(frames)
 
     return dressed(original, _SLOT, {"forward": forward, "_shaketable_original": original})
+
+
+def _traced(original: Any, module: Any, frames: list[LayerFrame], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same for those who compile. A graph can be broken here, by the module or by us, but not inside of a `try`."""
+    apart = any(frame.injection.is_traced_apart(frame.entry) for frame in frames)
+    _enter(frames, args, kwargs, lazily=not apart)
+    if apart:
+        torch._dynamo.graph_break()
+    found = original.forward(module, *args, **kwargs)
+    if apart:
+        torch._dynamo.graph_break()
+    _leave(frames)
+    return found
+
+
+def _enter(frames: list[LayerFrame], args: tuple[Any, ...], kwargs: dict[str, Any], lazily: bool = False) -> None:
+    for frame in frames:
+        frame.injection.enter(frame.entry, args, kwargs, lazily)
+
+
+def _leave(frames: list[LayerFrame]) -> None:
+    for frame in frames:
+        frame.injection.leave(frame.entry)
 
 
 def exchanged(kind: Any, old: Any, new: Any) -> Any:
@@ -107,6 +135,11 @@ def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
 def on_a_card(module: nn.Module) -> bool:
     """Whether the parameters of a module are on a CUDA device."""
     return any(p.is_cuda for p in module.parameters(recurse=False))
+
+
+def reaches_a_card(module: nn.Module) -> bool:
+    """The same, or those of a module in it."""
+    return any(p.is_cuda for p in module.parameters())
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

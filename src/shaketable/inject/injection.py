@@ -356,13 +356,16 @@ class Injection:
         for mode in reversed(above):
             torch.overrides._push_mode(mode)
 
-    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is called."""
+    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], lazily: bool = False) -> None:
+        """A module is called; `lazily`, the keys of a compiled pass are not asked for before its first strike."""
+        if entry.is_root and self.tracing and self.tracing[0] is entry:
+            self._forget_tracing()
         if torch.compiler.is_compiling():
             if self.boards.rows is not None and not self.tracing and compiled.present[self.handle]:
-                torch.ops.shaketable.begin(self.boards.rows, self.handle)
                 if entry.is_root:
-                    fused.passes[self.handle].open()
+                    fused.passes[self.handle].open(lazily)
+                else:
+                    torch.ops.shaketable.begin(self.boards.rows, self.handle)
             if self.has_operators or (self.boards.rows is not None and entry.is_root):
                 self.tracing.append(entry)
             return
@@ -378,6 +381,17 @@ class Injection:
         self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
+
+    def is_traced_apart(self, entry: Entry) -> bool:
+        """Whether the head of a compiled pass is a graph of its own: the rest is captured, and Python must run each time."""
+        headed = entry.is_root and self.boards.rows is not None and compiled.present[self.handle]
+        return headed and not torch.is_grad_enabled() and compiled.is_captured()
+
+    def _forget_tracing(self) -> None:
+        """A compiled pass of several graphs has raised between them, where nobody closes it."""
+        self.tracing.clear()
+        if self.handle in fused.passes:
+            fused.passes[self.handle].forget()
 
     def leave(self, entry: Entry) -> None:
         """A module returns, or raises. Its frame is open unless the injection was off when it was called."""

@@ -13,8 +13,8 @@ is traced once, without guards, taps are in it whatever the switch says: `Inject
 
 On a card that would cost a call of Python per tap and pass. There, noise on what a linear returns is arithmetic that inductor
 fuses with its neighbours (`fused.py`), or, where the model is not compiled as a whole, its Triton kernel, in place. Both read
-key and scale from the injection's board (`board.py`); what is opaque is one call at the head of the pass, `shaketable::begin`,
-which asks for the phase and lets the board's clock tick.
+key and scale from the injection's board (`board.py`); what is opaque is one call before the first strike of a pass,
+`shaketable::begin`, which asks for the phase and lets the board's clock tick.
 
 In a compiled graph there are no frames. A tap counts its own calls, per phase; a call inside backward is a
 recomputation (activation checkpointing) and takes the newest moment that has not been recomputed yet.
@@ -96,9 +96,10 @@ def trace_fresh(x: Tensor, handle: int) -> Tensor:
     if seat is None or not on_a_card(x) or torch.is_grad_enabled() or not x.is_contiguous():
         return trace_forward(x, handle)
     gathering = fused.passes[seat.number]
+    gathering.begin(x)
     if gathering.takes(x, seat):
         return gathering.strike(x, seat)
-    if gathering.tables:
+    if gathering.is_open:
         return trace_forward(x, handle)
     torch.ops.shaketable.shake(x, gathering.rows, gathering.proof, seat.row, seat.place, seat.relative)
     return x
@@ -110,8 +111,23 @@ def seat_of(handle: int) -> fused.Seat | None:
     return None if tap is None else tap.seat
 
 
+def is_captured() -> bool:
+    """Whether what is being traced is for a compiler that captures it into CUDA graphs, and may be in several parts.
+
+    A graph that writes to what it is given is not captured, and one that is captured runs no Python.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._inductor import config
+
+    traced = InstructionTranslator.current_tx()
+    compiler: Any = traced.output.compiler_fn
+    chosen = compiler.get_compiler_config() if hasattr(compiler, "get_compiler_config") else {}
+    return not traced.one_graph and bool(chosen.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 # What `torch.compiler.assume_constant_result` does, without its import of dynamo.
 seat_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_captured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _injection_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -133,10 +149,11 @@ def live(handle: int) -> Tap | None:
 
 
 @torch.library.custom_op("shaketable::begin", mutates_args={"rows"})
-def _begin(rows: Tensor, handle: int) -> None:
+def _begin(rows: Tensor, handle: int, after: Tensor | None = None) -> None:
     """The head of a pass: new keys and the state of this moment for every kernel of it.
 
-    `rows` are those of the board, or a copy that a compiler has made to keep its graph functional.
+    `rows` are those of the board, or a copy that a compiler has made to keep its graph functional. `after` is not looked at: a
+    compiler orders what it compiles as it likes, but calls this when that is computed, or on its way (`fused.py`).
     """
     injection = _injections.get(handle)
     if injection is None or injection.closed:
@@ -150,7 +167,7 @@ def _begin(rows: Tensor, handle: int) -> None:
 
 
 @_begin.register_fake
-def _(rows: Tensor, handle: int) -> None:
+def _(rows: Tensor, handle: int, after: Tensor | None = None) -> None:
     return None
 
 

@@ -6,7 +6,13 @@ what is after. Measured on an H200, 8 x 1024 tokens through SmolLM2: 1.63 times 
 
 What changes from call to call is read from the card: key, scale, switch. `shaketable::begin` at the head of the pass puts them
 on the board, `shaketable::deal` gives every layer a copy of its own rows. A layer whose rows were a part of the board would
-read at an address of its own, written into its kernels: thirty times as many kernels to compile.
+read at an address of its own, written into its kernels: thirty times as many kernels to compile. Only the first layer's rows
+are where they are.
+
+Both are calls of Python, for which a card that has nothing to do would wait. So they are not at the very head of the graph:
+`begin` is right before the first strike, when there is a product to compute, and `deal`, the longer one, before the first of
+the second layer; that product is an argument of theirs, or inductor would put them first again. Where the graph is captured
+there must be none in it, and both are in one before (`Injection.is_traced_apart`), as they are where the model is hooked.
 
 And what happened is told from the same operator. With the faulty tensor it returns the first values, clean and faulty. They
 are put together layer by layer, so that nothing large is kept for them, and counted and measured by one kernel at the end of
@@ -87,26 +93,53 @@ class Gathering:
     """What has been struck so far in the pass that is being compiled. Dynamo traces it."""
 
     def __init__(self, board: Board, sizes: list[int]) -> None:
+        self.number = board.injection.handle
         self.rows, self.proof, self.repeats = board.rows, board.proof, board.repeats
         self.sizes = sizes if len(sizes) <= _MOST_TABLES else []
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as before the first pass."""
+        self.is_due = self.is_open = False
         self._clear()
 
     def _clear(self) -> None:
         self.tables: list[Tensor] = []
+        """All but the first."""
         self.loose: list[Tensor] = []
         self.heads: list[Tensor] = []
-        self.marks: list[int] = []
+        self.marks = ""
+        """Rows and places. Words and not a list: where the graph is broken, dynamo asks for every number of a list."""
         self.counts: dict[int, int] = {}
 
-    def open(self) -> None:
-        """The head of a pass; the board has its keys."""
+    def open(self, lazily: bool) -> None:
+        """A pass begins; its keys are asked for now, or when they are needed."""
         self._clear()
-        if self.sizes:
-            self.tables = torch.ops.shaketable.deal(self.rows, self.sizes)
+        self.is_due, self.is_open = True, len(sizes_of(self.number)) > 0
+        if not lazily:
+            self.begin(None)
+            self._deal(None)
+
+    def begin(self, x: Tensor | None) -> None:
+        """The keys of a pass are needed, for a strike at `x`."""
+        if self.is_due:
+            self.is_due = False
+            torch.ops.shaketable.begin(self.rows, self.number, x)
+
+    def _deal(self, x: Tensor | None) -> None:
+        sizes = sizes_of(self.number)
+        if len(sizes) > 1 and not self.tables:
+            self.tables = torch.ops.shaketable.deal(self.rows, sizes, x)
+
+    def _table(self, number: int, x: Tensor) -> Tensor:
+        if number == 0:
+            return self.rows
+        self._deal(x)
+        return self.tables[number - 1]
 
     def takes(self, x: Tensor, seat: Seat) -> bool:
         """Whether a strike can be fused: in a pass that is compiled as a whole, and no more often than there are rows."""
-        if not self.tables or self.counts.get(seat.row, 0) >= self.repeats:
+        if not self.is_open or self.counts.get(seat.row, 0) >= self.repeats:
             return False
         return x.dtype in _TYPES and 0 < x.numel() <= gpu.LARGEST
 
@@ -114,9 +147,9 @@ class Gathering:
         """The faulty tensor."""
         n = self.counts.get(seat.row, 0)
         self.counts[seat.row] = n + 1
-        y, head = torch.ops.shaketable.struck(x, self.tables[seat.table], seat.at + n, seat.relative, EDITION)
+        y, head = torch.ops.shaketable.struck(x, self._table(seat.table, x), seat.at + n, seat.relative, EDITION)
         self.loose.append(head)
-        self.marks.extend((seat.row + n, seat.place))
+        self.marks += f"{seat.row + n} {seat.place} "
         if seat.is_last or len(self.loose) == TOGETHER:
             self._put_together()
         return y  # type: ignore[no-any-return]
@@ -131,8 +164,8 @@ class Gathering:
             self._put_together()
         if self.heads:
             torch.ops.shaketable.tell(self.proof, self.rows, self.heads, self.marks)
-        if self.tables:
-            self._clear()
+        if self.is_due or self.is_open:
+            self.forget()
 
 
 passes: dict[int, Gathering] = {}
@@ -140,17 +173,25 @@ passes: dict[int, Gathering] = {}
 of them, whether it is still the same object."""
 
 
+def sizes_of(number: int) -> list[int]:
+    """Rows of the tables of an injection, in the order of its board. They stay that: constants, to whoever traces."""
+    return passes[number].sizes
+
+
+sizes_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @torch.library.custom_op("shaketable::deal", mutates_args=())
-def _deal(rows: Tensor, sizes: list[int]) -> list[Tensor]:
-    """A copy of the forward rows for every table."""
-    found = [rows.new_empty(n, 4) for n in sizes]
-    torch._foreach_copy_(found, rows[: sum(sizes)].split(sizes))
+def _deal(rows: Tensor, sizes: list[int], after: Tensor | None) -> list[Tensor]:
+    """A copy of the forward rows for every table but the first; `after` as for `begin`."""
+    found = [rows.new_empty(n, 4) for n in sizes[1:]]
+    torch._foreach_copy_(found, rows[sizes[0] : sum(sizes)].split(sizes[1:]))
     return found
 
 
 @_deal.register_fake
-def _(rows: Tensor, sizes: list[int]) -> list[Tensor]:
-    return [rows.new_empty(n, 4) for n in sizes]
+def _(rows: Tensor, sizes: list[int], after: Tensor | None) -> list[Tensor]:
+    return [rows.new_empty(n, 4) for n in sizes[1:]]
 
 
 @torch.library.custom_op("shaketable::struck", mutates_args=())
@@ -196,16 +237,16 @@ def _teach_inductor() -> None:
 
 
 @torch.library.custom_op("shaketable::tell", mutates_args={"proof"})
-def _tell(proof: Tensor, rows: Tensor, heads: list[Tensor], marks: list[int]) -> None:
+def _tell(proof: Tensor, rows: Tensor, heads: list[Tensor], marks: str) -> None:
     """The end of a pass: count and measure every strike."""
-    gpu.tell_heads(torch.cat(heads), _on_device(tuple(marks), rows.device), rows, proof)
+    gpu.tell_heads(torch.cat(heads), _on_device(marks, rows.device), rows, proof)
 
 
 @_tell.register_fake
-def _(proof: Tensor, rows: Tensor, heads: list[Tensor], marks: list[int]) -> None:
+def _(proof: Tensor, rows: Tensor, heads: list[Tensor], marks: str) -> None:
     return None
 
 
 @functools.lru_cache(maxsize=64)
-def _on_device(marks: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(marks, dtype=torch.int32, device=device)
+def _on_device(marks: str, device: torch.device) -> Tensor:
+    return torch.tensor([int(word) for word in marks.split()], dtype=torch.int32, device=device)
