@@ -121,8 +121,8 @@ def is_captured() -> bool:
 
     traced = InstructionTranslator.current_tx()
     compiler: Any = traced.output.compiler_fn
-    chosen = compiler.get_compiler_config() if hasattr(compiler, "get_compiler_config") else {}
-    return not traced.one_graph and bool(chosen.get("triton.cudagraphs", config.triton.cudagraphs))
+    settings = compiler.get_compiler_config() if hasattr(compiler, "get_compiler_config") else {}
+    return not traced.one_graph and bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 # What `torch.compiler.assume_constant_result` does, without its import of dynamo.
