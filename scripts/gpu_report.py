@@ -1,5 +1,7 @@
 """Write results/gpu.md from the JUnit files of the tests on an accelerator, which may have run in several parts.
 
+Of a test that is in several files the last one counts; if it had failed in an earlier one, the page says so.
+
     pytest -m gpu tests --junitxml gpu.xml
     python scripts/gpu_report.py gpu.xml ... [--device "NVIDIA H200"] [--out results/gpu.md]
 
@@ -63,7 +65,8 @@ def versions():
 def page(paths, device):
     """The page, in Markdown, and how many tests failed."""
     suites = [ElementTree.parse(path).getroot().find("testsuite") for path in paths]
-    cases = [case for suite in suites for case in suite.findall("testcase")]
+    every = [case for suite in suites for case in suite.findall("testcase")]
+    cases = list({(file_of(case), case.get("name")): case for case in every}.values())
     date = max(suite.get("timestamp", "")[:10] for suite in suites)
     longest = max(float(suite.get("time", 0)) for suite in suites)
     table = {}
@@ -83,6 +86,10 @@ def page(paths, device):
         lines += ["", "What failed:", ""]
         lines += [f"- `{file_of(case)}::{case.get('name')}`: {reason(case)}" for case in failed[:SHOWN]]
         lines += [f"- and {len(failed) - SHOWN} more"] if len(failed) > SHOWN else []
+    before = [case for case in every if outcome(case) == "failed" and case not in cases]
+    if before:
+        lines += ["", "What failed at first, and counts above as it came out when it was run again:", ""]
+        lines += [f"- `{file_of(case)}::{case.get('name')}`: {reason(case)}" for case in before[:SHOWN]]
     return "\n".join(lines) + "\n", len(failed)
 
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK, PARTIALS = 2048, 4096
-WIDE = 8
-"""Warps of a program that sums: numbers of eight bytes leave room for half as many values in a thread."""
 MEAN, SPREAD, SIZE = 0, 1, 2
 
 
@@ -52,7 +50,6 @@ def moment(x: Tensor, which: int) -> Tensor | None:
     share, programs = _share(x.numel())
     partial = torch.empty(3 * PARTIALS, dtype=torch.float64, device=x.device)
     out = torch.empty(3, dtype=torch.float32, device=x.device)
-    shape = {"ALIGNED": x.numel() % 16 == 0, "SHARE": share, "BLOCK": BLOCK}
-    launch(kernels.sums, programs, x, partial, x.numel(), warps=WIDE, **shape)
+    launch(kernels.sums, programs, x, partial, x.numel(), ALIGNED=x.numel() % 16 == 0, SHARE=share, BLOCK=BLOCK)
     launch(kernels.moments, 1, partial, out, programs)
     return out[which]
