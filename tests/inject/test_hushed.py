@@ -190,6 +190,25 @@ def test_what_somebody_else_put_there_stays(tiny_llama, as_on_a_card, monkeypatc
     assert modeling_llama.apply_rotary_pos_emb is rotated
 
 
+def test_a_second_plan_takes_what_it_finds(tiny_llama, as_on_a_card, monkeypatch):
+    """Not what the first one had found there."""
+
+    def other(q, k, cos, sin, unsqueeze_dim=1):
+        return q + cos.unsqueeze(unsqueeze_dim), k + sin.unsqueeze(unsqueeze_dim)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+    first = st.inject(tiny_llama, "relative_gaussian:0.1@op.matmul", seed=1).enable()
+    modeling_llama.apply_rotary_pos_emb = other
+    clean = other(*[torch.ones(1, 1, 2, 4)] * 2, *[torch.ones(1, 2, 4)] * 2)[0]
+    second = st.inject(tiny_llama, "relative_gaussian:0.1@op.matmul", seed=2).enable()
+    assert modeling_llama.apply_rotary_pos_emb is not other
+    found = modeling_llama.apply_rotary_pos_emb(*[torch.ones(1, 1, 2, 4)] * 2, *[torch.ones(1, 2, 4)] * 2)[0]
+    first.close(check=False)
+    second.close(check=False)
+    assert torch.equal(found, clean)
+    assert modeling_llama.apply_rotary_pos_emb is other
+
+
 def test_a_product_that_comes_later_is_met(tiny_llama, as_on_a_card, met, monkeypatch):
     """What a proven function calls by name can be exchanged under it."""
     half = modeling_llama.rotate_half

@@ -93,7 +93,7 @@ def hushed(original: Any) -> Any:
 class HushedFunction:
     """One function of a module's code into which no operator mode of ours looks. Removed like a hook."""
 
-    _all: ClassVar[dict[tuple[int, str], HushedFunction]] = {}
+    _all: ClassVar[dict[tuple[int, str, FunctionType], HushedFunction]] = {}
 
     def __init__(self, home: dict[str, Any], name: str) -> None:
         self.home, self.name, self.users = home, name, 0
@@ -103,7 +103,8 @@ class HushedFunction:
     @classmethod
     def of(cls, home: dict[str, Any], name: str) -> HushedFunction:
         """The function of this name among the globals of a module; several plans share it."""
-        found = cls._all.setdefault((id(home), name), cls(home, name))
+        key = id(home), name, bare(home[name])
+        found = cls._all[key] = cls._all.get(key) or cls(home, name)
         found.users += 1
         home[name] = found.quiet
         return found
@@ -112,7 +113,7 @@ class HushedFunction:
         """The last one puts the function back, unless somebody else has put another one there."""
         self.users -= 1
         if self.users == 0:
-            del self._all[id(self.home), self.name]
+            del self._all[id(self.home), self.name, self.original]
             if self.home.get(self.name) is self.quiet:
                 self.home[self.name] = self.original
 
