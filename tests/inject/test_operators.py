@@ -298,3 +298,55 @@ def test_a_bias_has_a_unit_of_its_own_for_every_gradient():
     with st.inject(layer, "bias:0.1@op.matmul") as ledger:
         (layer(torch.randn(4, 8)).square().mean() * 1e-3).backward()
     assert ledger.to_dict()["sites"][0]["measured_error_backward"] < 1
+
+
+class Again(torch.autograd.Function):
+    """Checkpointing that is not torch's own: computes a part a second time, without what is around it."""
+
+    @staticmethod
+    def forward(ctx, x, part):
+        ctx.save_for_backward(x)
+        ctx.part = part
+        return part(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.part(x).backward(g)
+        return x.grad, None
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+        self.again = False
+
+    def forward(self, x):
+        return x + (Again.apply(x, self.mlp) if self.again else self.mlp(x))
+
+
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Gated() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_part_of_a_layer_that_others_recompute_sees_the_same_noise():
+    found = []
+    for again in (False, True):
+        net, x = Layered(), torch.ones(2, 8, requires_grad=True)
+        for layer in net.layers:
+            layer.again = again
+        with st.inject(net, "relative_gaussian:0.1@op.matmul,direction=forward", seed=3) as ledger:
+            net(x).square().sum().backward()
+        assert ledger.forward == 6
+        found.append([x.grad, *(p.grad for p in net.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -123,10 +123,11 @@ class Attached(Hook):
         return next((self.left_out[path] for path in paths if path in self.left_out), None)
 
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
-        """Modules that open a frame, with the operator they are as a whole: the root, layers, and exceptions.
+        """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
 
-        What others recompute are whole layers. Around them, containers open frames where operators have to be told that they
-        are in no layer. Noise that is held for a rollout is the same whatever is recomputed: for that the root will do.
+        Operators are struck only where a frame is open, so under their plans every container opens one: others may recompute
+        any of them by itself. Elsewhere the layers do. Noise that is held for a rollout is the same whatever is recomputed, so
+        for that the root will do.
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in operators.families(site.names)}
@@ -134,8 +135,7 @@ class Attached(Hook):
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part))
-            around = part.layer is None and any(part.module.children()) and (met or not self.anatomy.layers)
-            inside = around or part.module in self.anatomy.layers
+            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in self.anatomy.layers
             wanted = part.module is self.model or special or (inside and not self._is_held)
             if wanted and part.module not in self.skip:
                 yield part, atomic
