@@ -104,6 +104,9 @@ def main():
     parser.add_argument("--device", help="how to call the device; asked of torch by default")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpu.md")
     asked = parser.parse_args()
+    missing = [str(path) for path in asked.xml if not path.is_file()]
+    if missing:
+        parser.error(f"no such file: {', '.join(missing)}")
     text, failed = page(asked.xml, asked.device or device_name())
     asked.out.write_text(text, encoding="utf-8")
     print(text)
