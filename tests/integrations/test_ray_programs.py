@@ -149,6 +149,13 @@ def test_actors_have_the_same_noise_on_every_cluster(on_its_own, as_guest):
         assert on_its_own["seen"][who] == as_guest["seen"][who], who
 
 
+def test_nothing_leaves_a_worker_before_its_ledger_is_written(tmp_path, cluster):
+    """By the clock alone a pass was lost on a busy machine; these workers have no clock."""
+    done = shaken(tmp_path / "l", PLAN, str(PROGRAMS / "answers.py"), cluster)
+    assert done["code"] == 0, done["said"]
+    assert done["ledger"]["forward"] == done["seen"]["passes"] == 14
+
+
 def test_a_plan_that_matched_nothing_in_any_worker_is_exit_3(tmp_path, cluster):
     program = f"""
 import ray

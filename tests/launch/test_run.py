@@ -124,6 +124,15 @@ def test_workers_are_shaken_and_write_their_own_ledger(tmp_path, kind, fires, sh
     assert sum(1 for w in ledger["workers"] if w["forward"]) == shaken
 
 
+@pytest.mark.parametrize(
+    ("package", "start"), [("multiprocessing", "fork"), ("multiprocessing", "spawn"), ("torch.multiprocessing", "fork")]
+)
+def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
+    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("pool.py", package, start))
+    assert code == 0, printed
+    assert ledger["forward"] == 20
+
+
 @pytest.mark.parametrize(("plan", "fires"), [(LINEAR, (6, 0)), ("relative_gaussian:0.05@op.matmul", (9, 15))])
 def test_compiled_programs_are_shaken_wherever_their_models_are_met(tmp_path, plan, fires):
     code, ledger, printed = shake(tmp_path / "l", plan, *program("compiled.py"))
@@ -189,8 +198,10 @@ def test_a_killed_process_keeps_its_ledger(tmp_path):
     runner = subprocess.Popen([*words, sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
     assert runner.stdout is not None
     assert runner.stdout.readline().strip() == "done"
-    time.sleep(2)
-    record = json.loads(next(folder.glob("process-*.json")).read_text())
+    until = time.monotonic() + 60
+    while (record := json.loads(next(folder.glob("process-*.json")).read_text()))["ledger"]["forward"] < 50:
+        assert time.monotonic() < until
+        time.sleep(0.05)
     os.kill(record["pid"], signal.SIGKILL)
     assert runner.wait(30) == 128 + signal.SIGKILL
     assert json.loads((folder / "ledger.json").read_text())["forward"] == 50

@@ -170,7 +170,7 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path):
     pids = {e["pid"] for r in (store / "small" / "runs").glob("[!.]*/") for e in RunRecord.open(r).events("attempt")}
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    for _ in range(200):
+    for _ in range(1200):
         if not any(_is_alive(pid) for pid in pids):
             break
         time.sleep(0.05)

@@ -19,8 +19,13 @@ the driver why. Rejected too: RAY_RUNTIME_ENV_HOOK, which Ray does not read in p
 
 **The ledger folder must be seen by every node.** The driver leaves a mark in it; a worker that does not find the mark stops
 with an error. (Rejected: counting at the end how many workers never reported. They would have run for hours by then, and
-workers which never import torch report nothing and are fine.) A worker that is killed loses what it did in the last 0.05
-seconds, and when the program ends Ray kills them all: so the driver waits half a second before it shuts Ray down.
+workers which never import torch report nothing and are fine.)
+
+**Nothing leaves a worker before its ledger is written**: no result, no error, no argument of another call. Ray kills workers
+whenever nobody needs them any more, and all of them when the program ends; what somebody has seen of their work is then on
+disk. Rejected: to wait a while before Ray is shut down, which was once too short on a busy machine, and a pass was missing.
+What a worker did in a thread, or in a call whose result nobody waited for, is written within 0.05 seconds, or at its next
+answer; for those the driver still waits half a second.
 
 **Whose noise is whose**: see `launch/places.py`. Actors have ranks of their own, so two that do the same work see other noise
 and the same broken lanes. An actor that dies and is restarted begins again at pass 0 of the same rank: work that it does
@@ -126,6 +131,8 @@ def follow(ray: Any) -> None:
     ray.init = _carrying(ray.init)
     ray.shutdown = _after_the_ledgers(ray.shutdown)
     ray.actor.ActorClass._remote = _numbered(ray.actor.ActorClass._remote)
+    context = ray._private.serialization.SerializationContext
+    context.serialize = _after_my_ledger(context.serialize)
     atexit.register(_wait_for_ledgers)
 
 
@@ -208,6 +215,20 @@ def _after_the_ledgers(shutdown: Callable[..., Any]) -> Callable[..., Any]:
         return shutdown(*args, **options)
 
     return shutdown_after
+
+
+def _after_my_ledger(serialize: Callable[..., Any]) -> Callable[..., Any]:
+    """All that leaves a process of Ray is serialized by one function."""
+
+    @wraps(serialize)
+    def serialize_after(self: Any, value: Any) -> Any:
+        import ray
+
+        if self.worker.mode == ray.WORKER_MODE:
+            places.before_an_answer()
+        return serialize(self, value)
+
+    return serialize_after
 
 
 def _wait_for_ledgers() -> None:

@@ -2,8 +2,11 @@
 
 It is written when it is made, so that a process which never acts can be named; within a twentieth of a second of any change,
 less often when writing would cost more than 5 % of a core (twice in a row: the first time pays for imports, and a worker that
-is killed soon after would have lost its second pass); and whenever `flush` is called. Writes are atomic, so kill -9 loses
-at most what happened since the last one, and a reader never sees half a file.
+is killed soon after would have lost its second pass); and whenever `flush` or `catch_up` is called. Writes are atomic, so
+kill -9 loses at most what happened since the last one, and a reader never sees half a file.
+
+A busy machine may let the thread that writes wait for a second. Whoever hands something out that must not be ahead of the file
+calls `catch_up` first, as workers of Ray and of multiprocessing do: clocks prove nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class KeptFile:
         self.path = path
         self._ask, self._news = ask, news
         self._written = ""
+        self._seen: object = None
         self._lock = threading.Lock()
         self.flush()
         threading.Thread(target=self._keep_flushing, name="shaketable-file", daemon=True).start()
@@ -45,12 +49,19 @@ class KeptFile:
     def flush(self) -> None:
         """Write, if there is anything new."""
         with self._lock:
+            seen = self._news() if self._news is not None else None  # before the content, which may be newer and never older
             text = json.dumps(self._asked())
             if text != self._written:
                 draft = self.path.with_suffix(".draft")
                 draft.write_text(text, encoding="utf-8")
                 draft.replace(self.path)
                 self._written = text
+            self._seen = seen
+
+    def catch_up(self) -> None:
+        """Write, if `news` says that there is anything new; costs next to nothing when there is not."""
+        if self._news is None or self._news() != self._seen:
+            self.flush()
 
     def _asked(self) -> dict[str, Any]:
         """The program goes on while we ask: a dictionary that grew meanwhile is read again."""
@@ -62,12 +73,10 @@ class KeptFile:
         return self._ask()
 
     def _keep_flushing(self) -> None:
-        pause, seen, before = PAUSE, None, 0.0
+        pause, before = PAUSE, 0.0
         while True:
             time.sleep(pause)
-            news = self._news() if self._news is not None else None
-            if news is None or news != seen:
-                seen, start = news, time.thread_time()
-                self.flush()
-                cost = time.thread_time() - start
-                pause, before = pause_after(cost, before), cost
+            start = time.thread_time()
+            self.catch_up()
+            cost = time.thread_time() - start
+            pause, before = pause_after(cost, before), cost

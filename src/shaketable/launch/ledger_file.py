@@ -36,11 +36,15 @@ class LedgerFile:
 
     def _begin(self) -> None:
         self.started = time.time()
-        self._file = KeptFile(self.folder / f"process-{os.getpid()}-{secrets.token_hex(4)}.json", self._record, self._fires)
+        self._file = KeptFile(self.folder / f"process-{os.getpid()}-{secrets.token_hex(4)}.json", self._record, self._news)
 
     def flush(self) -> None:
         """Write, if there is anything new."""
         self._file.flush()
+
+    def catch_up(self) -> None:
+        """Write, if anything was done since the last time."""
+        self._file.catch_up()
 
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
@@ -71,8 +75,10 @@ class LedgerFile:
             "ledger": self._merged(),
         }
 
-    def _fires(self) -> int:
-        return sum(injection.fires for injection in (self.injection, *(i for _, i in self.engines)))
+    def _news(self) -> tuple[int, ...]:
+        mine = self.injection
+        fires = sum(injection.fires for injection in (mine, *(i for _, i in self.engines)))
+        return fires, len(mine.names), len(mine.late), len(mine.unmatched), len(self.engines)
 
     def _merged(self) -> dict[str, Any]:
         if not self.engines:

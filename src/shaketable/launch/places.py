@@ -62,3 +62,5 @@ current_task: Callable[[], int] = int
 """Names the task that this process is busy with; 0 where there are no tasks. A framework puts its own here."""
 current_place: Callable[[], Place] = _inherited
 """Says how this process is called. A framework puts its own here."""
+before_an_answer: Callable[[], object] = int
+"""A framework calls this before anything leaves the process. The ledger, once there is one, puts its `catch_up` here."""

@@ -8,11 +8,13 @@ meets, once. Operators are met in all threads and also outside of modules. The l
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -190,8 +192,10 @@ def activate() -> None:
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
     _active = LedgerFile(injection, Path(os.environ[LEDGER]))
     atexit.register(_active.flush)
+    places.before_an_answer = _active.catch_up
     os.register_at_fork(after_in_child=_active.after_fork)
     _flush_before_exit(_active)
+    _write_before_answers()
 
 
 def _flush_before_exit(file: LedgerFile) -> None:
@@ -203,6 +207,18 @@ def _flush_before_exit(file: LedgerFile) -> None:
         leave(status)
 
     os._exit = flush_and_leave
+
+
+def _write_before_answers() -> None:
+    """What a child of multiprocessing sends is pickled by one class; a pool ends children by a signal, too late to write."""
+    begin = ForkingPickler.__init__
+
+    def write_and_begin(self: ForkingPickler, *args: Any) -> None:
+        if multiprocessing.parent_process() is not None:
+            places.before_an_answer()
+        begin(self, *args)
+
+    ForkingPickler.__init__ = write_and_begin  # type: ignore[method-assign]
 
 
 def _in_every_thread(injection: ProcessInjection) -> None:

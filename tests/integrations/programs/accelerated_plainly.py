@@ -3,6 +3,7 @@
 accelerate launch --multi_gpu --num_processes 2 accelerated_plainly.py OUT
 """
 
+import os
 import sys
 
 import torch
@@ -31,3 +32,4 @@ model(rows[0]["input_ids"][None])
 model.model.layers[1].mlp.down_proj.register_forward_hook(tell_lanes)
 Trainer(model=model, args=arguments, train_dataset=rows).train()
 torch.distributed.destroy_process_group()
+os._exit(0)  # Python's own way out aborts in a thread of torch's, on a busy machine in one of ten runs, shaken or not

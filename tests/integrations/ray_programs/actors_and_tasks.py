@@ -8,7 +8,6 @@ Prints what everybody saw as one line of JSON, and ends without waiting for anyt
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import ray
@@ -32,7 +31,7 @@ def die_once(name: str, seen: list[list[float]]) -> list[list[float]]:
     if note.exists():
         return json.loads(note.read_text())
     note.write_text(json.dumps(seen))
-    time.sleep(0.3)
+    ray.put(seen)  # it has told somebody: from now on its ledger must know
     os.kill(os.getpid(), 9)
     raise AssertionError
 
