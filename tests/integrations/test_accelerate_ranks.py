@@ -19,7 +19,7 @@ pytestmark = pytest.mark.covers("Accelerate", "two ranks, gloo: callback and `sh
 PROGRAMS = Path(__file__).parent / "programs"
 BESIDE = Path(sys.executable).parent
 LAUNCH = [BESIDE / "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
 
 
 def run(*command):

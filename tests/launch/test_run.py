@@ -147,7 +147,15 @@ def test_threads_meet_operators_too(tmp_path):
 
 def test_ranks_share_the_broken_lanes_and_not_the_noise(tmp_path):
     plan = "relative_gaussian:0.05,sparsity=0.5@op.matmul"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(PROGRAMS / "ranks.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(PROGRAMS / "ranks.py"),
+    ]
     code, ledger, printed = shake(tmp_path / "l", plan, *command)
     assert code == 0, printed
     shaken = [w for w in ledger["workers"] if w["forward"]]
