@@ -87,7 +87,7 @@ def _target(anatomy: Anatomy, names: tuple[str, ...], flops: float) -> dict[str,
 
 def _hits(anatomy: Anatomy, plan: Plan, index: int, flops: float) -> dict[str, Any]:
     """What one clause would hit. Operators are met at run time: only their families can be named."""
-    from shaketable.inject.operators import families
+    from shaketable.inject.operator_taps import families
     from shaketable.sites.costs import part_flops
     from shaketable.sites.match import check_layers, targets
 

@@ -21,6 +21,7 @@ from shaketable.inject.calls import Entry
 from shaketable.inject.dressed import LayerFrame, on_a_card, reaches_a_card
 from shaketable.inject.hooks import Hook
 from shaketable.inject.modules import ModuleTaps
+from shaketable.inject.operator_taps import families
 from shaketable.inject.residuals import PairTaps, carries_pair
 from shaketable.inject.short.closed import is_closed
 from shaketable.inject.short.hushed import Hush, HushedFunction, hush_functions
@@ -78,7 +79,7 @@ class Attached(Hook):
         for i, found in enumerate(matched):
             for target in found:
                 self._place(i, target)
-        injection.make_operator_taps(owner, self.prefix, range(len(self.anatomy.layers)))
+        injection.operators.make(owner, self.prefix, range(len(self.anatomy.layers)))
 
     def _match(self, index: int) -> list[Target]:
         clause = self.injection.plan.clauses[index]
@@ -130,7 +131,7 @@ class Attached(Hook):
         for that the root will do.
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
-        met = {family for site in operator_sites for family in operators.families(site.names)}
+        met = {family for site in operator_sites for family in families(site.names)}
         for part in self.anatomy.parts:
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
@@ -215,7 +216,7 @@ class Attached(Hook):
     def _hush(self, framed: Container[nn.Module]) -> None:
         """What the operator mode need not look into: norms and functions without operators; linears, if products are struck."""
         sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
-        products = any("matmul" in operators.families(site.names) for site in sites)
+        products = any("matmul" in families(site.names) for site in sites)
         busy = {id(module) for module, _ in self.weights} | {module for module, _ in self.points}
         modules = {part.module for part in self.anatomy.parts}
         on_card = any(on_a_card(module) for module in modules)
@@ -248,7 +249,7 @@ class Attached(Hook):
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
         assert entry.atomic
-        taps = self.injection._operator_taps.get((self.owner, entry.layer, entry.atomic, entry.excluded), [])
+        taps = self.injection.operators.of(entry.atomic, entry)
         if not taps:
             return
         hook = operators.OperatorModule(self.injection, taps)

@@ -24,6 +24,7 @@ from shaketable.inject.boards import Boards
 from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, LiveLedger
+from shaketable.inject.operator_taps import OperatorTaps
 from shaketable.inject.short.ready import Shelf
 from shaketable.inject.spots import Spot
 from shaketable.inject.taps import Tap
@@ -103,7 +104,7 @@ class Injection:
         self.allow_inert = allow_inert
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
         self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
-        self._sites = self.ledger.sites
+        self.sites = self.ledger.sites
         """The same, to be written to: reading the ledger asks every card."""
         self.taps: list[Tap] = []
         self.boards = Boards(self)
@@ -124,7 +125,7 @@ class Injection:
         self.tracing: list[Entry] = []
         """The frames of the graph that is being compiled."""
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
-        self._operator_taps: dict[tuple[int, int | None, str, str | None], list[Tap]] = {}
+        self.operators = OperatorTaps(self)
         self._mode = operators.Operators(self) if self.has_operators else None
         self._depth = 0
         self._changing = 0
@@ -272,7 +273,7 @@ class Injection:
         for i, fault in enumerate(self.faults):
             if clause in (None, i) and isinstance(fault, MagnitudeFault):
                 self.faults[i] = fault.with_magnitude(magnitude)
-                self._sites[i].asked = self.faults[i].asked()
+                self.sites[i].asked = self.faults[i].asked()
         self.rewrite()
 
     @property
@@ -284,7 +285,7 @@ class Injection:
 
     def make_tap(self, clause: int, name: str, point: str, layer: int | None, shown: str | None = None) -> Tap:
         """A tap with its place in the ledger."""
-        spots = self._sites[clause].spots
+        spots = self.sites[clause].spots
         label = shown or (name if point == "output" else f"{name}:{point}")
         kind = HeldTap if self.hold and point == "weight" else Tap
         tap = kind(self, clause, spots.setdefault(label, Spot(label, layer)), name, point)
@@ -292,69 +293,20 @@ class Injection:
         self.taps.append(tap)
         return tap
 
-    def make_operator_taps(self, owner: int, prefix: str, layers: range) -> None:
-        """Taps for every operator family of every layer, and for operators outside of layers."""
-        for i, clause in enumerate(self.plan.clauses):
-            if clause.site.level != "op":
-                continue
-            for family in operators.families(clause.site.names):
-                for layer in [None, *layers]:
-                    if clause.site.layers is not None and layer not in clause.site.layers:
-                        continue
-                    name = f"{prefix}{family}" if layer is None else f"{prefix}layer.{layer}.{family}"
-                    tap = self.make_tap(i, name, "output", layer)
-                    for excluded in (None, *clause.site.include):
-                        self._operator_taps.setdefault((owner, layer, family, excluded), []).append(tap)
-
-    def operator_taps(self, family: str, frame: Frame) -> list[Tap]:
-        """Taps for an operator called in `frame`."""
-        return self._operator_taps.get((frame.entry.owner, frame.layer, family, frame.excluded), [])
-
-    def traced_taps(self, family: str) -> list[Tap]:
-        """Taps for an operator of the graph that is being compiled."""
-        if not self.tracing:
-            return []
-        entry = self.tracing[-1]
-        if entry.atomic == family:
-            return []
-        return self._operator_taps.get((entry.owner, entry.layer, family, entry.excluded), [])
-
     def operator_frame(self) -> Frame | None:
         """The frame an operator belongs to; None outside the models of this injection."""
         return self.calls.top()
 
-    def reaches(self, family: str, frame: Frame) -> bool:
-        """Whether an operator of this family would be struck here and now."""
-        return any(t.is_active and t.acts_in(frame.phase) for t in self.operator_taps(family, frame))
-
-    def note_fused(self, frame: Frame) -> None:
-        """Count an attention call whose inner products cannot be reached."""
-        for tap in self.operator_taps("matmul", frame):
-            if tap.is_active and not frame.recomputing:
-                self._sites[tap.clause].fused += 1
-
     # ---- the operator mode, per thread
 
     def push_mode(self) -> bool:
-        """Put our mode on in this thread, unless it is on.
-
-        The stack itself is asked: `loss.backward()` runs through our mode and so runs with it off, and a recomputed
-        layer inside it must switch it on again.
-        """
-        if self._mode is None or self._mode in torch.overrides._get_current_function_mode_stack():
-            return False
-        self._mode.__enter__()
-        return True
+        """Put our mode on in this thread, unless it is on; whether it was not."""
+        return self._mode is not None and self._mode.put_on()
 
     def drop_mode(self) -> None:
-        """Take our mode out of this thread's stack, wherever in it it is."""
-        if self._mode is None or self._mode not in torch.overrides._get_current_function_mode_stack():
-            return
-        above = []
-        while (top := torch.overrides._pop_mode()) is not self._mode:
-            above.append(top)
-        for mode in reversed(above):
-            torch.overrides._push_mode(mode)
+        """Take our mode off in this thread."""
+        if self._mode is not None:
+            self._mode.take_off()
 
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], lazily: bool = False) -> None:
         """A module is called; `lazily`, the keys of a compiled pass are not asked for before its first strike."""

@@ -13,11 +13,8 @@ backend alone is enabled they are computed one by one and struck; elsewhere the 
 
 from __future__ import annotations
 
-import functools
-import math
 import sys
 import types
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +23,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shaketable.inject.hooks import Hook
+from shaketable.inject.open_attention import attention_in_the_open, only_math, open_multi_head
 from shaketable.inject.short.products import Products
 from shaketable.inject.tensors import change_first, change_input
 from shaketable.inject.traced import compiled
-from shaketable.plan import OPS
 from shaketable.sites.anatomy import Part
 from shaketable.sites.engines import is_engine_experts, is_engine_linear, is_engine_module
 
@@ -81,11 +78,6 @@ def cover_transformers() -> None:
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         packet = torch.ops.transformers.grouped_mm_fallback
         COVERED[packet] = ("matmul", "grouped_mm_fallback")
-
-
-def families(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The operator families a site names."""
-    return OPS if "all" in names else names
 
 
 def atomic_family(part: Part) -> str | None:
@@ -148,6 +140,28 @@ class Operators(TorchFunctionMode):
         super().__init__()
         self.injection = injection
         self.products = Products(injection)
+        self.taps = injection.operators
+
+    def put_on(self) -> bool:
+        """Put our mode on in this thread, unless it is on; whether it was not.
+
+        The stack itself is asked: `loss.backward()` runs through our mode and so runs with it off, and a recomputed
+        layer inside it must switch it on again.
+        """
+        if self in torch.overrides._get_current_function_mode_stack():
+            return False
+        self.__enter__()
+        return True
+
+    def take_off(self) -> None:
+        """Take our mode off in this thread, wherever in the stack it is."""
+        if self not in torch.overrides._get_current_function_mode_stack():
+            return
+        above = []
+        while (top := torch.overrides._pop_mode()) is not self:
+            above.append(top)
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,7 +174,7 @@ class Operators(TorchFunctionMode):
         is_traced = torch.compiler.is_compiling()
         if operator is _WHOLE and not (is_traced and not compiled.present[self.injection.handle]):
             with self:
-                return _open_multi_head()(*args, **kwargs)
+                return open_multi_head()(*args, **kwargs)
         if is_traced:
             return self._traced(func, operator, args, kwargs)
         if func is F.linear and not kwargs:
@@ -170,7 +184,7 @@ class Operators(TorchFunctionMode):
         return self._eager(func, operator, args, kwargs)
 
     def _traced(self, func: Any, operator: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        taps = self.injection.traced_taps(operator[0])
+        taps = self.taps.traced(operator[0])
         if not taps or not compiled.present[self.injection.handle]:
             return func(*args, **kwargs)
         echoes = [tap.handle for tap in taps if "backward" in tap.site.directions]
@@ -201,13 +215,13 @@ class Operators(TorchFunctionMode):
         frame = self.injection.operator_frame() if self.injection.enabled and not compiled_code else None
         if frame is None or frame.entry.atomic == family:
             return func(*args, **kwargs)
-        taps = self.injection.operator_taps(family, frame)
-        if family == "sdpa" and (self.injection.reaches("matmul", frame) or self.injection.reaches("softmax", frame)):
-            if _only_math():
+        taps = self.taps.at(family, frame)
+        if family == "sdpa" and (self.taps.reach("matmul", frame) or self.taps.reach("softmax", frame)):
+            if only_math():
                 with self:
                     result = attention_in_the_open(*args, **kwargs)
                 return _strike_all(taps, result, frame)
-            self.injection.note_fused(frame)
+            self.taps.note_fused(frame)
         if not taps:
             return func(*args, **kwargs)
         args, kwargs = _echo_all(taps, args, kwargs, frame, frame.count((frame.layer, family)))
@@ -253,46 +267,3 @@ def _is_inductor(caller: types.FrameType) -> bool:
     """Whether a call comes from a file that inductor wrote: its products were struck when the graph was traced."""
     inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     return inductor is not None and caller.f_code.co_filename.startswith(inductor.cache_dir())
-
-
-def _only_math() -> bool:
-    """Whether attention is set to be computed product by product."""
-    cuda = torch.backends.cuda
-    fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-    return cuda.math_sdp_enabled() and not fused
-
-
-def attention_in_the_open(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Scaled dot-product attention as the math backend defines it, one covered operator after the other."""
-    root = math.sqrt(scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = torch.matmul(query * root, (key * root).transpose(-2, -1))
-    if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    if attn_mask is not None:
-        masked = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-    weights = F.softmax(scores, dim=-1).masked_fill(scores.eq(-math.inf).all(-1, keepdim=True), 0.0)
-    return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
-
-
-@functools.cache
-def _open_multi_head() -> Callable[..., Any]:
-    """torch's multi-head attention without its own override check, so that the operators inside are met."""
-    original = F.multi_head_attention_forward
-    scope = {**original.__globals__, "has_torch_function": lambda _: False}
-    copy = types.FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
-    copy.__kwdefaults__ = original.__kwdefaults__
-    return copy

@@ -29,7 +29,6 @@ from shaketable.inject.calls import Calls, Entry, Frame
 from shaketable.inject.hooks import Hook
 from shaketable.inject.injection import Injection
 from shaketable.inject.modules import ModuleTaps
-from shaketable.inject.taps import Tap
 from shaketable.inject.tensors import change_input
 from shaketable.launch import places
 from shaketable.launch.ledger_file import LedgerFile
@@ -88,7 +87,8 @@ class ProcessInjection(Injection):
         self.meet = torch.compiler.disable(self._meet)
         """A model that is first called inside a compiled function: the graph is left to meet it."""
         self._loose = Entry(0, nn.Identity(), None, _LOOSE)
-        self.make_operator_taps(_LOOSE, "", range(0))
+        self.operators.loose = self._loose
+        self.operators.make(_LOOSE, "", range(0))
 
     @property
     def is_training(self) -> bool:
@@ -111,11 +111,6 @@ class ProcessInjection(Injection):
         self.seen.update(model.modules())
         for module in model.modules():
             module.__dict__["_shaketable_seen"] = Seen()
-
-    def traced_taps(self, family: str) -> list[Tap]:
-        if self.tracing:
-            return super().traced_taps(family)
-        return self._operator_taps.get((_LOOSE, None, family, None), [])
 
     def _loose_frame(self) -> Frame:
         phase = current_phase(training=torch.is_grad_enabled())

@@ -127,7 +127,7 @@ class Products:
         try:
             return self._places[place]
         except KeyError:
-            taps = self.injection.operator_taps("matmul", frame)
+            taps = self.injection.operators.at("matmul", frame)
             alone = len(taps) == 1 and frame.entry.atomic != "matmul"
             found = self._products.setdefault(taps[0], Product(taps[0])) if alone else None
             self._places[place] = found
