@@ -8,7 +8,9 @@ from torch import nn
 
 import shaketable as st
 from shaketable.faults import make_fault, native
+from shaketable.inject.injection import Injection
 from shaketable.inject.spots import ENOUGH, Measured
+from shaketable.plan import Plan
 
 
 def shaken(seed=0, plan="relative_gaussian:0.05@module.linear;dead_zone:0.5@module.linear", calls=3):
@@ -37,6 +39,20 @@ def test_save_and_load(tmp_path):
     ledger = shaken()
     ledger.save(tmp_path / "ledger.json")
     assert st.Ledger.load(tmp_path / "ledger.json").to_dict() == ledger.to_dict()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_news_of_a_fire_comes_after_the_ledger_has_it(monkeypatch, held):
+    """Whoever copies the ledger in the middle of a strike must learn that there is more."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    site = "module.linear,point=weight" if held else "module.linear"
+    injection = Injection(Plan.load(f"relative_gaussian:0.05@{site}"), hold=held)
+    injection.attach(model)
+    before, take = [], Measured.take
+    monkeypatch.setattr(Measured, "take", lambda self, *args: (before.append(injection.fires), take(self, *args)))
+    with injection:
+        model(torch.ones(8, 16))
+        assert (before, injection.fires) == ([0], 1)
 
 
 def test_the_table_has_a_row_for_every_clause():

@@ -13,6 +13,30 @@ def test_one_slow_write_delays_nothing_and_two_do():
     assert pause_after(0.05, 0.04) == SHARE * 0.04
 
 
+def test_catching_up_writes_only_what_is_new(tmp_path):
+    state, asked = {"n": 0}, []
+    file = KeptFile(tmp_path / "f.json", lambda: asked.append(1) or dict(state), lambda: state["n"])
+    file.catch_up()
+    assert len(asked) == 1
+    state["n"] = 1
+    file.catch_up()
+    assert json.loads(file.path.read_text()) == {"n": 1} and len(asked) == 2
+
+
+def test_news_that_comes_while_it_is_written_is_written_the_next_time(tmp_path):
+    """The clock may look in the middle of a pass; what it then wrote must not count as all of it."""
+    state = {"n": 0}
+
+    def ask():
+        seen = dict(state)
+        state["n"] = 1
+        return seen
+
+    file = KeptFile(tmp_path / "f.json", ask, lambda: state["n"])
+    file.catch_up()
+    assert json.loads(file.path.read_text()) == {"n": 1}
+
+
 def test_what_changes_is_written_and_flush_writes_at_once(tmp_path):
     state = {"n": 0}
     file = KeptFile(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])

@@ -172,6 +172,7 @@ class HeldTap(Tap):
             self.count(blow.phase, blow.key, blow.fault)
             with torch.no_grad(), self.spot.lock:
                 self.spot.forward.take(blow.fault, x.detach(), y.detach(), mask)
+            self.injection.fires += 1
         self.spot.seconds += perf_counter() - start
         return y
 
@@ -182,7 +183,6 @@ class HeldTap(Tap):
     def count(self, phase: str, key: int, fault: FaultBase) -> None:
         """Put a draw into the ledger."""
         self._counted[phase] = (key, fault)
-        self.injection.fires += 1
         self.spot.count(phase, False)
 
 

@@ -120,7 +120,8 @@ class Injection:
         """Says of a pass that it is not to be shaken although the plan is on (a reference that shares the policy's weights)."""
         self.closed = False
         self.fires = 0
-        """Grows with every fire; tells whoever keeps a copy of the ledger that it is out of date."""
+        """Grows after every fire, when the ledger has it; tells whoever keeps a copy that it is out of date. What kernels count
+        by themselves, on a board, is not in it."""
         self.models: list[Attached] = []
         self.tracing: list[Entry] = []
         """The frames of the graph that is being compiled."""

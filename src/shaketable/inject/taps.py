@@ -139,11 +139,11 @@ class Tap:
 
     def _strike(self, x: Tensor, blow: Blow, backward: bool) -> Tensor:
         start = perf_counter()
-        self.injection.fires += 1
         if not x.is_floating_point():
             raise PlanError(f"{self.site.label}: {self.name} {self.point} is {x.dtype}; faults act on floating tensors")
         if x.is_cuda:
             if capturing():
+                self.injection.fires += 1
                 return self.injection.boards.of(self, x).strike(self, x, blow, backward)
             if x.device in self.boards:
                 self.boards[x.device].load(self, x)
@@ -159,6 +159,7 @@ class Tap:
                 with torch.no_grad(), self.spot.lock:
                     sums.take(fault, x.detach(), y.detach(), mask)
         self.spot.seconds += perf_counter() - start
+        self.injection.fires += 1
         return y
 
     def strike_as_ever(self, x: Tensor, blow: Blow) -> Tensor:

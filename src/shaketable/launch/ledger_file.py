@@ -43,8 +43,11 @@ class LedgerFile:
         self._file.flush()
 
     def catch_up(self) -> None:
-        """Write, if anything was done since the last time."""
-        self._file.catch_up()
+        """Write, if anything was done since the last time. On a card kernels count by themselves: there one has to look."""
+        if any(injection.boards.all for injection in self._injections()):
+            self._file.flush()
+        else:
+            self._file.catch_up()
 
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
@@ -75,13 +78,14 @@ class LedgerFile:
             "ledger": self._merged(),
         }
 
+    def _injections(self) -> list[Injection]:
+        return [self.injection, *(injection for _, injection in self.engines)]
+
     def _news(self) -> tuple[int, ...]:
-        mine = self.injection
-        fires = sum(injection.fires for injection in (mine, *(i for _, i in self.engines)))
+        mine, fires = self.injection, sum(injection.fires for injection in self._injections())
         return fires, len(mine.names), len(mine.late), len(mine.unmatched), len(self.engines)
 
     def _merged(self) -> dict[str, Any]:
         if not self.engines:
             return self.injection.ledger.to_dict()
-        every = [self.injection.ledger, *(injection.ledger for _, injection in self.engines)]
-        return Ledger.merge(every).to_dict() | {"processes": 1}
+        return Ledger.merge(injection.ledger for injection in self._injections()).to_dict() | {"processes": 1}

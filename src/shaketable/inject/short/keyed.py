@@ -92,7 +92,6 @@ class Striker:
     def fire(self, noise: Noise, launch: KeyedLaunch, x: Tensor, moment: int, phase: str, backward: bool, again: bool) -> None:
         """Strike in place; counted and, at powers of two, measured, as `Tap.strike` does. `again`: computed a second time."""
         spot = self.spot
-        self.injection.fires += 1
         clean = None
         if again:
             spot.recomputed += 1
@@ -107,6 +106,7 @@ class Striker:
         if clean is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad(), spot.lock:
                 (spot.backward if backward else spot.forward).take(noise.fault, clean, _seen(x), None)
+        self.injection.fires += 1
 
 
 def hit(launch: KeyedLaunch, source: int, target: int, key: int, moment: int) -> None:

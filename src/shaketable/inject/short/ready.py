@@ -118,12 +118,12 @@ class Coded:
         """A module multiplies with it: a fire, measured like any other."""
         assert self.frame is not None
         assert entry.value is not None
-        entry.tap.injection.fires += 1
         spot = entry.tap.spot
         n = spot.count(self.frame.phase, False)
         if n & (n - 1) == 0 or spot.forward.changed == 0:
             with torch._C.DisableTorchFunction(), torch.no_grad(), spot.lock:
                 spot.forward.take(self.fault, entry.parameter.detach(), entry.value, None)
+        entry.tap.injection.fires += 1
 
     def rest(self) -> None:
         """Nothing is to be read in this pass: its frame is not here."""

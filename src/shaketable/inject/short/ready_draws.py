@@ -115,6 +115,7 @@ class Drawn:
         key = tap.key_at(draw.moment)
         if not tap.is_counted("rollout", key, draw.fault):
             tap.count("rollout", key, draw.fault)
+            tap.injection.fires += 1
             self._read.append((tap, draw, row))
 
     def settle(self) -> None:

@@ -101,12 +101,12 @@ class SwiftInput:
             return y
 
     def _counted(self, x: Tensor, y: Tensor, root: Frame) -> Tensor:
-        self.injection.fires += 1
         spot = self.spot
         n = spot.count(root.phase, False)
         if n & (n - 1) == 0 or spot.forward.changed == 0:
             with torch._C.DisableTorchFunction(), torch.no_grad(), spot.lock:
                 spot.forward.take(self.fault, x, y, None)
+        self.injection.fires += 1
         return y
 
     def _first(self, x: Tensor, size: int) -> Tensor:
