@@ -3,6 +3,8 @@
 import json
 import time
 
+import pytest
+
 from shaketable.launch.kept_file import PAUSE, SHARE, KeptFile, pause_after
 
 
@@ -35,6 +37,26 @@ def test_news_that_comes_while_it_is_written_is_written_the_next_time(tmp_path):
     file = KeptFile(tmp_path / "f.json", ask, lambda: state["n"])
     file.catch_up()
     assert json.loads(file.path.read_text()) == {"n": 1}
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_has_everything_later(tmp_path, capsys):
+    state, folder = {"n": 0}, tmp_path / "l"
+    folder.mkdir()
+    file = KeptFile(folder / "f.json", lambda: dict(state), lambda: state["n"])
+    file.path.unlink()
+    folder.rmdir()
+    for n in (1, 2):
+        state["n"] = n
+        file.catch_up()
+    with pytest.raises(OSError, match="No such file"):
+        file.flush()
+    assert (
+        capsys.readouterr().err
+        == f"shaketable: cannot write {file.path}: No such file or directory; it is behind what was done\n"
+    )
+    folder.mkdir()
+    file.catch_up()
+    assert json.loads(file.path.read_text()) == {"n": 2}
 
 
 def test_what_changes_is_written_and_flush_writes_at_once(tmp_path):

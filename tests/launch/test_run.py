@@ -133,6 +133,13 @@ def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
     assert ledger["forward"] == 20
 
 
+def test_a_ledger_that_cannot_be_written_stops_nobody_and_has_everything_when_it_can(tmp_path):
+    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("pool.py", "multiprocessing", "fork", "away"))
+    assert code == 0, printed
+    assert "shaketable: cannot write" in printed and "Traceback" not in printed
+    assert ledger["forward"] == 20
+
+
 @pytest.mark.parametrize(("plan", "fires"), [(LINEAR, (6, 0)), ("relative_gaussian:0.05@op.matmul", (9, 15))])
 def test_compiled_programs_are_shaken_wherever_their_models_are_met(tmp_path, plan, fires):
     code, ledger, printed = shake(tmp_path / "l", plan, *program("compiled.py"))

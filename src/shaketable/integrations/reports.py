@@ -43,6 +43,7 @@ class Report:
         self.started = time.time()
         self._mark = 0
         self._file = KeptFile(folder / f"worker-{os.getpid()}-{secrets.token_hex(4)}.json", self._body)
+        self._file.flush()
         atexit.register(self.flush)
 
     @property

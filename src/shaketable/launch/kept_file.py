@@ -7,11 +7,15 @@ kill -9 loses at most what happened since the last one, and a reader never sees 
 
 A busy machine may let the thread that writes wait for a second. Whoever hands something out that must not be ahead of the file
 calls `catch_up` first, as workers of Ray and of multiprocessing do: clocks prove nothing.
+
+A disk that is full must not stop or hang a program that knows nothing of us: whoever does not ask for the file itself (`flush`)
+is told once, on stderr, and the next write that succeeds has everything.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,8 +46,9 @@ class KeptFile:
         self._ask, self._news = ask, news
         self._written = ""
         self._seen: object = None
+        self._is_told = False
         self._lock = threading.Lock()
-        self.flush()
+        self.try_flush()
         threading.Thread(target=self._keep_flushing, name="shaketable-file", daemon=True).start()
 
     def flush(self) -> None:
@@ -61,7 +66,17 @@ class KeptFile:
     def catch_up(self) -> None:
         """Write, if `news` says that there is anything new; costs next to nothing when there is not."""
         if self._news is None or self._news() != self._seen:
+            self.try_flush()
+
+    def try_flush(self) -> None:
+        """Write, if there is anything new and it can be written."""
+        try:
             self.flush()
+            self._is_told = False
+        except OSError as error:
+            if not self._is_told:
+                sys.stderr.write(f"shaketable: cannot write {self.path}: {error.strerror}; it is behind what was done\n")
+            self._is_told = True
 
     def _asked(self) -> dict[str, Any]:
         """The program goes on while we ask: a dictionary that grew meanwhile is read again."""

@@ -33,6 +33,7 @@ class LedgerFile:
         self.place = places.Place()
         """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
+        self._file.flush()  # raises where the folder cannot be written to; later it is too late to stop anybody
 
     def _begin(self) -> None:
         self.started = time.time()
@@ -40,12 +41,12 @@ class LedgerFile:
 
     def flush(self) -> None:
         """Write, if there is anything new."""
-        self._file.flush()
+        self._file.try_flush()
 
     def catch_up(self) -> None:
         """Write, if anything was done since the last time. On a card kernels count by themselves: there one has to look."""
         if any(injection.boards.all for injection in self._injections()):
-            self._file.flush()
+            self._file.try_flush()
         else:
             self._file.catch_up()
 

@@ -1,9 +1,10 @@
 """A pool, which ends its children by a signal as soon as the last result is in. No clock writes their ledgers.
 
-pool.py PACKAGE START_METHOD
+pool.py PACKAGE START_METHOD [away]     # away: one child, and the ledger's folder is away for the first half
 """
 
 import importlib
+import os
 import sys
 
 import shaketable.launch.kept_file
@@ -20,5 +21,10 @@ def work(x: int) -> int:
 
 if __name__ == "__main__":
     multiprocessing = importlib.import_module(sys.argv[1])
-    with multiprocessing.get_context(sys.argv[2]).Pool(2) as pool:
-        assert pool.map(work, range(20)) == list(range(20))
+    ledger, half = os.environ["SHAKETABLE_LEDGER"], list(range(10))
+    away = ledger + "-away" if sys.argv[3:] else ledger
+    os.rename(ledger, away)
+    with multiprocessing.get_context(sys.argv[2]).Pool(1 if sys.argv[3:] else 2) as pool:
+        assert pool.map(work, half, chunksize=1) == half
+        os.rename(away, ledger)
+        assert pool.map(work, half, chunksize=1) == half
