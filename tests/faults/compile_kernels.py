@@ -9,7 +9,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shaketable.faults.gpu import clip_kernels, format_kernels, head_kernels, many_kernels, noise_kernels, statistics_kernels
+from shaketable.faults.gpu import (
+    clip_kernels,
+    format_kernels,
+    many_kernels,
+    measure_kernels,
+    noise_kernels,
+    statistics_kernels,
+    table_kernels,
+)
 from shaketable.faults.gpu.segments import cut, flat
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -20,10 +28,11 @@ TYPES = {
     "out": "*fp32",
     "live": "*fp32",
     "proof": "*fp64",
+    "sums": "*fp64",
     "mirror": "*fp64",
     "partial": "*fp64",
 }
-TYPES |= {"bits": "*i32", "marks": "*i32", "rows": "*i32", "head": "*fp32", "keys": "*i64", "clock": "*i64"}
+TYPES |= {"bits": "*i32", "marks": "*i32", "rows": "*i32", "head": "*fp32", "keys": "*i64", "clock": "*i64", "own": "*i64"}
 TYPES |= {"table": "*i64", "owners": "*i32"}
 ALIGNED = ("x", "y", "g", "whole", "base", "head")
 
@@ -95,7 +104,10 @@ for live in (False, True):
     say(f"noise-{live}", compiled(noise_kernels.noise, KIND=0, UNIT=True, **how))
     for kind in (2, 3, 4):
         say(f"arithmetic-{kind}-{live}", compiled(noise_kernels.arithmetic, KIND=kind, **how))
-say("tick", compiled(noise_kernels.tick, GIVEN=False, TAPS=5, REPEATS=4, BLOCK=16))
+for moment in (0, 1, 2):
+    say(f"begin-{moment}", compiled(table_kernels.begin_pass, MOMENT=moment, MIRROR=True, TAPS=5, USES=4, BLOCK=16))
+for kind in (0, 1, 3, 4, 5):
+    say(f"tell-{kind}", compiled(measure_kernels.tell, KIND=kind, STEPS=16, BLOCK=1024, FAST=True))
 for dtype, unit in (("bf16", 8), ("fp32", 4)):
     for name, kind, length in (("mxfp4", 0, 32), ("e4m3", 2, 128), ("e5m2", 3, 128)):
         how = {"UNIT": unit, "KIND": kind, "LENGTH": length, "GROUP": 2048 // length, "FAST": True}
@@ -103,4 +115,4 @@ for dtype, unit in (("bf16", 8), ("fp32", 4)):
     for kind in (0, 1, 2):
         how = {"UNIT": unit, "KIND": kind, "BLOCKS": 2, "BLOCK": 2048, "FAST": True}
         say(f"draw-{kind}-{dtype}", compiled(many_kernels.draw_many, dtype=dtype, **how))
-say("heads", compiled(head_kernels.heads, BLOCK=1024))
+say("heads", compiled(measure_kernels.heads, BLOCK=1024))

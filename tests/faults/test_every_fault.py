@@ -173,6 +173,7 @@ def test_measured_magnitude_is_the_one_asked_for(fault, dtype):
     x = gaussian(64, 256, dtype=dtype)
     draws = [Draw(key_of("magnitude", i)) for i in range(1 if fault.is_steady else 60)]
     found = [fault.read_back(x, fault.apply(x, d)) for d in draws]
+    found = [None if f is None else float(f) for f in found]
     if isinstance(fault, Format):
         assert found == [None] * len(found)
         return
@@ -194,7 +195,7 @@ def test_an_unchanged_tensor_reads_back_as_no_fault(fault):
     x = gaussian(64, 256)
     found = fault.read_back(x, x.clone())
     nothing = {"non_determinism": 1, "truncation": 23}.get(fault.kind, 0)
-    assert found is None or found == pytest.approx(nothing, abs=1e-6)
+    assert found is None or found.isnan() or float(found) == pytest.approx(nothing, abs=1e-6)
 
 
 @every_dtype
@@ -221,7 +222,7 @@ def test_nan_and_infinity(fault, dtype):
         assert y[0, 3:32].isnan().all()
         assert y[3].isfinite().all()
     found = fault.read_back(x, y)
-    assert found is None or isinstance(found, float)
+    assert found is None or found.dim() == 0
 
 
 @every_fault

@@ -1,4 +1,4 @@
-"""Kernels inside captured graphs, without a graph: what they read from a board's rows, and what they tell."""
+"""Kernels that read their row in a table: what the head of a pass writes there, what they count, and when they measure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from kernel_route import DEVICE, ON_CARD, fused, kernels, same
 
 from shaketable.faults import gpu
 from shaketable.faults.generator import mix64, plain_normals
+from shaketable.faults.gpu import dispatch
+from shaketable.inject import counters as c
 
 pytestmark = kernels
-TAPS, REPEATS, TOLD = 5, 4, 8
-KEYS = [11, 2**63 + 22, 33, 44, 55, 2**64 - 1, 2**64 - 2, 2**64 - 3, 7, 8]
+TAPS, USES, DUE, ALL = 5, 4, 8, 16
+KEYS = [11, 2**63 + 22, 33, 44, 2**64 - 1]
+GIVEN, CLOCK, OWN = 0, 1, 2
 
 
 def signed(word, bits):
@@ -19,95 +22,147 @@ def signed(word, bits):
     return word - (1 << bits) if word >= 1 << (bits - 1) else word
 
 
+class Table:
+    """Keys, a clock, what is live (taps 1 to 4 on, in phase 2), empty rows, and counters, twice."""
+
+    def __init__(self):
+        self.live = torch.tensor([[0.1 * tap, 0.0 if tap == 0 else 2.0] for tap in range(TAPS)], device=DEVICE)
+        self.keys = torch.tensor([signed(key, 64) for key in KEYS], dtype=torch.int64, device=DEVICE)
+        self.rows = torch.zeros(TAPS * USES, 4, dtype=torch.int32, device=DEVICE)
+        self.sums, self.mirror = (torch.zeros(2 * TAPS, c.WIDTH, dtype=torch.float64, device=DEVICE) for _ in range(2))
+        self.clock, self.own = (torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2))
+
+    def begin(self, kind=CLOCK, moment=0, base=0, on=True):
+        from shaketable.faults.gpu.table_kernels import begin_pass
+
+        values = self.keys, self.clock, self.own, self.live, self.rows, self.sums, self.mirror
+        words = *dispatch.words(moment), *dispatch.words(base), int(on)
+        shape = {"MOMENT": kind, "MIRROR": True, "TAPS": TAPS, "USES": USES, "BLOCK": 16}
+        dispatch.launch(begin_pass, 1, (*values, *words), shape)
+        return self.rows.cpu()
+
+    def row(self, tap, use=0):
+        return gpu.Row(self.rows, self.sums, tap * USES + use, tap)
+
+
 @pytest.fixture
-def board():
-    """Keys, a clock, what is live (taps 1 to 4 on, in phase 2), empty rows, and what was told, twice."""
-    live = torch.tensor([[0.1 * tap, 0.0 if tap == 0 else 2.0] for tap in range(TAPS)], device=DEVICE)
-    keys = torch.tensor([signed(key, 64) for key in KEYS], dtype=torch.int64, device=DEVICE)
-    rows = torch.zeros(2 * TAPS * REPEATS, 4, dtype=torch.int32, device=DEVICE)
-    proof, mirror = (torch.zeros(2 * TAPS, 10, dtype=torch.float64, device=DEVICE) for _ in range(2))
-    return keys, torch.zeros(2, dtype=torch.int64, device=DEVICE), live, rows, proof, mirror
+def table():
+    return Table()
 
 
-def tick(board, moment=None):
-    gpu.tick(board, moment)
-    return board[3]
+def wanted_key(tap, use, moment):
+    return mix64(mix64(KEYS[tap] ^ mix64(moment + use)) ^ 0xD1CE)
 
 
-def wanted_key(place, n, moment):
-    return mix64(mix64(KEYS[place] ^ mix64(moment + n)) ^ 0xD1CE)
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_a_tick_writes_the_key_of_every_strike(board, given):
-    for moment in (2**63 + 5, 2**64 - 9) if given else (1, 2):
-        rows = tick(board, moment if given else None).cpu()
-        assert board[1][0].item() == (0 if given else moment)
-        for place in range(2 * TAPS):
-            for n in range(REPEATS):
-                key, row = wanted_key(place, n, moment), rows[place * REPEATS + n]
+@pytest.mark.parametrize("kind", [GIVEN, CLOCK, OWN])
+@pytest.mark.parametrize("base", [0, 8, 3 << 32])
+def test_the_head_of_a_pass_writes_the_key_of_every_use(table, kind, base):
+    moments = {GIVEN: (2**63 + 5, 2**64 - 9), CLOCK: (1, 2), OWN: (7, 7)}[kind]
+    table.own.fill_(7)
+    for moment in moments:
+        rows = table.begin(kind, moment, base)
+        assert table.clock.item() == (moment if kind == CLOCK else 0)
+        for tap in range(TAPS):
+            for use in range(USES):
+                key, row = wanted_key(tap, base + use, moment), rows[tap * USES + use]
                 assert row[:2].tolist() == [signed(key, 32), signed(key >> 32, 32)]
-                assert row[2:3].view(torch.float32).item() == board[2][place % TAPS, 0].item()
-                assert row[3].item() == (0 if place % TAPS == 0 else TOLD + 2)
+                assert row[2:3].view(torch.float32).item() == table.live[tap, 0].item()
+                assert row[3].item() == (0 if tap == 0 else DUE + ALL + 2)
 
 
-def test_a_tick_mirrors_what_was_told_so_far(board):
-    board[4].copy_(torch.arange(2.0 * TAPS * 10).view(2 * TAPS, 10))
-    tick(board)
-    assert torch.equal(board[5], board[4])
+def test_a_pass_that_is_to_be_left_alone_is_off(table):
+    assert table.begin(on=False)[:, 3].count_nonzero() == 0
 
 
-def test_the_first_passes_and_every_32nd_are_told(board):
-    told = [int(tick(board)[-1, 3]) >= TOLD for _ in range(70)]
-    assert [i for i, tells in enumerate(told) if tells] == [*range(8), 32, 64]
-    assert board[1][1].item() == 70
+def test_the_head_of_a_pass_mirrors_what_was_counted_so_far(table):
+    table.sums.copy_(torch.arange(2.0 * TAPS * c.WIDTH).view(2 * TAPS, c.WIDTH))
+    wanted = table.sums.clone()
+    table.begin()
+    assert torch.equal(table.mirror, wanted)
 
 
-def test_a_fire_that_is_not_told_is_counted(board):
-    for _ in range(9):
-        rows = tick(board)
-    x, proof = torch.ones(3000, device=DEVICE), torch.zeros(2 * TAPS, 10, dtype=torch.float64, device=DEVICE)
-    with fused():
-        assert not same(gpu.noise(x, 0.0, 0, relative=True, live=gpu.Live(rows, proof, 3 * REPEATS, 3)), x)
-    assert proof[3].tolist() == [0.0] * 8 + [1.0, 0.0]
+def test_which_passes_are_measured_is_the_rule_of_the_host(table):
+    """The 1st, 2nd, 4th, 8th, … time; and always as long as nothing has changed."""
+    host, row = [], [0.0, 0.0, 1.0]
+    found = []
+    for number in range(40):
+        flags = int(table.begin()[2 * USES, 3])
+        found.append(bool(flags & DUE))
+        assert bool(flags & ALL) == (number < 3)
+        host.append(c.is_due(row[0], row[1], row[2]))
+        row[2] = 2 * row[0] + 1 if row[0] >= row[2] or number == 0 else row[2]
+        row[0] += 1
+        table.sums[2, 1] += 1
+        if number == 2:
+            table.sums[2, c.CHANGED] = row[1] = 1.0
+    assert [i + 1 for i, due in enumerate(found) if due] == [1, 2, 3, 4, 8, 16, 32]
+    assert found == host
 
 
 @pytest.mark.parametrize("n", [100, 2048, 5000])
 @pytest.mark.parametrize("relative", [True, False])
-def test_a_live_kernel_strikes_with_its_row_and_tells(board, relative, n):
-    rows, proof = tick(board), torch.zeros(2 * TAPS, 10, dtype=torch.float64, device=DEVICE)
+def test_a_kernel_acts_by_its_row_counts_and_measures(table, relative, n):
+    table.begin()
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
-    place, number = TAPS + 3, 2
     with fused():
-        y = gpu.noise(x, 0.0, 0, relative=relative, live=gpu.Live(rows, proof, place * REPEATS + number, place))
-    z = plain_normals(n, wanted_key(place, number, 1), torch.device("cpu")).to(DEVICE)
-    scale = board[2][3, 0]
+        y = gpu.noise(x, 0.0, 0, relative=relative, live=table.row(3, 2))
+    z = plain_normals(n, wanted_key(3, 2, 1), torch.device("cpu")).to(DEVICE)
+    scale = table.live[3, 0]
     wanted = x + x * (z * scale) if relative else x + z * scale
     assert torch.allclose(y, wanted, rtol=0, atol=1e-3) if ON_CARD else same(y, wanted)
-    told = proof[place].tolist()
-    assert 0 < told[0] <= n
-    assert told[1] == told[2] == told[0]
-    assert told[7:] == [0.0, 1.0, 0.0]
-    assert proof.count_nonzero() == (proof[place] != 0).sum()
-    assert (told[6] / told[2] if relative else told[4] / told[0]) ** 0.5 == pytest.approx(0.3, rel=0.25)
+    row = table.sums[3].tolist()
+    assert row[:4] == [0.0, 1.0, 0.0, 0.0]
+    assert row[c.VALUES] == row[c.CHANGED] == n, "as long as nothing has changed, every value is looked at"
+    assert row[c.ALIVE] == row[c.SURVIVED] == min(n, 2048)
+    assert row[c.MAGNITUDE] == pytest.approx(0.3, rel=0.25)
+    assert row[c.MAGNITUDE_SQUARE] == pytest.approx(row[c.MAGNITUDE] ** 2)
+    part, error = x[:2048].double(), (y - x)[:2048].double()
+    assert row[c.ERROR] == pytest.approx(float(error.square().sum() / part.square().sum()), rel=1e-3)
+    others = [i for i in range(2 * TAPS) if i != 3]
+    assert table.sums[others][:, : c.MARK].count_nonzero() == 0
 
 
-def test_a_live_kernel_that_is_off_changes_and_tells_nothing(board):
-    rows, proof = tick(board), torch.zeros(2 * TAPS, 10, dtype=torch.float64, device=DEVICE)
+def test_a_fire_that_is_not_due_is_counted(table):
+    table.sums[3, 1], table.sums[3, c.CHANGED], table.sums[3, c.MARK] = 5, 1, 9
+    table.begin()
+    before = table.sums[3].clone()
+    with fused():
+        gpu.noise(torch.ones(3000, device=DEVICE), 0.0, 0, relative=True, live=table.row(3))
+    changed = (table.sums[3] - before).tolist()
+    assert changed == [0.0, 1.0] + [0.0] * (c.WIDTH - 2)
+
+
+def test_a_kernel_that_is_off_changes_and_counts_nothing(table):
+    table.begin()
     x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x[:2] = torch.tensor([-0.0, float("nan")])
     with fused():
-        assert same(gpu.noise(x, 9.0, 1, relative=True, live=gpu.Live(rows, proof, 0, 0)), x)
-        assert same(gpu.shift(x, 9.0, gpu.GAIN, live=gpu.Live(rows, proof, 0, 0)), x)
-    assert proof.count_nonzero() == 0
+        assert same(gpu.noise(x, 9.0, 1, relative=True, live=table.row(0)), x)
+        assert same(gpu.shift(x, 9.0, gpu.GAIN, live=table.row(0)), x)
+        gpu.tell(x, x + 1, table.row(0))
+    assert table.sums[0].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("kind", ["GAIN", "SYSTEMATIC"])
-def test_a_live_shift_takes_its_scale_from_its_row(board, kind):
-    rows, proof = tick(board), torch.zeros(2 * TAPS, 10, dtype=torch.float64, device=DEVICE)
+def test_a_shift_takes_its_scale_from_its_row_and_measures_it(table, kind):
+    table.begin()
     x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    scale = board[2][2, 0]
+    scale = table.live[2, 0]
     with fused():
-        y = gpu.shift(x, 0.0, getattr(gpu, kind), live=gpu.Live(rows, proof, 2 * REPEATS, 2))
+        y = gpu.shift(x, 0.0, getattr(gpu, kind), live=table.row(2))
     assert same(y, x * scale if kind == "GAIN" else x + x.sign() * scale)
-    assert proof[2, 8] == 1
+    assert table.sums[2, 1] == 1
+    assert table.sums[2, c.MAGNITUDE] == pytest.approx(-0.8 if kind == "GAIN" else 0.2, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(700,), (5, 7), (300, 96), (3, 30000)])
+def test_what_other_operators_did_is_counted_and_measured_by_a_sample(table, shape):
+    table.begin()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with fused():
+        gpu.tell(x, x * 1.5, table.row(2))
+    row = table.sums[2].tolist()
+    assert row[1] == row[c.MEASURED] == 1
+    assert row[c.VALUES] == row[c.CHANGED] == min(x.numel(), dispatch.STEPS * dispatch.STEP)
+    assert row[c.ERROR] == pytest.approx(0.25, rel=1e-4)
+    assert row[c.MAGNITUDES] == 0

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import types
-
 import pytest
 import torch
 from kernel_route import DEVICE, HARD, fused, kernels, same
 
-from shaketable.faults import Draw, make_fault, native
+from shaketable.faults import Draw, make_fault
 from shaketable.faults.generator import mix64
 from shaketable.faults.gpu import many
-from shaketable.faults.gpu.coding import Coding
-from shaketable.inject.spots import Measured
+from shaketable.inject.counters import measure
 
 pytestmark = kernels
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -79,42 +75,8 @@ def test_noise_on_many_is_the_noise_on_each_and_is_measured(kind, dtype, moment)
             wanted = fault.apply(x, Draw(key))
             torch.testing.assert_close(y, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6, equal_nan=True)
             assert (y != wanted).sum() <= y.isnan().sum() + 3, "but for the last bit of the unit, the same bits"
-            measured = Measured()
-            measured.take(fault, x, y, None)
-            assert [round(v) for v in row[:4]] == [measured.values, measured.changed, measured.alive, measured.survived]
-            assert row[4] / row[5] == pytest.approx(measured.square, rel=1e-6)
+            measured = measure(fault, x, y, None).columns()
+            assert [round(v) for v in row[:4]] == measured[2:6]
+            assert row[4] / row[5] == pytest.approx(measured[1], rel=1e-6)
             if x.isfinite().all():
-                assert many.magnitude(fault, row) == pytest.approx(measured.magnitude, rel=1e-5)
-
-
-LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
-)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_launch_that_is_laid_out_has_every_argument_in_its_place(compiled, monkeypatch):
-    """A driver that writes down what it is called with; the kernel takes x, y, the whole, three sizes and two words of a key."""
-    if compiled and native.coder() is None:
-        pytest.skip("no compiler here")
-    seen = []
-
-    def read(function, gx, gy, gz, bx, by, bz, shared, stream, arguments, extra):
-        values = [ctypes.c_uint64.from_address(arguments[i]).value for i in range(3)]
-        values += [ctypes.c_int32.from_address(arguments[i]).value for i in range(3, 8)]
-        seen.append((function, gx, bx, shared, stream, values))
-        return 0
-
-    driver = LAUNCH(read)
-
-    def go(blocks, device, array):
-        driver(11, blocks, 1, 1, 128, 1, 1, 64, None, ctypes.cast(array, ctypes.POINTER(ctypes.c_void_p)), None)
-
-    launcher = types.SimpleNamespace(launch=driver, function=11, threads=128, shared=64, go=go)
-    monkeypatch.setattr(native, "coder", native.coder if compiled else lambda: None)
-    launch = Coding(launcher, 9, torch.zeros(4), (576, 18, 5000))
-    high = 2**63 + 16
-    for address, target in ((high, high + 48), (32, high)):
-        assert launch.go(launch.at, address, target, 5) == 0
-        wanted = [address, target, address, 576, 18, 5000, 0, 0]
-        assert seen.pop() == (11, 9, 128, 64, 5 if compiled else None, wanted)
+                assert many.magnitude(fault, row) == pytest.approx(measured[7], rel=1e-5)

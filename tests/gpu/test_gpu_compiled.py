@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shaketable as st
 from shaketable.faults import Draw, gpu, make_fault
-from shaketable.inject.traced import fused
+from shaketable.inject.compile import fused_noise as fused
 
 pytestmark = on_device
 BACKEND = "inductor" if ON_CUDA else "aot_eager"

@@ -8,18 +8,18 @@ from torch import nn
 import faults.test_every_fault as generic
 import shaketable as st
 from shaketable.faults import MagnitudeFault
-from shaketable.inject.spots import AT_HAND
+from shaketable.faults.sums import SAMPLE
 
 pytestmark = on_device
 MEASURABLE = [fault for fault in generic.FAULTS if isinstance(fault, MagnitudeFault)]
 
 
 @every_dtype
-@pytest.mark.parametrize("rows", [64, 320], ids=["measured on the host", "measured there"])
+@pytest.mark.parametrize("rows", [64, 320], ids=["all values", "a sample"])
 @pytest.mark.parametrize("sparsity", ["", ",sparsity=0.25"])
 @pytest.mark.parametrize("fault", MEASURABLE, ids=lambda f: f.text())
 def test_measured_equals_asked_for_every_fault(fault, sparsity, rows, dtype):
-    assert (rows * 256 <= AT_HAND) == (rows == 64)
+    assert (rows * 256 <= SAMPLE) == (rows == 64)
     torch.manual_seed(0)
     layer = nn.Linear(64, 256).to(DEVICE, dtype)
     with st.inject(layer, f"{fault.text()}{sparsity}@module.linear", seed=1) as ledger, torch.no_grad():

@@ -13,7 +13,7 @@ from shaken_device import DEVICE, ON_CUDA, every_dtype, ids, on_device, settle
 
 import shaketable as st
 from shaketable.inject import weights
-from shaketable.inject.short import swift_inputs
+from shaketable.inject.fast import inputs
 
 pytestmark = on_device
 FORMATS = ["mxfp4", "fp8_e4m3,scope=block", "fp8_e4m3,scope=token", "fp8_e5m2,scope=none", "fp8_e4m3", "nvfp4"]
@@ -23,8 +23,8 @@ AQN = "rms_gaussian:0.1@module.rmsnorm,point=weight,phase=rollout"
 @contextmanager
 def ordinary():
     """Hooks everywhere."""
-    shut = {"on_a_card": mock.Mock(return_value=False)}
-    with mock.patch.multiple(weights, **shut), mock.patch.multiple(swift_inputs, **shut):
+    shut = {"on_gpu": mock.Mock(return_value=False)}
+    with mock.patch.multiple(weights, **shut), mock.patch.multiple(inputs, **shut):
         yield
 
 

@@ -10,7 +10,7 @@ from shaken_device import DEVICE, ON_CUDA, every_dtype, ids, on_device, settle
 
 import shaketable as st
 from shaketable.faults import gpu
-from shaketable.inject.short import keyed
+from shaketable.inject.fast import linear, products
 
 pytestmark = on_device
 PLANS = [
@@ -26,8 +26,8 @@ every_plan = pytest.mark.parametrize("plan", PLANS)
 @pytest.fixture
 def prepared(monkeypatch):
     """Launches that were laid out."""
-    made, prepare = [], gpu.prepare_keyed
-    monkeypatch.setattr(gpu, "prepare_keyed", lambda *args: made.append(prepare(*args)) or made[-1])
+    made, prepare = [], gpu.prepare
+    monkeypatch.setattr(gpu, "prepare", lambda *args: made.append(prepare(*args)) or made[-1])
     return made
 
 
@@ -45,9 +45,14 @@ def trained(model, plan, steps=2, shapes=(16, 16), micro=1):
     return found, ledger
 
 
+def without_fast_path(patch):
+    for module in (linear, products):
+        patch.setattr(module, "launches_of", lambda *args: None)
+
+
 def by_autograd(model, plan, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keyed, "on_card", lambda x: False)
+        without_fast_path(patch)
         return trained(model, plan, **options)
 
 
@@ -140,7 +145,7 @@ def test_biases(prepared):
     for card in (True, False):
         with pytest.MonkeyPatch.context() as patch, st.inject(model, PLANS[0], seed=3) as ledger:
             if not card:
-                patch.setattr(keyed, "on_card", lambda x: False)
+                without_fast_path(patch)
             model.zero_grad()
             x.grad = None
             y = model(x)

@@ -8,9 +8,9 @@ from torch._C._dynamo.guards import DictGuardManager
 
 import shaketable as st
 from shaketable.inject import attached
-from shaketable.inject.board import Board
-from shaketable.inject.short import swift
-from shaketable.inject.traced import compiled
+from shaketable.inject.compile import custom_ops
+from shaketable.inject.device_table import DeviceTable
+from shaketable.inject.fast import linear
 
 pytest.importorskip("triton")
 NOISE = "relative_gaussian:0.05@module.linear"
@@ -42,10 +42,10 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_card(monkeypatch):
-    monkeypatch.setattr(swift, "on_a_card", lambda module: True)
-    monkeypatch.setattr(compiled, "on_a_card", lambda x: True)
-    monkeypatch.setattr(attached, "reaches_a_card", lambda module: True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(linear, "on_gpu", lambda module: True)
+    monkeypatch.setattr(custom_ops, "on_gpu", lambda x: True)
+    monkeypatch.setattr(attached, "reaches_gpu", lambda module: True)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -56,9 +56,9 @@ def model(**how):
     return Stack(**how).eval()
 
 
-def boarded(net, plan=NOISE, **more):
+def tabled(net, plan=NOISE, **more):
     injection = st.inject(net, plan, **more).enable()
-    injection.boards._add(Board(injection, torch.device("cpu"), injection.taps))
+    injection.tables._add(DeviceTable(injection, torch.device("cpu"), injection.taps))
     return injection
 
 
@@ -104,7 +104,7 @@ def test_a_linear_costs_one_guard_and_a_layer_another():
     for layers in (2, 6):
         net = model(layers=layers)
         clean, _ = guards(net)
-        injection = boarded(net)
+        injection = tabled(net)
         shaken, frames = guards(net)
         injection.close()
         assert frames == 1
@@ -117,7 +117,7 @@ def test_a_linear_costs_one_guard_and_a_layer_another():
 def test_python_is_called_when_there_is_something_to_compute():
     """New keys before the first strike and after its product; what the other layers read before the second layer's."""
     net, made = model(layers=3), Recorder()
-    injection = boarded(net)
+    injection = tabled(net)
     torch.compile(net, backend=made, fullgraph=True)(data())
     (nodes,), (names,) = made.graphs, made.names
     products = [node for node in nodes if "linear" in str(node.target)]
@@ -136,7 +136,7 @@ def test_it_is_fresh_live_counted_off_and_gone(how):
     net = model(**how)
     call = torch.compile(net, backend="aot_eager")
     clean = call(data())
-    injection = boarded(net, seed=1)
+    injection = tabled(net, seed=1)
     assert type(net) is not Stack
     assert not net._forward_pre_hooks
     assert not net._forward_hooks
@@ -161,7 +161,7 @@ def test_it_is_fresh_live_counted_off_and_gone(how):
 def test_the_noise_is_that_of_a_hooked_model(monkeypatch):
     def three():
         net = model(layers=3)
-        injection = boarded(net, seed=5)
+        injection = tabled(net, seed=5)
         call = torch.compile(net, backend="aot_eager")
         found = [call(data()) for _ in range(3)]
         injection.close()
@@ -175,7 +175,7 @@ def test_the_noise_is_that_of_a_hooked_model(monkeypatch):
 @torch.no_grad()
 def test_two_plans_are_in_one_graph():
     net, made = model(), Recorder()
-    up, down = boarded(net, "relative_gaussian:0.05@module.up"), boarded(net, "absolute_gaussian:0.1@module.down")
+    up, down = tabled(net, "relative_gaussian:0.05@module.up"), tabled(net, "absolute_gaussian:0.1@module.down")
     call = torch.compile(net, backend=made, fullgraph=True)
     call(data()), call(data())
     assert len(made.graphs) == 1
@@ -190,7 +190,7 @@ def test_two_plans_are_in_one_graph():
 @torch.no_grad()
 def test_a_pass_that_raises_between_its_graphs_does_not_spoil_the_next():
     net = model(breaks=True)
-    injection = boarded(net)
+    injection = tabled(net)
     call = torch.compile(net, backend="aot_eager")
     first = call(data())
     net.raises[0] = True
@@ -211,7 +211,7 @@ def test_a_pass_that_raises_between_its_graphs_does_not_spoil_the_next():
 def test_nothing_that_needs_python_is_in_a_graph_that_is_captured(whole):
     """Three graphs then, of which the one in the middle is the model; one where the user forbids others."""
     net, made = model(), Recorder()
-    injection = boarded(net)
+    injection = tabled(net)
     call = torch.compile(net, backend=made, fullgraph=whole)
     found = [call(data()) for _ in range(3)]
     assert injection.ledger.forward == 3 * 4
@@ -232,7 +232,7 @@ def test_nothing_that_needs_python_is_in_a_graph_that_is_captured(whole):
 @torch.no_grad()
 def test_a_mode_that_captures_is_known(mode, graphs):
     net = model()
-    injection = boarded(net)
+    injection = tabled(net)
     torch._dynamo.utils.counters.clear()
     torch.compile(net, mode=mode)(data())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
@@ -242,7 +242,7 @@ def test_a_mode_that_captures_is_known(mode, graphs):
 
 def test_a_call_that_raises_leaves_no_frame():
     net = model()
-    injection = boarded(net)
+    injection = tabled(net)
     with pytest.raises(RuntimeError):
         net(torch.ones(2, 7))
     assert not injection.calls.stack
@@ -256,7 +256,7 @@ def test_a_real_model_is_shaken_in_one_graph_and_off_bit_for_bit(tinier_llama):
     net, ids = tinier_llama, torch.arange(32).view(2, 16)
     kind, call = type(net), torch.compile(net)
     clean, tokens = call(input_ids=ids).logits, net.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
-    injection = boarded(net)
+    injection = tabled(net)
     torch._dynamo.utils.counters.clear()
     found = [call(input_ids=ids).logits for _ in range(2)]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,5 +1,7 @@
 """Noise that inductor fuses, tried on a CPU with a board there: the same operators, written by inductor in C++."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,11 @@ from torch import nn
 import shaketable as st
 from shaketable.faults import Draw, gpu, make_fault
 from shaketable.faults.gpu import dispatch
-from shaketable.inject.board import REPEATS, Board
-from shaketable.inject.short import swift
-from shaketable.inject.traced import compiled, fused
+from shaketable.inject.compile import custom_ops
+from shaketable.inject.compile import fused_noise as fused
+from shaketable.inject.device_table import USES, DeviceTable
+from shaketable.inject.fast import linear
+from shaketable.inject.operator import Application
 
 pytest.importorskip("triton")
 HOOKS_AND_MODEL = 3
@@ -42,18 +46,18 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_card(monkeypatch):
-    monkeypatch.setattr(swift, "on_a_card", lambda module: True)
-    monkeypatch.setattr(compiled, "on_a_card", lambda x: True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(linear, "on_gpu", lambda module: True)
+    monkeypatch.setattr(custom_ops, "on_gpu", lambda x: True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
 
-def boarded(net, plan=NOISE, **more):
+def tabled(net, plan=NOISE, **more):
     injection = st.inject(net, plan, **more).enable()
-    injection.boards._add(Board(injection, torch.device("cpu"), injection.taps))
+    injection.tables._add(DeviceTable(injection, torch.device("cpu"), injection.taps))
     return injection
 
 
@@ -85,10 +89,10 @@ def test_inductor_writes_the_noise_of_the_fault(relative, dtype, shape):
     table = row(draw.normal_key, 0.1)
     wanted = fault.apply(x, draw)
     written = torch.compile(
-        lambda x, t: [2 * part for part in torch.ops.shaketable.struck(x, t, 1, relative, fused.EDITION)], fullgraph=True
+        lambda x, t: [2 * part for part in torch.ops.shaketable.fused(x, t, 1, relative, fused.EDITION)], fullgraph=True
     )
     for y, head in (
-        torch.ops.shaketable.struck(x, table, 1, relative, fused.EDITION),
+        torch.ops.shaketable.fused(x, table, 1, relative, fused.EDITION),
         [part / 2 for part in written(x, table)],
     ):
         torch.testing.assert_close(y, wanted)
@@ -105,7 +109,7 @@ def test_inductor_computes_what_is_told_in_one_kernel_per_layer():
     x = torch.randn(6, 32)
 
     def both(x, table):
-        struck = [torch.ops.shaketable.struck(x + i, table, 1, True, fused.EDITION) for i in range(3)]
+        struck = [torch.ops.shaketable.fused(x + i, table, 1, True, fused.EDITION) for i in range(3)]
         return sum(y for y, _ in struck), torch.ops.shaketable.together([head for _, head in struck])
 
     for a, b in zip(torch.compile(both)(x, row(5, 0.1)), both(x, row(5, 0.1)), strict=True):
@@ -119,7 +123,7 @@ def test_a_compiled_pass_is_fresh_live_counted_and_off(dynamic):
     net = model()
     call = torch.compile(net if dynamic else lambda x: net(x), fullgraph=True, dynamic=dynamic)
     clean = call(data())
-    injection = boarded(net, seed=1)
+    injection = tabled(net, seed=1)
     before = graphs()
     found = [call(data()) for _ in range(3)]
     made = graphs()
@@ -156,7 +160,7 @@ def test_off_is_bit_identical_in_a_real_model(tinier_llama, dtype):
     net, ids = tinier_llama.to(dtype), torch.arange(32).view(2, 16)
     call = torch.compile(net)
     clean = call(input_ids=ids).logits
-    injection = boarded(net, NOISE)
+    injection = tabled(net, NOISE)
     assert not torch.equal(call(input_ids=ids).logits, clean)
     assert injection.ledger.forward == 14
     injection.disable()
@@ -171,13 +175,13 @@ def shaken(plan=NOISE, backend="aot_eager", seed=1, **how):
     """Three compiled passes, and the plan's ledger."""
     net = model(**how)
     call, before = torch.compile(net, backend=backend), graphs()
-    injection = boarded(net, plan, seed=seed)
+    injection = tabled(net, plan, seed=seed)
     with torch.no_grad():
         found = [call(data()) for _ in range(3)]
     assert (graphs() - before > HOOKS_AND_MODEL) == how.get("breaks", False)
-    gathering = fused.passes[injection.handle]
-    assert not gathering.tables + gathering.heads + gathering.loose + list(gathering.marks)
-    assert not gathering.is_due
+    made = fused.passes[injection.handle]
+    assert not made.copies + made.heads + made.loose + list(made.marks)
+    assert not made.is_due
     injection.close()
     assert injection.handle not in fused.passes
     return found, injection.ledger
@@ -192,23 +196,25 @@ def test_it_is_keyed():
 @pytest.mark.parametrize("n", [100, 5000])
 def test_it_is_the_noise_and_the_proof_of_a_kernel_per_linear(n):
     """Both read the same row of the same board, and tell the same."""
-    injection = boarded(model(), seed=3, allow_inert=True)
-    board, tap = injection.boards.all[0], injection.taps[4]
-    board.tick("eval")
-    live, x = board.row(tap, False, 0), torch.randn(n)
-    alone = dispatch._noise(x, 0.0, 0, True, None, False, live)
-    by_kernel = board.proof[live.place].clone()
-    written, head = torch.ops.shaketable.struck(x, board.rows, live.row, True, fused.EDITION)
+    injection = tabled(model(), seed=3, allow_inert=True)
+    table, tap = injection.tables.all[0], injection.taps[4]
+    current = injection.begin_pass(injection.models[0].entries[id(injection.models[0].model)], "eval")
+    row, x = table.row(Application(tap, current, False, 0, 0)), torch.randn(n)
+    with mock.patch.object(dispatch, "fits", lambda x: True):
+        alone = gpu.noise(x, 0.0, 0, relative=True, live=row)
+    by_kernel = table.sums[row.place].clone()
+    written, head = torch.ops.shaketable.fused(x, row.rows, row.row, True, fused.EDITION)
     torch.testing.assert_close(written, alone)
-    board.proof.zero_()
-    torch.ops.shaketable.tell(board.proof, board.rows, [head[None]], f"{live.row} {live.place}")
-    by_pass = board.proof[live.place]
-    assert torch.equal(by_pass[7:], by_kernel[7:])
-    assert by_pass[:4].tolist() == [min(n, gpu.HEAD)] * 4
-    assert (by_pass[6] / by_pass[2]).sqrt() == pytest.approx(0.05, rel=0.15)
-    assert board.proof.sum() == by_pass.sum(), "nobody else is told of"
+    table.sums.zero_()
+    torch.ops.shaketable.tell(table.sums, row.rows, [head[None]], f"{row.row} {row.place} 0 ")
+    by_pass = table.sums[row.place]
+    assert torch.equal(by_pass[:5], by_kernel[:5])
+    assert by_pass[6:10].tolist() == [min(n, gpu.HEAD)] * 4
+    assert by_pass[11] == pytest.approx(0.05, rel=0.15)
+    assert table.sums.sum() == by_pass.sum(), "nobody else is told of"
     error = (alone - x).double()[: gpu.HEAD]
-    assert by_pass[4].item() == pytest.approx(error.square().sum().item(), rel=1e-4)
+    size = x.double()[: gpu.HEAD].square().sum()
+    assert by_pass[5].item() == pytest.approx((error.square().sum() / size).item(), rel=1e-4)
     injection.close()
 
 
@@ -223,16 +229,16 @@ class Twice(nn.Module):
 
 @torch.no_grad()
 def test_every_call_of_a_module_has_its_own_noise_and_is_counted():
-    injection = boarded(Twice())
+    injection = tabled(Twice())
     a, b = torch.compile(injection.models[0].model, backend="aot_eager")(data())
     assert not torch.equal(a, b)
     torch.testing.assert_close(a, b, rtol=1, atol=1e-6)
     assert injection.ledger.forward == 2
     injection.close()
-    _, ledger = shaken(times=REPEATS)
-    assert ledger.forward == 3 * 6 * REPEATS
-    _, ledger = shaken(times=REPEATS + 1)
-    assert ledger.forward == 3 * 6 * (REPEATS + 1)
+    _, ledger = shaken(times=USES)
+    assert ledger.forward == 3 * 6 * USES
+    _, ledger = shaken(times=USES + 1)
+    assert ledger.forward == 3 * 6 * (USES + 1)
 
 
 def test_a_broken_graph_is_counted_too():
@@ -247,8 +253,8 @@ def test_two_plans_at_once():
     net = model()
     call = torch.compile(net, backend="aot_eager", fullgraph=True)
     clean = call(data())
-    up = boarded(net, "relative_gaussian:0.05@module.up", seed=1)
-    down = boarded(net, "relative_gaussian:0.01@module.down;absolute_gaussian:0.2@module.gate", seed=2)
+    up = tabled(net, "relative_gaussian:0.05@module.up", seed=1)
+    down = tabled(net, "relative_gaussian:0.01@module.down;absolute_gaussian:0.2@module.gate", seed=2)
     call(data()), call(data())
     assert (up.ledger.forward, [site.forward for site in down.ledger.sites]) == (4, [4, 4])
     found = [site.magnitude for site in (*up.ledger.sites, *down.ledger.sites)]
@@ -277,7 +283,7 @@ def test_nothing_of_a_board_is_in_a_graph_that_is_traced_when_off(whole):
 
     call = torch.compile((lambda x: net(x)) if whole else net, backend=record)
     clean = call(data())
-    injection = boarded(net, seed=1).disable()
+    injection = tabled(net, seed=1).disable()
     assert torch.equal(call(data()), clean)
     assert made == [made[0]] * 2
     injection.enable()

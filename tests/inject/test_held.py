@@ -1,14 +1,12 @@
 """Weight noise that is drawn once per rollout, and what counts as one rollout."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.inject import taps
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_rollout
@@ -195,15 +193,18 @@ def test_a_rollout_that_raises_is_over(held):
     assert torch.equal(model(torch.eye(8)).t(), clean["proj.weight"])
 
 
-def test_what_is_off_leaves_nothing_in_a_captured_graph(monkeypatch):
-    """Noise of activations is captured switched off, to be switched on later. A held weight would be struck and counted there."""
-    monkeypatch.setattr(taps, "capturing", lambda: True)
-    on_a_card = SimpleNamespace(is_cuda=True)
+def test_what_is_off_leaves_nothing_in_a_captured_graph():
+    """Noise of activations is captured switched off, to be switched on later. A held weight would be drawn and counted there."""
     found = []
     for plan, hold in ((PLAN, True), ("absolute_gaussian:0.1@module.linear", False)):
         injection = Injection(Plan.parse(plan), hold=hold, allow_inert=True)
-        injection.attach(Sampler())
+        model = Sampler()
+        injection.attach(model)
         injection.enable().set_magnitude(0.0)
-        found.append(injection.taps[0].would_act(on_a_card))
+        x, frame = torch.ones(8, 8), injection.calls.open(injection.models[0].entries[id(model)], (), {})
+        frame.current.phase = "rollout"
+        frame.current.acts = injection.acting("rollout", captured=True)
+        with torch.no_grad():
+            found.append(injection.taps[0].forward(x, frame) is not x)
         injection.close()
     assert found == [False, True]

@@ -8,8 +8,10 @@ from torch import nn
 
 import shaketable as st
 from shaketable.faults import make_fault, native
+from shaketable.faults.sums import SAMPLE, plain_sums, sums
+from shaketable.inject import counters
+from shaketable.inject.counters import measure
 from shaketable.inject.injection import Injection
-from shaketable.inject.spots import ENOUGH, Measured
 from shaketable.plan import Plan
 
 
@@ -48,8 +50,8 @@ def test_news_of_a_fire_comes_after_the_ledger_has_it(monkeypatch, held):
     site = "module.linear,point=weight" if held else "module.linear"
     injection = Injection(Plan.load(f"relative_gaussian:0.05@{site}"), hold=held)
     injection.attach(model)
-    before, take = [], Measured.take
-    monkeypatch.setattr(Measured, "take", lambda self, *args: (before.append(injection.fires), take(self, *args)))
+    before, add = [], counters.HostTable.add
+    monkeypatch.setattr(counters.HostTable, "add", lambda self, *args: (before.append(injection.fires), add(self, *args)))
     with injection:
         model(torch.ones(8, 16))
         assert (before, injection.fires) == ([0], 1)
@@ -130,23 +132,32 @@ def test_merged_ledgers_average_a_magnitude_that_changed():
     ("fault", "part"),
     [("relative_gaussian:0.05", True), ("mxfp4", True), ("gain:1.5", True), ("dead_zone:0.01", False), ("noise:0.1", False)],
 )
-def test_a_large_tensor_is_measured_by_rows_spread_over_it_where_they_tell_as_much(fault, part):
+def test_a_large_tensor_is_measured_by_a_bounded_sample_where_that_tells_as_much(fault, part):
     torch.manual_seed(0)
     layer, x = nn.Linear(16, 1024, bias=False), torch.randn(4096, 16)
     with torch.no_grad(), st.inject(layer, f"{fault}@module.linear,point=output") as ledger:
         layer(x)
     site = ledger.sites[0]
-    seen = site.measured()
-    assert seen.values == (ENOUGH if part else 4 * ENOUGH) == (4096 * 1024 // 4 if part else 4096 * 1024)
-    assert site.asked is None or site.magnitude == pytest.approx(site.asked, rel=0.01)
+    assert site.measured().values == (SAMPLE if part else 4096 * 1024)
+    assert site.asked is None or site.magnitude == pytest.approx(site.asked, rel=0.03)
 
 
-def test_a_tensor_whose_spread_rows_are_all_zero_is_measured_whole():
-    """Gradients of a prompt's tokens are zero; every fourth row is one of them here."""
+def test_a_tensor_whose_sample_is_all_zero_is_measured_whole():
+    """Gradients of a prompt's tokens are zero; every fourth row is one of them here, and all that the sample looks at."""
     clean = torch.ones(4096, 1024)
     clean[::4] = 0
-    found = Measured()
-    found.take(make_fault({"kind": "relative_gaussian", "magnitude": 0.1}), clean, clean * 1.1, None)
-    assert found.values == clean.numel()
-    assert found.changed == clean.numel() * 3 // 4
-    assert found.magnitude == pytest.approx(0.1, rel=1e-4)
+    found = measure(make_fault({"kind": "relative_gaussian", "magnitude": 0.1}), clean, clean * 1.1, None).columns()
+    assert found[2:4] == [clean.numel(), clean.numel() * 3 // 4]
+    assert found[7] == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_sums_are_those_of_plain_torch(dtype):
+    torch.manual_seed(0)
+    clean = torch.randn(7, 999).to(dtype)
+    faulty = (clean * 1.1).where(torch.rand(7, 999) < 0.5, clean)
+    clean[0, :4], faulty[0, :4] = (
+        torch.tensor([0.0, float("nan"), float("inf"), 1.0]),
+        torch.tensor([1.0, float("nan"), 2.0, 0.0]),
+    )
+    torch.testing.assert_close(sums(clean, faulty), plain_sums(clean, faulty), rtol=1e-12, atol=0)

@@ -16,8 +16,8 @@ from torch import nn
 import shaketable as st
 from shaketable.faults.gpu import dispatch, many
 from shaketable.inject import attached, weights
+from shaketable.inject.fast import inputs, linear, ready
 from shaketable.inject.injection import Injection
-from shaketable.inject.short import ready, swift, swift_inputs
 from shaketable.plan import Plan
 
 pytestmark = [
@@ -76,12 +76,12 @@ def kernels(monkeypatch):
 def card(monkeypatch, kernels):
     """All that asks for a card is told that there is one."""
     with monkeypatch.context() as patch:
-        for module in (swift, swift_inputs, weights):
-            patch.setattr(module, "on_a_card", lambda module: True)
+        for module in (linear, inputs, weights):
+            patch.setattr(module, "on_gpu", lambda module: True)
         patch.setattr(ready, "on_card", lambda parameter: True)
-        patch.setattr(swift_inputs, "is_capturing", lambda: False)
-        patch.setattr(swift_inputs, "_on_card", lambda x: type(x) is torch.Tensor)
-        patch.setattr(attached.Attached, "_is_short", lambda self, part, entry, tapped: part.module in self.anatomy.layers)
+        patch.setattr(inputs, "is_capturing", lambda: False)
+        patch.setattr(inputs, "_on_gpu", lambda x: type(x) is torch.Tensor)
+        patch.setattr(attached.Attached, "_is_fast", lambda self, part, entry, tapped: part.module in self.anatomy.layers)
         yield patch
 
 

@@ -54,7 +54,7 @@ def _print(result: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from shaketable.inject.table import build_table, remarks
+    from shaketable.inject.ledger_text import build_table, remarks
     from shaketable.launch.runner import RunResult, called
 
     assert isinstance(result, RunResult)

@@ -16,7 +16,7 @@ and its name in that union. Rejected: tensor-valued magnitudes inside the fault.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,8 +35,8 @@ class FaultBase(BaseModel):
 
     random: ClassVar[bool] = False
     """Whether two calls on the same tensor differ. Deterministic faults on weights are computed once per weight."""
-    strikes_alike: ClassVar[bool] = False
-    """Whether every value is struck by the same law, whatever the others are: then some of them tell as much as all."""
+    alike: ClassVar[bool] = False
+    """Whether every value follows the same law, whatever the others are: then some of them tell as much as all."""
     saves_input: ClassVar[bool] = False
     """Whether `gradient` looks at the clean input."""
     points: ClassVar[tuple[str, ...]] = ("output",)
@@ -56,6 +56,11 @@ class FaultBase(BaseModel):
         """True when the same tensor always gives the same result, so that it can be kept."""
         return not self.random
 
+    @property
+    def tells(self) -> Literal["values", "rows", "whole"]:
+        """What a measurement must look at: some values, some whole rows, or all of the tensor."""
+        return "values" if self.alike else "whole"
+
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         """The faulty tensor; `x` itself is left alone."""
         raise NotImplementedError
@@ -72,15 +77,24 @@ class FaultBase(BaseModel):
         """The magnitude that `read_back` should find; None for a fault without one."""
         return None
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        """The magnitude measured from a before/after pair; None when this pair does not tell.
+    def magnitude_of(self, sums: Tensor) -> Tensor | None:
+        """The magnitude, where the sums of `faults/sums.py` tell it; None where they do not."""
+        return None
+
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
+        """The magnitude measured from a before/after pair: one number on its device, NaN when this pair does not tell.
 
         Args:
-            clean: The whole tensor before: maxima and deviations are taken from it, as `apply` does.
-            faulty: The whole tensor after.
+            clean: The tensor before, or the rows of it that `tells` asks for.
+            faulty: The same after.
             lanes: Which values can be faulty (broadcastable); all when None.
+
+        Returns:
+            None for a fault without a magnitude. Nothing here waits for a device.
         """
-        return None
+        from shaketable.faults.sums import sums
+
+        return self.magnitude_of(sums(clean, faulty, lanes)) if self.asked() is not None else None
 
     def text(self) -> str:
         """The fault as the plan language writes it."""

@@ -6,13 +6,15 @@ gradient. Mantissa bits are counted from the top: bit 1 is the highest.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from shaketable.faults.base import Magnitude, MagnitudeFault
 from shaketable.faults.clipping import top
-from shaketable.faults.noise import told, wide
+from shaketable.faults.noise import wide
+from shaketable.faults.sums import usable_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +47,14 @@ def everywhere(x: Tensor, lanes: Tensor | None) -> Tensor:
     return every if lanes is None else every & lanes
 
 
+def bits_set(x: Tensor) -> Tensor:
+    """Which mantissa bits are set: the highest first, one copy of the tensor's shape for each."""
+    import torch
+
+    raw, bits = as_integers(x), mantissa_bits(x)
+    return torch.stack([(raw >> (bits - m)) & 1 for m in range(1, bits + 1)]).bool()
+
+
 class Spike(MagnitudeFault):
     """With probability `rate`, y·magnitude (`mode=scale`) or ±magnitude·max|y| with the sign of y (`mode=max`)."""
 
@@ -69,12 +79,10 @@ class Spike(MagnitudeFault):
             return g.masked_fill(self._hit(g, draw), 0.0)
         return self.apply(g, draw)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        hit = told(clean, faulty, lanes) & (clean != faulty) & (clean != 0)
-        if not bool(hit.any()):
-            return None
-        unit = top(clean, "tensor", 1) if self.mode == "max" else wide(clean)[hit].abs()
-        return float((wide(faulty)[hit].abs() / unit).median())
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
+        hit = usable_mask(clean, faulty, lanes) & (clean != faulty) & (clean != 0)
+        unit = top(clean, "tensor", 1) if self.mode == "max" else wide(clean).abs()
+        return (wide(faulty).abs() / unit).where(hit, math.nan).nanmedian()
 
 
 class BitFlip(MagnitudeFault):
@@ -94,14 +102,15 @@ class BitFlip(MagnitudeFault):
         flipped = raw ^ (raw.new_ones(()) << which)
         return raw.where(draw.uniform(x) >= self.magnitude, flipped).view(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        flipped = as_integers(clean) != as_integers(faulty)
-        return float(flipped[everywhere(flipped, lanes)].double().mean()) if flipped.numel() else None
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
+        flipped, seen = as_integers(clean) != as_integers(faulty), everywhere(clean, lanes)
+        return (flipped & seen).sum().double() / seen.sum()
 
 
 class _MantissaFault(MagnitudeFault):
     """A fault whose magnitude is a whole number of mantissa bits."""
 
+    alike: ClassVar[bool] = True
     magnitude: Magnitude = Field(le=52)
 
     @field_validator("magnitude")
@@ -129,11 +138,10 @@ class StuckBit(_MantissaFault):
             raise ValueError(f"stuck_bit: {x.dtype} has {mantissa_bits(x)} mantissa bits, not {int(self.magnitude)}")
         return self._finite_only(x, as_integers(x) | (1 << self._from_bottom(x)))
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
         """The highest mantissa bit that is set in every value."""
-        raw = as_integers(faulty)[everywhere(faulty, lanes)]
-        stuck = [m for m in range(1, mantissa_bits(faulty) + 1) if bool(((raw >> (mantissa_bits(faulty) - m)) & 1).all())]
-        return float(stuck[0]) if stuck else None
+        stuck = ~(~bits_set(faulty) & everywhere(faulty, lanes)).flatten(1).any(1)
+        return (stuck.int().argmax().double() + 1).where(stuck.any(), math.nan)
 
 
 class Truncation(_MantissaFault):
@@ -144,8 +152,7 @@ class Truncation(_MantissaFault):
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         return self._finite_only(x, as_integers(x) & ~((1 << self._from_bottom(x)) - 1))
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
         """The lowest mantissa bit that is set anywhere, counted from the top."""
-        raw, bits = as_integers(faulty)[everywhere(faulty, lanes)], mantissa_bits(faulty)
-        used = [m for m in range(1, bits + 1) if bool(((raw >> (bits - m)) & 1).any())]
-        return float(used[-1]) if used else 0.0
+        used = (bits_set(faulty) & everywhere(faulty, lanes)).flatten(1).any(1)
+        return (len(used) - used.flip(0).int().argmax()).double().where(used.any(), 0.0)

@@ -10,6 +10,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -17,7 +18,8 @@ from pydantic import Field
 from shaketable.faults import gpu
 from shaketable.faults.base import Magnitude, MagnitudeFault
 from shaketable.faults.blocks import join_blocks, split_blocks
-from shaketable.faults.noise import told, wide
+from shaketable.faults.noise import wide
+from shaketable.faults.sums import usable_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +57,10 @@ class DeadZone(MagnitudeFault):
     block: int = Field(default=32, ge=1, lt=2**31)
     """Values that share one maximum when the scope is `block`."""
 
+    @property
+    def tells(self) -> Literal["values", "rows", "whole"]:
+        return "whole" if self.scope == "tensor" else "rows"
+
     def _dead(self, x: Tensor) -> Tensor:
         return wide(x).abs() < top(x, self.scope, self.block) * self.magnitude
 
@@ -67,11 +73,11 @@ class DeadZone(MagnitudeFault):
         fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block, g)
         return fast if fast is not None else g.masked_fill(self._dead(x), 0.0)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
         """The largest zeroed value as a fraction of its maximum: just under the threshold."""
-        zeroed = told(clean, faulty, lanes) & (faulty == 0) & (clean != 0)
-        part = (wide(clean).abs() / top(clean, self.scope, self.block))[zeroed]
-        return float(part.max()) if part.numel() else None
+        zeroed = usable_mask(clean, faulty, lanes) & (faulty == 0) & (clean != 0)
+        part = (wide(clean).abs() / top(clean, self.scope, self.block)).where(zeroed, -1.0).amax()
+        return part.where(part >= 0, math.nan)
 
 
 class Saturation(MagnitudeFault):
@@ -83,6 +89,10 @@ class Saturation(MagnitudeFault):
     """What the maximum is taken over; with `absolute`, the magnitude itself is the ceiling."""
     block: int = Field(default=32, ge=1, lt=2**31)
     """Values that share one maximum when the scope is `block`."""
+
+    @property
+    def tells(self) -> Literal["values", "rows", "whole"]:
+        return "whole" if self.scope == "tensor" else "rows"
 
     def _ceiling(self, x: Tensor) -> Tensor | float:
         if self.scope == "absolute":
@@ -101,11 +111,9 @@ class Saturation(MagnitudeFault):
         fast = gpu.clipped(x, self.kind, self.magnitude, self.scope, self.block, g)
         return fast if fast is not None else g.masked_fill(wide(x).abs() > self._ceiling(x), 0.0)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        cut = told(clean, faulty, lanes) & (clean != faulty)
-        if not bool(cut.any()):
-            return None
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
+        cut = usable_mask(clean, faulty, lanes) & (clean != faulty)
         unit = wide(faulty).abs()
         if self.scope != "absolute":
             unit = unit / top(clean, self.scope, self.block)
-        return float(unit[cut].median())
+        return unit.where(cut, math.nan).nanmedian()

@@ -80,7 +80,7 @@ class Format(FaultBase):
     """A number format: acts on weights and inputs, because that is what a unit with that format reads."""
 
     points: ClassVar[tuple[str, ...]] = ("weight", "input")
-    strikes_alike: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
     rounding: Literal["even", "stochastic"] = "even"
 
     @property

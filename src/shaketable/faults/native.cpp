@@ -138,6 +138,34 @@ static void mxfp4(const T* x, T* out, size_t rows, size_t cols) {
   }
 }
 
+// What a fault changed: see faults/sums.py for the twelve sums.
+template <typename T>
+static void changes(const T* x, const T* y, size_t n, double* out) {
+  double changed = 0, alive = 0, survived = 0, finite = 0, nonzero = 0, error = 0, size = 0, ratio = 0, deviation = 0, cross = 0;
+#pragma omp parallel for simd schedule(static) if (n > 262144) \
+    reduction(+ : changed, alive, survived, finite, nonzero, error, size, ratio, deviation, cross)
+  for (size_t i = 0; i < n; i++) {
+    float c = load(x + i), f = load(y + i);
+    uint32_t cb = as_bits(c) & 0x7FFFFFFFu, fb = as_bits(f) & 0x7FFFFFFFu;
+    bool both_nan = (cb > 0x7F800000u) & (fb > 0x7F800000u);
+    bool fine = (cb < 0x7F800000u) & (fb < 0x7F800000u), lives = cb != 0;
+    double w = fine ? (double)c : 0.0, e = (fine ? (double)f : 0.0) - w;
+    double r = (fine & lives) ? e / w : 0.0;
+    changed += (c != f) & !both_nan;
+    alive += lives;
+    survived += lives & (fb != 0);
+    finite += fine;
+    nonzero += fine & lives;
+    error += e * e;
+    size += w * w;
+    ratio += r * r;
+    deviation += (fine & lives) ? std::fabs(e) : 0.0;
+    cross += e * w;
+  }
+  const double found[12] = {(double)n, changed, alive, survived, finite, nonzero, error, size, size, ratio, deviation, cross};
+  std::memcpy(out, found, sizeof found);
+}
+
 extern "C" {
 int shaketable_abi() { return 1; }
 void normals_f32(float* out, size_t n, uint32_t k0, uint32_t k1) {
@@ -147,6 +175,8 @@ void relative_f32(const float* x, float* out, size_t n, float s, uint32_t k0, ui
 void relative_bf16(const uint16_t* x, uint16_t* out, size_t n, float s, uint32_t k0, uint32_t k1) { relative(x, out, n, s, k0, k1); }
 void absolute_f32(const float* x, float* out, size_t n, float s, uint32_t k0, uint32_t k1) { absolute(x, out, n, s, k0, k1); }
 void absolute_bf16(const uint16_t* x, uint16_t* out, size_t n, float s, uint32_t k0, uint32_t k1) { absolute(x, out, n, s, k0, k1); }
+void sums_f32(const float* x, const float* y, size_t n, double* out) { changes(x, y, n, out); }
+void sums_bf16(const uint16_t* x, const uint16_t* y, size_t n, double* out) { changes(x, y, n, out); }
 void mxfp4_f32(const float* x, float* out, size_t rows, size_t cols) { mxfp4(x, out, rows, cols); }
 void mxfp4_bf16(const uint16_t* x, uint16_t* out, size_t rows, size_t cols) { mxfp4(x, out, rows, cols); }
 }

@@ -1,13 +1,11 @@
-"""The C++ kernels of `native.cpp`, called through ctypes, and the launches of `gpu/launching.c`, a module for Python.
-
-Both are built once per machine with whatever compiler is there.
+"""The C++ kernels of `native.cpp`, called through ctypes, built once per machine with whatever compiler is there.
 
 Why not torch.compile: inductor needs the same compiler, tens of seconds at first use and a recompile per shape, and
 reaches a third of the speed. Why not a built wheel: the code wants -march=native, and the package stays pure Python.
 Without a compiler (or with SHAKETABLE_NATIVE=0) plain torch does the same arithmetic with the same bits, only slower;
-the ledger says which of the two was used. Without Python's headers kernels on a card are launched through ctypes.
+the ledger says which of the two was used.
 
-Libraries go to the user's cache under a name made from source, compiler, CPU and Python, written atomically.
+The library goes to the user's cache under a name made from source, compiler, CPU and Python, written atomically.
 """
 
 from __future__ import annotations
@@ -20,12 +18,9 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shaketable.cache import cache_folder
 
@@ -34,8 +29,6 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-LAUNCHING = Path(__file__).parent / "gpu" / "launching.c"
-_MODULE = "shaketable_launching"
 
 
 def available() -> bool:
@@ -56,7 +49,7 @@ def compiler() -> str | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    path = _built(SOURCE, FLAGS)
+    path = _built()
     if path is None:
         return None
     library = ctypes.CDLL(str(path))
@@ -64,36 +57,18 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-@functools.cache
-def _launching() -> Any:
-    """The functions that launch what is laid out; None where they cannot be compiled or loaded."""
-    headers = [f"-I{sysconfig.get_path(where)}" for where in ("include", "platinclude")]
-    path = _built(LAUNCHING, ("-x", "c", "-O2", "-shared", "-fPIC", *dict.fromkeys(headers)))
-    if path is None:
-        return None
-    loader = ExtensionFileLoader(_MODULE, str(path))
-    try:
-        spec = spec_from_loader(_MODULE, loader)
-        assert spec is not None
-        module = module_from_spec(spec)
-        loader.exec_module(module)
-    except ImportError:
-        return None
-    return module
-
-
-def _built(source: Path, flags: tuple[str, ...]) -> Path | None:
-    """The library made of a source, now or earlier; None where it cannot be."""
+def _built() -> Path | None:
+    """The library, built now or earlier; None where it cannot be."""
     cxx = compiler()
     if os.environ.get("SHAKETABLE_NATIVE") == "0" or cxx is None:
         return None
-    path = cache_folder() / "native" / f"{source.stem}-{_fingerprint(cxx, source, flags)}.so"
-    return path if path.exists() or _build(cxx, source, flags, path) else None
+    path = cache_folder() / "native" / f"{SOURCE.stem}-{_fingerprint(cxx)}.so"
+    return path if path.exists() or _build(cxx, path) else None
 
 
-def _fingerprint(cxx: str, source: Path, flags: tuple[str, ...]) -> str:
+def _fingerprint(cxx: str) -> str:
     version = subprocess.run([cxx, "--version"], capture_output=True, check=False).stdout
-    parts = [source.read_bytes(), version, " ".join(flags).encode(), _cpu().encode(), sys.version.encode()]
+    parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _cpu().encode(), sys.version.encode()]
     return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 
 
@@ -106,11 +81,11 @@ def _cpu() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def _build(cxx: str, source: Path, flags: tuple[str, ...], path: Path) -> bool:
+def _build(cxx: str, path: Path) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        done = subprocess.run([cxx, *flags, str(source), "-o", str(built)], capture_output=True, check=False)
+        done = subprocess.run([cxx, *FLAGS, str(SOURCE), "-o", str(built)], capture_output=True, check=False)
         if done.returncode == 0:
             built.replace(path)
     return done.returncode == 0
@@ -124,21 +99,7 @@ def _declare(library: ctypes.CDLL) -> None:
             getattr(library, f"{fault}_{dtype}").argtypes = [pointer, pointer, size, f32, u32, u32]
     for dtype in ("f32", "bf16"):
         getattr(library, f"mxfp4_{dtype}").argtypes = [pointer, pointer, size, size]
-
-
-def striker() -> Any:
-    """A function that launches: of a strike, an address, the row of a board, the stream."""
-    return getattr(_launching(), "strike", None)
-
-
-def coder() -> Any:
-    """The same for kernels that read from one address and write to another."""
-    return getattr(_launching(), "strike_into", None)
-
-
-def keyed_striker() -> Any:
-    """The same: source, target, the key of a tap, the moment it is mixed with, the stream."""
-    return getattr(_launching(), "strike_keyed", None)
+        getattr(library, f"sums_{dtype}").argtypes = [pointer, pointer, size, pointer]
 
 
 def normals(n: int, key: int) -> Tensor:
@@ -173,6 +134,18 @@ def add_noise(x: Tensor, scale: float, key: int, *, relative: bool, in_place: bo
     out = x if in_place else torch.empty_like(x)
     kernel = getattr(library, f"{'relative' if relative else 'absolute'}_{suffix}")
     kernel(x.data_ptr(), out.data_ptr(), x.numel(), scale, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF)
+    return out
+
+
+def sums(clean: Tensor, faulty: Tensor) -> Tensor | None:
+    """The twelve sums of `faults/sums.py` over a before/after pair; None when no kernel fits these tensors."""
+    import torch
+
+    suffix, library = _suffix(clean), _library()
+    if suffix is None or library is None or suffix != _suffix(faulty):
+        return None
+    x, y, out = clean.contiguous(), faulty.contiguous(), torch.empty(12, dtype=torch.float64)
+    getattr(library, f"sums_{suffix}")(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr())
     return out
 
 

@@ -17,6 +17,7 @@ from pydantic import field_validator
 
 from shaketable.faults import gpu, native
 from shaketable.faults.base import MagnitudeFault
+from shaketable.faults.sums import CROSS, DEVIATION, ERROR, FINITE, NONZERO, RATIO, SQUARE, usable_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,27 +73,23 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return fast if fast is not None else (wide(x) * factor).to(x.dtype)
 
 
-def told(clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Tensor:
-    """Which values of a before/after pair tell a magnitude: the finite ones in faulty lanes."""
-    finite = clean.isfinite() & faulty.isfinite()
-    return finite if lanes is None else finite & lanes
-
-
 def deviation(clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Tensor:
-    """faulty − clean where it tells, flat, in float64."""
-    return (faulty.double() - clean.double())[told(clean, faulty, lanes)]
+    """Root mean square of faulty − clean where it can be told, as one float64 number; 0 of nothing."""
+    seen = usable_mask(clean, faulty, lanes)
+    error = (faulty.double() - clean.double()).where(seen, 0.0)
+    return (error.square().sum() / seen.sum().clamp_min(1)).sqrt()
 
 
-def rms(x: Tensor) -> float:
-    """Root mean square, in float64; 0 of nothing."""
-    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+def at_least(x: Tensor) -> Tensor:
+    """A number that can be divided by."""
+    return x.double().clamp_min(1e-300)
 
 
 class RelativeGaussian(MagnitudeFault):
     """y + |y|·z·magnitude: each value is off by a random fraction of itself."""
 
     kind: Literal["relative_gaussian"] = "relative_gaussian"
-    strikes_alike: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
@@ -107,17 +104,15 @@ class RelativeGaussian(MagnitudeFault):
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         return self.apply(g, draw)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        c, f = clean.double(), faulty.double()
-        ratio = ((f - c) / c)[told(clean, faulty, lanes) & (c != 0)]
-        return rms(ratio) if ratio.numel() else None
+    def magnitude_of(self, sums: Tensor) -> Tensor | None:
+        return (sums[RATIO] / sums[NONZERO]).sqrt()
 
 
 class AbsoluteGaussian(MagnitudeFault):
     """y + z·magnitude: fixed-point noise."""
 
     kind: Literal["absolute_gaussian"] = "absolute_gaussian"
-    strikes_alike: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
@@ -128,8 +123,8 @@ class AbsoluteGaussian(MagnitudeFault):
             return fast
         return (wide(x) + draw.normal(x) * self.magnitude).to(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        return rms(deviation(clean, faulty, lanes))
+    def magnitude_of(self, sums: Tensor) -> Tensor | None:
+        return (sums[ERROR] / sums[FINITE]).sqrt()
 
 
 class Noise(MagnitudeFault):
@@ -141,8 +136,8 @@ class Noise(MagnitudeFault):
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         return in_units(x, draw, self.magnitude, spread(x))
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        return rms(deviation(clean, faulty, lanes)) / max(float(spread(clean)), 1e-300)
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
+        return deviation(clean, faulty, lanes) / at_least(spread(clean))
 
 
 class RMSGaussian(MagnitudeFault):
@@ -154,15 +149,15 @@ class RMSGaussian(MagnitudeFault):
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         return in_units(x, draw, self.magnitude, size(x))
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        return rms(deviation(clean, faulty, lanes)) / max(float(size(clean)), 1e-300)
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
+        return deviation(clean, faulty, lanes) / at_least(size(clean))
 
 
 class SystematicBias(MagnitudeFault):
     """y + sign(y)·magnitude: a rounding bias away from zero."""
 
     kind: Literal["systematic_bias"] = "systematic_bias"
-    strikes_alike: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         fast = gpu.shift(x, self.magnitude, gpu.SYSTEMATIC)
@@ -171,9 +166,8 @@ class SystematicBias(MagnitudeFault):
         w = wide(x)
         return (w + w.sign() * self.magnitude).to(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        off = (faulty.double() - clean.double()).abs()[told(clean, faulty, lanes) & (clean != 0)]
-        return float(off.mean()) if off.numel() else None
+    def magnitude_of(self, sums: Tensor) -> Tensor | None:
+        return sums[DEVIATION] / sums[NONZERO]
 
 
 class Bias(MagnitudeFault):
@@ -189,16 +183,17 @@ class Bias(MagnitudeFault):
         fast = gpu.shift(x, self.magnitude, gpu.BIAS, unit=unit) if unit.dtype.itemsize == 4 else None
         return fast if fast is not None else (wide(x) + self.magnitude * unit).to(x.dtype)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        off = deviation(clean, faulty, lanes)
-        return float(off.mean()) / max(float(spread(clean)), 1e-300) if off.numel() else None
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
+        seen = usable_mask(clean, faulty, lanes)
+        off = (faulty.double() - clean.double()).where(seen, 0.0).sum() / seen.sum()
+        return off / at_least(spread(clean))
 
 
 class Gain(MagnitudeFault):
     """y·(1 + magnitude)."""
 
     kind: Literal["gain"] = "gain"
-    strikes_alike: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
         return scaled(x, 1.0 + self.magnitude)
@@ -206,10 +201,8 @@ class Gain(MagnitudeFault):
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         return self.apply(g, draw)
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        seen = told(clean, faulty, lanes)
-        c, f = clean.double()[seen], faulty.double()[seen]
-        return float(((f - c) * c).sum() / (c * c).sum())
+    def magnitude_of(self, sums: Tensor) -> Tensor | None:
+        return sums[CROSS] / sums[SQUARE]
 
 
 class NonDeterminism(MagnitudeFault):
@@ -246,11 +239,9 @@ class NonDeterminism(MagnitudeFault):
     def gradient(self, g: Tensor, x: Tensor | None, draw: Draw) -> Tensor:
         return g if self.mode == "inconsistent" else scaled(g, self._factor(draw))
 
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> float | None:
-        before = max(float(spread(clean)) ** 2, 1e-300)
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
         if self.mode == "inconsistent":
-            return 1.0 + rms(deviation(clean, faulty, lanes)) ** 2 / before
-        seen = told(clean, faulty, lanes)
-        mean = middle(clean).double()
-        grown = (faulty.double() - mean)[seen].square().sum() / (clean.double() - mean)[seen].square().sum()
-        return 2.0 * float(grown) - 1.0
+            return 1.0 + (deviation(clean, faulty, lanes) / at_least(spread(clean))) ** 2
+        seen, mean = usable_mask(clean, faulty, lanes), middle(clean).double()
+        after, before = ((x.double() - mean).where(seen, 0.0).square().sum() for x in (faulty, clean))
+        return 2.0 * (after / before) - 1.0

@@ -2,7 +2,7 @@
 
 torch.compile bakes hooks into graphs and does not look again. So setting and removing hooks drops what has been compiled
 so far; what is compiled while the plan is on carries the taps, and from then on the magnitude and the phase change nothing in
-the graph. Switched off there is a second graph, without them (`compiled.py`).
+the graph. Switched off there is a second graph, without them (`compile/custom_ops.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject import operators, recompute, weights
 from shaketable.inject.calls import Entry
-from shaketable.inject.dressed import LayerFrame, on_a_card, reaches_a_card
+from shaketable.inject.dressed import LayerFrame, reaches_gpu
+from shaketable.inject.fast.inputs import FastInput, fast_input
+from shaketable.inject.fast.linear import FastLinear, fast_linear
 from shaketable.inject.hooks import Hook
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.operator_taps import families
 from shaketable.inject.residuals import PairTaps, carries_pair
-from shaketable.inject.short.closed import is_closed
-from shaketable.inject.short.hushed import Hush, HushedFunction, hush_functions
-from shaketable.inject.short.swift import Swift, swift
-from shaketable.inject.short.swift_inputs import SwiftInput, swift_input
 from shaketable.inject.taps import Tap
 from shaketable.inject.written import Written
 from shaketable.sites.anatomy import Anatomy, Part, class_name
@@ -72,8 +70,7 @@ class Attached(Hook):
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
-        self.hooks: list[RemovableHandle | Swift | SwiftInput | LayerFrame | Hush | HushedFunction] = []
-        self.swifts: list[Swift] = []
+        self.hooks: list[RemovableHandle | FastLinear | FastInput | LayerFrame] = []
         self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
         for i, found in enumerate(matched):
@@ -107,7 +104,7 @@ class Attached(Hook):
             shown = f"{name}:weight" if own == "weight" else f"{name}.{own}:weight"
             tap = self.injection.make_tap(clause, f"{name}{shard}.{own}", "weight", part.layer, shown)
             tap.transposed = class_name(part.module) == "Conv1D"
-            self.weights.append((part.holder, weights.WeightTap(own, tap, self.injection.calls, self._entry(part))))
+            self.weights.append((part.holder, weights.WeightTap(own, tap, self._entry(part))))
 
     def _entry(self, part: Part) -> Entry:
         known = self.entries.get(id(part.module))
@@ -126,7 +123,7 @@ class Attached(Hook):
     def _framed(self) -> Iterator[tuple[Part, str | None]]:
         """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
 
-        Operators are struck only where a frame is open, so under their plans every container opens one: others may recompute
+        Operators are met only where a frame is open, so under their plans every container opens one: others may recompute
         any of them by itself. Elsewhere the layers do. Noise that is held for a rollout is the same whatever is recomputed, so
         for that the root will do.
         """
@@ -169,24 +166,22 @@ class Attached(Hook):
             entry = self._entry(part)
             entry.atomic = atomic
             entry.is_root = part.module is self.model
-            if self._is_short(part, entry, tapped):
+            if self._is_fast(part, entry, tapped):
                 self.hooks.append(LayerFrame(part.module, self.injection, entry))
                 continue
             entries.append(entry)
             self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
         if self.injection.has_operators:
-            self._hush({part.module for part, _ in framed})
+            for part, _ in framed:
+                if (reason := self._excluded(part)) is not None:
+                    self.injection.operators.weights.add(part.module, reason)
         for (_, point), (module, taps) in self.points.items():
             entry = self.entries[id(module)]
-            if (short := self._swift(module, point, taps, entry)) is not None:
-                self.hooks.append(short)
-                self.swifts.append(short)
-                continue
-            if (given := self._swift_input(module, point, taps, entry)) is not None:
-                self.hooks.append(given)
+            if (fast := self._fast(module, point, taps, entry)) is not None:
+                self.hooks.append(fast)
                 continue
             kind = PairTaps if carries_pair(module) else ModuleTaps
-            self.hooks.extend(kind(point, taps, self.injection.calls, entry).install(module))
+            self.hooks.extend(kind(point, taps, entry).install(module))
         for entry in entries:
             if entry.atomic:
                 self._hook_operator(entry)
@@ -200,51 +195,26 @@ class Attached(Hook):
         recompute.watch(self.injection)
         forget_compiled()
 
-    def _is_short(self, part: Part, entry: Entry, tapped: Container[int]) -> bool:
-        """Whether a module can open its frames without hooks: on a card, and nothing else of this plan is on it."""
-        if "forward" in part.module.__dict__ or (entry.is_root and not self._is_short_as_a_whole):
+    def _is_fast(self, part: Part, entry: Entry, tapped: Container[int]) -> bool:
+        """Whether a module can open its frames without hooks: on a GPU, and nothing else of this plan is on it."""
+        if "forward" in part.module.__dict__ or (entry.is_root and not self._is_fast_as_a_whole):
             return False
         plain = not entry.atomic and id(part.module) not in tapped
-        on_card = plain and reaches_a_card(part.module)
-        return on_card and not any(module is part.module for module, _ in self.weights)
+        on_gpu = plain and reaches_gpu(part.module)
+        return on_gpu and not any(module is part.module for module, _ in self.weights)
 
     @property
-    def _is_short_as_a_whole(self) -> bool:
+    def _is_fast_as_a_whole(self) -> bool:
         """Whether the model itself can: under plans whose passes have a head in a compiled graph (`dressed.py`)."""
         return bool(self.points) and not (self.weights or self.injection.has_operators or self.injection.traced_once)
 
-    def _hush(self, framed: Container[nn.Module]) -> None:
-        """What the operator mode need not look into: norms and functions without operators; linears, if products are struck."""
-        sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
-        products = any("matmul" in families(site.names) for site in sites)
-        busy = {id(module) for module, _ in self.weights} | {module for module, _ in self.points}
-        modules = {part.module for part in self.anatomy.parts}
-        on_card = any(on_a_card(module) for module in modules)
-        for module in modules:
-            if on_card:
-                self.hooks.extend(hush_functions(module))
-            if id(module) in busy or module in framed or module in self.skip or "forward" in module.__dict__:
-                continue
-            kind: Any = type(module)
-            fits = is_closed(kind) or (products and kind is nn.Linear)
-            if fits and on_a_card(module) and not weights.has_taps(module):
-                self.hooks.append(Hush(module, self.injection))
-
-    def _swift(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> Swift | None:
-        """The short way to a linear on a card, unless something else of this plan is on it."""
-        others = [p for (m, p) in self.points if m == id(module) and p != point]
-        if others or any(m is module for m, _ in self.weights) or entry.atomic or self.injection.has_operators:
+    def _fast(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> FastLinear | FastInput | None:
+        """The fast path to a linear on a GPU, unless something else of this plan is in its way."""
+        if entry.atomic or self.injection.has_operators or any(m == id(module) and p != point for m, p in self.points):
             return None
-        return swift(module, point, taps, self.injection.calls, entry)
-
-    def _swift_input(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> SwiftInput | None:
-        """The short way of a format to what a linear on a card is given; weights of this plan may be faulty too."""
-        others = [p for (m, p) in self.points if m == id(module) and p != point]
-        return (
-            None
-            if others or entry.atomic or self.injection.has_operators
-            else swift_input(module, point, taps, self.injection.calls, entry)
-        )
+        if point == "input":
+            return fast_input(module, point, taps, entry)
+        return None if any(m is module for m, _ in self.weights) else fast_linear(module, point, taps, entry)
 
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
@@ -256,8 +226,8 @@ class Attached(Hook):
         self.hooks.append(entry.module.register_forward_pre_hook(hook, with_kwargs=True))
         self.hooks.append(entry.module.register_forward_hook(hook, with_kwargs=True))
         if entry.module._parameters.get("weight") is not None:
-            for tap in hook.echoes:
-                own = weights.WeightTap("weight", tap, self.injection.calls, entry, echo_only=True)
+            for tap in hook.backward:
+                own = weights.WeightTap("weight", tap, entry, gradient_only=True)
                 self.weights.append((entry.module, own))
 
     def _mark_generate(self) -> None:
@@ -278,7 +248,7 @@ class Attached(Hook):
             hook.remove()
         for home in self.generators:
             unmark_generate(home)
-        self.hooks, self.swifts, self.generators = [], [], []
+        self.hooks, self.generators = [], []
         forget_compiled()
 
 

@@ -1,18 +1,19 @@
-"""Which call is this? The moment that keys the noise, the layer an operator belongs to, the phase.
+"""Which call is this? The pass that decides and keys, the layer an operator belongs to.
 
-Every hooked container of a model opens a *frame* when it is called. The outermost frame is a forward pass: it fixes
-the phase and draws a new *moment*, a 64-bit number made from (step, phase, number of the pass). Inner frames know the layer;
-they share the moment, and what is counted is counted in the outermost one. So a strike is named by its tap, the pass, and
-how often the tap has struck in it, whichever containers are hooked, and a card can make the keys of a whole pass at once.
+Every hooked container of a model opens a *frame* when it is called. The outermost frame begins a *pass*: it fixes the phase and
+draws a new *moment*, a 64-bit number made from (step, phase, number of the pass), and what acts in it is decided there, once
+(`Injection.begin_pass`). Inner frames know the layer; they share the pass, and what is counted is counted in the outermost
+one. So an application of a fault is named by its tap, the pass, and how often the tap was used in it, whichever containers are
+hooked; and a GPU can make the keys of a whole pass at once.
 
 Activation checkpointing calls a module a second time, inside backward and without its parents. That call must see the
 noise of the first one: `recompute.py` opens the frames of the first call again. Where that is not possible (checkpointing
-that is not torch's own), a forward inside an autograd graph task with no frame open finds its moment by the address of its
+that is not torch's own), a forward inside an autograd graph task with no frame open finds its pass by the address of its
 input, which checkpointing has kept alive for exactly this purpose.
 
 Frames live in thread-local storage, one stack per injection: threads and nested injections do not see each other.
 Rejected: a global "current layer" variable, which the study we come from used, and whose value in backward was whatever
-layer came last in forward. Gradient errors here carry the frame of their forward call with them.
+layer came last in forward. Gradient errors here carry the pass of their forward call with them.
 """
 
 from __future__ import annotations
@@ -32,10 +33,47 @@ from shaketable.plan import PHASES
 from shaketable.sites.phases import current_phase
 
 if TYPE_CHECKING:
-    from shaketable.inject.board import Pass
+    from shaketable.faults import FaultBase
+    from shaketable.inject.device_table import Rows
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.taps import Tap
 
 _REMEMBERED = 256
 """Calls remembered per module: more than the micro-batches that are between forward and backward at any time."""
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """One pass: everything that `Injection.begin_pass` has decided for it."""
+
+    injection: Injection
+    phase: str
+    moment: int
+    """Keys the noise of the pass; 0 where it is captured, and the clock of a device decides at every replay."""
+    acts: tuple[bool, ...]
+    """Per clause, whether it acts."""
+    faults: tuple[FaultBase, ...]
+    """Per clause, the fault as it was when the pass began."""
+    captured: bool = False
+    """Whether it is captured into a CUDA graph."""
+    pages: dict[Any, Rows] = field(default_factory=dict)
+    """Keys, scales and switches in the memory of GPUs, made when they are first needed (`device_table.py`)."""
+    last: tuple[Tensor, int, object, Tensor] | None = None
+    """What a linear was given last in this pass, its version, the format, and what became of it."""
+    mix: int | None = None
+    """The moment mixed once more, when it has been asked for."""
+
+    def acts_on(self, tap: Tap) -> bool:
+        """Whether a tap does anything in this pass. One that was begun before the plan was switched off does nothing more."""
+        return self.acts[tap.clause] and self.injection.enabled
+
+    def mixed(self, use: int) -> int:
+        """What keys the use number `use` of any tap: the first is asked for most."""
+        if use:
+            return mix64(self.moment + use)
+        if self.mix is None:
+            self.mix = mix64(self.moment)
+        return self.mix
 
 
 @dataclass(eq=False, slots=True)
@@ -52,15 +90,15 @@ class Entry:
     is_root: bool = False
     atomic: str | None = None
     """The operator family that the module as a whole is (an RMSNorm written out in Python)."""
-    moments: dict[int, tuple[int, str, int]] = field(default_factory=dict)
-    """Input address to moment, phase and how often the module was called before in that pass; for recomputation."""
+    passes: dict[int, tuple[Pass, int]] = field(default_factory=dict)
+    """Input address to the pass and how often the module was called before in it; for recomputation."""
 
     def remember(self, address: int, frame: Frame, n: int) -> None:
-        """Keep the moment of a call under the address of its input."""
-        self.moments.pop(address, None)
-        self.moments[address] = (frame.moment, frame.phase, n)
-        if len(self.moments) > _REMEMBERED:
-            self.moments.pop(next(iter(self.moments)))
+        """Keep the pass of a call under the address of its input."""
+        self.passes.pop(address, None)
+        self.passes[address] = (frame.current, n)
+        if len(self.passes) > _REMEMBERED:
+            self.passes.pop(next(iter(self.passes)))
 
 
 @dataclass(eq=False, slots=True)
@@ -68,8 +106,7 @@ class Frame:
     """One call of one module."""
 
     entry: Entry
-    moment: int
-    phase: str
+    current: Pass
     layer: int | None
     excluded: str | None
     recomputing: bool
@@ -80,33 +117,11 @@ class Frame:
     """The outermost frame; None for that one itself."""
     caller: FrameType | None = None
     """The Python frame of an outermost call: gone from the stack when an interrupt went through it."""
-    on_board: bool = False
-    """Whether the keys of this pass are on the board of a card; of outermost frames."""
-    captured: Pass | None = None
-    """The pass of a CUDA graph that this call is captured into."""
-    last: tuple[Tensor, int, object, Tensor] | None = None
-    """What a linear was given last in this pass, its version, the format, and what became of it; of outermost frames."""
-    mix: int | None = None
-    """The moment mixed once more, when it has been asked for."""
-
-    @property
-    def mixed(self) -> int:
-        """The moment, mixed once more: what taps that strike once in a pass are keyed by."""
-        root = self.outer or self
-        if root.mix is None:
-            root.mix = mix64(self.moment)
-        return root.mix
-
-    def mixed_at(self, n: int) -> int:
-        """The same for the n-th strike, counted from zero, of one tap in the pass."""
-        return mix64(self.moment + n) if n else self.mixed
 
     def again(self) -> Frame:
         """The same frame for a recomputation, counting on from here."""
         root = self.outer or self
-        again = Frame(self.entry, self.moment, self.phase, self.layer, self.excluded, True, dict(root.counts), root.base)
-        again.captured = self.captured
-        return again
+        return Frame(self.entry, self.current, self.layer, self.excluded, True, dict(root.counts), root.base)
 
     def count(self, who: object) -> int:
         """How often `who` has been counted in this pass before."""
@@ -119,12 +134,13 @@ class Frame:
 class Calls:
     """The frames of one injection."""
 
-    def __init__(self, step: int = 0) -> None:
+    def __init__(self, injection: Injection, step: int = 0) -> None:
+        self.injection = injection
         self.step = step
         self.phase: str | None = None
         """What the engine that the models live in is doing; None where they live in no engine."""
         self.local = threading.local()
-        self._passes: dict[tuple[int | tuple[object, int], str], int] = {}
+        self._passes: dict[tuple[int, str], int] = {}
         self._lock = threading.Lock()
 
     def set_step(self, step: int) -> None:
@@ -154,10 +170,9 @@ class Calls:
         parent = self.top()
         if parent is not None:
             n = parent.count(entry)
-            frame = Frame(
-                entry, parent.moment, parent.phase, _first(entry.layer, parent.layer), _named(entry, parent), parent.recomputing
-            )
-            frame.captured, frame.outer = parent.captured, parent.outer or parent
+            layer, excluded = _first(entry.layer, parent.layer), entry.excluded or parent.excluded
+            frame = Frame(entry, parent.current, layer, excluded, parent.recomputing)
+            frame.outer = parent.outer or parent
         else:
             n = 0
             frame = self._outermost(entry, args, kwargs)
@@ -166,19 +181,17 @@ class Calls:
         return frame
 
     def _outermost(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
-        if in_backward() and (known := entry.moments.get(_address(args, kwargs))):
-            return Frame(entry, known[0], known[1], entry.layer, entry.excluded, recomputing=True, base=known[2])
-        phase = current_phase(entry.module.training, self.phase)
-        moment = self.new_moment(entry.index, phase)
-        return Frame(entry, moment, phase, entry.layer, entry.excluded, recomputing=False)
+        if in_backward() and (known := entry.passes.get(_address(args, kwargs))):
+            return Frame(entry, known[0], entry.layer, entry.excluded, recomputing=True, base=known[1])
+        current = self.injection.begin_pass(entry, current_phase(entry.module.training, self.phase))
+        return Frame(entry, current, entry.layer, entry.excluded, recomputing=False)
 
-    def new_moment(self, who: int | tuple[object, int], phase: str) -> int:
-        """The moment of the next pass of `who` in `phase`: an entry's index, or anything and a number for it."""
+    def new_moment(self, who: int, phase: str) -> int:
+        """The moment of the next pass in `phase` of the entry with this index."""
         with self._lock:
             n = self._passes.get((who, phase), 0)
             self._passes[who, phase] = n + 1
-        number = who if isinstance(who, int) else who[1]
-        return mix64(mix64(mix64(self.step) ^ (number << 8 | PHASES.index(phase))) + n)
+        return mix64(mix64(mix64(self.step) ^ (who << 8 | PHASES.index(phase))) + n)
 
     def push(self, frame: Frame) -> None:
         """Make `frame` the innermost one."""
@@ -209,10 +222,6 @@ def in_backward() -> bool:
 
 def _first(a: int | None, b: int | None) -> int | None:
     return a if a is not None else b
-
-
-def _named(entry: Entry, parent: Frame) -> str | None:
-    return entry.excluded or parent.excluded
 
 
 def _address(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -1,10 +1,10 @@
-"""Classes that modules are given while a plan is on them, and layers and models on a card, which open their frames that way.
+"""Classes that modules are given while a plan is on them, and layers and models on a GPU, which open their frames that way.
 
 A subclass that looks like a module's own class is quicker than hooks and sees what hooks cannot: `weights.py` makes weights
-properties in one, `swift.py` strikes what a linear returns. Copies and pickles are of the original class; `exchanged` takes
+properties in one, `fast/linear.py` puts noise on what a linear returns. Copies and pickles are of the original class; `exchanged` takes
 ours out from under one that somebody else made of it meanwhile.
 
-A pre-hook with keywords and a hook that also runs after an exception make torch call a module through its long way: on a card,
+A pre-hook with keywords and a hook that also runs after an exception make torch call a module through its long way: on a GPU,
 where a forward pass of a small model waits for Python, that alone cost a tenth of it. So a module that nothing else of a plan
 is on opens and closes its frames in its forward, and only where they are needed: where operators must be told their layer, and
 where it may be computed a second time, by those whose checkpointing is not torch's own.
@@ -132,12 +132,12 @@ def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
     return type(original.__name__, (original,), body | names | more)
 
 
-def on_a_card(module: nn.Module) -> bool:
+def on_gpu(module: nn.Module) -> bool:
     """Whether the parameters of a module are on a CUDA device."""
     return any(p.is_cuda for p in module.parameters(recurse=False))
 
 
-def reaches_a_card(module: nn.Module) -> bool:
+def reaches_gpu(module: nn.Module) -> bool:
     """The same, or those of a module in it."""
     return any(p.is_cuda for p in module.parameters())
 

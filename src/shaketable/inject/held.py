@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +24,10 @@ from torch import Tensor
 from shaketable.errors import PlanError
 from shaketable.faults import FaultBase
 from shaketable.faults.generator import key_of, mix64
-from shaketable.inject.board import capturing
-from shaketable.inject.calls import Frame
-from shaketable.inject.taps import Blow, Tap
+from shaketable.inject.calls import Frame, Pass
+from shaketable.inject.device_table import capturing
+from shaketable.inject.operator import Application, apply
+from shaketable.inject.taps import Tap
 from shaketable.sites.phases import current_rollout
 
 
@@ -39,7 +39,7 @@ class Rollouts:
         self.changes = 0
         """Grows whenever a noisy weight that was kept is let go or replaced."""
         self.on_new: Callable[[], None] | None = None
-        """Called when a rollout is met for the first time, before anything of it is struck."""
+        """Called when a rollout is met for the first time, before anything of it acts."""
         self._numbers: dict[int, int] = {}
         self._newest: int | None = None
         self._lock = Lock()
@@ -82,16 +82,18 @@ class _Kept(NamedTuple):
 class HeldTap(Tap):
     """A fault on a weight, drawn once per rollout."""
 
+    is_held = True
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
         self._kept: _Kept | None = None
         self._home: Tensor | None = None
-        """Where noisy weights are on a card: one place, because captured graphs go on reading it."""
+        """Where noisy weights are on a GPU: one place, because captured graphs go on reading it."""
         self._counted: dict[str, tuple[int, FaultBase]] = {}
 
     @property
-    def asks_board(self) -> bool:
+    def reads_tables(self) -> bool:
         """Only for gradients: a weight has its noise before a graph is captured, which reads it and nothing else."""
         return self.site.directions != ("forward",)
 
@@ -99,9 +101,9 @@ class HeldTap(Tap):
         """The weight is another one: its next draw counts, and is measured, whatever its key."""
         self._counted.clear()
 
-    def key(self) -> int:
-        """The key of the draw that holds now."""
-        return self.key_at(self.moment())
+    def key(self, current: Pass, backward: bool, use: int) -> int:
+        """The key of the draw that holds now; gradients have keys of their own."""
+        return super().key(current, backward, use) if backward else self.key_at(self.moment())
 
     def key_at(self, moment: int) -> int:
         """The key of the draw of a moment; mixing is a bijection, so there are as many keys of a tap as moments."""
@@ -111,24 +113,20 @@ class HeldTap(Tap):
         """What the step and the number of the rollout make of a key: the same for all held taps of an injection."""
         return mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number())
 
-    def would_act(self, x: Tensor) -> bool:
-        """Only where it is on: a graph captured without noise reads the clean weight, and is captured anew (`graphs.py`)."""
-        return self.is_active
-
-    def _blow(self, frame: Frame, way: tuple[bool, int], n: int) -> Blow:
-        return Blow(self.fault, self.key(), frame.phase, frame.recomputing, way)
-
-    def blow_at(self, moment: int, phase: str, way: tuple[bool, int], *, recomputing: bool = False) -> Blow:
-        return Blow(self.fault, self.key(), phase, recomputing, way)
-
     def forward(self, x: Tensor, frame: Frame) -> Tensor:
-        in_rollout = frame.phase == "rollout" and self.is_active and self.acts_in("rollout")
-        if not in_rollout or (x.requires_grad and torch.is_grad_enabled()):
+        current = frame.current
+        acts = current.acts_on(self) and not self.fault.is_off
+        if not acts or current.phase != "rollout" or (x.requires_grad and torch.is_grad_enabled()):
             self._let_go()
-            return super().forward(x, frame)
+            return super().forward(x, frame) if acts else x
         moment, made_from = self.moment(), _identity(x)
         value = self.kept_for(made_from, moment)
         return value if value is not None else self.keep(moment, made_from, self._renewed(x, frame))
+
+    def written(self, x: Tensor, phase: str) -> Tensor:
+        """The weight with the noise of the draw that holds now, for whoever writes it into memory."""
+        current = Pass(self.injection, phase, 0, self.injection.acting(phase), tuple(self.injection.faults))
+        return apply(x, Application(self, current, False, 0, 0))
 
     def kept_for(self, made_from: Origin, moment: int) -> Tensor | None:
         """The noisy weight of this draw, if it is there and nothing has changed since."""
@@ -156,34 +154,30 @@ class HeldTap(Tap):
         return self.home(x).copy_(value) if x.is_cuda else value
 
     def home(self, x: Tensor) -> Tensor:
-        """Where the noisy weight is on a card."""
+        """Where the noisy weight is on a GPU."""
         home = self._home
         if home is None or home.shape != x.shape or home.dtype != x.dtype or home.device != x.device:
             with torch.inference_mode(False):
                 home = self._home = torch.empty_like(x)
         return home
 
-    def _strike(self, x: Tensor, blow: Blow, backward: bool) -> Tensor:
-        if backward or not x.is_floating_point():
-            return super()._strike(x, blow, backward)
-        start, mask = perf_counter(), self._mask(x, blow.fault)
-        y = self._apply(blow.fault, x, self._draw(x, blow), mask)
-        if not self.is_counted(blow.phase, blow.key, blow.fault):
-            self.count(blow.phase, blow.key, blow.fault)
-            with torch.no_grad(), self.spot.lock:
-                self.spot.forward.take(blow.fault, x.detach(), y.detach(), mask)
-            self.injection.fires += 1
-        self.spot.seconds += perf_counter() - start
-        return y
+    def is_fire(self, what: Application) -> bool:
+        if what.backward:
+            return True
+        key = what.key
+        if self.is_counted(what.current.phase, key, what.fault):
+            return False
+        self._counted[what.current.phase] = (key, what.fault)
+        return True
 
     def is_counted(self, phase: str, key: int, fault: FaultBase) -> bool:
-        """Whether this draw is in the ledger."""
+        """Whether this draw is counted."""
         return self._counted.get(phase) == (key, fault)
 
-    def count(self, phase: str, key: int, fault: FaultBase) -> None:
-        """Put a draw into the ledger."""
+    def count(self, phase: str, key: int, fault: FaultBase) -> bool:
+        """Count a draw; whether it is to be measured."""
         self._counted[phase] = (key, fault)
-        self.spot.count(phase, False)
+        return self.injection.counters.count(self, False, phase)
 
 
 def _identity(x: Tensor) -> Origin:

@@ -20,15 +20,16 @@ from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault, native
 from shaketable.inject import graphs, operators, recompute
 from shaketable.inject.attached import Attached
-from shaketable.inject.boards import Boards
-from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.calls import Calls, Entry, Frame, Pass
+from shaketable.inject.compile import custom_ops, fused_noise
+from shaketable.inject.counters import HostTable
+from shaketable.inject.device_table import DeviceTables, capturing
+from shaketable.inject.fast.ready import Shelf
 from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, LiveLedger
 from shaketable.inject.operator_taps import OperatorTaps
-from shaketable.inject.short.ready import Shelf
 from shaketable.inject.spots import Spot
 from shaketable.inject.taps import Tap
-from shaketable.inject.traced import compiled, fused
 from shaketable.plan import PHASES, Plan
 from shaketable.sites.phases import current_phase
 
@@ -105,26 +106,26 @@ class Injection:
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
         self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
         self.sites = self.ledger.sites
-        """The same, to be written to: reading the ledger asks every card."""
+        """The same, to be written to: reading the ledger asks every GPU."""
         self.taps: list[Tap] = []
-        self.boards = Boards(self)
-        self.ledger.settle = self.settle
+        self.counters = HostTable()
+        self.tables = DeviceTables(self)
+        self.ledger.settle, self.ledger.forget = self.settle, self.counters.forget
         self._shelves: dict[int, Shelf] = {}
         """The weights that are made ready when a pass begins, per model."""
-        self.handle = compiled.know(self)
+        self.handle = custom_ops.know(self)
+        self.compiled_pass: Pass | None = None
+        """The pass that compiled code ran last."""
         graphs.watch(self)
-        self.calls = Calls(step)
+        self.calls = Calls(self, step)
         self.calls.phase = "rollout" if sampler else None
         self.enabled = False
-        self.spares: Callable[[], bool] | None = None
-        """Says of a pass that it is not to be shaken although the plan is on (a reference that shares the policy's weights)."""
+        self.skip_pass: Callable[[], bool] | None = None
+        """Asked when a pass begins: True leaves it alone although the plan is on (a reference that shares the policy's weights)."""
         self.closed = False
         self.fires = 0
-        """Grows after every fire, when the ledger has it; tells whoever keeps a copy that it is out of date. What kernels count
-        by themselves, on a board, is not in it."""
+        """Grows after every fire, when it is counted; tells whoever keeps a copy of the ledger that it is out of date."""
         self.models: list[Attached] = []
-        self.tracing: list[Entry] = []
-        """The frames of the graph that is being compiled."""
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self.operators = OperatorTaps(self)
         self._mode = operators.Operators(self) if self.has_operators else None
@@ -147,7 +148,7 @@ class Injection:
             raise PlanError("this injection is closed; make a new one with inject()")
         for model in self.models:
             model.hook()
-        self.boards.make()
+        self.tables.make()
         if not self.enabled:
             self.calls.stack.clear()
         self.enabled = True
@@ -169,8 +170,9 @@ class Injection:
         self.closed = True
         self.rewrite()
         self.settle()
-        self.boards.close()
-        self.ledger.settle = None
+        self.tables.close()
+        fused_noise.passes.pop(self.handle, None)
+        self.ledger.settle = self.ledger.forget = None
         self.drop_mode()
         for model in self.models:
             model.unhook()
@@ -223,7 +225,7 @@ class Injection:
     def changing(self) -> Iterator[None]:
         """Several changes that belong together: weights are written once, at the end.
 
-        Who begins them settles the ledger before, if it is to know what happened under which magnitude: asking a card costs a
+        Who begins them settles the ledger before, if it is to know what happened under which magnitude: asking a GPU costs a
         wait, and nothing happens between the changes.
         """
         self._changing += 1
@@ -241,16 +243,14 @@ class Injection:
         for model in self.models:
             if model.written is not None:
                 model.written.update()
-            for short in model.swifts:
-                short.refresh()
         for shelf in self._shelves.values():
             shelf.close()
-        self.boards.update()
+        self.tables.update()
 
     def _announce(self) -> None:
         """Tell those who trace whether the plan is there at all."""
         on = self.enabled and not all(fault.is_off for fault in self.faults)
-        compiled.present[self.handle] = on or self.traced_once
+        custom_ops.present[self.handle] = on or self.traced_once
 
     def shelf_of(self, owner: int) -> Shelf:
         """Where the weights of one model are made ready."""
@@ -259,10 +259,11 @@ class Injection:
         return self._shelves[owner]
 
     def settle(self) -> None:
-        """Tell the ledger what kernels did."""
-        self.boards.settle()
+        """Tell the ledger what happened. Nobody else writes to it."""
         for shelf in self._shelves.values():
             shelf.settle()
+        self.counters.settle(self.taps)
+        self.tables.settle()
 
     def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
         """Change the magnitude of one clause, or of all; takes effect at the next call, compiled or not.
@@ -290,13 +291,52 @@ class Injection:
         label = shown or (name if point == "output" else f"{name}:{point}")
         kind = HeldTap if self.hold and point == "weight" else Tap
         tap = kind(self, clause, spots.setdefault(label, Spot(label, layer)), name, point)
-        compiled.register(tap)
+        custom_ops.register(tap)
         self.taps.append(tap)
+        self.counters.add_tap()
         return tap
 
     def operator_frame(self) -> Frame | None:
-        """The frame an operator belongs to; None outside the models of this injection."""
-        return self.calls.top()
+        """The frame an operator belongs to; None outside the models of this injection, and when it is off."""
+        return self.calls.top() if self.enabled else None
+
+    def frame(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
+        """The frame a tap of this module belongs to; None when the injection is off."""
+        return (self.calls.top() or self.calls.open(entry, args, kwargs)) if self.enabled else None
+
+    # ---- what is decided, once per pass
+
+    def begin_pass(self, entry: Entry, phase: str) -> Pass:
+        """Decide what acts in the pass that begins, with which faults, and what keys its noise.
+
+        Nothing else asks for the switch, the phase, the magnitude, the reference pass, the step or the rank (which is in the
+        keys of taps).
+        """
+        captured = capturing()
+        if not captured:
+            self.tables.make()
+        self.rollouts.number()
+        self.operators.weights.refresh()
+        skipped = self.skip_pass is not None and self.skip_pass()
+        acts = (False,) * len(self.faults) if skipped else self.acting(phase, captured)
+        current = Pass(self, phase, self.calls.new_moment(entry.index, phase), acts, tuple(self.faults), captured)
+        if captured:
+            self.tables.begin(current)
+        return current
+
+    def acting(self, phase: str, captured: bool = False) -> tuple[bool, ...]:
+        """Per clause, whether it acts in a phase. What is captured now may be given a magnitude later."""
+        on = [self.enabled and (captured or not fault.is_off) for fault in self.faults]
+        sites = (clause.site for clause in self.plan.clauses)
+        return tuple(acts and (not site.phase or phase in site.phase) for acts, site in zip(on, sites, strict=True))
+
+    def begin_compiled_pass(self, index: int) -> Pass:
+        """The pass of a compiled graph that no frame is open around; the index is that of its outermost module."""
+        known = (entry for model in self.models for entry in model.entries.values() if entry.index == index)
+        entry = next(known, None) or Entry(index, _NO_MODULE, None)
+        phase = self.phase_now() if entry.module is _NO_MODULE else current_phase(entry.module.training, self.calls.phase)
+        self.compiled_pass = self.begin_pass(entry, phase)
+        return self.compiled_pass
 
     # ---- the operator mode, per thread
 
@@ -310,49 +350,52 @@ class Injection:
             self._mode.take_off()
 
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], lazily: bool = False) -> None:
-        """A module is called; `lazily`, the keys of a compiled pass are not asked for before its first strike."""
-        if entry.is_root and self.tracing and self.tracing[0] is entry:
-            self._forget_tracing()
+        """A module is called; `lazily`, the rows of a compiled pass are filled before its first application."""
+        tracing = custom_ops.traces[self.handle]
+        if entry.is_root and tracing.entries and tracing.entries[0] is entry:
+            self._forget_tracing()  # a compiled pass of several graphs has raised between them, where nobody closes it
         if torch.compiler.is_compiling():
-            if self.boards.rows is not None and not self.tracing and compiled.present[self.handle]:
-                if entry.is_root:
-                    fused.passes[self.handle].open(lazily)
-                else:
-                    torch.ops.shaketable.begin(self.boards.rows, self.handle)
-            if self.has_operators or (self.boards.rows is not None and entry.is_root):
-                self.tracing.append(entry)
+            self._enter_traced(tracing, entry, lazily)
             return
         if not self.enabled:
             return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
-        if outermost:
-            self.rollouts.number()
-            self.boards.meet(entry, frame)
-            if entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None:
-                shelf.open(frame)
+        if outermost and entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None:
+            shelf.open(frame)
         self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
 
+    def _enter_traced(self, tracing: custom_ops.Trace, entry: Entry, lazily: bool) -> None:
+        outermost = not tracing.entries
+        tracing.entries.append(entry)
+        if not outermost:
+            return
+        tracing.begin()
+        if self.tables.first is not None and entry.is_root and custom_ops.present[self.handle]:
+            fused = fused_noise.passes[self.handle]
+            fused.open()
+            if not lazily:
+                fused.fill_now(tracing.ticket(fused.rows))
+
     def is_traced_apart(self, entry: Entry) -> bool:
         """Whether the head of a compiled pass is a graph of its own: the rest is captured, and Python must run each time."""
-        headed = entry.is_root and self.boards.rows is not None and compiled.present[self.handle]
-        return headed and not torch.is_grad_enabled() and compiled.is_captured()
+        headed = entry.is_root and self.tables.first is not None and custom_ops.present[self.handle]
+        return headed and not torch.is_grad_enabled() and custom_ops.is_captured()
 
     def _forget_tracing(self) -> None:
-        """A compiled pass of several graphs has raised between them, where nobody closes it."""
-        self.tracing.clear()
-        if self.handle in fused.passes:
-            fused.passes[self.handle].forget()
+        custom_ops.traces[self.handle].forget()
+        if self.handle in fused_noise.passes:
+            fused_noise.passes[self.handle].forget()
 
     def leave(self, entry: Entry) -> None:
         """A module returns, or raises. Its frame is open unless the injection was off when it was called."""
         if torch.compiler.is_compiling():
-            if self.has_operators or (self.boards.rows is not None and entry.is_root):
-                self.tracing.pop()
-                if self.boards.rows is not None and not self.tracing:
-                    fused.passes[self.handle].close()
+            tracing = custom_ops.traces[self.handle]
+            tracing.entries.pop()
+            if self.tables.first is not None and not tracing.entries:
+                fused_noise.passes[self.handle].close()
             return
         frame = self.calls.top()
         if frame is None or frame.entry is not entry:
@@ -362,3 +405,7 @@ class Injection:
         if entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None and shelf.frame is frame:
             shelf.close()
         self.calls.pop()
+
+
+_NO_MODULE = nn.Identity()
+"""Stands for the module of a compiled graph that is no module of a model."""

@@ -1,9 +1,8 @@
 """The ledger: what really happened, per site, and the error that was measured there.
 
 A plan's clause is a site; a site has spots (a module at a point, or an operator of a layer). Each spot counts its
-fires per phase and direction, and some of its fires are measured by comparing the tensor before and after: the 1st,
-2nd, 4th, 8th, … fire, and every fire as long as none has changed anything yet. So the cost of measuring vanishes in a
-long run, and "this changed nothing" is always a fact and never a sampling accident.
+fires per phase and direction, and some of its fires are measured by comparing the tensor before and after: which, is the rule
+of `counters.py`.
 
 Spots hold sums, not averages: ledgers of many processes are merged by adding them.
 """
@@ -157,7 +156,9 @@ class Ledger:
     """Who drew the noise: the compiled kernels (`native`) or plain `torch`."""
     processes: int = 1
     settle: Callable[[], None] | None = field(default=None, repr=False, compare=False)
-    """Called before the ledger of a live plan is read: what was captured into a graph counts on its own."""
+    """Called before the ledger of a live plan is read: it brings what was counted on every device."""
+    forget: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    """Called when the ledger of a live plan is cleared: counters begin at zero too."""
 
     @classmethod
     def for_plan(cls, plan: Plan, kernel: str) -> Ledger:
@@ -242,13 +243,15 @@ class Ledger:
 
     def clear(self) -> None:
         """Forget every count, keep the spots (a forked child starts from zero)."""
+        if self.forget is not None:
+            self.forget()
         for site in self.sites:
             site.fused = 0
             for name, spot in site.spots.items():
                 spot.__dict__.update(Spot(name, spot.layer).__dict__)
 
     def __str__(self) -> str:
-        from shaketable.inject.table import ledger_table
+        from shaketable.inject.ledger_text import ledger_table
 
         return ledger_table(self)
 

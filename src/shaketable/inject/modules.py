@@ -9,33 +9,36 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import PlanError
-from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.calls import Entry, Frame
+from shaketable.inject.compile import custom_ops
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
 from shaketable.inject.tensors import change_first, change_input
-from shaketable.inject.traced import compiled
 
 
 class ModuleTaps(Hook):
     """The taps of one plan at one point of one module."""
 
-    def __init__(self, point: str, taps: list[Tap], calls: Calls, entry: Entry) -> None:
+    def __init__(self, point: str, taps: list[Tap], entry: Entry) -> None:
         self.point = point
         self.taps = taps
-        self.calls = calls
+        self.injection = taps[0].injection
         self.entry = entry
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the module at this point."""
         if self.point == "input":
-            if (short := module.__dict__.get("_shaketable_swift_input")) is not None:
-                short.give_way()
+            if (fast := module.__dict__.get("_shaketable_fast_input")) is not None:
+                fast.give_way()
             return [module.register_forward_pre_hook(self, with_kwargs=True)]
         return [module.register_forward_hook(self, with_kwargs=True)]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         """Forward pre-hook, or forward hook."""
-        if torch.compiler.is_compiling() and not compiled.is_present(self.taps[0].handle):
+        if torch.compiler.is_compiling():
+            if not custom_ops.is_present(self.taps[0].handle):
+                return None
+        elif not self.injection.enabled:
             return None
         return self._on_output(args, kwargs, output[0]) if output else self._on_input(args, kwargs)
 
@@ -56,9 +59,9 @@ class ModuleTaps(Hook):
     def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
         if torch.compiler.is_compiling():
             return None
-        return self.calls.top() or self.calls.open(self.entry, args, kwargs)
+        return self.injection.frame(self.entry, args, kwargs)
 
     def _touch(self, x: Tensor, frame: Frame | None) -> Tensor:
         for tap in self.taps:
-            x = compiled.trace(x, tap) if frame is None else tap.touch(x, frame)
+            x = custom_ops.trace(x, tap) if frame is None else tap.touch(x, frame)
         return x

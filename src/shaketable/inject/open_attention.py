@@ -20,6 +20,10 @@ def only_math() -> bool:
     return cuda.math_sdp_enabled() and not fused
 
 
+only_math._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""A graph keeps what was so when it was traced."""
+
+
 def attention_in_the_open(
     query: Tensor,
     key: Tensor,

@@ -1,9 +1,13 @@
-"""Which taps an operator has: by its family, and by the model and the layer that call it."""
+"""Which taps an operator has: by its family, by the model and the layer that call it, and by the weight it multiplies with."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+from shaketable.inject.compile import custom_ops
 from shaketable.plan import OPS
 
 if TYPE_CHECKING:
@@ -19,6 +23,9 @@ class OperatorTaps:
         self.injection = injection
         self.loose: Entry | None = None
         """Who calls an operator of a compiled graph that no model is in; None where that is nobody's business."""
+        self.weights = ExcludedWeights()
+        self.notes = torch.zeros(1, dtype=torch.int64)
+        """Written to by what compiled graphs note, so that they do."""
         self._taps: dict[tuple[int, int | None, str, str | None], list[Tap]] = {}
 
     def make(self, owner: int, prefix: str, layers: range) -> None:
@@ -35,28 +42,141 @@ class OperatorTaps:
                     for excluded in (None, *clause.site.include):
                         self._taps.setdefault((owner, layer, family, excluded), []).append(tap)
 
-    def at(self, family: str, frame: Frame) -> list[Tap]:
-        """Taps for an operator called in `frame`."""
-        return self._taps.get((frame.entry.owner, frame.layer, family, frame.excluded), [])
+    def tapped(self, family: str, owner: int, layer: int | None, excluded: str | None) -> list[Tap]:
+        """Taps for an operator of this family at this place."""
+        return self._taps.get((owner, layer, family, excluded), [])
 
     def of(self, family: str, entry: Entry) -> list[Tap]:
         """Taps for an operator called by `entry` itself."""
-        return self._taps.get((entry.owner, entry.layer, family, entry.excluded), [])
+        return self.tapped(family, entry.owner, entry.layer, entry.excluded)
 
-    def traced(self, family: str) -> list[Tap]:
-        """Taps for an operator of the graph that is being compiled."""
-        entry = self.injection.tracing[-1] if self.injection.tracing else self.loose
-        return [] if entry is None or entry.atomic == family else self.of(family, entry)
+    def tracing_entry(self) -> Entry | None:
+        """Who calls an operator of the graph that is being compiled."""
+        entries = custom_ops.traces[self.injection.handle].entries
+        return entries[-1] if entries else self.loose
 
-    def reach(self, family: str, frame: Frame) -> bool:
-        """Whether an operator of this family would be struck here and now."""
-        return any(t.is_active and t.acts_in(frame.phase) for t in self.at(family, frame))
 
-    def note_fused(self, frame: Frame) -> None:
+class Here:
+    """An operator that is called in a frame."""
+
+    def __init__(self, taps: OperatorTaps, frame: Frame) -> None:
+        self.taps, self.frame = taps, frame
+
+    def at(self, family: str, tensors: list[Any]) -> list[Tap]:
+        """The taps of an operator that is given these."""
+        frame = self.frame
+        excluded = frame.excluded or self.taps.weights.owner(tensors)
+        return self.taps.tapped(family, frame.entry.owner, frame.layer, excluded)
+
+    def reaches(self, family: str, tensors: list[Any]) -> bool:
+        """Whether an operator of this family would be met here and now."""
+        return any(self.frame.current.acts_on(tap) for tap in self.at(family, tensors))
+
+    def number(self, family: str) -> int:
+        """How many operators of this family there were before in this layer and pass."""
+        return self.frame.count((self.frame.layer, family))
+
+    def forward(self, tap: Tap, x: Tensor) -> Tensor:
+        """The faulty result."""
+        return tap.forward(x, self.frame)
+
+    def gradient(self, tap: Tap, x: Tensor, argument: int, number: int) -> Tensor:
+        """An argument whose gradient will be faulty."""
+        return tap.gradient(x, self.frame, argument, number)
+
+    def note_fused(self, tensors: list[Any]) -> None:
         """Count an attention call whose inner products cannot be reached."""
-        for tap in self.at("matmul", frame):
-            if tap.is_active and not frame.recomputing:
-                self.injection.sites[tap.clause].fused += 1
+        for tap in self.at("matmul", tensors):
+            if self.frame.current.acts_on(tap) and not self.frame.recomputing:
+                self.taps.injection.sites[tap.clause].fused += 1
+
+
+class Traced:
+    """An operator of the graph that is being compiled. Dynamo traces it."""
+
+    def __init__(self, taps: OperatorTaps, entry: Entry) -> None:
+        self.taps, self.entry = taps, entry
+        self.trace = custom_ops.traces[taps.injection.handle]
+
+    def at(self, family: str, tensors: list[Any]) -> list[Tap]:
+        """The taps of an operator that is given these."""
+        entry = self.entry
+        excluded = entry.excluded or self.taps.weights.traced_owner(tensors)
+        return self.taps.tapped(family, entry.owner, entry.layer, excluded)
+
+    def reaches(self, family: str, tensors: list[Any]) -> bool:
+        """Whether an operator of this family is met here."""
+        return len(self.at(family, tensors)) > 0
+
+    def number(self, family: str) -> int:
+        """How many operators of this family there were before in this layer and pass."""
+        return self.trace.count(f"{self.entry.layer} {family}")
+
+    def forward(self, tap: Tap, x: Tensor) -> Tensor:
+        """The faulty result."""
+        return custom_ops.trace_forward(x, tap.handle)
+
+    def gradient(self, tap: Tap, x: Tensor, argument: int, number: int) -> Tensor:
+        """An argument whose gradient will be faulty."""
+        return custom_ops.trace_gradient(x, tap.handle, argument, number, False)
+
+    def note_fused(self, tensors: list[Any]) -> None:
+        """Count an attention call whose inner products cannot be reached, whenever the graph runs."""
+        for tap in self.at("matmul", tensors):
+            ticket = self.trace.ticket(tensors[0])
+            torch.ops.shaketable.note_fused(self.taps.notes, ticket, tap.handle)
+
+
+class ExcludedWeights:
+    """Weights of the modules that operator plans leave out: a head, a router, an adapter.
+
+    What a weight belongs to decides, not which module is running: trainers multiply by the weight of a head outside of its
+    module. A weight is known by its memory, which its views and transposes share.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[tuple[nn.Module, str]] = []
+        self._heads: list[nn.Linear] = []
+        self._known: dict[int, str] = {}
+        self._first = 0
+
+    def add(self, module: nn.Module, reason: str) -> None:
+        """A module that is left out."""
+        self._modules.append((module, reason))
+        if reason == "lm_head" and isinstance(module, nn.Linear):
+            self._heads.append(module)
+
+    def refresh(self) -> None:
+        """A pass begins: weights may be where they were not before."""
+        first = next((p for module, _ in self._modules for p in module.parameters(recurse=False)), None)
+        if first is None or (address := _address(first)) == self._first:
+            return
+        self._first = address
+        self._known = {_address(p): why for module, why in self._modules for p in module.parameters(recurse=False)}
+
+    def owner(self, tensors: list[Any]) -> str | None:
+        """Why an operator that is given these is left out; None when it is not."""
+        if not self._known:
+            return None
+        for x in tensors:
+            if type(x) in _PLAIN and (found := self._known.get(_address(x))) is not None:
+                return found
+        return None
+
+    def traced_owner(self, tensors: list[Any]) -> str | None:
+        """The same while a graph is traced, where memory has no address: a head is known as the object that it is."""
+        for module in self._heads:
+            for x in tensors:
+                if x is module.weight:
+                    return "lm_head"
+        return None
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def families(names: tuple[str, ...]) -> tuple[str, ...]:

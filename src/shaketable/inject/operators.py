@@ -2,13 +2,13 @@
 
 A TorchFunctionMode meets each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest all pass
 there, also when they were imported by name long ago. Around the real call it puts `Echo`es on the inputs that want a
-gradient (every gradient the operator produces gets its own error) and strikes the result. Dynamo traces such modes, so
-the same code serves torch.compile. Monkey-patching torch.matmul and F.linear, as the study we come from did, misses
+gradient (every gradient the operator produces gets its own error) and a fault on the result. Dynamo traces such modes, so
+the same code serves torch.compile: where the operator is placed differs (`Here`, `Traced`), what is done does not. Monkey-patching torch.matmul and F.linear, as the study we come from did, misses
 `@`, mm, einsum, attention and every name that was bound early.
 
 Two operators need more. An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one
 (`Entry.atomic`). Fused attention computes two matrix products and a softmax that no one can reach: where the math
-backend alone is enabled they are computed one by one and struck; elsewhere the ledger counts the call as fused.
+backend alone is enabled they are computed one by one and met; elsewhere the ledger counts the call as fused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shaketable.inject.compile import custom_ops
+from shaketable.inject.fast.products import Products
 from shaketable.inject.hooks import Hook
 from shaketable.inject.open_attention import attention_in_the_open, only_math, open_multi_head
-from shaketable.inject.short.products import Products
+from shaketable.inject.operator_taps import Here, Traced
 from shaketable.inject.tensors import change_first, change_input
-from shaketable.inject.traced import compiled
 from shaketable.sites.anatomy import Part
 from shaketable.sites.engines import is_engine_experts, is_engine_linear, is_engine_module
 
@@ -56,7 +57,7 @@ def _covered() -> dict[Any, tuple[str, str]]:
     """Every Python-visible function of a covered operator, with its family and name.
 
     `torch.ops.aten.mm` is covered, its overloads (`.default`) are not: those are what compiled graphs run, after their
-    operators have been struck in the graph itself.
+    operators have been met in the graph itself.
     """
     homes = (torch, torch.Tensor, F, torch.linalg, torch._C._nn, torch.special)
     table: dict[Any, tuple[str, str]] = {}
@@ -95,40 +96,42 @@ def atomic_family(part: Part) -> str | None:
 
 
 class OperatorModule(Hook):
-    """A module taken as one operator: echoes on its input and weight, strikes on its output."""
+    """A module taken as one operator: faulty gradients of its input and weight, and a faulty output."""
 
     def __init__(self, injection: Injection, taps: list[Tap]) -> None:
         self.injection = injection
         self.handle = injection.handle
-        self.echoes = [tap for tap in taps if "backward" in tap.site.directions]
-        self.strikes = [tap for tap in taps if "forward" in tap.site.directions]
+        self.backward = [tap for tap in taps if "backward" in tap.site.directions]
+        self.forward = [tap for tap in taps if "forward" in tap.site.directions]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         """Forward pre-hook and forward hook."""
-        if torch.compiler.is_compiling() and not compiled.present[self.handle]:
+        if torch.compiler.is_compiling() and not custom_ops.present[self.handle]:
             return None
         if output:
-            return change_first(output[0], self._strike)[0]
-        args, kwargs, _ = change_input(args, kwargs, self._echo)
+            return change_first(output[0], self._on_output)[0]
+        args, kwargs, _ = change_input(args, kwargs, self._on_input)
         return args, kwargs
 
-    def _echo(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            for tap in self.echoes:
-                x = compiled.TracedEcho.apply(x, tap.handle, 0, False)
-            return x
-        frame = self.injection.calls.top()
-        for tap in self.echoes:
-            x = x if frame is None else tap.echo(x, frame)
+    def _on_input(self, x: Tensor) -> Tensor:
+        is_traced = torch.compiler.is_compiling()
+        frame = None if is_traced else self.injection.operator_frame()
+        for tap in self.backward:
+            if is_traced:
+                x = custom_ops.trace_gradient(x, tap.handle, 0, None, False)
+            elif frame is not None:
+                x = tap.gradient(x, frame)
         return x
 
-    def _strike(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            for tap in self.strikes:
-                x = compiled.trace_forward(x, tap.handle)
-            return x
-        frame = self.injection.calls.top()
-        return x if frame is None else _strike_all(self.strikes, x, frame)
+    def _on_output(self, x: Tensor) -> Tensor:
+        is_traced = torch.compiler.is_compiling()
+        frame = None if is_traced else self.injection.operator_frame()
+        for tap in self.forward:
+            if is_traced:
+                x = custom_ops.trace_forward(x, tap.handle)
+            elif frame is not None:
+                x = tap.forward(x, frame)
+        return x
 
 
 class Operators(TorchFunctionMode):
@@ -171,90 +174,86 @@ class Operators(TorchFunctionMode):
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        is_traced = torch.compiler.is_compiling()
-        if operator is _WHOLE and not (is_traced and not compiled.present[self.injection.handle]):
+        where = self._where(operator[0], kwargs)
+        if where is None:
+            return func(*args, **kwargs)
+        if operator is _WHOLE:
             with self:
                 return open_multi_head()(*args, **kwargs)
-        if is_traced:
-            return self._traced(func, operator, args, kwargs)
-        if func is F.linear and not kwargs:
-            result = self.products.linear(func, args)
+        if func is F.linear and not kwargs and isinstance(where, Here):
+            result = self.products.linear(func, args, where.frame)
             if result is not None:
                 return result
-        return self._eager(func, operator, args, kwargs)
+        return self._meet(where, func, operator, args, kwargs)
 
-    def _traced(self, func: Any, operator: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        taps = self.taps.traced(operator[0])
-        if not taps or not compiled.present[self.injection.handle]:
-            return func(*args, **kwargs)
-        echoes = [tap.handle for tap in taps if "backward" in tap.site.directions]
-        strikes = [tap.handle for tap in taps if "forward" in tap.site.directions]
-        position = 0
-        changed = []
-        for value in args:
-            if isinstance(value, Tensor) and value.requires_grad:
-                for handle in echoes:
-                    value = compiled.TracedEcho.apply(value, handle, position, False)
-            position += 1
-            changed.append(value)
-        named = {}
-        for key, value in kwargs.items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                for handle in echoes:
-                    value = compiled.TracedEcho.apply(value, handle, position, False)
-            position += 1
-            named[key] = value
-        result = func(*changed, **named)
-        for handle in strikes:
-            result = compiled.trace_forward(result, handle)
-        return result
+    def _where(self, family: str, kwargs: dict[str, Any]) -> Here | Traced | None:
+        """Where an operator is met: in a frame, or in the graph that is being traced; None where it is nobody's business."""
+        injection = self.injection
+        if torch.compiler.is_compiling():
+            entry = self.taps.tracing_entry() if custom_ops.present[injection.handle] else None
+            return None if entry is None or entry.atomic == family else Traced(self.taps, entry)
+        if _is_tracing() or ("out" in kwargs and _is_inductor(sys._getframe(2))):
+            return None
+        frame = injection.operator_frame()
+        return None if frame is None or frame.entry.atomic == family else Here(self.taps, frame)
 
-    def _eager(self, func: Any, operator: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _meet(self, where: Here | Traced, func: Any, operator: tuple[str, str], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The operator, with faults on its result and on the gradients of what it is given."""
         family, name = operator
-        compiled_code = _is_tracing() or ("out" in kwargs and _is_inductor(sys._getframe(2)))
-        frame = self.injection.operator_frame() if self.injection.enabled and not compiled_code else None
-        if frame is None or frame.entry.atomic == family:
-            return func(*args, **kwargs)
-        taps = self.taps.at(family, frame)
-        if family == "sdpa" and (self.taps.reach("matmul", frame) or self.taps.reach("softmax", frame)):
+        tensors = [*args, *kwargs.values()]
+        taps = where.at(family, tensors)
+        if family == "sdpa" and (where.reaches("matmul", tensors) or where.reaches("softmax", tensors)):
             if only_math():
                 with self:
                     result = attention_in_the_open(*args, **kwargs)
-                return _strike_all(taps, result, frame)
-            self.taps.note_fused(frame)
+                return _change_result(where, taps, result)
+            where.note_fused(tensors)
         if not taps:
             return func(*args, **kwargs)
-        args, kwargs = _echo_all(taps, args, kwargs, frame, frame.count((frame.layer, family)))
+        args, kwargs = _mark_gradients(where, taps, args, kwargs, where.number(family))
         result = func(*args, **kwargs)
         if name in _IN_PLACE or kwargs.get("out") is not None:
-            return result.copy_(_strike_all(taps, result.clone(), frame))
-        return _strike_all(taps, result, frame)
+            return result.copy_(_change_result(where, taps, result.clone()))
+        return _change_result(where, taps, result)
 
 
-def _echo_all(taps: list[Tap], args: Any, kwargs: Any, frame: Any, number: int) -> tuple[Any, Any]:
-    """The arguments, with an echo on every tensor that wants a gradient."""
-    position = 0
-
-    def echo(value: Any) -> Any:
-        nonlocal position
-        if isinstance(value, list | tuple):
-            return type(value)([echo(v) for v in value])
-        position += 1
-        if isinstance(value, Tensor) and value.requires_grad:
-            for tap in taps:
-                if "backward" in tap.site.directions:
-                    value = tap.echo(value, frame, position, number)
-        return value
-
+def _mark_gradients(where: Here | Traced, taps: list[Tap], args: Any, kwargs: Any, number: int) -> tuple[Any, Any]:
+    """The arguments, of which each tensor that wants a gradient gets a faulty one."""
     if not torch.is_grad_enabled():
         return args, kwargs
-    return tuple(echo(a) for a in args), {k: v if k == "out" else echo(v) for k, v in kwargs.items()}
+    taps = [tap for tap in taps if "backward" in tap.site.directions]
+    position = 0
+    changed: list[Any] = []
+    for value in args:
+        value, position = _mark(where, taps, value, position, number)
+        changed.append(value)
+    named = {}
+    for key, value in kwargs.items():
+        if key != "out":
+            value, position = _mark(where, taps, value, position, number)
+        named[key] = value
+    return tuple(changed), named
 
 
-def _strike_all(taps: list[Tap], result: Tensor, frame: Any) -> Tensor:
+def _mark(where: Here | Traced, taps: list[Tap], value: Any, position: int, number: int) -> tuple[Any, int]:
+    """One argument, which may be a list of tensors, and the number of the last one that was looked at."""
+    if isinstance(value, list | tuple):
+        members = []
+        for member in value:
+            member, position = _mark(where, taps, member, position, number)
+            members.append(member)
+        return type(value)(members), position
+    position += 1
+    if isinstance(value, Tensor) and value.requires_grad:
+        for tap in taps:
+            value = where.gradient(tap, value, position, number)
+    return value, position
+
+
+def _change_result(where: Here | Traced, taps: list[Tap], result: Tensor) -> Tensor:
     for tap in taps:
         if "forward" in tap.site.directions:
-            result = tap.forward(result, frame)
+            result = where.forward(tap, result)
     return result
 
 
@@ -264,6 +263,6 @@ def _is_tracing() -> bool:
 
 
 def _is_inductor(caller: types.FrameType) -> bool:
-    """Whether a call comes from a file that inductor wrote: its products were struck when the graph was traced."""
+    """Whether a call comes from a file that inductor wrote: its products were met when the graph was traced."""
     inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     return inductor is not None and caller.f_code.co_filename.startswith(inductor.cache_dir())

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shaketable.inject import operator
+from shaketable.inject.calls import Frame
+from shaketable.inject.compile import custom_ops
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.taps import Tap
-from shaketable.inject.traced import compiled
 from shaketable.sites.engines import is_engine_module
 
 _HIDDEN = ("hidden_states", "x")
@@ -61,9 +63,11 @@ class PairTaps(ModuleTaps):
         if residual is None:
             return super()._on_input(args, kwargs)
         hidden = self._argument(self.hidden, args, kwargs)
-        self.total = hidden + residual if torch.compiler.is_compiling() or any(acts(tap) for tap in self.taps) else None
+        frame = self._frame(args, kwargs)
+        acts = frame is None or any(frame.current.acts_on(tap) for tap in self.taps if "forward" in tap.site.directions)
+        self.total = hidden + residual if acts else None
         for tap in self.taps:
-            hidden, residual = self._split(hidden, residual, tap, args, kwargs)
+            hidden, residual = self._split(hidden, residual, tap, frame)
         changed = {self.hidden: hidden, "residual": residual}
         args = tuple(changed.pop(self._name(i), value) for i, value in enumerate(args))
         return args, kwargs | changed
@@ -76,8 +80,9 @@ class PairTaps(ModuleTaps):
         if self.is_norm:
             return super()._on_output(args, kwargs, output)
         hidden, residual = output[:2]
+        frame = self._frame(args, kwargs)
         for tap in self.taps:
-            hidden, residual = self._split(hidden, residual, tap, args, kwargs)
+            hidden, residual = self._split(hidden, residual, tap, frame)
         return (hidden, residual, *output[2:])
 
     def _hand_on(self, output: tuple[Any, ...]) -> Any:
@@ -88,17 +93,19 @@ class PairTaps(ModuleTaps):
         stream = output[1]
         if torch.compiler.is_compiling():
             for tap in self.taps:
-                stream = torch.ops.shaketable.take_back(stream, total, tap.handle)
+                ticket = custom_ops.traces[tap.injection.handle].ticket(stream)
+                stream = torch.ops.shaketable.take_back(stream, total, ticket, tap.handle)
         else:
             stream = total
         return (output[0], stream, *output[2:])
 
-    def _split(self, hidden: Tensor, residual: Tensor, tap: Tap, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _split(self, hidden: Tensor, residual: Tensor, tap: Tap, frame: Frame | None) -> tuple[Tensor, Tensor]:
         """The pair as the tap leaves it."""
-        frame = self._frame(args, kwargs)
         if frame is None:
-            return torch.ops.shaketable.strike_sum(hidden, residual, tap.handle)  # type: ignore[no-any-return]
-        if not acts(tap, frame.phase):
+            tracing = custom_ops.traces[tap.injection.handle]
+            number, ticket = tracing.count(f"{tap.handle}"), tracing.ticket(hidden)
+            return torch.ops.shaketable.apply_to_sum(hidden, residual, ticket, tap.handle, number)  # type: ignore[no-any-return]
+        if not frame.current.acts_on(tap) or "forward" not in tap.site.directions:
             return hidden, residual
         return tap.touch(hidden + residual, frame), torch.zeros_like(residual)
 
@@ -110,35 +117,28 @@ class PairTaps(ModuleTaps):
         return next((name for name, at in self.places.items() if at == place), "")
 
 
-def acts(tap: Tap, phase: str | None = None) -> bool:
-    """Whether a tap would change a tensor now."""
-    now = tap.injection.phase_now() if phase is None else phase
-    return tap.is_active and "forward" in tap.site.directions and tap.acts_in(now)
-
-
 def _alike(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
 
 
-@torch.library.custom_op("shaketable::strike_sum", mutates_args=())
-def _strike_sum(hidden: Tensor, residual: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    tap = compiled.live(handle)
-    if tap is None or not acts(tap):
+@torch.library.custom_op("shaketable::apply_to_sum", mutates_args=())
+def _apply_to_sum(hidden: Tensor, residual: Tensor, ticket: Tensor, tap: int, number: int) -> tuple[Tensor, Tensor]:
+    what = custom_ops.application(tap, ticket, number)
+    if what is None or "forward" not in what.tap.site.directions:
         return hidden.clone(), residual.clone()
-    return torch.ops.shaketable.strike(hidden + residual, handle)[0], torch.zeros_like(residual)
+    return operator.apply(hidden + residual, what), torch.zeros_like(residual)
 
 
-@_strike_sum.register_fake
-def _(hidden: Tensor, residual: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+@_apply_to_sum.register_fake
+def _(hidden: Tensor, residual: Tensor, ticket: Tensor, tap: int, number: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hidden), torch.empty_like(residual)
 
 
 @torch.library.custom_op("shaketable::take_back", mutates_args=())
-def _take_back(stream: Tensor, total: Tensor, handle: int) -> Tensor:
-    tap = compiled.live(handle)
-    return total.clone() if tap is not None and acts(tap) else stream.clone()
+def _take_back(stream: Tensor, total: Tensor, ticket: Tensor, tap: int) -> Tensor:
+    return stream.clone() if custom_ops.application(tap, ticket, 0) is None else total.clone()
 
 
 @_take_back.register_fake
-def _(stream: Tensor, total: Tensor, handle: int) -> Tensor:
+def _(stream: Tensor, total: Tensor, ticket: Tensor, tap: int) -> Tensor:
     return torch.empty_like(stream)

@@ -1,11 +1,6 @@
-"""What one spot of a ledger counts and measures: a module at a point, or an operator of a layer.
+"""What one spot of a ledger has counted and measured: a module at a point, or an operator of a layer.
 
-Some fires are measured by comparing the tensor before and after. Spots hold sums, not averages: those of many processes, and
-those that a card's kernels have told, are added.
-
-A large tensor is measured by rows spread over it, where its fault strikes every value by the same law. All of it takes a card
-some ten passes in float64: half a second for the linears of 1.5 billion parameters, at every power of two. Faults that strike
-few values, or whose magnitude is a share of the whole tensor's maximum, are measured on all of it.
+Spots hold sums, not averages: those of many processes are added. They are fed by `counters.tell`, and by nobody else.
 """
 
 from __future__ import annotations
@@ -13,18 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shaketable.faults import FaultBase
-
-AT_HAND = 2**16
-"""Values that are measured on the host: some forty launches and six waits for a card cost more than bringing them here."""
-
-ENOUGH = 2**20
-"""Values that tell a magnitude within a thousandth."""
+from typing import Any
 
 
 @dataclass
@@ -51,34 +35,11 @@ class Measured:
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def take(self, fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> None:
-        """Measure one before/after pair."""
-        if lanes is None and fault.strikes_alike and clean.dim() > 1 and clean.numel() > ENOUGH:
-            clean, faulty = _spread(clean, faulty)
-        if clean.device.type != "cpu" and clean.numel() <= AT_HAND:
-            clean, faulty, lanes = clean.cpu(), faulty.cpu(), None if lanes is None else lanes.cpu()
-        differs = clean.ne(faulty) & ~(clean.isnan() & faulty.isnan())
-        finite = clean.isfinite() & faulty.isfinite()
-        error = (faulty.double() - clean.double()).where(finite, 0.0).square().sum()
-        size = clean.double().where(finite, 0.0).square().sum()
-        changed, alive = int(differs.sum()), clean.ne(0)
-        self.fires += 1
-        self.values += clean.numel()
-        self.changed += changed
-        self.alive += int(alive.sum())
-        self.survived += int((alive & faulty.ne(0)).sum())
-        self.square += float(error) / float(size) if float(size) > 0 else 0.0
-        self._read_back(fault, clean, faulty, lanes)
-
-    def _read_back(self, fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> None:
-        self.tell(fault.read_back(clean, faulty, lanes) if clean.numel() else None)
-
-    def tell(self, found: float | None) -> None:
-        """One more magnitude that was read back; None where the values did not tell."""
-        if found is not None and math.isfinite(found):
-            self.magnitudes += 1
-            self.magnitude += found
-            self.magnitude_square += found * found
+    def take(self, numbers: list[float]) -> None:
+        """Add numbers in the order of the fields."""
+        for name, number in zip(_SUMS, numbers, strict=True):
+            before = getattr(self, name)
+            setattr(self, name, before + (round(number) if isinstance(before, int) else number))
 
     @property
     def uncertainty(self) -> float:
@@ -92,13 +53,6 @@ class Measured:
     def error(self) -> float | None:
         """Relative RMS error."""
         return math.sqrt(self.square / self.fires) if self.fires else None
-
-
-def _spread(clean: Tensor, faulty: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of both, evenly spread; everything, if those show no difference (gradients of most tokens may be zero)."""
-    step = -(-clean.numel() // ENOUGH)
-    some, same = (x.reshape(-1, x.shape[-1])[::step] for x in (clean, faulty))
-    return (clean, faulty) if some.equal(same) else (some, same)
 
 
 _SUMS = tuple(f.name for f in fields(Measured))
@@ -118,14 +72,6 @@ class Spot:
     forward: Measured = field(default_factory=Measured)
     backward: Measured = field(default_factory=Measured)
     lock: Any = field(default_factory=Lock, repr=False, compare=False)
-
-    def count(self, phase: str, backward: bool) -> int:
-        """Count one fire; returns how many there have been in this direction."""
-        with self.lock:
-            if phase not in self.counts:
-                self.counts[phase] = [0, 0]
-            self.counts[phase][backward] += 1
-            return self.counts[phase][backward] if len(self.counts) == 1 else self.fires(backward)
 
     def fires(self, backward: bool) -> int:
         """Fires in one direction, over all phases."""

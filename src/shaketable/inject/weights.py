@@ -35,37 +35,36 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import PlanError
-from shaketable.inject.calls import Calls, Entry, Frame
-from shaketable.inject.dressed import exchanged, on_a_card
+from shaketable.inject.calls import Entry, Frame
+from shaketable.inject.compile import custom_ops
+from shaketable.inject.dressed import exchanged, on_gpu
+from shaketable.inject.fast.weight_classes import SLOT, kind_of
 from shaketable.inject.hooks import Hook
-from shaketable.inject.short.weight_classes import SLOT, kind_of
 from shaketable.inject.taps import Tap
-from shaketable.inject.traced import compiled
 
 if TYPE_CHECKING:
-    from shaketable.inject.short.ready import Ready, Shelf
+    from shaketable.inject.fast.ready import Ready, Shelf
 
 
 @dataclass(frozen=True)
 class WeightTap:
-    """A tap on one parameter. As `echo_only` it belongs to an operator: the weight is clean, its gradient is not."""
+    """A tap on one parameter. As `gradient_only` it belongs to an operator: the weight is clean, its gradient is not."""
 
     name: str
     tap: Tap
-    calls: Calls
     entry: Entry
-    echo_only: bool = False
+    gradient_only: bool = False
 
     def touch(self, weight: Tensor, frame: Frame) -> Tensor:
         """The weight as the module sees it."""
-        return self.tap.echo(weight, frame, 1) if self.echo_only else self.tap.touch(weight, frame)
+        return self.tap.gradient(weight, frame, 1) if self.gradient_only else self.tap.touch(weight, frame)
 
     def trace(self, weight: Tensor) -> Tensor:
         """The same, for a graph being compiled."""
-        if not self.echo_only:
-            return compiled.trace(weight, self.tap)
+        if not self.gradient_only:
+            return custom_ops.trace(weight, self.tap)
         handle = self.tap.handle
-        return compiled.TracedEcho.apply(weight, handle, 1, False) if compiled.is_present(handle) else weight
+        return custom_ops.trace_gradient(weight, handle, 1, None, False) if custom_ops.is_present(handle) else weight
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class WeightTaps:
         """Those of them that every call counts."""
         self.inside = 0
         """The thread in which the module is running, in a pass that has values ready; else 0."""
-        self.is_short = on_a_card(module) and "forward" not in module.__dict__
+        self.is_short = on_gpu(module) and "forward" not in module.__dict__
         self.hooks = [] if self.is_short else self._hooked(module)
 
     def _hooked(self, module: nn.Module) -> list[RemovableHandle]:
@@ -154,7 +153,8 @@ class WeightTaps:
         if torch.compiler.is_compiling():
             self.tracing = True
             return
-        frames = [(own, own.calls.top() or own.calls.open(own.entry, args, kwargs)) for own in self.taps]
+        found = ((own, own.tap.injection.frame(own.entry, args, kwargs)) for own in self.taps)
+        frames = [(own, frame) for own, frame in found if frame is not None]
         self.local.call = _Call(frames, torch.is_grad_enabled())
 
     def end(self) -> None:
@@ -211,9 +211,9 @@ class _Around(Hook):
 
 def add_tap(module: nn.Module, tap: WeightTap) -> None:
     """Make the module read a parameter through a tap."""
-    for slot in ("_shaketable_swift", "_shaketable_hushed"):
-        if (short := module.__dict__.get(slot)) is not None:
-            short.give_way()
+    for slot in ("_shaketable_fast_linear",):
+        if (fast := module.__dict__.get(slot)) is not None:
+            fast.give_way()
     found = module.__dict__.get(SLOT)
     if found is None:
         found = WeightTaps(module)

@@ -15,7 +15,7 @@ noise in the other part: whoever loads through the engine is noticed before, and
 A plan and AQN may act on the same weight. There is one clean copy of it and one list of taps, whoever made them: with a copy
 each, the one would take the other's noise for new weights.
 
-Copies are kept in the memory of the host: norms are small, and a whole model would not fit beside itself on a card.
+Copies are kept in the memory of the host: norms are small, and a whole model would not fit beside itself on a GPU.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Weight:
         value = self.parameter
         self.clean = value.to("cpu", copy=True)
         for tap, phase in acting:
-            value = tap.strike(value, tap.blow_at(0, phase, (False, 0)))
+            value = tap.written(value, phase)
         self.parameter.copy_(value)
         self.ours = checksum(self.parameter)
 
@@ -117,7 +117,7 @@ class Written:
 
 
 def _acts(tap: HeldTap, phase: str) -> bool:
-    return tap.is_active and "forward" in tap.site.directions and tap.acts_in(phase)
+    return "forward" in tap.site.directions and tap.injection.acting(phase)[tap.clause]
 
 
 def checksum(x: Tensor) -> int:

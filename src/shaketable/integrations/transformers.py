@@ -117,7 +117,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.aqn is not None and self.sampler is None:
             self.noise = self.aqn.attach(model, total, step=step, allow_inert=self.allow_inert)
         for injection in self._injections():
-            injection.spares = reference_test(model)
+            injection.skip_pass = reference_test(model)
         self._switch(True)
         self._switch(False)
 

@@ -30,8 +30,8 @@ from shaketable.errors import PlanError, ShaketableError, nearest
 from shaketable.faults import MagnitudeFault
 from shaketable.harden.aqn import AQN
 from shaketable.harden.aqn_noise import AttachedAQN
+from shaketable.inject.compile import custom_ops
 from shaketable.inject.injection import Injection
-from shaketable.inject.traced import compiled
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import Report
 from shaketable.integrations.vllm_proof import FirstStrikes
@@ -180,7 +180,7 @@ class Shaker:
         """Keep graphs that carry taps apart from all others, in vLLM's cache on disk."""
         injections = [i for i in self.injections if i.models[0].hooks]
         if injections and isinstance(self.config.additional_config, dict):
-            parts = [__version__, str(compiled.newest()), *(i.plan.text() for i in injections)]
+            parts = [__version__, str(custom_ops.newest()), *(i.plan.text() for i in injections)]
             self.config.additional_config[GRAPHS] = "|".join(parts)
 
     def go_live(self) -> None:

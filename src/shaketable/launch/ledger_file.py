@@ -45,7 +45,7 @@ class LedgerFile:
 
     def catch_up(self) -> None:
         """Write, if anything was done since the last time. On a card kernels count by themselves: there one has to look."""
-        if any(injection.boards.all for injection in self._injections()):
+        if any(injection.tables.all for injection in self._injections()):
             self._file.try_flush()
         else:
             self._file.catch_up()

@@ -47,8 +47,8 @@ class Seen(Hook):
 class ByTask(Calls):
     """The frames of a process that does one task after another: each task counts its passes and its models from zero."""
 
-    def __init__(self, step: int = 0) -> None:
-        super().__init__(step)
+    def __init__(self, injection: Injection, step: int = 0) -> None:
+        super().__init__(injection, step)
         self.task = 0
         self.models = 0
         """Models met in this task."""
@@ -62,7 +62,7 @@ class ByTask(Calls):
             self.task, self.models = task, 0
             self.set_step(self.step)
 
-    def new_moment(self, who: int | tuple[object, int], phase: str) -> int:
+    def new_moment(self, who: int, phase: str) -> int:
         self.follow()
         moment = super().new_moment(who, phase)
         return mix64(moment ^ self.task) if self.task else moment
@@ -75,7 +75,7 @@ class ProcessInjection(Injection):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, allow_inert=True)
-        self.calls = ByTask()
+        self.calls = ByTask(self)
         self.seen: WeakSet[nn.Module] = WeakSet()
         self.roots: WeakSet[nn.Module] = WeakSet()
         self.attaching = threading.RLock()
@@ -95,7 +95,7 @@ class ProcessInjection(Injection):
         return any(m.training for m in self.roots) or not len(self.roots)
 
     def operator_frame(self) -> Frame | None:
-        return None if self.aside else self.calls.top() or self._loose_frame()
+        return None if self.aside or not self.enabled else self.calls.top() or self._loose_frame()
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -113,8 +113,8 @@ class ProcessInjection(Injection):
             module.__dict__["_shaketable_seen"] = Seen()
 
     def _loose_frame(self) -> Frame:
-        phase = current_phase(training=torch.is_grad_enabled())
-        return Frame(self._loose, self.calls.new_moment(0, phase), phase, None, None, recomputing=False)
+        current = self.begin_pass(self._loose, current_phase(training=torch.is_grad_enabled()))
+        return Frame(self._loose, current, None, None, recomputing=False)
 
     def on_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global forward pre-hook: attach the plan to a model that is called for the first time."""

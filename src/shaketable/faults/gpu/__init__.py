@@ -1,7 +1,7 @@
-"""Faults on a card: fused Triton kernels, chosen where they fit; None where plain torch has to do it.
+"""Faults on a GPU: fused Triton kernels, chosen where they fit; None where plain torch has to do it.
 
 Plain torch (`noise.py`, `formats.py`, …) stays the reference that these are tested against: in Triton's interpreter on every
-machine, on a card with the results committed.
+machine, on a GPU with the results committed.
 """
 
 from shaketable.faults.gpu.clipping import clipped
@@ -11,16 +11,16 @@ from shaketable.faults.gpu.dispatch import (
     BLOCK,
     GAIN,
     LARGEST,
+    OTHER,
     RELATIVE,
     SYSTEMATIC,
-    Live,
+    Row,
     fits,
     name,
     noise,
     prepare,
-    prepare_keyed,
     shift,
-    tick,
+    tell,
 )
 from shaketable.faults.gpu.formats import coded
 from shaketable.faults.gpu.heads import HEAD, tell_heads
@@ -34,11 +34,12 @@ __all__ = [
     "HEAD",
     "LARGEST",
     "MEAN",
+    "OTHER",
     "RELATIVE",
     "SIZE",
     "SPREAD",
     "SYSTEMATIC",
-    "Live",
+    "Row",
     "clipped",
     "coded",
     "fits",
@@ -46,9 +47,8 @@ __all__ = [
     "name",
     "noise",
     "prepare",
-    "prepare_keyed",
     "shift",
+    "tell",
     "tell_heads",
-    "tick",
     "top",
 ]

@@ -2,22 +2,16 @@
 
 `coded` of `formats.py` cuts a shape into segments, builds a key and fills in eight arguments at every call: 40 microseconds of
 Python, on each of 210 linears. Here that has been done once per size.
-
-Nothing is locked. The compiled `strike_into` writes both addresses and launches while it holds Python's own lock; without a
-compiler the addresses are put into an array of the call's own.
 """
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shaketable.faults import native
 from shaketable.faults.gpu import dispatch
 from shaketable.faults.gpu.formats import plan_of
-from shaketable.faults.gpu.launcher import Strike, laid_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,21 +29,11 @@ class Coding:
     def __init__(self, launcher: Launcher, programs: int, x: Tensor, sizes: tuple[int, int, int]) -> None:
         self.dtype, self.device = x.dtype, x.get_device()
         self.alone = torch.cuda.device_count() == 1
-        self._address, self._target = ctypes.c_uint64(), ctypes.c_uint64()
-        self._rest = [ctypes.c_int32(size) for size in (*sizes, 0, 0)]
-        self._launcher, self._programs = launcher, programs
-        self._array = laid_out([self._address, self._target, self._address, *self._rest])
-        self._strike = Strike(
-            ctypes.cast(launcher.launch, ctypes.c_void_p), launcher.function, programs, launcher.threads, launcher.shared, 0,
-            ctypes.addressof(self._address), None, ctypes.addressof(self._array), ctypes.addressof(self._target),
-        )  # fmt: skip
-        self.go, self.at = native.coder() or self._slowly, ctypes.addressof(self._strike)
+        self._launcher, self._programs, self._sizes = launcher, programs, sizes
 
-    def _slowly(self, _: int, address: int, target: int, stream: int) -> int:
-        """Where there is no compiler."""
-        read, written = ctypes.c_uint64(address), ctypes.c_uint64(target)
-        self._launcher.go(self._programs, self.device, laid_out([read, written, read, *self._rest]))
-        return 0
+    def __call__(self, source: int, target: int) -> None:
+        """Launch on the current stream."""
+        self._launcher(self._programs, self.device, (source, target, source, *self._sizes, 0, 0))
 
 
 def coding(x: Tensor, kind: str, scope: str) -> Coding | None:
@@ -57,7 +41,7 @@ def coding(x: Tensor, kind: str, scope: str) -> Coding | None:
 
     Formats that first ask for the maximum of the whole tensor take more than one launch.
     """
-    if scope == "tensor" or kind == "nvfp4" or not dispatch.fits(x) or not dispatch.driver_is_here():
+    if scope == "tensor" or kind == "nvfp4" or not dispatch.fits(x):
         return None
     key = (kind, scope, x.numel(), x.shape[-1] if x.dim() else 1, x.dtype, x.device)
     if key not in _codings and (made := _coding(x, kind, scope)) is not None:

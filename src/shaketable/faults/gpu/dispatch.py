@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.gpu.launcher import KeyedLaunch, Launch, Launcher
+    from shaketable.faults.gpu.launcher import Launcher, Prepared
 
 BLOCK, WARPS = 2048, 4
 LARGEST = 2**31 - BLOCK
 """Counters of pairs are 32 bits wide; larger tensors go through plain torch."""
 RELATIVE, ADDITIVE = 0, 1
-BIAS, GAIN, SYSTEMATIC = 2, 3, 4
-_NOISE = ("pointer", "pointer", "int", "float", "int", "int", "pointer", "pointer", "pointer", "int", "int")
-_SHIFT = ("pointer", "pointer", "int", "float", "pointer", "pointer", "pointer", "int", "int")
+BIAS, GAIN, SYSTEMATIC, OTHER = 2, 3, 4, 5
+STEPS, STEP = 16, 1024
+"""How many values `tell` looks at: so many steps of so many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
-    """What a captured kernel reads from the card's memory at every replay, and where it tells what it did."""
+class Row:
+    """What a kernel reads from the GPU's memory, and where it counts: see `inject/device_table.py`."""
 
     rows: Tensor
-    """Rows of two words of key, the scale's bits, and the number of the phase from one on, or 0 when it is off; int32."""
-    proof: Tensor
-    """Sums per tap over what was changed, float64."""
+    """Rows of two words of key, the scale's bits, and flags, 0 when it is off; int32."""
+    sums: Tensor
+    """What is counted and measured, a row per tap and direction; float64."""
     row: int
     place: int
-    """Which row of `proof`."""
+    """Which row of `sums`."""
 
 
 @functools.cache
@@ -93,39 +93,39 @@ def noise(
     relative: bool,
     unit: Tensor | None = None,
     in_place: bool = False,
-    live: Live | None = None,
+    live: Row | None = None,
 ) -> Tensor | None:
     """x + |x|·z·scale (relative) or x + z·scale·unit in one pass; None where no kernel fits.
 
     Args:
-        x: What is struck.
+        x: The clean tensor.
         scale: The magnitude, or the factor of `unit`.
         key: Keys the noise: `Draw.key`.
         relative: Noise in units of each value.
         unit: One float32 number on the device.
         in_place: Write into `x` itself; it must be contiguous.
-        live: What a captured kernel reads instead of `scale`.
+        live: What the kernel reads instead of `scale` and `key`.
     """
     if not fits(x):
         return None
-    return _noise(x, scale, key, relative, unit, in_place, live)
-
-
-def _noise(x: Tensor, scale: float, key: int, relative: bool, unit: Tensor | None, in_place: bool, live: Live | None) -> Tensor:
     import torch
 
     x = x if in_place else x.contiguous()
     y = x if in_place else torch.empty_like(x)
     n = x.numel()
-    variant = (RELATIVE if relative else ADDITIVE, unit is not None, live is not None, not interpreting(), n % BLOCK == 0)
-    board = (live.rows, live.proof, live.row, live.place) if live else (None, None, 0, 0)
-    values = (x, y, n, scale, _signed(key), _signed(key >> 32), unit, *board)
-    _launch("noise", _NOISE, values, variant, n)
+    table = (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+    kind = RELATIVE if relative else ADDITIVE
+    shape = {"KIND": kind, "UNIT": unit is not None, **_shape(n, live)}
+    launch(_kernels().noise, -(-n // BLOCK), (x, y, n, scale, *words(key), unit, *table), shape)
     return y
 
 
+def _shape(n: int, live: Row | None) -> dict[str, Any]:
+    return {"LIVE": live is not None, "FAST": not interpreting(), "EVEN": n % BLOCK == 0, "BLOCK": BLOCK}
+
+
 def shift(
-    x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: Live | None = None
+    x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: Row | None = None
 ) -> Tensor | None:
     """Bias, gain or systematic bias in one pass; None where no kernel fits."""
     import torch
@@ -135,18 +135,23 @@ def shift(
     x = x if in_place else x.contiguous()
     y = x if in_place else torch.empty_like(x)
     n = x.numel()
-    board = (live.rows, live.proof, live.row, live.place) if live else (None, None, 0, 0)
-    values = (x, y, n, scale, unit, *board)
-    _launch("arithmetic", _SHIFT, values, (kind, live is not None, not interpreting(), n % BLOCK == 0), n)
+    table = (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+    launch(_kernels().arithmetic, -(-n // BLOCK), (x, y, n, scale, unit, *table), {"KIND": kind, **_shape(n, live)})
     return y
 
 
-def tick(board: tuple[Tensor, ...], moment: int | None) -> None:
-    """A new moment on a board, given or the next one of its clock: see `inject/board.py`."""
-    live, rows = board[2], board[3]
-    taps = len(live)
-    shape = {"GIVEN": moment is not None, "TAPS": taps, "REPEATS": len(rows) // (2 * taps), "BLOCK": 1024}
-    launch(_kernels().tick, 1, (*board, *words(moment or 0)), shape)
+def tell(x: Tensor, y: Tensor, live: Row, kind: int = OTHER) -> None:
+    """Count and, when it is due, measure a before/after pair, by rows spread over it."""
+    from shaketable.faults.gpu import measure_kernels
+
+    x, y = x.contiguous(), y.contiguous()
+    most = STEPS * STEP
+    width = min(x.shape[-1], most) if x.dim() else 1
+    every = max(1, x.numel() // most)
+    n = min(most, x.numel())
+    stride = every * width if x.numel() > most else width
+    shape = {"KIND": kind, "STEPS": STEPS, "BLOCK": STEP, "FAST": not interpreting()}
+    launch(measure_kernels.tell, 1, (x, y, n, live.rows, live.sums, live.row, live.place, width, stride), shape)
 
 
 def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS, **more: Any) -> None:
@@ -161,15 +166,14 @@ def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str,
         return
     with nullcontext() if device < 0 else torch.cuda.device(device):
         compiled = kernel[(programs,)](*values, **shape, num_warps=warps, **more)
-    if device >= 0 and driver_is_here() and all(v.__class__ is not int or (v != 1 and abs(v) < 2**31) for v in values):
+    if device >= 0 and all(v.__class__ is not int or abs(v) < 2**31 for v in values):
         from shaketable.faults.gpu.launcher import Launcher
 
-        kinds = tuple("float" if isinstance(v, float) else "int" if isinstance(v, int) else "pointer" for v in values)
-        _launchers[key] = Launcher(compiled, kinds)
+        _launchers[key] = Launcher(compiled, tuple(shape.values()))
 
 
 def launcher(kernel: Any, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS) -> Launcher | None:
-    """What `launch` with these arguments goes through when it has been called before; None before, and without a driver."""
+    """What `launch` with these arguments goes through when it has been called before; None before."""
     return _launchers.get(_key(kernel, values, shape, warps))
 
 
@@ -181,68 +185,25 @@ def _seen(value: Any) -> Any:
     """What Triton makes another variant for: a pointer's type and alignment, a number that 16 divides, the number 1."""
     if isinstance(value, int):
         return value % 16 == 0, value == 1, abs(value) < 2**31
-    return float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
+    return value if value is None else float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
 
 
-def _launch(kernel: str, kinds: tuple[str, ...], values: tuple[Any, ...], variant: tuple[Any, ...], n: int) -> None:
-    """Launch a variant: through Triton the first time, and where pointers are not as aligned as they were then."""
+def prepare(x: Tensor, kind: int, live: Row) -> Prepared | None:
+    """Noise on tensors like `x`, in place or not, ready to be launched with addresses and a row; None where no kernel fits."""
     import torch
 
-    x, y = values[0], values[1]
-    blocks = -(-n // BLOCK)
-    address, target = x.data_ptr(), y.data_ptr()
-    device = x.get_device()
-    here = device >= 0 and device == torch._C._cuda_getDevice() and (address | target) % 16 == 0
-    launcher = _launchers.get((kernel, variant, x.dtype, device)) if here else None
-    if launcher is not None:
-        rest = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values[2:]]
-        launcher(blocks, device, (address, target, *rest))
-        return
-    with nullcontext() if device < 0 else torch.cuda.device(device):
-        filled = [x if v is None else v for v in values]
-        compiled = getattr(_kernels(), kernel)[(blocks,)](*filled, *variant, BLOCK=BLOCK, num_warps=WARPS)
-    if here and driver_is_here():
-        from shaketable.faults.gpu.launcher import Launcher
-
-        _launchers[kernel, variant, x.dtype, device] = Launcher(compiled, kinds)
-
-
-def prepare(x: Tensor, kind: int, live: Live) -> Launch | None:
-    """Noise in place on tensors like `x`, ready to be launched with an address; None where no kernel fits."""
     n, device = x.numel(), x.get_device()
-    if not fits(x) or not driver_is_here():
+    if device < 0 or not fits(x):
         return None
-    variant = (kind, False, True, True, n % BLOCK == 0)
-    if ("noise", variant, x.dtype, device) not in _launchers:
-        import torch
+    from shaketable.faults.gpu.launcher import Launcher, Prepared
 
-        nothing = Live(torch.zeros_like(live.rows), live.proof, 0, 0)
-        _noise(torch.zeros(n, dtype=x.dtype, device=x.device), 0.0, 0, kind == RELATIVE, None, True, nothing)
-    from shaketable.faults.gpu.launcher import Launch
-
-    return Launch(_launchers["noise", variant, x.dtype, device], -(-n // BLOCK), x, live)
-
-
-def prepare_keyed(x: Tensor, kind: int, scale: float) -> KeyedLaunch | None:
-    """Noise on tensors like `x`, in place or not, ready to be launched with addresses and a key; None where no kernel fits."""
-    n, device = x.numel(), x.get_device()
-    if not fits(x) or not driver_is_here():
-        return None
-    variant = (kind, False, False, True, n % BLOCK == 0)
-    if ("noise", variant, x.dtype, device) not in _launchers:
-        import torch
-
+    shape = {"KIND": kind, "UNIT": False, **_shape(n, live)}
+    key = ("prepared", x.dtype, device, *shape.values())
+    if key not in _launchers:
         scratch = torch.zeros(BLOCK if n % BLOCK == 0 else 1, dtype=x.dtype, device=x.device)
-        _noise(scratch, 0.0, 0, kind == RELATIVE, None, True, None)
-    from shaketable.faults.gpu.launcher import KeyedLaunch
-
-    launcher = _launchers.get(("noise", variant, x.dtype, device))
-    return None if launcher is None else KeyedLaunch(launcher, -(-n // BLOCK), x, scale)
-
-
-@functools.cache
-def driver_is_here() -> bool:
-    """Whether kernels can be launched without Triton."""
-    from shaketable.faults.gpu.launcher import driver
-
-    return driver() is not None
+        off = torch.zeros_like(live.rows[:1])
+        values = (scratch, scratch, scratch.numel(), 0.0, 0, 0, None, off, live.sums, 0, 0)
+        with torch.cuda.device(device):
+            compiled = _kernels().noise[(1,)](*values, **shape, num_warps=WARPS)
+        _launchers[key] = Launcher(compiled, tuple(shape.values()))
+    return Prepared(_launchers[key], -(-n // BLOCK), x)

@@ -1,4 +1,4 @@
-"""The first values of what compiled graphs struck, before and after: see `inject/traced/fused.py`."""
+"""The first values of what compiled graphs changed, before and after: see `inject/compile/fused_noise.py`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD = 1024
-"""How many of a tensor's values are looked at: as many as the kernel of a single strike looks at."""
+"""How many of a tensor's values are looked at: about as many as a kernel of its own looks at."""
 
 
-def tell_heads(heads: Tensor, marks: Tensor, rows: Tensor, proof: Tensor) -> None:
-    """Count and measure strikes.
+def tell_heads(heads: Tensor, marks: Tensor, rows: Tensor, sums: Tensor) -> None:
+    """Count and measure applications.
 
     Args:
-        heads: Per strike, `HEAD` clean values and what became of them; float32.
-        marks: Per strike, which row of `rows` it read and which of `proof` it tells; int32.
-        rows: What strikes read: `Live.rows`.
-        proof: Where they tell: `Live.proof`.
+        heads: Per application, `HEAD` clean values and what became of them; float32.
+        marks: Per application, which row of `rows` it read, which of `sums` is its own, and the kind of its noise; int32.
+        rows: What applications read: `Row.rows`.
+        sums: Where they count: `Row.sums`.
     """
-    from shaketable.faults.gpu import head_kernels
+    from shaketable.faults.gpu import measure_kernels
 
-    dispatch.launch(head_kernels.heads, len(marks) // 2, (heads, marks, rows, proof), {"BLOCK": HEAD})
+    dispatch.launch(measure_kernels.heads, len(marks) // 3, (heads, marks, rows, sums), {"BLOCK": HEAD})

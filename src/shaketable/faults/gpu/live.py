@@ -1,4 +1,4 @@
-"""Faults that one kernel does as a whole: those that can be struck in place, and inside what was captured or compiled."""
+"""Faults that one kernel does as a whole: those that can act in place, and inside of what was captured or compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shaketable.faults.base import FaultBase
-    from shaketable.faults.gpu.dispatch import Live
+    from shaketable.faults.gpu.dispatch import Row
 
 _NOISES = {"relative_gaussian": True, "absolute_gaussian": False}
 _SHIFTS = {"gain": dispatch.GAIN, "systematic_bias": dispatch.SYSTEMATIC}
@@ -26,8 +26,8 @@ class Recipe:
     scale: float
     """The one number that a changed magnitude changes."""
 
-    def strike(self, x: Tensor, live: Live, *, in_place: bool = False) -> Tensor | None:
-        """The faulty tensor, with everything that may change read from the card."""
+    def apply(self, x: Tensor, live: Row, *, in_place: bool = False) -> Tensor | None:
+        """The faulty tensor, with everything that may change read from the GPU's memory."""
         if self.is_noise:
             relative = self.kind == dispatch.RELATIVE
             return dispatch.noise(x, 0.0, 0, relative=relative, in_place=in_place, live=live)

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from shaketable.faults.gpu.format_kernels import coded, scales
-from shaketable.faults.gpu.noise_kernels import ADDITIVE, RELATIVE, joined, mix64, normals, struck
+from shaketable.faults.gpu.measure_kernels import ADDITIVE, RELATIVE, differs
+from shaketable.faults.gpu.noise_kernels import joined, mix64, normals, struck
 from shaketable.faults.gpu.tiles import INFINITY, magnitude_bits, widened
-from shaketable.faults.gpu.told_kernels import told
 
 ROW = tl.constexpr(5)
 """Words of a row: source, target, values; the number of its first program; what tells the key of its noise from others."""
@@ -59,6 +59,20 @@ def sized(x, n, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):
     return tl.sqrt(tl.sum(square, axis=0) / many).to(tl.float32)
 
 
+@triton.jit
+def lane_changes(x, y, inside, FAST: tl.constexpr):
+    """What a tile changed, per value: exists, changed, alive, survived; error, clean value and relative error where finite."""
+    w, v = widened(x, FAST), widened(y, FAST)
+    finite = inside & (magnitude_bits(w) < INFINITY) & (magnitude_bits(v) < INFINITY)
+    alive = inside & (w != 0)
+    clean = tl.where(finite, w, 0.0)
+    error = tl.where(finite, v, 0.0) - clean
+    ratio = tl.where(clean != 0, error / tl.where(clean != 0, clean, 1.0), 0.0)
+    changed = differs(x, y, inside, FAST).to(tl.int32)
+    counts = inside.to(tl.int32), changed, alive.to(tl.int32), (alive & (v != 0)).to(tl.int32)
+    return counts[0], counts[1], counts[2], counts[3], error.to(tl.float64), clean.to(tl.float64), ratio.to(tl.float64)
+
+
 @triton.jit(do_not_specialize=["low", "high"])
 def draw_many(
     base, table, proof, low, high, scale,
@@ -84,7 +98,7 @@ def draw_many(
         z = normals(block, k0, k1, FAST, BLOCK)
         result = struck(value, z, scale, RELATIVE if KIND == RELATIVE else ADDITIVE, FAST)
         tl.store(y + i, result, mask=i < n)
-        inside, differs, is_alive, survives, error, wide, ratio = told(value, result, i < n, FAST)
+        inside, differs, is_alive, survives, error, wide, ratio = lane_changes(value, result, i < n, FAST)
         values += inside
         changed += differs
         alive += is_alive

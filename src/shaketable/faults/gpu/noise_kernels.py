@@ -6,8 +6,8 @@ instructions of the written-out polynomials, which would make these kernels wait
 on an H200: 2.0 instead of 3.3 TB/s where a copy does 3.7). In Triton's interpreter (`FAST` false) the polynomials are used, and
 the result has the bits of plain torch.
 
-A captured CUDA graph cannot ask Python for a key. With `LIVE` the kernel is part of a graph: its key, its scale
-and whether it is on come from the card's memory, where `tick` puts them anew at every replay.
+With `LIVE` the kernel reads the row of its tap: its key, its scale
+and whether it is on come from the GPU's memory, where `table_kernels.py` puts them at the head of every pass and replay.
 """
 
 from __future__ import annotations
@@ -15,14 +15,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.cards import asm
+from shaketable.faults.gpu.asm import asm
+from shaketable.faults.gpu.measure_kernels import (
+    ADDITIVE,
+    ALL,
+    BIAS,
+    CHANGED,
+    DUE,
+    GAIN,
+    PHASE,
+    RELATIVE,
+    VALUES,
+    WIDTH,
+    add_measured,
+    changes,
+    differs,
+)  # fmt: skip
 from shaketable.faults.gpu.tiles import fetch, put, rounded, widened
-from shaketable.faults.gpu.told_kernels import PROOF, TOLD, tell
 
-RELATIVE, ADDITIVE = tl.constexpr(0), tl.constexpr(1)
-BIAS, GAIN, SYSTEMATIC = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 STEP = tl.constexpr(256)
-"""Values that a program looks at together when it tells what it changed."""
+"""Values that a program looks at together when it measures."""
 
 
 @triton.jit
@@ -156,29 +168,36 @@ def write_block(
 
 @triton.jit
 def write_live(
-    x, y, n, scale, on, k0, k1, proof,
+    x, y, n, scale, flags, k0, k1, sums,
     KIND: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program of a kernel in a graph. The first one counts, and tells, step by step.
+    """A program of a kernel that reads its row. The first one counts, and measures when that is due.
 
-    A kernel holds as many registers as the most demanding of its programs, and sums of eight bytes are demanding: 180 by
-    a block at once, which leaves a card a fifth of its threads; 40 by steps.
+    As long as nothing has changed every program looks whether its block does: "this changed nothing" is about all values.
     """
     block = tl.program_id(0)
-    is_first = (block == 0) & (on != 0)
-    if is_first:
-        tl.atomic_add(proof + 6 + on % TOLD, 1.0)
-    if is_first & (on >= TOLD):
+    if (block == 0) & (flags != 0):
+        tl.atomic_add(sums + (flags & PHASE) - 1, 1.0)
+    if (block == 0) & ((flags & DUE) != 0):
+        values, changed, alive, survived, finite, nonzero = 0, 0, 0, 0, 0, 0
+        error, size, third = tl.zeros((), tl.float64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
         for step in range(BLOCK // STEP):
-            value, result, inside = write_block(x, y, step, n, scale, on, k0, k1, KIND, True, FAST, EVEN, STEP)
-            tell(value, result, inside, proof, FAST)
+            value, result, inside = write_block(x, y, step, n, scale, flags, k0, k1, KIND, True, FAST, EVEN, STEP)
+            v, c, al, su, f, nz, e, s, t = changes(value, result, inside, KIND, FAST)
+            values, changed, alive = values + v, changed + c, alive + al
+            survived, finite, nonzero = survived + su, finite + f, nonzero + nz
+            error, size, third = error + e, size + s, third + t
+        add_measured(sums, values, changed, alive, survived, finite, nonzero, error, size, third, KIND)
     else:
-        write_block(x, y, block, n, scale, on, k0, k1, KIND, True, FAST, EVEN, BLOCK)
+        value, result, inside = write_block(x, y, block, n, scale, flags, k0, k1, KIND, True, FAST, EVEN, BLOCK)
+        if (flags & ALL) != 0:
+            tl.atomic_add(sums + VALUES, tl.sum(inside.to(tl.int32)).to(tl.float64))
+            tl.atomic_add(sums + CHANGED, tl.sum(differs(value, result, inside, FAST).to(tl.int32)).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["n", "scale", "low", "high", "row", "place"])
 def noise(
-    x, y, n, scale, low, high, unit, rows, proof, row, place,
+    x, y, n, scale, low, high, unit, rows, sums, row, place,
     KIND: tl.constexpr, UNIT: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -186,68 +205,30 @@ def noise(
     if LIVE:
         rows += 4 * row
         k0, k1 = tl.load(rows).to(tl.uint32, bitcast=True), tl.load(rows + 1).to(tl.uint32, bitcast=True)
-        scale, on = tl.load(rows + 2).to(tl.float32, bitcast=True), tl.load(rows + 3)
+        scale, flags = tl.load(rows + 2).to(tl.float32, bitcast=True), tl.load(rows + 3)
     else:
         key = mix64(joined(low, high) ^ 0xD1CE)
         k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     if UNIT:
         scale = scale * tl.load(unit)
     if LIVE:
-        write_live(x, y, n, scale, on, k0, k1, proof + PROOF * place, KIND, FAST, EVEN, BLOCK)
+        write_live(x, y, n, scale, flags, k0, k1, sums + WIDTH * place, KIND, FAST, EVEN, BLOCK)
     else:
         write_block(x, y, tl.program_id(0), n, scale, 1, k0, k1, KIND, False, FAST, EVEN, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n", "scale", "row", "place"])
 def arithmetic(
-    x, y, n, scale, unit, rows, proof, row, place,
+    x, y, n, scale, unit, rows, sums, row, place,
     KIND: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bias, gain and systematic bias."""
     if LIVE:
         rows += 4 * row
-        scale, on = tl.load(rows + 2).to(tl.float32, bitcast=True), tl.load(rows + 3)
+        scale, flags = tl.load(rows + 2).to(tl.float32, bitcast=True), tl.load(rows + 3)
     if KIND == BIAS:
         scale = scale * tl.load(unit)
     if LIVE:
-        write_live(x, y, n, scale, on, 0, 0, proof + PROOF * place, KIND, FAST, EVEN, BLOCK)
+        write_live(x, y, n, scale, flags, 0, 0, sums + WIDTH * place, KIND, FAST, EVEN, BLOCK)
     else:
         write_block(x, y, tl.program_id(0), n, scale, 1, 0, 0, KIND, False, FAST, EVEN, BLOCK)
-
-
-@triton.jit(do_not_specialize=["low", "high"])
-def tick(
-    keys, clock, live, rows, proof, mirror, low, high,
-    GIVEN: tl.constexpr, TAPS: tl.constexpr, REPEATS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A new moment: the key of every tap, and its scale, into the rows that kernels read. One program.
-
-    The moment is `GIVEN` as an argument, or the clock's next one. What has been told so far is copied to the host's memory,
-    where it can be read without asking the card.
-    """
-    if GIVEN:
-        now = joined(low, high)
-    else:
-        now = (tl.load(clock) + 1).to(tl.uint64, bitcast=True)
-    ticks = tl.load(clock + 1)
-    told = tl.where((ticks < 8) | (ticks % 32 == 0), TOLD, 0)
-    for start in range(0, 2 * TAPS * REPEATS, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < 2 * TAPS * REPEATS
-        tap = i // REPEATS
-        moment = mix64(now + (i % REPEATS).to(tl.uint64))
-        key = mix64(tl.load(keys + tap, mask=inside, other=0).to(tl.uint64, bitcast=True) ^ moment)
-        key = mix64(key ^ 0xD1CE)
-        tl.store(rows + 4 * i, key.to(tl.uint32).to(tl.int32, bitcast=True), mask=inside)
-        tl.store(rows + 4 * i + 1, (key >> 32).to(tl.uint32).to(tl.int32, bitcast=True), mask=inside)
-        scale = tl.load(live + 2 * (tap % TAPS), mask=inside, other=0.0)
-        on = tl.load(live + 2 * (tap % TAPS) + 1, mask=inside, other=0.0)
-        tl.store(rows + 4 * i + 2, scale.to(tl.int32, bitcast=True), mask=inside)
-        tl.store(rows + 4 * i + 3, tl.where(on != 0, on.to(tl.int32) + told, 0), mask=inside)
-    for start in range(0, 2 * TAPS * PROOF, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        tl.store(mirror + j, tl.load(proof + j, mask=j < 2 * TAPS * PROOF, other=0.0), mask=j < 2 * TAPS * PROOF)
-    tl.debug_barrier()
-    tl.store(clock + 1, ticks + 1)
-    if not GIVEN:
-        tl.store(clock, now.to(tl.int64, bitcast=True))

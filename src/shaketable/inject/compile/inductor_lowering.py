@@ -1,15 +1,15 @@
-"""`shaketable::struck` as inductor writes it: arithmetic that it fuses with what is before and after.
+"""`shaketable::fused` as inductor writes it: arithmetic that it fuses with what is before and after.
 
 The operator is one node of a graph, and to inductor a pointwise computation: the counters, the hashes and the Box-Muller
 transform of `generator.py`, element by element. Every element asks for both normals of its pair and takes one. Neighbours are
 a pair, and a thread has several neighbours, so the compiler below inductor sees that they ask for the same and computes it
 once: it knows the last bits of their numbers.
 
-With the card's own logarithm, root, sine and cosine that is some forty instructions per value; with polynomials twice as many.
+With the GPU's own logarithm, root, sine and cosine that is some forty instructions per value; with polynomials twice as many.
 Elsewhere inductor's functions are used. Either way the noise is the kernel's up to rounding, and the result is rounded to the
 tensor's type before anything else is done with it: inductor would keep it in float32. For bfloat16 that is one instruction,
 which rounds two values side by side, of which one is zero: the other half of a float32. (Triton's way there and back takes two,
-and the first is among the slowest that a card has.)
+and the first is among the slowest that a GPU has.)
 
 The first values, clean and faulty, are a second result, which nothing but the proof reads. Were they a slice of the first,
 inductor would see a large computation with two readers and write it to memory for both.
@@ -39,11 +39,11 @@ Value = Any
 
 def register() -> None:
     """Tell inductor how the operator is written."""
-    register_lowering(torch.ops.shaketable.struck.default, type_promotion_kind=None)(_struck)
+    register_lowering(torch.ops.shaketable.fused.default, type_promotion_kind=None)(_fused)
     register_lowering(torch.ops.shaketable.together.default, type_promotion_kind=None)(_together)
 
 
-def _struck(x: Any, table: Any, at: Any, relative: bool, edition: str) -> tuple[Any, Any]:
+def _fused(x: Any, table: Any, at: Any, relative: bool, edition: str) -> tuple[Any, Any]:
     """Both results.
 
     The first is a buffer, as the product's was: what is made of it is then put into the same kernels as in the clean program,
@@ -54,7 +54,7 @@ def _struck(x: Any, table: Any, at: Any, relative: bool, edition: str) -> tuple[
     how = x.get_device(), x.get_dtype(), relative
 
     def inner(index: Sequence[Any]) -> Value:
-        return strike(load(index), _place(index, size), row, *how)
+        return apply(load(index), _place(index, size), row, *how)
 
     def first(index: Sequence[Any]) -> Value:
         return _first(index[1:], size, load, row, *how)
@@ -83,7 +83,7 @@ def _together(heads: list[Any]) -> Any:
 
 
 class _Row:
-    """The row of a table that a strike reads."""
+    """The row of a table that an application reads."""
 
     def __init__(self, load: Callable[[Sequence[Any]], Value], at: Any) -> None:
         self._load, self._at = load, sympy.sympify(at)
@@ -92,7 +92,7 @@ class _Row:
         return self._load([self._at, sympy.S(column)])
 
 
-def strike(x: Value, place: Any, row: _Row, device: torch.device, dtype: torch.dtype, relative: bool) -> Value:
+def apply(x: Value, place: Any, row: _Row, device: torch.device, dtype: torch.dtype, relative: bool) -> Value:
     """The faulty value at a place, numbered in the order of a contiguous tensor."""
     i = ops.to_dtype(ops.index_expr(place, torch.int32), torch.int32)
     z = normal(i, row[0], row[1], ops.to_dtype_bitcast(row[2], torch.float32, torch.int32), device)
@@ -119,7 +119,7 @@ def _first(
     def value() -> Value:
         x, is_clean = load(_unfolded(i, size)), ops.eq(ops.index_expr(index[0], torch.int32), _word(0))
         wide = ops.to_dtype(x, torch.float32)
-        return ops.where(is_clean, wide, ops.to_dtype(strike(x, i, row, device, dtype, relative), torch.float32))
+        return ops.where(is_clean, wide, ops.to_dtype(apply(x, i, row, device, dtype, relative), torch.float32))
 
     count = sympy.prod(size)
     if V.graph.sizevars.statically_known_geq(count, HEAD):
@@ -178,7 +178,7 @@ def sine_cosine(t: Value, device: torch.device) -> tuple[Value, Value]:
 
 
 def has_instructions(device: torch.device) -> bool:
-    """Whether code for this device may name instructions that NVIDIA's cards have since Ampere."""
+    """Whether code for this device may name instructions that NVIDIA's GPUs have since Ampere."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -1,14 +1,13 @@
-"""The short way of formats to what a linear is given, on a card: with weights made ready (`ready.py`), W4A4 without a hook.
+"""The fast path of formats to what a linear is given, on a GPU: with weights made ready (`ready.py`), W4A4 without a hook.
 
-As in `swift.py` the linear has no hook but a subclass whose forward goes on into a `SwiftInput`. Formats that round to even
-depend on no key: there is nothing to look up but the launch. Fires are counted in Python, because these kernels have no row on
-a board, and measured as ever.
+As in `linear.py` the linear has no hook but a subclass whose forward goes on into a `FastInput`. Formats that round to even
+depend on no key: there is nothing to look up but the launch. Python counts, because these kernels read no row.
 
-The queries, keys and values of a layer are computed from one tensor, as are the gate and what it gates. The outermost frame
-remembers what was quantized last, as the object that it was and the version it had, and the next linear takes the result:
-each of them has struck, and is counted. (A tensor of inference mode has no version and is quantized each time.)
+The queries, keys and values of a layer are computed from one tensor, as are the gate and what it gates. The pass remembers what
+was quantized last, as the object that it was and the version it had, and the next linear takes the result: each of them has
+had its fault, and is counted. (A tensor of inference mode has no version and is quantized each time.)
 
-Gradients, captures, compiled graphs, the first tensor of a size and a call outside of a pass take the ordinary way.
+Gradients, captures, compiled graphs, autocast, the first tensor of a size and a call outside of a pass take the ordinary way.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from shaketable.faults import Draw
 from shaketable.faults.formats import Format
 from shaketable.faults.gpu.coding import Coding, coding
 from shaketable.inject import weights
-from shaketable.inject.dressed import dressed, on_a_card
+from shaketable.inject.compile import custom_ops
+from shaketable.inject.counters import measure
+from shaketable.inject.dressed import dressed, on_gpu
+from shaketable.inject.fast.launches import is_capturing, this_device
 from shaketable.inject.modules import ModuleTaps
-from shaketable.inject.short.swift import is_capturing, raw_stream, this_device
-from shaketable.inject.traced import compiled
 
 if TYPE_CHECKING:
-    from shaketable.inject.calls import Calls, Entry, Frame
+    from shaketable.inject.calls import Entry, Pass
     from shaketable.inject.taps import Tap
 
-_SLOT = "_shaketable_swift_input"
+_SLOT = "_shaketable_fast_input"
 _ENOUGH = 64
 """Sizes of tensors that are remembered per tap."""
 
 
-class SwiftInput:
+class FastInput:
     """One format on the input of one linear. Removed like a hook."""
 
-    def __init__(self, module: nn.Module, tap: Tap, fault: Format, calls: Calls, entry: Entry) -> None:
-        self.module, self.tap, self.fault, self.calls = module, tap, fault, calls
-        self.injection, self.spot, self.phases = tap.injection, tap.spot, tap.site.phase
-        self.local = calls.local
-        self.taps = ModuleTaps("input", [tap], calls, entry)
+    def __init__(self, module: nn.Module, tap: Tap, fault: Format, entry: Entry) -> None:
+        self.module, self.tap, self.fault = module, tap, fault
+        self.injection, self.local = tap.injection, tap.injection.calls.local
+        self.taps = ModuleTaps("input", [tap], entry)
         self._known: dict[int, Coding | None] = {}
         """Sizes that have been met, with their launch; None where the format takes more than one."""
         self._hooks: list[RemovableHandle] = []
@@ -69,23 +68,24 @@ class SwiftInput:
     def __call__(self, x: Tensor) -> Tensor:
         """What the linear multiplies with, given what it was given."""
         if torch.compiler.is_compiling():
-            return compiled.trace(x, self.tap)
+            return custom_ops.trace(x, self.tap)
         stack = getattr(self.local, "stack", None)
-        if not stack or torch.is_grad_enabled() or stack[0].recomputing or not _on_card(x) or is_capturing():
+        if not stack or torch.is_grad_enabled() or stack[0].recomputing or not _on_gpu(x) or is_capturing():
             return self._ordinary(x)
-        root, injection = stack[0], self.injection
-        spared = injection.spares is not None and injection.spares()
-        if not injection.enabled or spared or (self.phases and root.phase not in self.phases):
+        current: Pass = stack[0].current
+        if not current.acts_on(self.tap):
             return x
-        last = root.last
+        if torch.is_autocast_enabled("cuda"):
+            return self._ordinary(x)
+        last = current.last
         if last is not None and last[0] is x and last[1] == x._version and (last[2] is self.fault or last[2] == self.fault):
-            return self._counted(x, last[3], root)
+            return self._counted(x, last[3], current)
         size = x.numel()
         if size not in self._known:
             return self._first(x, size)
         y = self._coded(x, self._known[size])
-        root.last = None if x.is_inference() else (x, x._version, self.fault, y)
-        return self._counted(x, y, root)
+        current.last = None if x.is_inference() else (x, x._version, self.fault, y)
+        return self._counted(x, y, current)
 
     def _coded(self, x: Tensor, launch: Coding | None) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -96,16 +96,14 @@ class SwiftInput:
             here = y.get_device() == launch.device and (launch.alone or launch.device == this_device())
             if not here or (address | target) & 15:
                 return self.fault.apply(x, Draw(0))
-            if launch.go(launch.at, address, target, raw_stream(launch.device)):
-                raise RuntimeError("the CUDA driver would not launch a kernel of Shaketable")
+            launch(address, target)
             return y
 
-    def _counted(self, x: Tensor, y: Tensor, root: Frame) -> Tensor:
-        spot = self.spot
-        n = spot.count(root.phase, False)
-        if n & (n - 1) == 0 or spot.forward.changed == 0:
-            with torch._C.DisableTorchFunction(), torch.no_grad(), spot.lock:
-                spot.forward.take(self.fault, x, y, None)
+    def _counted(self, x: Tensor, y: Tensor, current: Pass) -> Tensor:
+        counters = self.injection.counters
+        if counters.count(self.tap, False, current.phase):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                counters.add(self.tap, False, measure(self.fault, x, y, None))
         self.injection.fires += 1
         return y
 
@@ -119,32 +117,32 @@ class SwiftInput:
 
     def _ordinary(self, x: Tensor) -> Tensor:
         """The way of all other taps."""
-        ((y,), _) = self.taps(self.module, (x,), {})
-        return y  # type: ignore[no-any-return]
+        changed = self.taps(self.module, (x,), {})
+        return x if changed is None else changed[0][0]  # type: ignore[no-any-return]
 
 
-def swift_input(module: nn.Module, point: str, taps: list[Tap], calls: Calls, entry: Entry) -> SwiftInput | None:
-    """The short way for the taps of a module, where there is one; it is then in place."""
-    if not (on_a_card(module) and type(module) is nn.Linear and point == "input" and len(taps) == 1):
+def fast_input(module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> FastInput | None:
+    """The fast path for the taps of a module, where there is one; it is then in place."""
+    if not (on_gpu(module) and type(module) is nn.Linear and point == "input" and len(taps) == 1):
         return None
     if "forward" in module.__dict__ or weights.has_taps(module) or taps[0].site.directions != ("forward",):
         return None
     fault = taps[0].fault
     steady = isinstance(fault, Format) and fault.is_steady and fault.sparsity == 1
-    return SwiftInput(module, taps[0], fault, calls, entry) if steady and isinstance(fault, Format) else None
+    return FastInput(module, taps[0], fault, entry) if steady and isinstance(fault, Format) else None
 
 
-def _on_card(x: Any) -> bool:
+def _on_gpu(x: Any) -> bool:
     """Whether this is a plain tensor on a CUDA device."""
     return type(x) is Tensor and x.is_cuda
 
 
 @functools.cache
 def _dressed() -> Any:
-    """`nn.Linear`, which hands what it is given to its `SwiftInput`."""
+    """`nn.Linear`, which hands what it is given to its `FastInput`."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        short: SwiftInput | None = self.__dict__.get(_SLOT)
-        return F.linear(input if short is None else short(input), self.weight, self.bias)
+        fast: FastInput | None = self.__dict__.get(_SLOT)
+        return F.linear(input if fast is None else fast(input), self.weight, self.bias)
 
     return dressed(nn.Linear, _SLOT, {"forward": forward})

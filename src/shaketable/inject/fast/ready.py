@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from shaketable.faults import FaultBase
 from shaketable.faults.gpu import many
-from shaketable.inject.board import capturing
+from shaketable.inject.counters import measure
+from shaketable.inject.fast.ready_draws import Drawn
 from shaketable.inject.held import HeldTap, Origin
-from shaketable.inject.short.ready_draws import Drawn
 from shaketable.inject.taps import Tap
 from shaketable.sites.phases import current_rollout
 
@@ -104,12 +104,12 @@ class Coded:
             entry.version = version
 
     def put(self, entry: Ready) -> None:
-        """One more."""
+        """Add a weight."""
         self.entries.append(entry)
         self._launch = None
 
     def drop(self, entry: Ready) -> None:
-        """One less."""
+        """Remove a weight."""
         if entry in self.entries:
             self.entries.remove(entry)
             self._launch = None
@@ -118,11 +118,10 @@ class Coded:
         """A module multiplies with it: a fire, measured like any other."""
         assert self.frame is not None
         assert entry.value is not None
-        spot = entry.tap.spot
-        n = spot.count(self.frame.phase, False)
-        if n & (n - 1) == 0 or spot.forward.changed == 0:
-            with torch._C.DisableTorchFunction(), torch.no_grad(), spot.lock:
-                spot.forward.take(self.fault, entry.parameter.detach(), entry.value, None)
+        counters = entry.tap.injection.counters
+        if counters.count(entry.tap, False, self.frame.current.phase):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                counters.add(entry.tap, False, measure(self.fault, entry.parameter.detach(), entry.value, None))
         entry.tap.injection.fires += 1
 
     def rest(self) -> None:
@@ -148,7 +147,7 @@ class Held:
 
     def renew(self, frame: Frame) -> None:
         """See that every weight has the noise of this rollout; draw those that have not."""
-        if frame.phase != "rollout":
+        if frame.current.phase != "rollout":
             self.rest()
             return
         tap = self.entries[0].tap
@@ -185,13 +184,13 @@ class Held:
                 entry.value = None
 
     def put(self, entry: Ready) -> None:
-        """One more."""
+        """Add a weight."""
         self.entries.append(entry)
         self._parameters = [entry.parameter for entry in self.entries]
         self._known = None
 
     def drop(self, entry: Ready) -> None:
-        """One less."""
+        """Remove a weight."""
         if entry in self.entries:
             self.entries.remove(entry)
             self._parameters = [entry.parameter for entry in self.entries]
@@ -234,10 +233,10 @@ class Shelf:
         if not self._groups or self.gate.thread not in (0, here):
             return
         self.close()
-        if torch.is_grad_enabled() or frame.recomputing or frame.captured is not None or capturing():
+        if torch.is_grad_enabled() or frame.recomputing or frame.current.captured:
             return
         for group in self._groups.values():
-            if group.entries and group.entries[0].tap.is_active and group.entries[0].tap.acts_in(frame.phase):
+            if group.entries and frame.current.acts_on(group.entries[0].tap):
                 group.renew(frame)
             else:
                 group.rest()
@@ -285,7 +284,7 @@ def _can_be(own: WeightTap, parameter: Tensor) -> bool:
     """Plain, on a card, struck forward only, by a kernel that takes many at once; or held."""
     tap = own.tap
     plain = type(parameter) is nn.Parameter and not parameter.is_inference() and on_card(parameter)
-    if not plain or own.echo_only or tap.transposed or tap.site.directions != ("forward",):
+    if not plain or own.gradient_only or tap.transposed or tap.site.directions != ("forward",):
         return False
     return isinstance(tap, HeldTap) or (type(tap) is Tap and many.codes(tap.fault, parameter))
 

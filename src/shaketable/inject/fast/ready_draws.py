@@ -21,13 +21,12 @@ from torch import Tensor
 
 from shaketable.faults import FaultBase
 from shaketable.faults.gpu import many
-from shaketable.inject.board import capturing
+from shaketable.inject.device_table import capturing
 from shaketable.inject.held import HeldTap, Origin
 from shaketable.inject.taps import Tap
 
 if TYPE_CHECKING:
-    from shaketable.inject.short.ready import Ready
-    from shaketable.inject.spots import Measured
+    from shaketable.inject.fast.ready import Ready
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,9 +113,9 @@ class Drawn:
         draw, row = self._new.pop(tap)
         key = tap.key_at(draw.moment)
         if not tap.is_counted("rollout", key, draw.fault):
-            tap.count("rollout", key, draw.fault)
+            if tap.count("rollout", key, draw.fault):
+                self._read.append((tap, draw, row))
             tap.injection.fires += 1
-            self._read.append((tap, draw, row))
 
     def settle(self) -> None:
         """Tell the ledger what draws that were read have changed.
@@ -131,8 +130,7 @@ class Drawn:
             read, self._read = self._read, []
             told = {draw: draw.sums.tolist() for draw in {draw for _, draw, _ in read}}
             for tap, draw, row in read:
-                with tap.spot.lock:
-                    _measure(tap.spot.forward, draw.fault, told[draw][row])
+                tap.injection.counters.add_columns(tap, False, _columns(draw.fault, told[draw][row]))
 
 
 def _held(entry: Ready) -> HeldTap:
@@ -141,12 +139,9 @@ def _held(entry: Ready) -> HeldTap:
     return tap
 
 
-def _measure(measured: Measured, fault: FaultBase, sums: list[float]) -> None:
+def _columns(fault: FaultBase, sums: list[float]) -> list[float]:
+    """What a draw adds to the counters of its tap: see `counters.Measurement.columns`."""
     values, changed, alive, survived, error, square, _ = sums
-    measured.fires += 1
-    measured.values += round(values)
-    measured.changed += round(changed)
-    measured.alive += round(alive)
-    measured.survived += round(survived)
-    measured.square += error / square if square > 0 else 0.0
-    measured.tell(many.magnitude(fault, sums))
+    found = many.magnitude(fault, sums)
+    told = [0.0, 0.0, 0.0] if found is None else [1.0, found, found * found]
+    return [1.0, error / square if square > 0 else 0.0, values, changed, alive, survived, *told]

@@ -20,7 +20,7 @@ from shaketable.inject.dressed import dressed
 from shaketable.inject.held import HeldTap
 
 if TYPE_CHECKING:
-    from shaketable.inject.short.ready import Gate, Ready
+    from shaketable.inject.fast.ready import Gate, Ready
     from shaketable.inject.weights import WeightTaps
 
 SLOT = "_shaketable_weights"

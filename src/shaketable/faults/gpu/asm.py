@@ -1,4 +1,4 @@
-"""Instructions that a card has and Triton's language does not name."""
+"""Instructions that a GPU has and Triton's language does not name."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Plans inside torch.compile: the operator as compiled graphs call it, and noise that inductor fuses."""

@@ -1,0 +1,164 @@
+"""What is counted and measured of a tap: one row of numbers per direction, on the device where it happens.
+
+Every fire is counted. **Which fires are measured is decided by one rule**, `is_due`: when the fires so far have reached the
+row's mark, which is then set to twice that number plus one (so the 1st, 2nd, 4th, 8th, … time), and always as long as none has
+changed anything. So the cost of measuring vanishes in a long run, and "this changed nothing" is a fact and never a sampling
+accident. Noise that is held for a rollout is measured at every draw: there are few, and its magnitude follows a schedule.
+On a GPU the kernel at the head of a pass applies the same rule to all rows at once (`faults/gpu/table_kernels.py`).
+
+What a measured fire adds to its row is made from the twelve sums of `faults/sums.py`, and never waits for a device.
+
+The rows are told to the ledger by `settle` alone, as differences to what it was told before.
+"""
+
+from __future__ import annotations
+
+import math
+from threading import RLock
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from shaketable.faults import sums as s
+from shaketable.faults.base import FaultBase
+from shaketable.plan import PHASES
+
+if TYPE_CHECKING:
+    from shaketable.inject.spots import Spot
+    from shaketable.inject.taps import Tap
+
+RECOMPUTED = len(PHASES)
+"""Columns of a row: fires in each phase, those repeated by activation checkpointing, then what `Measured` holds, in its order."""
+MEASURED = 4
+ERROR, VALUES, CHANGED, ALIVE, SURVIVED, MAGNITUDES, MAGNITUDE, MAGNITUDE_SQUARE, MARK, SECONDS = range(5, 15)
+WIDTH = 16
+
+
+def is_due(fires: float, changed: float, mark: float) -> bool:
+    """Whether the next fire of a row is measured."""
+    return changed == 0 or fires >= mark
+
+
+class Measurement(NamedTuple):
+    """What one measured fire found, still on the device of its tensor."""
+
+    fault: FaultBase
+    sums: Tensor
+    magnitude: Tensor | None
+    """Where the sums alone do not tell it."""
+
+    def columns(self) -> list[float]:
+        """What it adds to a row, from `MEASURED` on. Asks the device."""
+        sums = self.sums.cpu()
+        found = self.fault.magnitude_of(sums) if self.magnitude is None else self.magnitude
+        magnitude = math.nan if found is None else float(found)
+        tells = math.isfinite(magnitude)
+        numbers = sums.tolist()
+        error = numbers[s.ERROR] / numbers[s.SIZE] if numbers[s.SIZE] > 0 else 0.0
+        told = [1.0, magnitude, magnitude * magnitude] if tells else [0.0, 0.0, 0.0]
+        return [1.0, error, *numbers[s.VALUES : s.SURVIVED + 1], *told]
+
+
+def measure(fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Measurement:
+    """Compare a tensor before and after. Nothing here waits for a device."""
+    part = s.sample(fault, clean, faulty, lanes)
+    found = s.sums(*part)
+    if part[0] is not clean and clean.device.type == "cpu" and found[s.CHANGED] == 0:
+        part, found = (clean, faulty, lanes), s.sums(clean, faulty, lanes)
+    has_magnitude = fault.asked() is not None and fault.magnitude_of(found) is None and clean.numel() > 0
+    return Measurement(fault, found, fault.read_back(*part) if has_magnitude else None)
+
+
+class HostTable:
+    """The rows of an injection's taps in the memory of the host.
+
+    What was measured on another device stays there until somebody reads the ledger; until then nobody knows whether anything
+    has changed, and the row is measured by its mark alone.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[list[float]] = []
+        self._told: list[list[float]] = []
+        self._pending: dict[int, list[Measurement]] = {}
+        self._lock = RLock()
+
+    def add_tap(self) -> None:
+        """Make room for one more tap."""
+        for rows in (self._rows, self._told):
+            rows.extend([0.0] * WIDTH for _ in range(2))
+
+    def count(self, tap: Tap, backward: bool, phase: str) -> bool:
+        """Count a fire; whether it is to be measured."""
+        at = 2 * tap.index + backward
+        row = self._rows[at]
+        with self._lock:
+            fires = row[0] + row[1] + row[2]
+            row[PHASES.index(phase)] += 1
+            due = tap.is_held or is_due(fires, row[CHANGED] or at in self._pending, row[MARK])
+            if due:
+                row[MARK] = 2 * fires + 1
+        return due
+
+    def count_recomputed(self, tap: Tap) -> None:
+        """Count a fire that activation checkpointing repeats."""
+        with self._lock:
+            self._rows[2 * tap.index][RECOMPUTED] += 1
+
+    def spend(self, tap: Tap, backward: bool, seconds: float) -> None:
+        """Add the time that a fire took."""
+        self._rows[2 * tap.index + backward][SECONDS] += seconds
+
+    def add(self, tap: Tap, backward: bool, found: Measurement) -> None:
+        """Add what a measured fire found."""
+        at = 2 * tap.index + backward
+        with self._lock:
+            if found.sums.device.type == "cpu":
+                self._add(at, found)
+            else:
+                self._pending.setdefault(at, []).append(found)
+
+    def add_columns(self, tap: Tap, backward: bool, numbers: list[float]) -> None:
+        """Add what a measured fire found, as `Measurement.columns` tells it."""
+        with self._lock:
+            row = self._rows[2 * tap.index + backward]
+            for column, number in enumerate(numbers, MEASURED):
+                row[column] += number
+
+    def _add(self, at: int, found: Measurement) -> None:
+        row = self._rows[at]
+        for column, number in enumerate(found.columns(), MEASURED):
+            row[column] += number
+
+    def settle(self, taps: list[Tap]) -> None:
+        """Tell the ledger what is new."""
+        with self._lock:
+            for at, measurements in self._pending.items():
+                for found in measurements:
+                    self._add(at, found)
+            self._pending.clear()
+            for tap in taps:
+                for backward in (False, True):
+                    at = 2 * tap.index + backward
+                    if self._rows[at] != self._told[at]:
+                        tell(tap.spot, backward, self._rows[at], self._told[at])
+                        self._told[at] = list(self._rows[at])
+
+    def forget(self) -> None:
+        """Begin at zero: a forked child."""
+        self._lock = RLock()
+        self._pending = {}
+        for rows in (self._rows, self._told):
+            rows[:] = [[0.0] * WIDTH for _ in rows]
+
+
+def tell(spot: Spot, backward: bool, now: list[float], before: list[float]) -> None:
+    """Add the difference of two readings of a row to a spot of the ledger."""
+    new = [a - b for a, b in zip(now, before, strict=True)]
+    with spot.lock:
+        for phase, n in zip(PHASES, new, strict=False):
+            if n:
+                spot.counts.setdefault(phase, [0, 0])[backward] += round(n)
+        spot.recomputed += round(new[RECOMPUTED])
+        spot.seconds += new[SECONDS]
+        if new[MEASURED]:
+            (spot.backward if backward else spot.forward).take(new[MEASURED : MAGNITUDE_SQUARE + 1])

@@ -1,0 +1,124 @@
+"""What the fast paths share: the launch of one tap's noise, prepared per size, and when torch is as plain as it looks."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from shaketable.faults import gpu
+from shaketable.faults.gpu.live import recipe
+
+if TYPE_CHECKING:
+    from shaketable.faults import FaultBase
+    from shaketable.faults.gpu.launcher import Prepared
+    from shaketable.inject.calls import Pass
+    from shaketable.inject.device_table import DeviceTable
+    from shaketable.inject.taps import Tap
+
+_PRODUCTS = frozenset({"MmBackward0", "AddmmBackward0"})
+_VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0"})
+_ENOUGH = 256
+"""Sizes of tensors that are remembered per tap."""
+this_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_function_transforms: Any = torch._C._are_functorch_transforms_active
+
+
+class TapLaunches:
+    """The noise of one tap on one GPU, by a kernel that reads its row and counts: all but addresses is prepared."""
+
+    def __init__(self, tap: Tap, table: DeviceTable) -> None:
+        self.tap, self.table = tap, table
+        self.injection = tap.injection
+        self.uses, self.first_row = table.uses, table.taps[tap] * table.uses
+        self._sums = table.sums.data_ptr()
+        self._places = table.place(tap, False), table.place(tap, True)
+        self._uncounted = 2 * len(table.taps)
+        self._fault: FaultBase | None = None
+        self._kind: int | None = None
+        self._prepared: dict[tuple[int, torch.dtype], Prepared | None] = {}
+
+    def kind(self, fault: FaultBase) -> int | None:
+        """Which noise the fault is; None where no kernel does it alone."""
+        if fault is not self._fault:
+            how = recipe(fault)
+            self._fault, self._kind = fault, how.kind if how is not None and how.is_noise else None
+        return self._kind
+
+    def prepared(self, x: Tensor, kind: int) -> Prepared | None:
+        """The launch for tensors like `x`, whose memory is dense; None where there is none here and now."""
+        like = x.numel(), x.dtype
+        try:
+            found = self._prepared[like]
+        except KeyError:
+            if is_capturing():
+                return None
+            if len(self._prepared) >= _ENOUGH:
+                self._prepared.clear()
+            row = gpu.Row(self.table.current, self.table.sums, 0, 0)
+            found = self._prepared[like] = gpu.prepare(x, kind, row)
+        if found is None or x.data_ptr() & 15 or x.get_device() != found.device:
+            return None
+        return found if found.alone or found.device == this_device() else None
+
+    def fire(
+        self, launch: Prepared, source: int, target: int, current: Pass, number: int, *,
+        backward: bool = False, argument: int = 0, counted: bool = True,
+    ) -> None:  # fmt: skip
+        """Launch on the current stream: from one address to another, which may be the same."""
+        which = self.table, backward, argument, number // self.uses
+        page = current.pages.get(which) or self.table.page(current, backward, argument, which[3])
+        place = self._places[backward] if counted else self._uncounted
+        launch(source, target, page.address, self._sums, self.first_row + number % self.uses, place)
+
+
+def launches_of(tap: Tap, device: torch.device, known: dict[Tap, TapLaunches]) -> TapLaunches | None:
+    """The launches of a tap on a GPU; None where the plan has no table there."""
+    found = known.get(tap)
+    if found is not None and found.table is tap.tables.get(device):
+        return found
+    table = tap.tables.get(device)
+    if table is None:
+        return None
+    found = known[tap] = TapLaunches(tap, table)
+    return found
+
+
+def undisturbed() -> bool:
+    """Whether what torch computes now is what it seems to be: memory that nobody else holds, gradients of the first order.
+
+    A dispatch mode may keep what it saw; selective checkpointing does.
+    """
+    return not (_dispatch_modes() or _function_transforms() or forward_ad._current_level >= 0)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type that autocast computes products of tensors like `x` in; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def product_node(y: Tensor) -> Any:
+    """The node that computed what `F.linear` returned, behind the view that gives it the shape of its input; or None."""
+    node = y.grad_fn
+    if type(node).__name__ in _VIEWS:
+        node = node.next_functions[0][0]  # type: ignore[union-attr]
+    return node if type(node).__name__ in _PRODUCTS else None
+
+
+@functools.cache
+def is_one_product(dims: int, has_bias: bool, wants_weight: bool, device: torch.device) -> bool:
+    """Whether the graph that this torch makes of `F.linear` is the one `product_node` knows: seen on a tiny one."""
+    same = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch._C.DisableTorchFunction(), torch.enable_grad(), same:
+        x = torch.zeros([2] * dims, device=device, requires_grad=True)
+        weight = torch.zeros(3, 2, device=device, requires_grad=wants_weight)
+        bias = torch.zeros(3, device=device, requires_grad=True) if has_bias else None
+        node = product_node(F.linear(x, weight, bias))
+        return node is not None and len(node.next_functions) == 2 + has_bias
