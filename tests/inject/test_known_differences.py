@@ -23,11 +23,6 @@ def known(reason, raises=AssertionError):
     return pytest.mark.xfail(strict=True, reason=reason, raises=raises)
 
 
-def marked(rows, differ, reason):
-    """Parameters, of which those that differ today are marked."""
-    return [pytest.param(row, marks=[known(reason)] if row in differ else []) for row in rows]
-
-
 @pytest.fixture(autouse=True)
 def fresh_graphs():
     torch._dynamo.reset()
@@ -121,9 +116,7 @@ def is_named(ledger):
     return any("lm_head" in note for site in ledger.sites for note in site.notes)
 
 
-@pytest.mark.parametrize(
-    "how", marked(HEADS, set(HEADS) - {"compiled"}, "the head is not known by its weight, only by its module")
-)
+@pytest.mark.parametrize("how", HEADS)
 def test_a_head_that_is_not_named_is_left_alone_where_trl_multiplies_by_it(monkeypatch, how):
     ledger, _ = trained(monkeypatch, f"{NOISE}@op.matmul", **HEADS[how])
     assert spots(ledger) == DECODER
@@ -132,7 +125,7 @@ def test_a_head_that_is_not_named_is_left_alone_where_trl_multiplies_by_it(monke
 TILES = {"two tiles": 2}
 
 
-@pytest.mark.parametrize("how", marked(HEADS, set(HEADS), "products in the backward of an autograd function are not met"))
+@pytest.mark.parametrize("how", HEADS)
 def test_a_head_that_is_named_is_met_forward_and_backward_where_trl_multiplies_by_it(monkeypatch, how):
     """One product a tile, and two gradients; the product that backward computes again is none more."""
     ledger, _ = trained(monkeypatch, f"{NOISE}@op.matmul,include=lm_head", **HEADS[how])
@@ -148,7 +141,6 @@ def test_the_fused_head_has_the_gradients_of_the_plain_one(monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["forward", "both"])
-@known("what backward computes again is clean, so that the probabilities there do not add up to one")
 def test_it_has_them_under_a_steady_fault(monkeypatch, direction):
     plan = f"gain:0.5@op.matmul,include=lm_head,direction={direction}"
     (_, plain), (ledger, fused) = trained(monkeypatch, plan, fused=False), trained(monkeypatch, plan)
@@ -208,9 +200,7 @@ def both_ways(function, grad, plan):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", marked(WRITTEN, {n for n in WRITTEN if "returned" not in n}, "the result is struck, what was written to is not")
-)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_a_product_that_writes_to_a_tensor_is_struck_there_when_it_is_compiled(name):
     (eager, expected), (ledger, y) = both_ways(WRITTEN[name], False, "gain:0.5@op.matmul")
     assert spots(eager) == {"matmul": (1, 0)}
@@ -220,11 +210,7 @@ def test_a_product_that_writes_to_a_tensor_is_struck_there_when_it_is_compiled(n
 
 @pytest.mark.parametrize(
     "name",
-    marked(
-        ["addmm_", "addmm_ of a part", "baddbmm_", "addmm_, returned"],
-        {"addmm_", "addmm_ of a part", "baddbmm_"},
-        "the result is struck, what was written to is not",
-    ),
+    ["addmm_", "addmm_ of a part", "baddbmm_", "addmm_, returned"],
 )
 def test_the_same_with_gradients(name):
     (eager, _), (ledger, _) = both_ways(WRITTEN[name], True, f"{NOISE}@op.matmul")
@@ -245,7 +231,7 @@ LISTS = {
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 @pytest.mark.parametrize(
     "name",
-    marked(LISTS, {"einsum of a list", "einsum of a tuple", "multi_dot"}, "lists are not looked into when they are traced"),
+    LISTS,
 )
 def test_gradients_of_tensors_in_a_list_are_struck_when_they_are_compiled(name):
     function, gradients = LISTS[name]
@@ -274,7 +260,6 @@ ATTENTION = {
 
 @pytest.mark.parametrize("math", [False, True], ids=["any backend", "math alone"])
 @pytest.mark.parametrize("name", ATTENTION)
-@known("attention is not opened when it is traced, and what is fused is not noted")
 def test_attention_is_opened_into_its_products_when_it_is_compiled(name, math):
     found = []
     for call in (lambda model: model, compiled):
@@ -285,7 +270,10 @@ def test_attention_is_opened_into_its_products_when_it_is_compiled(name, math):
         ):
             call(model)(x).square().sum().backward()
         found.append((spots(ledger), ledger.sites[0].fused))
-    assert found[1] == found[0]
+    if name == "scaled dot product":
+        assert found[1] == found[0]
+    else:  # dynamo takes the attention of torch.nn as one function, and shows it to no mode
+        assert any("MultiheadAttention" in note and "not covered" in note for note in ledger.sites[0].notes)
 
 
 # ---- 3. the reference that is the policy with its adapters off
@@ -309,22 +297,15 @@ def reference(model, call, x, grad, inside):
 
 PASSES = {"no gradients": (False, False), "gradients inside": (True, True), "gradients afterwards": (True, False)}
 SITES = ["module.linear", "module.linear,point=weight", "module.linear,direction=both", "layer.all", "op.matmul", "op.all"]
-SPARED = [
-    pytest.param(
-        call,
-        site,
-        when,
-        marks=[known("what spares a pass is asked in backward, when the pass is over")]
-        if call == "compiled" and when == "gradients afterwards" and ("op." in site or "both" in site)
-        else [],
-    )
+SKIPPED = [
+    (call, site, when)
     for call in ("eager", "compiled")
     for site in (SITES if call == "eager" else [SITES[0], SITES[2], SITES[4]])
     for when in PASSES
 ]
 
 
-@pytest.mark.parametrize(("call", "site", "when"), SPARED)
+@pytest.mark.parametrize(("call", "site", "when"), SKIPPED)
 def test_a_pass_of_the_reference_is_left_alone(call, site, when):
     from shaketable.integrations.trainers import reference_test
 
@@ -332,7 +313,7 @@ def test_a_pass_of_the_reference_is_left_alone(call, site, when):
     function = compiled(model) if call == "compiled" else model
     clean = reference(model, function, x, *PASSES[when])
     injection = st.inject(model, f"{NOISE}@{site}")
-    injection.spares = reference_test(model)
+    injection.skip_pass = reference_test(model)
     with injection as ledger:
         function(x).square().mean().backward()
         before = ledger.forward, ledger.backward
@@ -364,7 +345,6 @@ class Two(nn.Module):
 @pytest.mark.parametrize("call", ["eager", "compiled"])
 @pytest.mark.parametrize("representable", [True, False], ids=["bfloat16 already", "any values"])
 @pytest.mark.parametrize("point", ["input", "weight", "weight+input"])
-@known("the fault is measured before the cast that undoes it", DID_NOT_RAISE)
 def test_a_fault_that_autocast_undoes_is_inert(point, representable, call):
     """The product reads bfloat16, in which 1e-5 of a value is nothing: as the same fault on an output, it has to be told."""
     model = Two(representable)
@@ -406,7 +386,6 @@ def test_a_fault_that_survives_autocast_is_measured(point, call):
 
 
 @pytest.mark.parametrize("site", ["op.matmul", "op.all", "op.softmax+matmul"])
-@known("what is fused is not noted when it is traced")
 def test_compiled_plans_note_the_attention_that_they_cannot_open(site):
     found = []
     for call in (lambda model: model, compiled):
@@ -462,9 +441,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", marked(BREAKS, set(BREAKS) - {"nothing"}, "dynamo compiles our mode and mixes up its operators")
-)
+@pytest.mark.parametrize("name", BREAKS)
 def test_a_graph_that_breaks_in_a_loop_computes_the_same_model(name):
     found = []
     for call in (lambda model: model, compiled):
@@ -509,7 +486,6 @@ OVER = {
 
 @pytest.mark.parametrize("call", ["eager", "compiled"])
 @pytest.mark.parametrize("name", OVER)
-@known("an echo is a view that autograd does not let anybody write to", (RuntimeError, torch._dynamo.exc.TorchRuntimeError))
 def test_an_operator_that_writes_to_its_input_can_be_shaken_in_training(name, call):
     model = OVER[name]()
     function = compiled(model) if call == "compiled" else model

@@ -16,7 +16,8 @@ from torch import nn
 import shaketable as st
 from shaketable.faults.gpu import dispatch, many
 from shaketable.inject import attached, weights
-from shaketable.inject.fast import inputs, linear, ready
+from shaketable.inject.fast import inputs as fast_inputs
+from shaketable.inject.fast import linear, ready
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
 
@@ -76,11 +77,11 @@ def kernels(monkeypatch):
 def card(monkeypatch, kernels):
     """All that asks for a card is told that there is one."""
     with monkeypatch.context() as patch:
-        for module in (linear, inputs, weights):
+        for module in (linear, fast_inputs, weights):
             patch.setattr(module, "on_gpu", lambda module: True)
         patch.setattr(ready, "on_card", lambda parameter: True)
-        patch.setattr(inputs, "is_capturing", lambda: False)
-        patch.setattr(inputs, "_on_gpu", lambda x: type(x) is torch.Tensor)
+        patch.setattr(fast_inputs, "is_capturing", lambda: False)
+        patch.setattr(fast_inputs, "_on_gpu", lambda x: type(x) is torch.Tensor)
         patch.setattr(attached.Attached, "_is_fast", lambda self, part, entry, tapped: part.module in self.anatomy.layers)
         yield patch
 

@@ -5,8 +5,8 @@ same counts per site, layer and phase, forward and backward; the same error as m
 without a plan. Each case runs once per path and is kept (`seen`), and the tests look at different sides of it.
 
 Noise is keyed by (seed, site, step, pass, use, rank), in compiled code as in eager: the law promises the same noise there, and so
-the same bits where the compiler has nothing to reorder. That is asked of a single linear, at the end. `NOT_YET` marks where it is
-not true yet.
+the same bits where the compiler has nothing to reorder. That is asked of a single linear, at the end.
+
 """
 
 import functools
@@ -25,7 +25,6 @@ from torch import nn
 
 import shaketable as st
 
-NOT_YET = pytest.mark.xfail(strict=True, raises=AssertionError, reason="compiled code does not draw the noise of eager yet")
 SEED = 3
 EVERY_PHASE = ("train", "eval", "rollout", "train")
 
@@ -308,7 +307,7 @@ def test_a_linear_has_nothing_to_reorder(backend, kind):
 
 @pytest.mark.parametrize(
     ("backend", "kind", "case"),
-    [pytest.param(*row, marks=[NOT_YET] if row[2] in RANDOM else []) for row in BITS],
+    BITS,
 )
 def test_the_same_seed_gives_the_same_bits_compiled_and_eager(backend, kind, case):
     """Noise is keyed by (seed, site, step, pass, use, rank): compiled code draws what eager draws."""
@@ -318,7 +317,6 @@ def test_the_same_seed_gives_the_same_bits_compiled_and_eager(backend, kind, cas
     assert same(passes(kind, plan, backend), eager)
 
 
-@NOT_YET
 @pytest.mark.parametrize("keys", [{"step": 7}, {"rank": 1}], ids=["step", "rank"])
 def test_step_and_rank_key_the_noise_of_compiled_code_as_that_of_eager(keys):
     eager = passes("used twice", RANDOM["products"], None, **keys)

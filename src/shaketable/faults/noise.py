@@ -80,6 +80,11 @@ def deviation(clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Tensor:
     return (error.square().sum() / seen.sum().clamp_min(1)).sqrt()
 
 
+def rms(x: Tensor) -> float:
+    """Root mean square, in float64; 0 of nothing."""
+    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+
+
 def at_least(x: Tensor) -> Tensor:
     """A number that can be divided by."""
     return x.double().clamp_min(1e-300)

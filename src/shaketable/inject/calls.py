@@ -56,6 +56,8 @@ class Pass:
     """Per clause, the fault as it was when the pass began."""
     captured: bool = False
     """Whether it is captured into a CUDA graph."""
+    with_gradients: bool = False
+    """Whether gradients were wanted when it began."""
     pages: dict[Any, Rows] = field(default_factory=dict)
     """Keys, scales and switches in the memory of GPUs, made when they are first needed (`device_table.py`)."""
     last: tuple[Tensor, int, object, Tensor] | None = None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shaketable.inject.taps import Tap
 
 RECOMPUTED = len(PHASES)
-"""Columns of a row: fires in each phase, those repeated by activation checkpointing, then what `Measured` holds, in its order."""
+"""Columns of a row: fires in each phase, those repeated by activation checkpointing, then what `Measured` holds."""
 MEASURED = 4
 ERROR, VALUES, CHANGED, ALIVE, SURVIVED, MAGNITUDES, MAGNITUDE, MAGNITUDE_SQUARE, MARK, SECONDS = range(5, 15)
 WIDTH = 16

@@ -1,8 +1,8 @@
 """Classes that modules are given while a plan is on them, and layers and models on a GPU, which open their frames that way.
 
 A subclass that looks like a module's own class is quicker than hooks and sees what hooks cannot: `weights.py` makes weights
-properties in one, `fast/linear.py` puts noise on what a linear returns. Copies and pickles are of the original class; `exchanged` takes
-ours out from under one that somebody else made of it meanwhile.
+properties in one, `fast/linear.py` puts noise on what a linear returns. Copies and pickles are of the original class;
+`exchanged` takes ours out from under one that somebody else made of it meanwhile.
 
 A pre-hook with keywords and a hook that also runs after an exception make torch call a module through its long way: on a GPU,
 where a forward pass of a small model waits for Python, that alone cost a tenth of it. So a module that nothing else of a plan

@@ -13,6 +13,17 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
     """What is left of a hook in a copy."""
 
 
+def never_compiled_alone(function: Any) -> None:
+    """Have dynamo trace a function inside of what it compiles, and never compile it by itself.
+
+    After a graph break in a loop it does, and torch 2.13 does not guard which function a torch function mode was called for:
+    the code compiled for one is run for another (`x.square().mean()` becomes `x.square().square()`, with any mode).
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
 class Hook:
     """Base of everything that is registered on a module."""
 

@@ -121,7 +121,7 @@ class Injection:
         self.calls.phase = "rollout" if sampler else None
         self.enabled = False
         self.skip_pass: Callable[[], bool] | None = None
-        """Asked when a pass begins: True leaves it alone although the plan is on (a reference that shares the policy's weights)."""
+        """Asked when a pass begins: True leaves it alone although the plan is on (a reference with the policy's weights)."""
         self.closed = False
         self.fires = 0
         """Grows after every fire, when it is counted; tells whoever keeps a copy of the ledger that it is out of date."""
@@ -298,7 +298,22 @@ class Injection:
 
     def operator_frame(self) -> Frame | None:
         """The frame an operator belongs to; None outside the models of this injection, and when it is off."""
-        return self.calls.top() if self.enabled else None
+        if not self.enabled:
+            return None
+        return self.calls.top() or self._frame_between_graphs(custom_ops.traces[self.handle])
+
+    def _frame_between_graphs(self, tracing: custom_ops.Trace) -> Frame | None:
+        """The frame of code that runs between the graphs of a compiled pass, where hooks are in graphs of their own."""
+        if not tracing.entries:
+            return None
+        first, entry = tracing.entries[0], tracing.entries[-1]
+        if tracing.frame is None:
+            known = tracing.known
+            current = self.begin_compiled_pass(first.index) if known is None else custom_ops.read(self, known)[0]
+            tracing.frame = Frame(first, current, first.layer, first.excluded, recomputing=False)
+        if entry is first:
+            return tracing.frame
+        return Frame(entry, tracing.frame.current, entry.layer, entry.excluded, recomputing=False, outer=tracing.frame)
 
     def frame(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
         """The frame a tap of this module belongs to; None when the injection is off."""
@@ -319,7 +334,8 @@ class Injection:
         self.operators.weights.refresh()
         skipped = self.skip_pass is not None and self.skip_pass()
         acts = (False,) * len(self.faults) if skipped else self.acting(phase, captured)
-        current = Pass(self, phase, self.calls.new_moment(entry.index, phase), acts, tuple(self.faults), captured)
+        moment = self.calls.new_moment(entry.index, phase)
+        current = Pass(self, phase, moment, acts, tuple(self.faults), captured, torch.is_grad_enabled())
         if captured:
             self.tables.begin(current)
         return current
@@ -373,6 +389,9 @@ class Injection:
         if not outermost:
             return
         tracing.begin()
+        tracing.with_gradients = torch.is_grad_enabled()
+        if self.has_operators and custom_ops.present[self.handle]:
+            custom_ops.note_closed_attention(self.handle)
         if self.tables.first is not None and entry.is_root and custom_ops.present[self.handle]:
             fused = fused_noise.passes[self.handle]
             fused.open()

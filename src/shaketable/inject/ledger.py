@@ -116,6 +116,7 @@ class SiteLedger:
             "seconds": sum(s.seconds for s in self.spots.values()),
             "fused": self.fused,
             "static": self.static,
+            "notes": list(self.notes),
             "phases": self.by("phase"),
             "layers": self.by("layer"),
             "spots": {name: s.to_dict() for name, s in self.spots.items() if self.static or s.counts},
@@ -125,7 +126,8 @@ class SiteLedger:
     def from_dict(cls, data: dict[str, Any]) -> SiteLedger:
         """The inverse of `to_dict`."""
         spots = {name: Spot.from_dict(name, s) for name, s in data["spots"].items()}
-        return cls(data["site"], data["fault"], data["asked"], spots, data["static"], data["fused"])
+        notes = list(data.get("notes", []))
+        return cls(data["site"], data["fault"], data["asked"], spots, data["static"], data["fused"], notes)
 
     def add(self, other: SiteLedger) -> None:
         """Add the same clause of another process, or of the run before it was resumed; a magnitude that changed is averaged."""
@@ -133,6 +135,7 @@ class SiteLedger:
         if self.asked is not None and other.asked is not None and mine + theirs:
             self.asked += (other.asked - self.asked) * theirs / (mine + theirs)
         self.fused += other.fused
+        self.notes += [note for note in other.notes if note not in self.notes]
         for name, spot in other.spots.items():
             if name in self.spots:
                 self.spots[name].add(spot)
@@ -142,7 +145,7 @@ class SiteLedger:
     def copy(self) -> SiteLedger:
         """The same, to be added to; of operators only those that were met."""
         met = {name: spot.copy() for name, spot in self.spots.items() if self.static or spot.counts}
-        return SiteLedger(self.site, self.fault, self.asked, met, self.static, self.fused)
+        return SiteLedger(self.site, self.fault, self.asked, met, self.static, self.fused, list(self.notes))
 
 
 @dataclass
@@ -246,7 +249,7 @@ class Ledger:
         if self.forget is not None:
             self.forget()
         for site in self.sites:
-            site.fused = 0
+            site.fused, site.notes = 0, []
             for name, spot in site.spots.items():
                 spot.__dict__.update(Spot(name, spot.layer).__dict__)
 

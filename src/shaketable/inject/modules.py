@@ -13,7 +13,7 @@ from shaketable.inject.calls import Entry, Frame
 from shaketable.inject.compile import custom_ops
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
-from shaketable.inject.tensors import change_first, change_input
+from shaketable.inject.tensors import as_multiplied, change_first, change_input, is_product
 
 
 class ModuleTaps(Hook):
@@ -24,6 +24,7 @@ class ModuleTaps(Hook):
         self.taps = taps
         self.injection = taps[0].injection
         self.entry = entry
+        self.multiplies = point == "input" and is_product(entry.module)
 
     def install(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the module at this point."""
@@ -62,6 +63,8 @@ class ModuleTaps(Hook):
         return self.injection.frame(self.entry, args, kwargs)
 
     def _touch(self, x: Tensor, frame: Frame | None) -> Tensor:
+        if self.multiplies and (frame is None or any(frame.current.acts_on(tap) for tap in self.taps)):
+            x = as_multiplied(x)
         for tap in self.taps:
             x = custom_ops.trace(x, tap) if frame is None else tap.touch(x, frame)
         return x

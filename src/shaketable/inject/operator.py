@@ -7,8 +7,8 @@ gradient belongs to the layer and the call that caused it, whatever thread runs 
 
 | where | implementation |
 |---|---|
-| any device | `Tap.compute`: the fault's formula in plain torch, the C++ of `faults/native.cpp` or the kernels of `faults/gpu`; Python counts |
-| a GPU, faults that one kernel does alone | the kernel reads its row in the table of the GPU (`device_table.py`), counts and measures |
+| any device | `Tap.compute`: the fault in plain torch, the C++ of `native.cpp` or the kernels of `faults/gpu`; Python counts |
+| a GPU, faults that one kernel does alone | the kernel reads its row in a table (`device_table.py`), counts and measures |
 | captured into a CUDA graph | the same, or the plain formula with a switch; the GPU counts, as Python is not there |
 | torch.compile | `compile/custom_ops.py` registers this function; noise on a GPU is lowered so that inductor fuses it |
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +86,19 @@ class Here:
         """An argument whose gradient will be faulty."""
         return tap.gradient(x, self.frame, argument, number)
 
+    def note_by_hand(self, taps: list[Tap]) -> None:
+        """Name an operator inside of a hand-written autograd function: its backward is whatever was written there."""
+        current = self.frame.current
+        if torch.is_grad_enabled() or not current.with_gradients:
+            return
+        name = _function_by_hand()
+        for tap in taps if name is not None else ():
+            if current.acts_on(tap):
+                what = "lm_head" if self.frame.layer is None else f"layer {self.frame.layer}"
+                note = f"an operator ({what}) inside of {name}, {_BY_HAND}"
+                if note not in (notes := self.taps.injection.sites[tap.clause].notes):
+                    notes.append(note)
+
     def note_fused(self, tensors: list[Any]) -> None:
         """Count an attention call whose inner products cannot be reached."""
         for tap in self.at("matmul", tensors):
@@ -100,9 +115,15 @@ class Traced:
 
     def at(self, family: str, tensors: list[Any]) -> list[Tap]:
         """The taps of an operator that is given these."""
-        entry = self.entry
-        excluded = entry.excluded or self.taps.weights.traced_owner(tensors)
+        entry, weights = self.entry, self.taps.weights
+        excluded = entry.excluded or weights.traced_owner(tensors)
+        if excluded is None and entry.is_root and weights.has_head and self._is_by_hand():
+            excluded = "lm_head"
         return self.taps.tapped(family, entry.owner, entry.layer, excluded)
+
+    def _is_by_hand(self) -> bool:
+        """Whether this is inside of a hand-written autograd function: a product of the model itself is then its head's."""
+        return self.trace.with_gradients and not torch.is_grad_enabled()
 
     def reaches(self, family: str, tensors: list[Any]) -> bool:
         """Whether an operator of this family is met here."""
@@ -119,6 +140,12 @@ class Traced:
     def gradient(self, tap: Tap, x: Tensor, argument: int, number: int) -> Tensor:
         """An argument whose gradient will be faulty."""
         return custom_ops.trace_gradient(x, tap.handle, argument, number, False)
+
+    def note_by_hand(self, taps: list[Tap]) -> None:
+        """Name an operator inside of a hand-written autograd function."""
+        if self._is_by_hand() and len(taps) > 0:
+            what = "lm_head" if self.entry.layer is None else f"layer {self.entry.layer}"
+            custom_ops.note(self.taps.injection.handle, f"an operator ({what}) inside of {_BY_HAND}")
 
     def note_fused(self, tensors: list[Any]) -> None:
         """Count an attention call whose inner products cannot be reached, whenever the graph runs."""
@@ -138,6 +165,8 @@ class ExcludedWeights:
         self._modules: list[tuple[nn.Module, str]] = []
         self._heads: list[nn.Linear] = []
         self._known: dict[int, str] = {}
+        self._cast: tuple[Tensor, int, str] | None = None
+        """The last one that was cast, held so that nothing else gets its memory."""
         self._first = 0
 
     def add(self, module: nn.Module, reason: str) -> None:
@@ -148,6 +177,7 @@ class ExcludedWeights:
 
     def refresh(self) -> None:
         """A pass begins: weights may be where they were not before."""
+        self._cast = None
         first = next((p for module, _ in self._modules for p in module.parameters(recurse=False)), None)
         if first is None or (address := _address(first)) == self._first:
             return
@@ -159,9 +189,24 @@ class ExcludedWeights:
         if not self._known:
             return None
         for x in tensors:
-            if type(x) in _PLAIN and (found := self._known.get(_address(x))) is not None:
-                return found
+            if type(x) in _PLAIN:
+                address = _address(x)
+                if (found := self._known.get(address)) is not None:
+                    return found
+                if self._cast is not None and self._cast[1] == address:
+                    return self._cast[2]
         return None
+
+    def cast(self, x: Any, result: Any) -> Any:
+        """What was cast: of a weight that is left out it is left out too."""
+        if self._known and type(x) in _PLAIN and type(result) is Tensor and (why := self.owner([x])) is not None:
+            self._cast = result, _address(result), why
+        return result
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there is a head among them."""
+        return len(self._heads) > 0
 
     def traced_owner(self, tensors: list[Any]) -> str | None:
         """The same while a graph is traced, where memory has no address: a head is known as the object that it is."""
@@ -172,11 +217,22 @@ class ExcludedWeights:
         return None
 
 
+def _function_by_hand() -> str | None:
+    """The autograd function whose forward is running; None where there is none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
+            return type(frame.f_locals["ctx"]).__name__.removesuffix("Backward")
+        frame = frame.f_back
+    return None
+
+
 def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
 _PLAIN = (Tensor, nn.Parameter)
+_BY_HAND = "a hand-written autograd function: what its backward computes is not covered"
 
 
 def families(names: tuple[str, ...]) -> tuple[str, ...]:

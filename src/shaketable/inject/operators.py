@@ -1,10 +1,11 @@
 """Operator sites: every covered operator, forward and backward, in the layer that called it.
 
 A TorchFunctionMode meets each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest all pass
-there, also when they were imported by name long ago. Around the real call it puts `Echo`es on the inputs that want a
+there, also when they were imported by name long ago. Around the real call it puts a `FaultyGradient` on the inputs that want a
 gradient (every gradient the operator produces gets its own error) and a fault on the result. Dynamo traces such modes, so
-the same code serves torch.compile: where the operator is placed differs (`Here`, `Traced`), what is done does not. Monkey-patching torch.matmul and F.linear, as the study we come from did, misses
-`@`, mm, einsum, attention and every name that was bound early.
+the same code serves torch.compile: how the operator is placed differs (`Here`, `Traced`), what is done does not.
+Monkey-patching torch.matmul and F.linear, as the study we come from did, misses `@`, mm, einsum, attention and every name that
+was bound early.
 
 Two operators need more. An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one
 (`Entry.atomic`). Fused attention computes two matrix products and a softmax that no one can reach: where the math
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shaketable.inject.compile import custom_ops
 from shaketable.inject.fast.products import Products
-from shaketable.inject.hooks import Hook
+from shaketable.inject.hooks import Hook, never_compiled_alone
 from shaketable.inject.open_attention import attention_in_the_open, only_math, open_multi_head
 from shaketable.inject.operator_taps import Here, Traced
 from shaketable.inject.tensors import change_first, change_input
@@ -50,7 +51,11 @@ _NAMES = {
 _FAMILY = {name: family for family, names in _NAMES.items() for name in names.split()}
 _WHOLE = ("", "multi_head_attention_forward")
 """Not an operator: a function that is opened, so that those inside are met."""
-_IN_PLACE = {"addmm_", "baddbmm_", "addbmm_", "addmv_"}
+_CAST = ("", "to")
+"""Not an operator either: what is cast of the weight of a head is still the head's."""
+_CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as)
+_IN_PLACE = {f"{name}_": getattr(torch, name) for name in ("addmm", "baddbmm", "addbmm", "addmv")}
+"""What an operator in place computes, elsewhere."""
 
 
 def _covered() -> dict[Any, tuple[str, str]]:
@@ -68,7 +73,7 @@ def _covered() -> dict[Any, tuple[str, str]]:
         if not name.startswith("__") and hasattr(torch.ops.aten, name):
             packet = getattr(torch.ops.aten, name)
             table[packet] = (family, name)
-    return table | {F.multi_head_attention_forward: _WHOLE}
+    return table | {F.multi_head_attention_forward: _WHOLE} | dict.fromkeys(_CASTS, _CAST)
 
 
 COVERED = _covered()
@@ -110,6 +115,7 @@ class OperatorModule(Hook):
             return None
         if output:
             return change_first(output[0], self._on_output)[0]
+        self.writes = bool(getattr(module, "inplace", False))
         args, kwargs, _ = change_input(args, kwargs, self._on_input)
         return args, kwargs
 
@@ -121,7 +127,7 @@ class OperatorModule(Hook):
                 x = custom_ops.trace_gradient(x, tap.handle, 0, None, False)
             elif frame is not None:
                 x = tap.gradient(x, frame)
-        return x
+        return x.clone() if self.writes and self.backward else x
 
     def _on_output(self, x: Tensor) -> Tensor:
         is_traced = torch.compiler.is_compiling()
@@ -174,6 +180,8 @@ class Operators(TorchFunctionMode):
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if operator is _CAST:
+            return self.taps.weights.cast(args[0], func(*args, **kwargs))
         where = self._where(operator[0], kwargs)
         if where is None:
             return func(*args, **kwargs)
@@ -210,11 +218,22 @@ class Operators(TorchFunctionMode):
             where.note_fused(tensors)
         if not taps:
             return func(*args, **kwargs)
+        where.note_by_hand(taps)
+        func, args, kwargs, target = _elsewhere(func, name, args, kwargs)
         args, kwargs = _mark_gradients(where, taps, args, kwargs, where.number(family))
-        result = func(*args, **kwargs)
-        if name in _IN_PLACE or kwargs.get("out") is not None:
-            return result.copy_(_change_result(where, taps, result.clone()))
-        return _change_result(where, taps, result)
+        result = _change_result(where, taps, func(*args, **kwargs))
+        return result if target is None else target.copy_(result)
+
+
+def _elsewhere(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any], Tensor | None]:
+    """An operator that writes into a tensor it is given, as one that does not, and that tensor."""
+    if name in _IN_PLACE:
+        return _IN_PLACE[name], args, kwargs, args[0]
+    if kwargs.get("out") is not None:
+        return func, args, {key: value for key, value in kwargs.items() if key != "out"}, kwargs["out"]
+    if name == "silu" and (kwargs.get("inplace") or True in args[1:]):
+        return func, (args[0].clone(),), {}, args[0]
+    return func, args, kwargs, None
 
 
 def _mark_gradients(where: Here | Traced, taps: list[Tap], args: Any, kwargs: Any, number: int) -> tuple[Any, Any]:
@@ -229,8 +248,7 @@ def _mark_gradients(where: Here | Traced, taps: list[Tap], args: Any, kwargs: An
         changed.append(value)
     named = {}
     for key, value in kwargs.items():
-        if key != "out":
-            value, position = _mark(where, taps, value, position, number)
+        value, position = _mark(where, taps, value, position, number)
         named[key] = value
     return tuple(changed), named
 
@@ -255,6 +273,9 @@ def _change_result(where: Here | Traced, taps: list[Tap], result: Tensor) -> Ten
         if "forward" in tap.site.directions:
             result = where.forward(tap, result)
     return result
+
+
+never_compiled_alone(Operators.__torch_function__)
 
 
 def _is_tracing() -> bool:

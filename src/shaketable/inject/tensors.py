@@ -6,7 +6,8 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 def change_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
@@ -29,6 +30,19 @@ def change_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, b
                 changed[key] = change(member)
                 return changed, True
     return value, False
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether a module is a product of its input with its weight, which autocast casts."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """A tensor in the type that autocast will multiply it in: a fault on anything finer would be lost in the cast."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def _rebuilt(value: Any, index: int, member: Tensor) -> Any:

@@ -41,6 +41,7 @@ from shaketable.inject.dressed import exchanged, on_gpu
 from shaketable.inject.fast.weight_classes import SLOT, kind_of
 from shaketable.inject.hooks import Hook
 from shaketable.inject.taps import Tap
+from shaketable.inject.tensors import as_multiplied, is_product
 
 if TYPE_CHECKING:
     from shaketable.inject.fast.ready import Ready, Shelf
@@ -57,11 +58,15 @@ class WeightTap:
 
     def touch(self, weight: Tensor, frame: Frame) -> Tensor:
         """The weight as the module sees it."""
+        if not self.gradient_only and frame.current.acts_on(self.tap) and is_product(self.entry.module):
+            weight = as_multiplied(weight)
         return self.tap.gradient(weight, frame, 1) if self.gradient_only else self.tap.touch(weight, frame)
 
     def trace(self, weight: Tensor) -> Tensor:
         """The same, for a graph being compiled."""
         if not self.gradient_only:
+            if is_product(self.entry.module) and custom_ops.is_present(self.tap.handle):
+                weight = as_multiplied(weight)
             return custom_ops.trace(weight, self.tap)
         handle = self.tap.handle
         return custom_ops.trace_gradient(weight, handle, 1, None, False) if custom_ops.is_present(handle) else weight

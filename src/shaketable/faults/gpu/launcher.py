@@ -35,7 +35,7 @@ class Launcher:
 
 
 class Prepared:
-    """Noise on tensors of one size and type that reads its row in the table of a GPU: all but addresses and the row is fixed."""
+    """Noise on tensors of one size and type that reads its row in the table of a GPU: all but addresses and row is fixed."""
 
     __slots__ = ("_after", "_before", "_run", "_shape", "alone", "device", "dtype")
 

@@ -98,21 +98,15 @@ def tell(
                 at = (i // width).to(tl.int64) * stride + i % width
                 a, b = tl.load(x + at, mask=i < n, other=0.0), tl.load(y + at, mask=i < n, other=0.0)
                 v, c, al, su, f, nz, e, s, t = changes(a, b, i < n, KIND, FAST)
-                values, changed, alive, survived, finite, nonzero = (
-                    values + v,
-                    changed + c,
-                    alive + al,
-                    survived + su,
-                    finite + f,
-                    nonzero + nz,
-                )
+                values, changed, alive = values + v, changed + c, alive + al
+                survived, finite, nonzero = survived + su, finite + f, nonzero + nz
                 error, size, third = error + e, size + s, third + t
             add_measured(sums, values, changed, alive, survived, finite, nonzero, error, size, third, KIND)
 
 
 @triton.jit
 def heads(head, marks, rows, sums, BLOCK: tl.constexpr):
-    """What compiled graphs did, a program for each application: its fire and, when it is due, its first values before and after.
+    """What compiled graphs did, a program for each application: its fire and, when it is due, its first values.
 
     Where there are fewer values than `BLOCK`, and where a value is not a number, the clean one is NaN and is left out.
     """

@@ -36,7 +36,7 @@ from shaketable.inject.operator import Application
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
-    from shaketable.inject.calls import Entry
+    from shaketable.inject.calls import Entry, Frame
     from shaketable.inject.device_table import DeviceTable
     from shaketable.inject.injection import Injection
     from shaketable.inject.taps import Tap
@@ -59,6 +59,7 @@ class Trace:
     def __init__(self, handle: int, clauses: int) -> None:
         self.handle, self.clauses = handle, clauses
         self.entries: list[Entry] = []
+        self.with_gradients = False
         self.forget()
 
     def forget(self) -> None:
@@ -70,6 +71,8 @@ class Trace:
         """A pass begins; its ticket is made when it is needed."""
         self.known: Tensor | None = None
         self.counts: dict[str, int] = {}
+        self.frame: Frame | None = None
+        """The frame of what runs between the graphs of the pass."""
 
     def ticket(self, x: Tensor) -> Tensor:
         """The ticket of the pass. `x` is there for the compiler, which calls what depends on it when it is computed."""
@@ -127,6 +130,21 @@ def _injection_of(handle: int) -> int:
 def new_graph() -> int:
     """A number for the graph that is being traced; a constant in it."""
     return next(_graphs)
+
+
+def note(handle: int, text: str) -> None:
+    """Have the ledger say, of every operator clause, what a graph that is being traced does not cover."""
+    if (injection := _injections.get(handle)) is not None:
+        for clause, site in zip(injection.plan.clauses, injection.sites, strict=True):
+            if clause.site.level == "op" and text not in site.notes:
+                site.notes.append(text)
+
+
+def note_closed_attention(handle: int) -> None:
+    """The same for attention that dynamo takes as one function, and does not show to modes."""
+    models = _injections[handle].models if handle in _injections else []
+    if any(isinstance(m, torch.nn.MultiheadAttention) for attached in models for m in attached.model.modules()):
+        note(handle, "torch.nn.MultiheadAttention is compiled as one function: its products are not covered")
 
 
 def trace(x: Tensor, tap: Tap) -> Tensor:
@@ -190,8 +208,8 @@ def is_captured() -> bool:
 
 
 # What `torch.compiler.assume_constant_result` does, without its import of dynamo.
-for _constant in (seat_of, is_captured, _injection_of, new_graph):
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _constant in (seat_of, is_captured, _injection_of, new_graph, note, note_closed_attention):
+    vars(_constant)["_dynamo_marked_constant"] = True
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -217,7 +235,7 @@ def _begin(after: Tensor, handle: int, entry: int, graph: int, clauses: int) -> 
     injection = _injections.get(handle)
     if injection is None or injection.closed or not injection.enabled:
         return torch.zeros(3 + clauses, dtype=torch.int64)
-    frame = injection.calls.top()
+    frame = injection.calls.top() or traces[handle].frame
     current = injection.begin_compiled_pass(entry) if frame is None else frame.current
     base = _BASE * frame.count("graphs") if frame is not None else 0
     moment = current.moment - (1 << 64) if current.moment >= 1 << 63 else current.moment

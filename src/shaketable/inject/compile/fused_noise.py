@@ -12,7 +12,7 @@ layer's rows are where they are.
 Both are calls of Python, for which a GPU that has nothing to do would wait. So they are not at the very head of the graph:
 `fill` is right before the first application, when there is a product to compute, and `copy_rows`, the longer one, before the
 first of the second layer; that product is an argument of theirs, or inductor would put them first again. Where the graph is
-captured there must be none in it, and both are in one before (`Injection.is_traced_apart`), as they are where the model is hooked.
+captured there must be none in it, and both are in one before (`Injection.is_traced_apart`).
 
 And what happened is told from the same operator. With the faulty tensor it returns the first values, clean and faulty. They
 are put together layer by layer, so that nothing large is kept for them, and counted and measured by one kernel at the end of

@@ -9,5 +9,5 @@ other faults and types, other modes, tensor subclasses, gradients of gradients.
 | `linear.py` | noise on what an `nn.Linear` returns | prefill 1.17 (1.59) |
 | `products.py` | `F.linear` under an operator plan, forward and backward | training step 1.5 (2.23) |
 | `inputs.py` | formats on what an `nn.Linear` is given | with `ready.py`: W4A4 1.30 (2.84) |
-| `ready.py`, `ready_draws.py`, `weight_classes.py` | faulty weights, all of a model by one launch when a pass begins | AQN in `generate` 1.02 (1.29) |
+| `ready*.py`, `weight_classes.py` | faulty weights, all by one launch when a pass begins | AQN in `generate` 1.02 (1.29) |
 """

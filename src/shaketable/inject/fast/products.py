@@ -171,7 +171,7 @@ class Gradients:
             launch = launches.prepared(g, self.kind) if plain and _is_dense(g, self.turns and argument == _WEIGHT) else None
             if launch is not None:
                 how = {"backward": True, "argument": argument}
-                launches.fire(launch, g.data_ptr(), g.data_ptr(), self.current, self.number, **how)  # type: ignore[arg-type]
+                launches.fire(launch, g.data_ptr(), g.data_ptr(), self.current, self.number, **how)
                 launches.injection.fires += 1
             else:
                 changed = changed or list(grads)

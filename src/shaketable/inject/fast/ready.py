@@ -235,8 +235,9 @@ class Shelf:
         self.close()
         if torch.is_grad_enabled() or frame.recomputing or frame.current.captured:
             return
+        cast = torch.is_autocast_enabled("cuda")
         for group in self._groups.values():
-            if group.entries and frame.current.acts_on(group.entries[0].tap):
+            if group.entries and frame.current.acts_on(group.entries[0].tap) and not (cast and isinstance(group, Coded)):
                 group.renew(frame)
             else:
                 group.rest()
