@@ -107,7 +107,7 @@ for live in (False, True):
 for moment in (0, 1, 2):
     say(f"begin-{moment}", compiled(table_kernels.begin_pass, MOMENT=moment, MIRROR=True, TAPS=5, USES=4, BLOCK=16))
 for kind in (0, 1, 3, 4, 5):
-    say(f"tell-{kind}", compiled(measure_kernels.tell, KIND=kind, STEPS=16, BLOCK=1024, FAST=True))
+    say(f"tell-{kind}", compiled(measure_kernels.tell, KIND=kind, SPARSE=True, STEPS=16, BLOCK=1024, FAST=True))
 for dtype, unit in (("bf16", 8), ("fp32", 4)):
     for name, kind, length in (("mxfp4", 0, 32), ("e4m3", 2, 128), ("e5m2", 3, 128)):
         how = {"UNIT": unit, "KIND": kind, "LENGTH": length, "GROUP": 2048 // length, "FAST": True}

@@ -152,7 +152,7 @@ def test_a_shift_takes_its_scale_from_its_row_and_measures_it(table, kind):
         y = gpu.shift(x, 0.0, getattr(gpu, kind), live=table.row(2))
     assert same(y, x * scale if kind == "GAIN" else x + x.sign() * scale)
     assert table.sums[2, 1] == 1
-    assert table.sums[2, c.MAGNITUDE] == pytest.approx(-0.8 if kind == "GAIN" else 0.2, rel=1e-3)
+    assert table.sums[2, c.MAGNITUDE].item() == pytest.approx(-0.8 if kind == "GAIN" else 0.2, rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(700,), (5, 7), (300, 96), (3, 30000)])

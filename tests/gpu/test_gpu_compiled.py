@@ -258,7 +258,7 @@ def test_what_inductor_writes_is_the_noise_of_the_kernel(kind, dtype):
     row[0, 2:3] = torch.tensor([0.1]).view(torch.int32)
     table = row.to(DEVICE)
     written = torch.compile(
-        lambda x, t: torch.ops.shaketable.struck(x, t, 0, relative, fused.EDITION), backend=BACKEND, fullgraph=True
+        lambda x, t: torch.ops.shaketable.fused(x, t, 0, relative, fused.EDITION), backend=BACKEND, fullgraph=True
     )
     y, head = written(x, table)
     wanted = make_fault({"kind": kind, "magnitude": 0.1}).apply(x, draw)

@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 from shaken_device import NOISE, ids, needs_cuda
-from torch import nn
 
 import shaketable as st
 
@@ -34,15 +33,9 @@ def test_side_streams_give_what_the_default_stream_gives(tiny_llama, plan):
     assert not torch.equal(found[0], found[1])
     assert other.sites[0].by("layer") == ledger.sites[0].by("layer")
     measured = [seen.sites[0].measured() for seen in (ledger, other)]
-    if plan != PLANS[0]:
-        assert measured[0].changed == measured[1].changed
-        return
-    # Kernels look at all of tensors as small as these: in five passes of the one stream and in all three of the first of two. The
-    # first pass, and of the second stream those with a power of two, are measured the ordinary way.
-    whole = sum(32 * m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m is not model.lm_head)
-    assert [m.values for m in measured] == [whole + 5 * whole, 3 * whole + 3 * whole]
+    assert measured[0] == measured[1], "the same fires are measured, whatever the stream"
     for seen in measured:
-        assert seen.changed >= seen.values - 2
+        assert "sparsity" in plan or seen.changed >= seen.values - 2
         assert seen.magnitude / seen.magnitudes == pytest.approx(0.05, rel=0.05)
 
 

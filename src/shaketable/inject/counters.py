@@ -32,6 +32,8 @@ RECOMPUTED = len(PHASES)
 MEASURED = 4
 ERROR, VALUES, CHANGED, ALIVE, SURVIVED, MAGNITUDES, MAGNITUDE, MAGNITUDE_SQUARE, MARK, SECONDS = range(5, 15)
 WIDTH = 16
+_PATIENCE = 7
+"""Fires before a device is asked whether anything has changed."""
 
 
 def is_due(fires: float, changed: float, mark: float) -> bool:
@@ -72,14 +74,16 @@ def measure(fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | Non
 class HostTable:
     """The rows of an injection's taps in the memory of the host.
 
-    What was measured on another device stays there until somebody reads the ledger; until then nobody knows whether anything
-    has changed, and the row is measured by its mark alone.
+    What was measured on another device stays there until somebody reads the ledger, or until the eighth fire. Until then nobody
+    knows whether anything has changed, and the row is measured by its mark alone.
     """
 
     def __init__(self) -> None:
         self._rows: list[list[float]] = []
         self._told: list[list[float]] = []
         self._pending: dict[int, list[Measurement]] = {}
+        self._unchanged: set[int] = set()
+        """Rows of other devices that were asked, and had not changed anything."""
         self._lock = RLock()
 
     def add_tap(self) -> None:
@@ -94,6 +98,8 @@ class HostTable:
         with self._lock:
             fires = row[0] + row[1] + row[2]
             row[PHASES.index(phase)] += 1
+            if at in self._pending and (at in self._unchanged or fires >= max(_PATIENCE, row[MARK])):
+                self._fold(at)
             due = tap.is_held or is_due(fires, row[CHANGED] or at in self._pending, row[MARK])
             if due:
                 row[MARK] = 2 * fires + 1
@@ -129,13 +135,17 @@ class HostTable:
         for column, number in enumerate(found.columns(), MEASURED):
             row[column] += number
 
+    def _fold(self, at: int) -> None:
+        """Ask a device what it has measured."""
+        for found in self._pending.pop(at):
+            self._add(at, found)
+        (self._unchanged.discard if self._rows[at][CHANGED] else self._unchanged.add)(at)
+
     def settle(self, taps: list[Tap]) -> None:
         """Tell the ledger what is new."""
         with self._lock:
-            for at, measurements in self._pending.items():
-                for found in measurements:
-                    self._add(at, found)
-            self._pending.clear()
+            for at in list(self._pending):
+                self._fold(at)
             for tap in taps:
                 for backward in (False, True):
                     at = 2 * tap.index + backward
@@ -146,7 +156,7 @@ class HostTable:
     def forget(self) -> None:
         """Begin at zero: a forked child."""
         self._lock = RLock()
-        self._pending = {}
+        self._pending, self._unchanged = {}, set()
         for rows in (self._rows, self._told):
             rows[:] = [[0.0] * WIDTH for _ in rows]
 

@@ -186,7 +186,8 @@ class DeviceTable:
         row = self.row(what)
         y = torch.where(row.rows[row.row, 3] != 0, y, x)
         kind = recipe(what.fault, lanes=True)
-        gpu.tell(x.detach(), y.detach(), row, gpu.OTHER if kind is None else kind.kind)
+        sparse = what.fault.sparsity < 1
+        gpu.tell(x.detach(), y.detach(), row, gpu.OTHER if kind is None else kind.kind, sparse=sparse)
         return y
 
     def pull_back(self, g: Tensor, x: Tensor | None, what: Application) -> Tensor:
@@ -209,6 +210,12 @@ class DeviceTable:
         gpu.tell(scratch, scratch, gpu.Row(torch.zeros_like(self.current[:1]), self.sums, 0, 2 * len(self.taps)))
 
     # ---- the ledger
+
+    def forget(self) -> None:
+        """Count from zero again."""
+        self.sums.zero_()
+        self.mirror.zero_()
+        self._told = [[0.0] * WIDTH for _ in self._told]
 
     def settle(self) -> None:
         """Tell the ledger what happened since it was last told.
@@ -298,6 +305,12 @@ class DeviceTables:
         """Copy the switch, the magnitudes and the step to every GPU."""
         for table in self.all:
             table.update()
+
+    def forget(self) -> None:
+        """Count from zero again; a forked child has no GPU to do so on."""
+        if not torch.cuda._is_in_bad_fork():
+            for table in self.all:
+                table.forget()
 
     def settle(self) -> None:
         """Tell the ledger what kernels did."""

@@ -110,7 +110,7 @@ class Injection:
         self.taps: list[Tap] = []
         self.counters = HostTable()
         self.tables = DeviceTables(self)
-        self.ledger.settle, self.ledger.forget = self.settle, self.counters.forget
+        self.ledger.settle, self.ledger.forget = self.settle, self.forget
         self._shelves: dict[int, Shelf] = {}
         """The weights that are made ready when a pass begins, per model."""
         self.handle = custom_ops.know(self)
@@ -265,6 +265,11 @@ class Injection:
         self.counters.settle(self.taps)
         self.tables.settle()
 
+    def forget(self) -> None:
+        """Count from zero again."""
+        self.counters.forget()
+        self.tables.forget()
+
     def set_magnitude(self, magnitude: float, clause: int | None = None) -> None:
         """Change the magnitude of one clause, or of all; takes effect at the next call, compiled or not.
 
@@ -300,10 +305,11 @@ class Injection:
         """The frame an operator belongs to; None outside the models of this injection, and when it is off."""
         if not self.enabled:
             return None
-        return self.calls.top() or self._frame_between_graphs(custom_ops.traces[self.handle])
+        return self.calls.top() or self.frame_between_graphs()
 
-    def _frame_between_graphs(self, tracing: custom_ops.Trace) -> Frame | None:
+    def frame_between_graphs(self) -> Frame | None:
         """The frame of code that runs between the graphs of a compiled pass, where hooks are in graphs of their own."""
+        tracing = custom_ops.traces[self.handle]
         if not tracing.entries:
             return None
         first, entry = tracing.entries[0], tracing.entries[-1]

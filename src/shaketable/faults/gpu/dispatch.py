@@ -140,8 +140,8 @@ def shift(
     return y
 
 
-def tell(x: Tensor, y: Tensor, live: Row, kind: int = OTHER) -> None:
-    """Count and, when it is due, measure a before/after pair, by rows spread over it."""
+def tell(x: Tensor, y: Tensor, live: Row, kind: int = OTHER, *, sparse: bool = False) -> None:
+    """Count and, when it is due, measure a before/after pair, by rows spread over it; `sparse`: some channels are faulty."""
     from shaketable.faults.gpu import measure_kernels
 
     x, y = x.contiguous(), y.contiguous()
@@ -150,7 +150,7 @@ def tell(x: Tensor, y: Tensor, live: Row, kind: int = OTHER) -> None:
     every = max(1, x.numel() // most)
     n = min(most, x.numel())
     stride = every * width if x.numel() > most else width
-    shape = {"KIND": kind, "STEPS": STEPS, "BLOCK": STEP, "FAST": not interpreting()}
+    shape = {"KIND": kind, "SPARSE": sparse, "STEPS": STEPS, "BLOCK": STEP, "FAST": not interpreting()}
     launch(measure_kernels.tell, 1, (x, y, n, live.rows, live.sums, live.row, live.place, width, stride), shape)
 
 

@@ -30,78 +30,94 @@ def differs(x, y, inside, FAST: tl.constexpr):
 
 
 @triton.jit
-def changes(x, y, inside, KIND: tl.constexpr, FAST: tl.constexpr):
-    """Sums over a tile: counts (exists, changed, alive, survived, finite, nonzero), squared error, squared clean value, and
-    the one from which the magnitude of this kind is made."""
-    w, v = widened(x, FAST), widened(y, FAST)
-    finite = inside & (magnitude_bits(w) < INFINITY) & (magnitude_bits(v) < INFINITY)
-    alive = inside & (w != 0)
-    nonzero = finite & alive
-    clean = tl.where(finite, w, 0.0)
-    error = tl.where(finite, v, 0.0) - clean
-    if KIND == RELATIVE:
-        third = tl.where(nonzero, error / tl.where(nonzero, clean, 1.0), 0.0).to(tl.float64)
-        third = third * third
-    elif KIND == GAIN:
-        third = error.to(tl.float64) * clean.to(tl.float64)
-    else:
-        third = tl.where(nonzero, tl.abs(error), 0.0).to(tl.float64)
-    e, c = error.to(tl.float64), clean.to(tl.float64)
-    counts = tl.sum(inside.to(tl.int32)), tl.sum(differs(x, y, inside, FAST).to(tl.int32)), tl.sum(alive.to(tl.int32))
-    more = tl.sum((alive & (v != 0)).to(tl.int32)), tl.sum(finite.to(tl.int32)), tl.sum(nonzero.to(tl.int32))
-    return counts[0], counts[1], counts[2], more[0], more[1], more[2], tl.sum(e * e), tl.sum(c * c), tl.sum(third)
+def nothing():
+    """A sum of no values."""
+    return tl.zeros((), tl.float64)
 
 
 @triton.jit
-def add_measured(row, values, changed, alive, survived, finite, nonzero, error, size, third, KIND: tl.constexpr):
-    """Add one measured fire to the row of its tap."""
+def add_counts(row, x, y, inside, FAST: tl.constexpr):
+    """Add how many values of a tile there are, have changed, were not zero, and still are not."""
+    w, v = widened(x, FAST), widened(y, FAST)
+    alive = inside & (w != 0)
+    tl.atomic_add(row + VALUES, tl.sum(inside.to(tl.int32)).to(tl.float64))
+    tl.atomic_add(row + CHANGED, tl.sum(differs(x, y, inside, FAST).to(tl.int32)).to(tl.float64))
+    tl.atomic_add(row + ALIVE, tl.sum(alive.to(tl.int32)).to(tl.float64))
+    tl.atomic_add(row + SURVIVED, tl.sum((alive & (v != 0)).to(tl.int32)).to(tl.float64))
+
+
+@triton.jit
+def changes(x, y, inside, KIND: tl.constexpr, FAST: tl.constexpr):
+    """Sums over a tile: squared error, squared clean value, and the two whose quotient is the magnitude of this kind."""
+    w, v = widened(x, FAST), widened(y, FAST)
+    finite = inside & (magnitude_bits(w) < INFINITY) & (magnitude_bits(v) < INFINITY)
+    nonzero = finite & (w != 0)
+    clean = tl.where(finite, w, 0.0)
+    error = tl.where(finite, v, 0.0) - clean
+    e, c = error.to(tl.float64), clean.to(tl.float64)
+    if KIND == RELATIVE:
+        over = tl.where(nonzero, error / tl.where(nonzero, clean, 1.0), 0.0).to(tl.float64)
+        over = over * over
+    elif KIND == GAIN:
+        over = e * c
+    elif KIND == ADDITIVE:
+        over = e * e
+    else:
+        over = tl.where(nonzero, tl.abs(error), 0.0).to(tl.float64)
+    if KIND == GAIN:
+        under = tl.sum(c * c)
+    else:
+        under = tl.sum((finite if KIND == ADDITIVE else nonzero).to(tl.int32)).to(tl.float64)
+    return tl.sum(e * e), tl.sum(c * c), tl.sum(over), under
+
+
+@triton.jit
+def quotient(over, under):
+    """over / under, 0 where there is nothing to divide by; in float32, whose division takes a quarter of the registers."""
+    return tl.where(under > 0, over.to(tl.float32) / tl.where(under > 0, under, 1.0).to(tl.float32), 0.0).to(tl.float64)
+
+
+@triton.jit
+def add_measured(row, error, size, over, under, KIND: tl.constexpr):
+    """Add one measured fire to the row of its tap, all but its counts."""
     tl.atomic_add(row + MEASURED, 1.0)
-    tl.atomic_add(row + ERROR, tl.where(size > 0, error / tl.where(size > 0, size, 1.0), 0.0))
-    tl.atomic_add(row + VALUES, values.to(tl.float64))
-    tl.atomic_add(row + CHANGED, changed.to(tl.float64))
-    tl.atomic_add(row + ALIVE, alive.to(tl.float64))
-    tl.atomic_add(row + SURVIVED, survived.to(tl.float64))
+    tl.atomic_add(row + ERROR, quotient(error, size))
     if KIND != OTHER:
-        if KIND == ADDITIVE:
-            over, under = error, finite.to(tl.float64)
-        elif KIND == GAIN:
-            over, under = third, size
-        else:
-            over, under = third, nonzero.to(tl.float64)
         tells = under > 0
-        found = over / tl.where(tells, under, 1.0)
+        found = quotient(over, under)
         if KIND <= ADDITIVE:
-            found = tl.sqrt(found)
+            found = tl.sqrt(found.to(tl.float32)).to(tl.float64)
         tl.atomic_add(row + MAGNITUDES, tl.where(tells, 1.0, 0.0).to(tl.float64))
-        tl.atomic_add(row + MAGNITUDE, tl.where(tells, found, 0.0))
-        tl.atomic_add(row + MAGNITUDE_SQUARE, tl.where(tells, found * found, 0.0))
+        tl.atomic_add(row + MAGNITUDE, found)
+        tl.atomic_add(row + MAGNITUDE_SQUARE, found * found)
 
 
 @triton.jit(do_not_specialize=["n", "row", "place", "width", "stride"])
 def tell(
     x, y, n, rows, sums, row, place, width, stride,
-    KIND: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+    KIND: tl.constexpr, SPARSE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Count and, when it is due, measure what other operators than one kernel did. One program, `n` values of a pair.
 
-    The values lie in pieces of `width`, of which one begins every `stride`.
+    The values lie in pieces of `width`, of which one begins every `stride`. Of a `SPARSE` fault those that have changed
+    tell the magnitude.
     """
     flags = tl.load(rows + 4 * row + 3)
     if flags != 0:
         sums += WIDTH * place
         tl.atomic_add(sums + (flags & PHASE) - 1, 1.0)
         if (flags & DUE) != 0:
-            values, changed, alive, survived, finite, nonzero = 0, 0, 0, 0, 0, 0
-            error, size, third = tl.zeros((), tl.float64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+            error, size, over, under = nothing(), nothing(), nothing(), nothing()
             for step in range(STEPS):
                 i = step * BLOCK + tl.arange(0, BLOCK)
                 at = (i // width).to(tl.int64) * stride + i % width
                 a, b = tl.load(x + at, mask=i < n, other=0.0), tl.load(y + at, mask=i < n, other=0.0)
-                v, c, al, su, f, nz, e, s, t = changes(a, b, i < n, KIND, FAST)
-                values, changed, alive = values + v, changed + c, alive + al
-                survived, finite, nonzero = survived + su, finite + f, nonzero + nz
-                error, size, third = error + e, size + s, third + t
-            add_measured(sums, values, changed, alive, survived, finite, nonzero, error, size, third, KIND)
+                add_counts(sums, a, b, i < n, FAST)
+                e, s, o, u = changes(a, b, i < n, KIND, FAST)
+                if SPARSE:
+                    _, _, o, u = changes(a, b, differs(a, b, i < n, FAST), KIND, FAST)
+                error, size, over, under = error + e, size + s, over + o, under + u
+            add_measured(sums, error, size, over, under, KIND)
 
 
 @triton.jit
@@ -119,9 +135,10 @@ def heads(head, marks, rows, sums, BLOCK: tl.constexpr):
         if (flags & DUE) != 0:
             at = head + 2 * BLOCK * i + tl.arange(0, BLOCK)
             clean, faulty = tl.load(at), tl.load(at + BLOCK)
+            add_counts(sums, clean, faulty, clean == clean, True)
             if kind == RELATIVE:
-                v, c, al, su, f, nz, e, s, t = changes(clean, faulty, clean == clean, RELATIVE, True)
-                add_measured(sums, v, c, al, su, f, nz, e, s, t, RELATIVE)
+                e, s, o, u = changes(clean, faulty, clean == clean, RELATIVE, True)
+                add_measured(sums, e, s, o, u, RELATIVE)
             else:
-                v, c, al, su, f, nz, e, s, t = changes(clean, faulty, clean == clean, ADDITIVE, True)
-                add_measured(sums, v, c, al, su, f, nz, e, s, t, ADDITIVE)
+                e, s, o, u = changes(clean, faulty, clean == clean, ADDITIVE, True)
+                add_measured(sums, e, s, o, u, ADDITIVE)

@@ -27,9 +27,11 @@ from shaketable.faults.gpu.measure_kernels import (
     RELATIVE,
     VALUES,
     WIDTH,
+    add_counts,
     add_measured,
     changes,
     differs,
+    nothing,
 )  # fmt: skip
 from shaketable.faults.gpu.tiles import fetch, put, rounded, widened
 
@@ -178,21 +180,22 @@ def write_live(
     block = tl.program_id(0)
     if (block == 0) & (flags != 0):
         tl.atomic_add(sums + (flags & PHASE) - 1, 1.0)
-    if (block == 0) & ((flags & DUE) != 0):
-        values, changed, alive, survived, finite, nonzero = 0, 0, 0, 0, 0, 0
-        error, size, third = tl.zeros((), tl.float64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    if ((block == 0) & ((flags & DUE) != 0)) | ((flags & ALL) != 0):
+        error, size, over, under = nothing(), nothing(), nothing(), nothing()
         for step in range(BLOCK // STEP):
-            value, result, inside = write_block(x, y, step, n, scale, flags, k0, k1, KIND, True, FAST, EVEN, STEP)
-            v, c, al, su, f, nz, e, s, t = changes(value, result, inside, KIND, FAST)
-            values, changed, alive = values + v, changed + c, alive + al
-            survived, finite, nonzero = survived + su, finite + f, nonzero + nz
-            error, size, third = error + e, size + s, third + t
-        add_measured(sums, values, changed, alive, survived, finite, nonzero, error, size, third, KIND)
+            at = block * (BLOCK // STEP) + step
+            value, result, inside = write_block(x, y, at, n, scale, flags, k0, k1, KIND, True, FAST, EVEN, STEP)
+            if block == 0:
+                add_counts(sums, value, result, inside, FAST)
+                e, s, o, u = changes(value, result, inside, KIND, FAST)
+                error, size, over, under = error + e, size + s, over + o, under + u
+            else:
+                tl.atomic_add(sums + VALUES, tl.sum(inside.to(tl.int32)).to(tl.float64))
+                tl.atomic_add(sums + CHANGED, tl.sum(differs(value, result, inside, FAST).to(tl.int32)).to(tl.float64))
+        if block == 0:
+            add_measured(sums, error, size, over, under, KIND)
     else:
-        value, result, inside = write_block(x, y, block, n, scale, flags, k0, k1, KIND, True, FAST, EVEN, BLOCK)
-        if (flags & ALL) != 0:
-            tl.atomic_add(sums + VALUES, tl.sum(inside.to(tl.int32)).to(tl.float64))
-            tl.atomic_add(sums + CHANGED, tl.sum(differs(value, result, inside, FAST).to(tl.int32)).to(tl.float64))
+        write_block(x, y, block, n, scale, flags, k0, k1, KIND, True, FAST, EVEN, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n", "scale", "low", "high", "row", "place"])
