@@ -115,4 +115,5 @@ for dtype, unit in (("bf16", 8), ("fp32", 4)):
     for kind in (0, 1, 2):
         how = {"UNIT": unit, "KIND": kind, "BLOCKS": 2, "BLOCK": 2048, "FAST": True}
         say(f"draw-{kind}-{dtype}", compiled(many_kernels.draw_many, dtype=dtype, **how))
+say("tell-sums", compiled(measure_kernels.twelve_sums, STEPS=16, BLOCK=1024, FAST=True))
 say("heads", compiled(measure_kernels.heads, BLOCK=1024))

@@ -9,6 +9,7 @@ from kernel_route import DEVICE, ON_CARD, fused, kernels, same
 from shaketable.faults import gpu
 from shaketable.faults.generator import mix64, plain_normals
 from shaketable.faults.gpu import dispatch
+from shaketable.faults.sums import plain_sums
 from shaketable.inject import counters as c
 
 pytestmark = kernels
@@ -112,7 +113,8 @@ def test_a_kernel_acts_by_its_row_counts_and_measures(table, relative, n):
     assert torch.allclose(y, wanted, rtol=0, atol=1e-3) if ON_CARD else same(y, wanted)
     row = table.sums[3].tolist()
     assert row[:4] == [0.0, 1.0, 0.0, 0.0]
-    assert row[c.VALUES] == row[c.CHANGED] == n, "as long as nothing has changed, every value is looked at"
+    assert row[c.VALUES] == row[c.CHANGED] == min(n, 2048)
+    assert row[c.SEEN] == (n > 2048), "as long as nothing has changed, others look too"
     assert row[c.ALIVE] == row[c.SURVIVED] == min(n, 2048)
     assert row[c.MAGNITUDE] == pytest.approx(0.3, rel=0.25)
     assert row[c.MAGNITUDE_SQUARE] == pytest.approx(row[c.MAGNITUDE] ** 2)
@@ -163,6 +165,19 @@ def test_what_other_operators_did_is_counted_and_measured_by_a_sample(table, sha
         gpu.tell(x, x * 1.5, table.row(2))
     row = table.sums[2].tolist()
     assert row[1] == row[c.MEASURED] == 1
-    assert row[c.VALUES] == row[c.CHANGED] == min(x.numel(), dispatch.STEPS * dispatch.STEP)
+    assert row[c.VALUES] == row[c.CHANGED] == dispatch._spread(x)[0]
     assert row[c.ERROR] == pytest.approx(0.25, rel=1e-4)
     assert row[c.MAGNITUDES] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 7), (300, 96), (3, 30000)])
+def test_the_sums_of_a_sample_are_those_of_plain_torch(shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    y = (x * 1.25).where(torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5, x)
+    x[0, :3], y[0, :3] = torch.tensor([0.0, float("nan"), float("inf")]), torch.tensor([1.0, float("nan"), 2.0])
+    with fused():
+        found = gpu.sample_sums(x, y)
+    n, width, stride = dispatch._spread(x)
+    at = (torch.arange(n) // width * stride + torch.arange(n) % width).to(DEVICE)
+    torch.testing.assert_close(found, plain_sums(x.flatten()[at], y.flatten()[at]), rtol=1e-6, atol=0)

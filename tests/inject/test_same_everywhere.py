@@ -26,6 +26,8 @@ from torch import nn
 import shaketable as st
 
 SEED = 3
+FROZEN = ("captured", "dead zone")
+"""A fault of several operators is in a graph with its magnitude, which cannot be changed there and is not read back."""
 EVERY_PHASE = ("train", "eval", "rollout", "train")
 
 
@@ -129,7 +131,7 @@ def run(place, case, clean):
     found.off["disabled"] = place.work(case.phases)
     injection.enable()
     asked = [site.asked for site in ledger.sites]
-    is_frozen = isinstance(place, Captured) and "dead_zone" in case.plan  # its magnitude is in the graph, and it says so
+    is_frozen = isinstance(place, Captured) and "dead_zone" in case.plan
     if None not in asked and not is_frozen:  # a format has no magnitude
         injection.set_magnitude(0)
         found.off["magnitude 0"] = place.work(case.phases)
@@ -191,7 +193,8 @@ def test_switched_on_again_it_fires_as_often(path, case):
 @paths()
 def test_what_is_measured_is_what_eager_measures(path, case):
     for site, other in zip(seen(path, case).sites, seen("eager", case).sites, strict=True):
-        for what in ("measured_magnitude", "measured_error", "measured_error_backward", "changed_fraction"):
+        magnitude = () if (path, case) == FROZEN else ("measured_magnitude",)
+        for what in (*magnitude, "measured_error", "measured_error_backward", "changed_fraction"):
             assert site[what] == (None if other[what] is None else pytest.approx(other[what], rel=0.1)), what
         assert site["remark"] == other["remark"]
 
@@ -199,7 +202,8 @@ def test_what_is_measured_is_what_eager_measures(path, case):
 @paths(*(("eager", case) for case in CASES))
 def test_off_is_the_clean_program_bit_for_bit(path, case):
     found = seen(path, case)
-    assert found.off.keys() >= {"disabled"} | ({"magnitude 0"} if case != "mxfp4" else set())
+    is_fixed = case == "mxfp4" or (path, case) == FROZEN
+    assert found.off.keys() >= {"disabled"} | (set() if is_fixed else {"magnitude 0"})
     for how, results in found.off.items():
         assert same(results, found.clean), how
     assert found.idle == [(0, 0)] * len(found.sites), "what is off does not count"

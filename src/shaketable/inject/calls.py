@@ -161,9 +161,9 @@ class Calls:
         return stack
 
     def top(self) -> Frame | None:
-        """The innermost open frame of this thread."""
+        """The innermost open frame of this thread; between the graphs of a compiled pass, whose hooks are in graphs, that of it."""
         stack = self.stack
-        return stack[-1] if stack else None
+        return stack[-1] if stack else self.injection.frame_between_graphs()
 
     def open(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
         """The frame of a call of `entry`'s module, not yet pushed."""

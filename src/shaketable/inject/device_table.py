@@ -63,6 +63,9 @@ class DeviceTable:
         self.taps = {tap: i for i, tap in enumerate(taps)}
         self.uses = USES_OF_OPERATORS if injection.has_operators else USES
         self.is_used = self.is_captured = False
+        self.last_pass: Pass | None = None
+        """The pass whose first page was asked for last, and where that is."""
+        self.last_address = 0
         self._frozen: list[tuple[Tap, FaultBase]] = []
         """What was captured with its magnitude in it."""
         self._step: int | None = None

@@ -303,9 +303,7 @@ class Injection:
 
     def operator_frame(self) -> Frame | None:
         """The frame an operator belongs to; None outside the models of this injection, and when it is off."""
-        if not self.enabled:
-            return None
-        return self.calls.top() or self.frame_between_graphs()
+        return self.calls.top() if self.enabled else None
 
     def frame_between_graphs(self) -> Frame | None:
         """The frame of code that runs between the graphs of a compiled pass, where hooks are in graphs of their own."""
@@ -398,6 +396,8 @@ class Injection:
         tracing.with_gradients = torch.is_grad_enabled()
         if self.has_operators and custom_ops.present[self.handle]:
             custom_ops.note_closed_attention(self.handle)
+        if tracing.with_gradients and custom_ops.present[self.handle]:
+            tracing.ticket(self.operators.notes)  # not inside of what activation checkpointing computes again
         if self.tables.first is not None and entry.is_root and custom_ops.present[self.handle]:
             fused = fused_noise.passes[self.handle]
             fused.open()
@@ -419,10 +419,12 @@ class Injection:
         if torch.compiler.is_compiling():
             tracing = custom_ops.traces[self.handle]
             tracing.entries.pop()
-            if self.tables.first is not None and not tracing.entries:
-                fused_noise.passes[self.handle].close()
+            if not tracing.entries:
+                if self.tables.first is not None:
+                    fused_noise.passes[self.handle].close()
+                tracing.begin()
             return
-        frame = self.calls.top()
+        frame = self.calls.stack[-1] if self.calls.stack else None
         if frame is None or frame.entry is not entry:
             return
         if "mode" in frame.counts:

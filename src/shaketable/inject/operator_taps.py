@@ -178,11 +178,12 @@ class ExcludedWeights:
     def refresh(self) -> None:
         """A pass begins: weights may be where they were not before."""
         self._cast = None
-        first = next((p for module, _ in self._modules for p in module.parameters(recurse=False)), None)
-        if first is None or (address := _address(first)) == self._first:
+        every = ((p, why) for module, why in self._modules for p in module.parameters(recurse=False) if type(p) in _PLAIN)
+        first = next(every, None)
+        if first is None or (address := _address(first[0])) == self._first:
             return
         self._first = address
-        self._known = {_address(p): why for module, why in self._modules for p in module.parameters(recurse=False)}
+        self._known = {address: first[1]} | {_address(p): why for p, why in every}
 
     def owner(self, tensors: list[Any]) -> str | None:
         """Why an operator that is given these is left out; None when it is not."""

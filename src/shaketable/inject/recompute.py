@@ -70,7 +70,7 @@ def _patch() -> None:
 
 def _remember(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which inside backward runs in the frames that are open now."""
-    found = [(i, i.calls.top() or i.frame_between_graphs()) for i in list(_watching) if i.enabled]
+    found = [(i, i.calls.top()) for i in list(_watching) if i.enabled]
     frames = [(injection, frame.again()) for injection, frame in found if frame is not None]
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from shaketable.faults.gpu.dispatch import (
     name,
     noise,
     prepare,
+    sample_sums,
     shift,
     tell,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "name",
     "noise",
     "prepare",
+    "sample_sums",
     "shift",
     "tell",
     "tell_heads",

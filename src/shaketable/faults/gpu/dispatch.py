@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.gpu.launcher import Launcher, Prepared
+    from shaketable.faults.gpu.launcher import Launcher
 
 BLOCK, WARPS = 2048, 4
 LARGEST = 2**31 - BLOCK
@@ -140,16 +140,35 @@ def shift(
     return y
 
 
+def sample_sums(x: Tensor, y: Tensor) -> Tensor | None:
+    """The twelve sums of `faults/sums.py` over rows spread over a before/after pair, by one launch; None where no kernel fits."""
+    if not fits(x) or not fits(y) or x.dtype is not y.dtype or not (x.is_contiguous() and y.is_contiguous()):
+        return None
+    import torch
+
+    from shaketable.faults.gpu import measure_kernels
+
+    out = torch.empty(12, dtype=torch.float64, device=x.device)
+    shape = {"STEPS": STEPS, "BLOCK": STEP, "FAST": not interpreting()}
+    launch(measure_kernels.twelve_sums, 1, (x, y, out, *_spread(x)), shape)
+    return out
+
+
+def _spread(x: Tensor) -> tuple[int, int, int]:
+    """How many values are looked at, in pieces of which width, and how far the pieces are apart."""
+    most = STEPS * STEP
+    width = min(x.shape[-1], most) if x.dim() else 1
+    if x.numel() <= most:
+        return x.numel(), width, width
+    return most // width * width, width, max(1, x.numel() // most) * width
+
+
 def tell(x: Tensor, y: Tensor, live: Row, kind: int = OTHER, *, sparse: bool = False) -> None:
     """Count and, when it is due, measure a before/after pair, by rows spread over it; `sparse`: some channels are faulty."""
     from shaketable.faults.gpu import measure_kernels
 
     x, y = x.contiguous(), y.contiguous()
-    most = STEPS * STEP
-    width = min(x.shape[-1], most) if x.dim() else 1
-    every = max(1, x.numel() // most)
-    n = min(most, x.numel())
-    stride = every * width if x.numel() > most else width
+    n, width, stride = _spread(x)
     shape = {"KIND": kind, "SPARSE": sparse, "STEPS": STEPS, "BLOCK": STEP, "FAST": not interpreting()}
     launch(measure_kernels.tell, 1, (x, y, n, live.rows, live.sums, live.row, live.place, width, stride), shape)
 
@@ -188,14 +207,14 @@ def _seen(value: Any) -> Any:
     return value if value is None else float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
 
 
-def prepare(x: Tensor, kind: int, live: Row) -> Prepared | None:
-    """Noise on tensors like `x`, in place or not, ready to be launched with addresses and a row; None where no kernel fits."""
+def prepare(x: Tensor, kind: int, live: Row) -> Launcher | None:
+    """Noise on tensors of the type of `x` and of a size that `BLOCK` divides, or not, as its own; None where no kernel fits."""
     import torch
 
     n, device = x.numel(), x.get_device()
     if device < 0 or not fits(x):
         return None
-    from shaketable.faults.gpu.launcher import Launcher, Prepared
+    from shaketable.faults.gpu.launcher import Launcher
 
     shape = {"KIND": kind, "UNIT": False, **_shape(n, live)}
     key = ("prepared", x.dtype, device, *shape.values())
@@ -206,4 +225,4 @@ def prepare(x: Tensor, kind: int, live: Row) -> Prepared | None:
         with torch.cuda.device(device):
             compiled = _kernels().noise[(1,)](*values, **shape, num_warps=WARPS)
         _launchers[key] = Launcher(compiled, tuple(shape.values()))
-    return Prepared(_launchers[key], -(-n // BLOCK), x)
+    return _launchers[key]

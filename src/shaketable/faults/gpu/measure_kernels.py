@@ -16,8 +16,10 @@ WIDTH = tl.constexpr(16)
 """Columns of a row: see `inject/counters.py`, whose order this is."""
 MEASURED, ERROR, VALUES, CHANGED, ALIVE, SURVIVED = (tl.constexpr(i) for i in range(4, 10))
 MAGNITUDES, MAGNITUDE, MAGNITUDE_SQUARE, MARK = (tl.constexpr(i) for i in range(10, 14))
+SEEN = tl.constexpr(15)
+"""Whether a change was seen beside what was measured."""
 PHASE, DUE, ALL = tl.constexpr(7), tl.constexpr(8), tl.constexpr(16)
-"""Flags of a row in a pass: the number of the phase from one on; measure; count what changes in every value."""
+"""Flags of a row in a pass: the number of the phase from one on; measure; look for a change all over the tensor."""
 RELATIVE, ADDITIVE, BIAS, GAIN, SYSTEMATIC, OTHER = (tl.constexpr(i) for i in range(6))
 """Kinds of faults, as far as their magnitude can be read back here."""
 
@@ -118,6 +120,49 @@ def tell(
                     _, _, o, u = changes(a, b, differs(a, b, i < n, FAST), KIND, FAST)
                 error, size, over, under = error + e, size + s, over + o, under + u
             add_measured(sums, error, size, over, under, KIND)
+
+
+@triton.jit(do_not_specialize=["n", "width", "stride"])
+def twelve_sums(x, y, out, n, width, stride, STEPS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):
+    """The sums of `faults/sums.py` over `n` values of a pair, which lie as for `tell`. One program."""
+    values, changed, alive, survived, finite, nonzero = nothing(), nothing(), nothing(), nothing(), nothing(), nothing()
+    error, size, ratio, deviation, cross = nothing(), nothing(), nothing(), nothing(), nothing()
+    for step in range(STEPS):
+        i = step * BLOCK + tl.arange(0, BLOCK)
+        at = (i // width).to(tl.int64) * stride + i % width
+        inside = i < n
+        a, b = tl.load(x + at, mask=inside, other=0.0), tl.load(y + at, mask=inside, other=0.0)
+        w, v = widened(a, FAST), widened(b, FAST)
+        fine = inside & (magnitude_bits(w) < INFINITY) & (magnitude_bits(v) < INFINITY)
+        lives = inside & (w != 0)
+        tells = fine & lives
+        clean = tl.where(fine, w, 0.0)
+        off = tl.where(fine, v, 0.0) - clean
+        e, c = off.to(tl.float64), clean.to(tl.float64)
+        r = tl.where(tells, off / tl.where(tells, clean, 1.0), 0.0).to(tl.float64)
+        values += tl.sum(inside.to(tl.int32)).to(tl.float64)
+        changed += tl.sum(differs(a, b, inside, FAST).to(tl.int32)).to(tl.float64)
+        alive += tl.sum(lives.to(tl.int32)).to(tl.float64)
+        survived += tl.sum((lives & (v != 0)).to(tl.int32)).to(tl.float64)
+        finite += tl.sum(fine.to(tl.int32)).to(tl.float64)
+        nonzero += tl.sum(tells.to(tl.int32)).to(tl.float64)
+        error += tl.sum(e * e)
+        size += tl.sum(c * c)
+        ratio += tl.sum(r * r)
+        deviation += tl.sum(tl.where(tells, tl.abs(e), 0.0))
+        cross += tl.sum(e * c)
+    tl.store(out, values)
+    tl.store(out + 1, changed)
+    tl.store(out + 2, alive)
+    tl.store(out + 3, survived)
+    tl.store(out + 4, finite)
+    tl.store(out + 5, nonzero)
+    tl.store(out + 6, error)
+    tl.store(out + 7, size)
+    tl.store(out + 8, size)
+    tl.store(out + 9, ratio)
+    tl.store(out + 10, deviation)
+    tl.store(out + 11, cross)
 
 
 @triton.jit

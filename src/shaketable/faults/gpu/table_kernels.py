@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.measure_kernels import ALL, CHANGED, DUE, MARK, WIDTH
+from shaketable.faults.gpu.measure_kernels import ALL, CHANGED, DUE, MARK, SEEN, WIDTH
 from shaketable.faults.gpu.noise_kernels import joined, mix64
 
 GIVEN, CLOCK, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -49,7 +49,7 @@ def begin_pass(
         row = sums + WIDTH * tap
         fires = tl.load(row, mask=inside, other=0.0) + tl.load(row + 1, mask=inside, other=0.0)
         fires += tl.load(row + 2, mask=inside, other=0.0)
-        none = tl.load(row + CHANGED, mask=inside, other=0.0) == 0
+        none = tl.load(row + CHANGED, mask=inside, other=0.0) + tl.load(row + SEEN, mask=inside, other=0.0) == 0
         due = none | (fires >= tl.load(row + MARK, mask=inside, other=0.0))
         flags = phase + tl.where(due, DUE, 0) + tl.where(none, ALL, 0)
         tl.store(rows + 4 * i + 3, tl.where(phase != 0, flags, 0), mask=inside)

@@ -235,7 +235,8 @@ def _begin(after: Tensor, handle: int, entry: int, graph: int, clauses: int) -> 
     injection = _injections.get(handle)
     if injection is None or injection.closed or not injection.enabled:
         return torch.zeros(3 + clauses, dtype=torch.int64)
-    frame = injection.calls.top() or traces[handle].frame
+    stack = injection.calls.stack
+    frame = stack[-1] if stack else traces[handle].frame
     current = injection.begin_compiled_pass(entry) if frame is None else frame.current
     base = _BASE * frame.count("graphs") if frame is not None else 0
     moment = current.moment - (1 << 64) if current.moment >= 1 << 63 else current.moment

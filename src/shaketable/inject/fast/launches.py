@@ -15,15 +15,13 @@ from shaketable.faults.gpu.live import recipe
 
 if TYPE_CHECKING:
     from shaketable.faults import FaultBase
-    from shaketable.faults.gpu.launcher import Prepared
+    from shaketable.faults.gpu.launcher import Launcher
     from shaketable.inject.calls import Pass
     from shaketable.inject.device_table import DeviceTable
     from shaketable.inject.taps import Tap
 
 _PRODUCTS = frozenset({"MmBackward0", "AddmmBackward0"})
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0"})
-_ENOUGH = 256
-"""Sizes of tensors that are remembered per tap."""
 this_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
@@ -31,18 +29,19 @@ _function_transforms: Any = torch._C._are_functorch_transforms_active
 
 
 class TapLaunches:
-    """The noise of one tap on one GPU, by a kernel that reads its row and counts: all but addresses is prepared."""
+    """The noise of one tap on one GPU, by a kernel that reads its row and counts: all but addresses and size is prepared."""
 
     def __init__(self, tap: Tap, table: DeviceTable) -> None:
         self.tap, self.table = tap, table
         self.injection = tap.injection
+        self.device, self._is_alone = table.device.index or 0, torch.cuda.device_count() == 1
         self.uses, self.first_row = table.uses, table.taps[tap] * table.uses
         self._sums = table.sums.data_ptr()
         self._places = table.place(tap, False), table.place(tap, True)
         self._uncounted = 2 * len(table.taps)
         self._fault: FaultBase | None = None
         self._kind: int | None = None
-        self._prepared: dict[tuple[int, torch.dtype], Prepared | None] = {}
+        self._prepared: dict[tuple[torch.dtype, bool], Launcher | None] = {}
 
     def kind(self, fault: FaultBase) -> int | None:
         """Which noise the fault is; None where no kernel does it alone."""
@@ -51,31 +50,39 @@ class TapLaunches:
             self._fault, self._kind = fault, how.kind if how is not None and how.is_noise else None
         return self._kind
 
-    def prepared(self, x: Tensor, kind: int) -> Prepared | None:
+    def prepared(self, x: Tensor, kind: int) -> Launcher | None:
         """The launch for tensors like `x`, whose memory is dense; None where there is none here and now."""
-        like = x.numel(), x.dtype
+        n = x.numel()
+        like = x.dtype, n % gpu.BLOCK == 0
         try:
             found = self._prepared[like]
         except KeyError:
             if is_capturing():
                 return None
-            if len(self._prepared) >= _ENOUGH:
-                self._prepared.clear()
             row = gpu.Row(self.table.current, self.table.sums, 0, 0)
             found = self._prepared[like] = gpu.prepare(x, kind, row)
-        if found is None or x.data_ptr() & 15 or x.get_device() != found.device:
+        if found is None or not 0 < n <= gpu.LARGEST or x.data_ptr() & 15 or x.get_device() != self.device:
             return None
-        return found if found.alone or found.device == this_device() else None
+        return found if self._is_alone or self.device == this_device() else None
 
     def fire(
-        self, launch: Prepared, source: int, target: int, current: Pass, number: int, *,
+        self, launch: Launcher, n: int, source: int, target: int, current: Pass, number: int, *,
         backward: bool = False, argument: int = 0, counted: bool = True,
     ) -> None:  # fmt: skip
-        """Launch on the current stream: from one address to another, which may be the same."""
-        which = self.table, backward, argument, number // self.uses
-        page = current.pages.get(which) or self.table.page(current, backward, argument, which[3])
-        place = self._places[backward] if counted else self._uncounted
-        launch(source, target, page.address, self._sums, self.first_row + number % self.uses, place)
+        """Launch on the current stream: `n` values from one address to another, which may be the same."""
+        table, number_of_page = self.table, number // self.uses
+        if table.last_pass is current and not backward and not number_of_page:
+            address = table.last_address
+        else:
+            which = table, backward, argument, number_of_page
+            address = (current.pages.get(which) or table.page(current, backward, argument, number_of_page)).address
+            if not backward and not number_of_page:
+                table.last_pass, table.last_address = current, address
+        place, row = self._places[backward] if counted else self._uncounted, self.first_row + number % self.uses
+        launch(
+            -(-n // gpu.BLOCK), self.device,
+            (source, target, n, 0.0, 0, 0, None, address, self._sums, row, place),
+        )  # fmt: skip
 
 
 def launches_of(tap: Tap, device: torch.device, known: dict[Tap, TapLaunches]) -> TapLaunches | None:

@@ -47,7 +47,8 @@ class FastLinear:
     def __init__(self, module: nn.Module, tap: Tap, entry: Entry) -> None:
         self.module, self.tap, self.entry = module, tap, entry
         self.injection, self.local = tap.injection, tap.injection.calls.local
-        self._launches: dict[Tap, TapLaunches] = {}
+        self.clause = tap.clause
+        self._launches: TapLaunches | None = None
         self._hooks: list[RemovableHandle] = []
         module.__dict__[_SLOT], module.__dict__[_HANDLE] = self, tap.handle
         module.__class__ = _dressed()
@@ -68,30 +69,30 @@ class FastLinear:
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """What the linear returns, given what it would return. Written out: every call of Python would show."""
-        stack, tap = getattr(self.local, "stack", None), self.tap
+        stack, tap, clause = getattr(self.local, "stack", None), self.tap, self.clause
         if not stack:
             return self._ordinary(x, y)
         root = stack[0]
         current: Pass = root.current
-        if not current.acts_on(tap):
+        if not (current.acts[clause] and self.injection.enabled):
             return y
-        launches = self._launches.get(tap)
-        if launches is None or launches.table.device != y.device:
-            launches = launches_of(tap, y.device, self._launches)
-        if launches is None or root.recomputing or type(y) is not Tensor or not y.is_contiguous():
+        launches = self._launches
+        if launches is None or launches.device != y.get_device():
+            launches = self._launches = launches_of(tap, y.device, {})
+        if launches is None or not y.is_cuda or root.recomputing or type(y) is not Tensor or not y.is_contiguous():
             return self._ordinary(x, y)
-        kind = launches.kind(current.faults[tap.clause])
-        launch = None if kind is None or is_capturing() != current.captured else launches.prepared(y, kind)
-        node = None
-        if launch is not None and is_grad_enabled() and y.requires_grad:
-            node = product_node(y) if undisturbed() and not current.captured else None
-            if node is None:
-                launch = None
+        kind = launches.kind(current.faults[clause])
+        launch = None if kind is None else launches.prepared(y, kind)
         if launch is None:
             return self._ordinary(x, y)
+        node = None
+        if y.requires_grad and is_grad_enabled():
+            node = product_node(y) if undisturbed() and not current.captured else None
+            if node is None:
+                return self._ordinary(x, y)
         number, address = root.counts.get(tap, root.base), y.data_ptr()
         root.counts[tap] = number + 1
-        launches.fire(launch, address, address, current, number)
+        launches.fire(launch, y.numel(), address, address, current, number)
         self.injection.fires += 1
         if node is not None and kind == gpu.RELATIVE:
             node.register_prehook(PullBack(launches, kind, current, number))
@@ -120,7 +121,7 @@ class PullBack:
             g = g.contiguous()
             launch, result = self.launches.prepared(g, self.kind), torch.empty_like(g)
             if launch is not None and not result.data_ptr() & 15:
-                self.launches.fire(launch, g.data_ptr(), result.data_ptr(), self.current, self.number, counted=False)
+                self.launches.fire(launch, g.numel(), g.data_ptr(), result.data_ptr(), self.current, self.number, counted=False)
                 return (result,)
         if torch.is_grad_enabled() and g.requires_grad:
             raise RuntimeError("gradients of gradients do not pass through a fault: it is differentiable once")

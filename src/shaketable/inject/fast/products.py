@@ -93,7 +93,7 @@ class Products:
         if launch is None:
             return tap.forward(y, frame)
         address = y.data_ptr()
-        launches.fire(launch, address, address, frame.current, frame.count(tap))
+        launches.fire(launch, y.numel(), address, address, frame.current, frame.count(tap))
         self.injection.fires += 1
         return y
 
@@ -170,8 +170,8 @@ class Gradients:
                 continue
             launch = launches.prepared(g, self.kind) if plain and _is_dense(g, self.turns and argument == _WEIGHT) else None
             if launch is not None:
-                how = {"backward": True, "argument": argument}
-                launches.fire(launch, g.data_ptr(), g.data_ptr(), self.current, self.number, **how)
+                address, how = g.data_ptr(), {"backward": True, "argument": argument}
+                launches.fire(launch, g.numel(), address, address, self.current, self.number, **how)
                 launches.injection.fires += 1
             else:
                 changed = changed or list(grads)
