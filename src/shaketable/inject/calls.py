@@ -161,7 +161,7 @@ class Calls:
         return stack
 
     def top(self) -> Frame | None:
-        """The innermost open frame of this thread; between the graphs of a compiled pass, whose hooks are in graphs, that of it."""
+        """The innermost open frame of this thread; between the graphs of a compiled pass, that of the pass."""
         stack = self.stack
         return stack[-1] if stack else self.injection.frame_between_graphs()
 

@@ -64,9 +64,10 @@ class Measurement(NamedTuple):
 
 def measure(fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Measurement:
     """Compare a tensor before and after. Nothing here waits for a device."""
-    if lanes is None and fault.tells == "values" and clean.is_cuda and (known := gpu.sample_sums(clean, faulty)) is not None:
-        if fault.asked() is None or fault.magnitude_of(known) is not None:
-            return Measurement(fault, known, None)
+    by_kernel = clean.is_cuda and lanes is None and fault.tells == "values"
+    known = gpu.sample_sums(clean, faulty) if by_kernel else None
+    if known is not None and (fault.asked() is None or fault.magnitude_of(known) is not None):
+        return Measurement(fault, known, None)
     part = s.sample(fault, clean, faulty, lanes)
     found = s.sums(*part)
     if part[0] is not clean and clean.device.type == "cpu" and found[s.CHANGED] == 0:

@@ -141,7 +141,7 @@ def shift(
 
 
 def sample_sums(x: Tensor, y: Tensor) -> Tensor | None:
-    """The twelve sums of `faults/sums.py` over rows spread over a before/after pair, by one launch; None where no kernel fits."""
+    """The twelve sums of `faults/sums.py` over rows spread over a pair, by one launch; None where no kernel fits."""
     if not fits(x) or not fits(y) or x.dtype is not y.dtype or not (x.is_contiguous() and y.is_contiguous()):
         return None
     import torch
