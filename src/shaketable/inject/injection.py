@@ -22,6 +22,7 @@ from shaketable.inject import graphs, operators, recompute
 from shaketable.inject.attached import Attached
 from shaketable.inject.boards import Boards
 from shaketable.inject.calls import Calls, Entry, Frame
+from shaketable.inject.early import Early
 from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, LiveLedger
 from shaketable.inject.operator_taps import OperatorTaps
@@ -130,6 +131,7 @@ class Injection:
         self._mode = operators.Operators(self) if self.has_operators else None
         self._depth = 0
         self._changing = 0
+        self.early = Early(self)
         self._announce()
 
     # ---- the switch
@@ -192,11 +194,15 @@ class Injection:
 
     @property
     def step(self) -> int:
-        """The training step that keys the noise. Setting it makes a resumed run draw what an uninterrupted one drew."""
+        """The training step that keys the noise. Setting it makes a resumed run draw what an uninterrupted one drew.
+
+        Setting another step raises `InertError` when a clause was on in the step before and did nothing (`early.py`).
+        """
         return self.calls.step
 
     @step.setter
     def step(self, step: int) -> None:
+        self.early.end_step(step)
         self.calls.set_step(step)
         self.rollouts.begin_step()
         self.rewrite()
@@ -362,3 +368,5 @@ class Injection:
         if entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None and shelf.frame is frame:
             shelf.close()
         self.calls.pop()
+        if not self.calls.stack:
+            self.early.end(frame)
