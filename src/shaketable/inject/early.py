@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,8 +88,6 @@ class Early:
         self.injection = injection
         self.matched: dict[int, set[int]] = {}
         """By the number of a model: the clauses that match there. All of them do in a model that is not in here."""
-        self.after_pass: Callable[[], None] | None = None
-        """Called after the 1st, 2nd, 4th, 8th, … pass while there are clauses that have not changed a value."""
         self.clear()
 
     def clear(self) -> None:
@@ -102,6 +101,8 @@ class Early:
         """Passes under these faults: by model, phase, and whether gradients were wanted."""
         self._without_gradients: bool | None = None
         """Whether no parameter had a gradient after the first pass that was computed for a backward one."""
+        self._lock = Lock()
+        """Others may judge while passes end."""
 
     # ---- counting
 
@@ -118,24 +119,23 @@ class Early:
         graded = torch.is_grad_enabled()
         if graded and self._without_gradients is None:
             self._without_gradients = not self._has_gradients()
-        self._new[frame.entry.owner, frame.phase, graded] += 1
-        passes = self.phases.total()
-        if self.after_pass is not None and passes & (passes - 1) == 0:
-            self.after_pass()
+        with self._lock:
+            self._new[frame.entry.owner, frame.phase, graded] += 1
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for model in self.injection.models for p in model.model.parameters())
 
     def _sum_up(self) -> None:
         """Add the passes since the last time to the clauses that were on in them."""
-        for i, clause in self.waiting.items():
-            for (owner, phase, graded), passes in self._new.items():
-                if self._is_on(i, owner, phase):
-                    clause.passes += passes
-                    clause.graded += passes * graded
-            clause.is_moved |= self.injection.faults[i] != self.injection.plan.clauses[i].fault
-        self._new.clear()
-        self._faults = list(self.injection.faults)
+        with self._lock:
+            for i, clause in self.waiting.items():
+                for (owner, phase, graded), passes in self._new.items():
+                    if self._is_on(i, owner, phase):
+                        clause.passes += passes
+                        clause.graded += passes * graded
+                clause.is_moved |= self.injection.faults[i] != self.injection.plan.clauses[i].fault
+            self._new.clear()
+            self._faults = list(self.injection.faults)
 
     def _is_on(self, i: int, owner: int, phase: str) -> bool:
         is_here = i in self.matched.get(owner, self.waiting)

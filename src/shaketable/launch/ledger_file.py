@@ -75,6 +75,9 @@ class LedgerFile:
     def _record(self) -> dict[str, Any]:
         found = self.place if self.fork else places.current_place()
         self.place = found if found.label else self.place
+        ledger, notices = self._whole(), self.injection.notices
+        if notices is not None:
+            notices.look(ledger.sites)
         return {
             "schema": SCHEMA,
             "pid": os.getpid(),
@@ -90,10 +93,10 @@ class LedgerFile:
             "unmatched": sorted(set(self.injection.unmatched))[:8],
             "strangers": sorted(self.injection.strangers),
             "passes": dict(+self._passes()),
-            "trained": self.injection.notices is not None and self.injection.notices.trained,
+            "trained": notices is not None and notices.trained,
             "distributed": self.note_rank(),
             "engine": bool(self.engines),
-            "ledger": self._merged(),
+            "ledger": ledger.to_dict() | {"processes": 1},
         }
 
     def _injections(self) -> list[Injection]:
@@ -102,7 +105,8 @@ class LedgerFile:
     def _news(self) -> tuple[object, ...]:
         mine, fires = self.injection, sum(injection.fires for injection in self._injections())
         known = len(mine.names), len(mine.late), len(mine.unmatched), len(mine.strangers), len(self.engines)
-        return fires, self._passes().total(), self.distributed, *known
+        trained = mine.notices is not None and mine.notices.trained
+        return fires, self._passes().total(), trained, self.distributed, *known
 
     def _passes(self) -> Counter[str]:
         """Passes of whole models, by phase."""
@@ -114,10 +118,9 @@ class LedgerFile:
             self.distributed = dist.get_rank(), dist.get_world_size()
         return self.distributed
 
-    def _merged(self) -> dict[str, Any]:
-        if not self.engines:
-            return self.injection.ledger.to_dict()
-        return Ledger.merge(injection.ledger for injection in self._injections()).to_dict() | {"processes": 1}
+    def _whole(self) -> Ledger:
+        """What the plan did in this process."""
+        return Ledger.merge(i.ledger for i in self._injections()) if self.engines else self.injection.ledger
 
 
 def _is_in_a_group() -> bool:

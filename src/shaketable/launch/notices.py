@@ -3,6 +3,10 @@
 The exit code says so too, at the end, which may be tomorrow. Each line is written once for all processes of the program, by the
 one that is first to leave a mark in the folder of ledgers. The program goes on.
 
+A clause that matches nothing is told when the model is called for the first time. What clauses did is looked at whenever the
+ledger of the process is written, a twentieth of a second after it has changed. Rejected: to look when a pass ends, because
+compiled models and replayed graphs do not tell when that is.
+
 A clause that acts backward only needs a backward pass to be judged. There the first step of an optimizer tells: the models have
 gradients then. That hook is set for such plans alone, and taken off when it has been of use.
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
+    from shaketable.inject.ledger import SiteLedger
     from shaketable.launch.process import ProcessInjection
 
 PASSES = 2
@@ -35,7 +41,6 @@ class Notices:
         """Whether a model has been trained; known only where a clause needs it."""
         self._told: set[object] = set()
         self._matched: set[int] = set()
-        injection.early.after_pass = self.on_pass
         if any(clause.site.directions == ("backward",) for clause in injection.plan.clauses):
             self._hook = register_optimizer_step_pre_hook(self._on_optimizer)
 
@@ -51,9 +56,9 @@ class Notices:
             if i not in self._matched and any(model.children()):
                 self._tell((i, name), f"{self.injection.plan.clauses[i].text()} does nothing in {name}: {why}")
 
-    def on_pass(self) -> None:
-        """Some pass of a model has ended."""
-        for i, line in self.injection.early.inert(trained=self.trained, passes=PASSES).items():
+    def look(self, sites: Sequence[SiteLedger]) -> None:
+        """The ledger of the process is about to be written: see what each clause has done so far."""
+        for i, line in self.injection.early.inert(trained=self.trained, passes=PASSES, sites=sites).items():
             self._tell(i, line)
 
     def after_fork(self) -> None:
@@ -65,8 +70,6 @@ class Notices:
         if any(p.grad is not None for model in self.injection.roots for p in model.parameters()):
             self.trained = True
             self._hook.remove()
-            for i, line in self.injection.early.inert(trained=True).items():
-                self._tell(i, line)
 
     def _tell(self, what: object, line: str) -> None:
         if what not in self._told:

@@ -4,6 +4,7 @@ silent_plans.py KIND
 """
 
 import sys
+import time
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ class Experts(nn.Module):
 
 
 def say(word: str) -> None:
+    time.sleep(0.5)
     print(word, file=sys.stderr, flush=True)
 
 
@@ -45,6 +47,11 @@ elif kind == "frozen":  # gradients never reach the first layer
         optimizer.step()
         optimizer.zero_grad()
         say(f"step {step}")
+elif kind == "compiled":
+    model = torch.compile(nn.Sequential(nn.Linear(16, 16)), backend="aot_eager")
+    for step in range(3):
+        model(x)
+        say(f"pass {step}")
 elif kind == "evaluation":
     model = nn.Sequential(nn.Linear(16, 16)).eval()
     for _ in range(4):
