@@ -174,6 +174,19 @@ def test_a_plan_that_never_fires_in_the_first_step_ends_the_run_there(tmp_path):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in training.policy.modules())
 
 
+def test_a_plan_that_changes_nothing_in_the_first_step_ends_the_run_there(tmp_path):
+    """It is not among the conditions of the first scores, which would have found it out before."""
+    training = prepared(tmp_path / "run", plan="saturation:2@module.linear", conditions={})
+    with pytest.raises(InertError, match="changed no value in the first step"):
+        training.run()
+    assert training.record.events("step", "finished") == []
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in training.policy.modules())
+
+
+def test_aqn_that_is_silent_in_its_first_stage_is_no_error(tmp_path):
+    assert trained(tmp_path / "run", aqn="global_decay:0.2-0.1,stages=3").record.events("finished")
+
+
 def test_a_plan_that_acts_backward_only_is_trained_under(clean, tmp_path):
     run = trained(tmp_path / "run", plan=f"{NOISE},direction=backward")
     assert fires(run, "plan")["train"][0] == 0 < fires(run, "plan")["train"][1]

@@ -214,6 +214,61 @@ def test_a_plan_that_did_nothing_is_an_error_at_the_end(tmp_path, plan):
     sft(tmp_path, llama(), ShaketableCallback(plan=plan, allow_inert=True)).train()
 
 
+def steps_until_it_raises(make, folder, plan=None, aqn=None, **more):
+    """How many steps of three began, and what was raised; nothing is left on the model then."""
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        begun = 0
+
+        def on_step_begin(self, args, state, control, **more):
+            self.begun += 1
+
+    steps, callback = Steps(), ShaketableCallback(plan=plan, aqn=aqn)
+    trainer = make(folder, llama(), callback, **more)
+    trainer.add_callback(steps)
+    with pytest.raises(st.InertError) as error:
+        trainer.train()
+    assert "training_step" not in trainer.__dict__
+    assert all(injection.closed for injection in callback._injections())
+    return steps.begun, str(error.value)
+
+
+@pytest.mark.parametrize("make", [sft, grpo])
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("saturation:2@module.linear", "times and changed no value"),
+        (f"{PLAN};gain:0.1@op.softmax", "gain:0.1@op.softmax,phase=rollout+train was on in"),
+    ],
+)
+def test_a_plan_that_does_nothing_is_an_error_after_the_first_step(tmp_path, make, plan, said):
+    begun, error = steps_until_it_raises(make, tmp_path, plan, gradient_accumulation_steps=2)
+    assert begun == 1
+    assert said in error and "(after the first step)" in error
+
+
+def test_a_backward_clause_in_layers_that_are_frozen_is_an_error_after_the_first_step(tmp_path):
+    def frozen(folder, model, callback):
+        model.model.embed_tokens.requires_grad_(False), model.model.layers[0].requires_grad_(False)
+        return sft(folder, model, callback, gradient_checkpointing=False)
+
+    plan = "gain:0.1@op.matmul,layers=0,direction=backward"
+    begun, error = steps_until_it_raises(frozen, tmp_path, plan)
+    assert begun == 1 and "never fired" in error
+
+
+def test_aqn_that_no_weight_can_hold_is_an_error_after_the_first_step(tmp_path):
+    begun, error = steps_until_it_raises(grpo, tmp_path, aqn="constant:1e-12,roles=linear")
+    assert begun == 1 and "changed no value" in error
+
+
+def test_what_may_still_act_is_judged_at_the_end(tmp_path):
+    """A clause for evaluations, before the first; one of magnitude 0; what is rare."""
+    for plan in (f"{PLAN};gain:0.1@module.linear,phase=eval", f"{PLAN};gain:0@module.linear", "bit_flip:1e-8@module.norm"):
+        assert steps_until_it_raises(sft, tmp_path, plan)[0] == 3
+
+
 def test_what_cannot_work_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ShaketableError, match="needs plan=, aqn=, or both"):
         ShaketableCallback()

@@ -249,12 +249,49 @@ def test_a_run_without_a_step_is_no_error(tmp_path):
     assert run.finish()["merged"]["sampler.plan"]["forward"] == 0
 
 
-def test_a_clause_that_changed_nothing_is_an_error_at_the_end(tmp_path):
-    run = Run(tmp_path, {"sampler": Orders(plan="dead_zone:1e-30,scope=token@module.linear,phase=rollout")})
-    run.workers[0].work()
+@pytest.mark.parametrize("role", ["sampler", "actor"])
+@pytest.mark.parametrize(
+    "plan", ["dead_zone:1e-30,scope=token@module.linear", "gain:0.1@module.rmsnorm;saturation:2@module.linear"]
+)
+def test_a_clause_that_changed_nothing_is_an_error_after_the_step(tmp_path, role, plan):
+    run = Run(tmp_path, {role: Orders(plan=f"{plan},phase={PHASE[role]}")}, size=2)
+    for worker in run.workers:
+        worker.work(40)
+    with pytest.raises(
+        InertError, match=rf"{role}s: {plan.split(';')[-1].split(':')[0]}.* struck 80 times and changed no value"
+    ):
+        run.step()
+
+
+def test_aqn_that_rounding_swallows_is_an_error_after_the_step_if_sigma_never_changes(tmp_path):
+    for aqn, fails in (("constant:1e-12", True), ("epoch_aware:1e-12-1e-13", False)):
+        run = Run(tmp_path / aqn[:8], {"sampler": Orders(aqn=aqn, total_steps=3)})
+        run.workers[0].work(100)
+        if fails:
+            with pytest.raises(InertError, match="struck 100 times and changed no value"):
+                run.step()
+        else:
+            run.step()
+
+
+@pytest.mark.parametrize("plan", ["bit_flip:1e-7@module.linear", "saturation:60000,scope=absolute@module.linear"])
+def test_a_clause_that_may_still_change_something_is_judged_at_the_end(tmp_path, plan):
+    run = Run(tmp_path, {"sampler": Orders(plan=f"{plan},phase=rollout")})
+    run.workers[0].work(40)
     run.step()
-    with pytest.raises(InertError, match=r"samplers: dead_zone.* changed no value"):
+    with pytest.raises(InertError, match=r"samplers: .* changed no value"):
         run.finish()
+
+
+def test_one_worker_whose_values_change_proves_the_clause(tmp_path):
+    run = Run(tmp_path, {"sampler": Orders(plan="saturation:2@module.linear,phase=rollout")}, size=2)
+    run.workers[1].injection.set_magnitude(0.5)
+    for worker in run.workers:
+        worker.work(40)
+    run.step()
+    run.workers[0].work(40)
+    run.step()
+    assert ("sampler", "plan") in run.crew._proven
 
 
 def test_an_error_is_that_of_the_step(tmp_path):

@@ -29,7 +29,9 @@ def run(
     workers, also those of a cluster that runs already. Each process writes its own ledger; at the end they are merged
     and printed.
 
-    Exits with the program's own code, or with **3** when a clause of the plan did nothing anywhere.
+    A clause that does nothing is told on stderr as soon as that is known; the program goes on. Exits with the program's
+    own code, or with **3** when a clause of the plan did nothing anywhere, or when a process that computed with a model
+    was not shaken while others were.
 
         shaketable run --plan relative_gaussian:0.05@op.matmul --seed 0 -- python train.py --epochs 3
     """
@@ -55,7 +57,8 @@ def _print(result: object) -> None:
     from rich.table import Table
 
     from shaketable.inject.ledger_text import build_table, remarks
-    from shaketable.launch.runner import RunResult, called
+    from shaketable.launch.runner import RunResult
+    from shaketable.launch.unshaken import called
 
     assert isinstance(result, RunResult)
     console = Console(stderr=True, highlight=False)
@@ -70,10 +73,11 @@ def _print(result: object) -> None:
             cells = [row["pid"], row["rank"], called(row)[:60], _counted(row["models"]), row["forward"], row["backward"]]
             table.add_row(*(str(c) for c in cells))
         console.print(table)
-    shown = set(remarks(result.ledger)) if result.ledger else set()
+    shown, errors = set(remarks(result.ledger)) if result.ledger else set(), set(result.unshaken.values())
     for line in result.warnings:
         if line not in shown:
-            console.print(f"warning: {line}", style="yellow", markup=False)
+            word, style = ("error", "red") if line in errors else ("warning", "yellow")
+            console.print(f"{word}: {line}", style=style, markup=False)
     console.print(f"ledger: {result.folder / 'ledger.json'}", style="dim", markup=False)
 
 

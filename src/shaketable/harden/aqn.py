@@ -147,6 +147,11 @@ class AQN(Described):
             raise ValueError(f"multipliers name layer {stray[0]}, which layers={join_layers(self.layers or ())} leaves out")
         return self
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether every layer has the same σ at every step."""
+        return self.schedule.steady and self.zones is None
+
     def groups(self, count: int | None) -> list[Group]:
         """The layers of a model with `count` layers, by their σ; None where the model is not known yet."""
         if count is None:

@@ -50,7 +50,7 @@ class AttachedAQN:
         self.total_steps = total_steps
         self.allow_inert = allow_inert
         plan, self._groups = plan_of(aqn, Anatomy.of(model), total_steps)
-        self.injection = Injection(plan, step=step, rank=rank, hold=True, sampler=sampler)
+        self.injection = Injection(plan, step=step, rank=rank, allow_inert=True, hold=True, sampler=sampler)
         self.injection.attach(model)
         self._moved = False
         self._forced: float | None = None
@@ -160,6 +160,16 @@ class AttachedAQN:
         """The decoder layers that the noise acts on."""
         spots = (spot for site in self.injection.ledger.sites for spot in site.spots.values())
         return tuple(sorted({spot.layer for spot in spots if spot.layer is not None}))
+
+    def inert(self, *, trained: bool = False) -> list[str]:
+        """One line for each group of layers that should have had noise by now and had none, as far as that is known.
+
+        Rollouts while σ is 0 are left alone, and so is noise that rounding swallowed, unless σ is the same at every step.
+        """
+        with self._settling:
+            found = self.injection.early.inert(trained=trained)
+            fired = {i for i, site in enumerate(self.injection.ledger.sites) if site.forward + site.backward}
+        return [f"{self.aqn.text()}: {line}" for i, line in found.items() if i not in fired or self.aqn.is_steady]
 
     # ---- the switch
 

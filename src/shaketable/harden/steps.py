@@ -22,6 +22,8 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         self.started = 0.0
         self.facts: dict[str, float] = {}
         self.word = ""
+        self.is_checked = False
+        """Whether the first step of this process is over and has proven that the plan acts."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Everything random follows the step."""
@@ -40,7 +42,8 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         seconds, spent = time.perf_counter() - self.started, run.seconds()
         run.check_weights(state.global_step)
         self._say_how(state.global_step)
-        if run.injection is not None and state.global_step == 1:
+        if not self.is_checked:
+            self.is_checked = True
             run.check_first_step()
         self.facts = {
             "sigma": run.noise.sigma if run.noise is not None else 0.0,

@@ -8,7 +8,7 @@ The plan is one injection on the model for the whole run, switched off while an 
 injection, with its own ledger. AQN is a second injection. Both are keyed by the step, and the data, the sampling and TRL's
 shuffling are too, so that a run that was killed goes on from its last whole checkpoint to the same weights, bit for bit.
 
-A plan that did not fire in the first step ends the run there, not after a night.
+A plan, or AQN, that did nothing in the first step ends the run there, not after a night.
 """
 
 from __future__ import annotations
@@ -226,12 +226,15 @@ class Training:
             )
 
     def check_first_step(self) -> None:
-        """A clause that the first step never met will not be met in the others."""
-        if self.injection is None:
-            return
-        silent = [s for s in self.injection.ledger.sites if s.forward + s.backward == 0]
-        if silent:
-            raise InertError(f"{silent[0].fault}@{silent[0].site} never fired in the first step; the run ends here")
+        """A clause that did nothing in the first step, in which everything happens, will do nothing in the others."""
+        lines: list[str] = []
+        if self.injection is not None:
+            lines += self.injection.early.inert(trained=True).values()
+            lines += [f"{s.fault}@{s.site} never fired" for s in self.injection.ledger.sites if not s.forward + s.backward]
+        if self.noise is not None:
+            lines += self.noise.inert(trained=True)
+        if lines:
+            raise InertError(f"{lines[0]} in the first step; the run ends here")
 
     def ledgers(self) -> dict[str, Any]:
         """What plan and AQN did in the whole run, before a resume too."""

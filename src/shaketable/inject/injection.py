@@ -24,6 +24,7 @@ from shaketable.inject.calls import Calls, Entry, Frame, Pass
 from shaketable.inject.compile import custom_ops, fused_noise
 from shaketable.inject.counters import HostTable
 from shaketable.inject.device_table import DeviceTables, capturing
+from shaketable.inject.early import Early
 from shaketable.inject.fast.ready import Shelf
 from shaketable.inject.held import HeldTap, Rollouts
 from shaketable.inject.ledger import Ledger, LiveLedger
@@ -131,6 +132,7 @@ class Injection:
         self._mode = operators.Operators(self) if self.has_operators else None
         self._depth = 0
         self._changing = 0
+        self.early = Early(self)
         self._announce()
 
     # ---- the switch
@@ -194,11 +196,15 @@ class Injection:
 
     @property
     def step(self) -> int:
-        """The training step that keys the noise. Setting it makes a resumed run draw what an uninterrupted one drew."""
+        """The training step that keys the noise. Setting it makes a resumed run draw what an uninterrupted one drew.
+
+        Setting another step raises `InertError` when a clause was on in the step before and did nothing (`early.py`).
+        """
         return self.calls.step
 
     @step.setter
     def step(self, step: int) -> None:
+        self.early.end_step(step)
         self.calls.set_step(step)
         self.rollouts.begin_step()
         self.rewrite()
@@ -432,6 +438,8 @@ class Injection:
         if entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None and shelf.frame is frame:
             shelf.close()
         self.calls.pop()
+        if not self.calls.stack:
+            self.early.end(frame)
 
 
 _NO_MODULE = nn.Identity()

@@ -9,8 +9,8 @@ samples, unless a clause names `phase=eval`. A reference model of its own is nev
 weights, by switching the adapters off, is passed over.
 
 Step and rank key the noise, so a resumed training goes on with the noise that an uninterrupted one had. At the end the ledgers
-of all ranks are merged, printed and written; a rank that injected nothing stops all of them with the same error. A training
-that fails for a reason of its own raises just that, and leaves the model clean.
+of all ranks are merged, printed and written; a rank that injected nothing stops all of them with the same error, after the
+first step if that is known by then. A training that fails for a reason of its own raises just that, and leaves the model clean.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self._call: FrameType | None = None
         self._evaluates = self.plan is not None and any("eval" in c.site.phase for c in self.plan.clauses)
         self._logged = (0, 0)
+        self._is_checked = False
+        """Whether the first step is over."""
 
     # ---- the trainer's events
 
@@ -108,7 +110,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
     def _attach(self, trainer: Any, state: Any) -> None:
         """Match everything before anything is hooked: what does not fit raises, and leaves no trace."""
         self.injection = self.noise = self.sampler = self.merged = None
-        self._logged = (0, 0)
+        self._logged, self._is_checked = (0, 0), False
         model, total, step = trainer.model, state.max_steps, state.global_step
         if self.plan is not None:
             self.injection = inject(model, self.plan, step=step, allow_inert=True)
@@ -133,6 +135,15 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             self.noise.step = state.global_step
         if self.sampler is not None:
             self.sampler.step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """After the first step: raises when a rank injected nothing, as far as that is known."""
+        if self._exchanged is None or self._is_checked:
+            return
+        self._is_checked = True
+        if errors := _by_rank(from_all_ranks([] if self.allow_inert else self._first_complaints())):
+            self.close()
+            raise InertError(f"{errors} (after the first step)")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         """What was injected since the last line, beside the losses."""
@@ -249,6 +260,15 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         asked = ledger.sites if self.plan is None else ledger.sites[: len(self.plan.clauses)]
         errors = [error for site in asked if (error := site.measured().error) is not None]
         return found | ({"shaketable/measured_error": max(errors)} if errors else {})
+
+    def _first_complaints(self) -> list[str]:
+        """One line for each thing that should have acted in the first step on this rank, and did nothing."""
+        lines: list[str] = []
+        if self.injection is not None:
+            lines += self.injection.early.inert(trained=True, sites=self.ledger.sites).values()
+        if self.noise is not None:
+            lines += self.noise.inert(trained=True)
+        return [f"{line} (allow_inert=True accepts this)" for line in lines]
 
     def _complaints(self) -> list[str]:
         """One line for each thing that did nothing on this rank; of AQN's, what its own check says."""

@@ -8,7 +8,9 @@ study we come from σ was 0 in every sampler for a whole campaign, and all its l
 **Each step is proven by itself**, from what was struck since the last reading (`verl_tally.py`): every clause that could have
 acted must have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without
 work. What could not act is not asked for: a clause of magnitude 0, one for validations before the first of them, a backward in
-a step without an update. A validation is proven both ways: clauses that name `eval` have struck, and nothing else has.
+a step without an update. A clause that has struck and changed no value in any worker stops the run too, once enough values
+were seen (`inject/early.py`); so does AQN with the same σ at every step, which nothing but rounding can have swallowed.
+A validation is proven both ways: clauses that name `eval` have struck, and nothing else has.
 
 At the end the same is asked of the whole run, of what could have acted in it. A run without a step proves nothing, and is no
 error.
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import InertError, ShaketableError
+from shaketable.harden.aqn import AQN
+from shaketable.inject.early import changes_nothing
 from shaketable.integrations.orders import Orders
 from shaketable.integrations.reports import merged, read_reports
 from shaketable.integrations.verl_settings import ORDERS
@@ -51,6 +55,8 @@ class Crew:
         self._before = dict(self.now)
         self._was_due: set[tuple[str, str, int]] = set()
         """Role, plan or aqn, and number of the clause (0 for all of AQN)."""
+        self._proven: set[tuple[str, str]] = set()
+        """Role, and plan or aqn, of which every clause has changed a value."""
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ORDERS).exists():
             raise ShaketableError(f"{folder} holds the ledgers of another run; name another shaketable.ledger")
@@ -118,14 +124,30 @@ class Crew:
             trained: Which ways the actors went: `forward` for log probabilities, `backward` too for an update.
 
         Raises:
-            InertError: A worker has something on and struck nothing in a whole step.
+            InertError: A worker has something on and struck nothing in a whole step, or what was struck did not change.
         """
         ways = {"sampler": ("forward",), "actor": tuple(trained)}
         for role in self.orders:
             self._judge(role, "rollout" if role == "sampler" else "train", ways[role], "a whole step")
+            self._check_changes(role)
         found = self._metrics()
         self.begin()
         return found
+
+    def _check_changes(self, role: str) -> None:
+        """See that what struck also changed something, in some worker since the run began. What did is not asked again."""
+        aqn = self.orders[role].aqn
+        chosen = WHATS if aqn is not None and AQN.load(aqn).is_steady else ("plan",)
+        for what in chosen:
+            ledger = None if (role, what) in self._proven else merged(self.now[role], what)
+            if ledger is None:
+                continue
+            for clause, site in zip(Plan.parse(ledger.plan).clauses, ledger.sites, strict=True):
+                fires, sums = site.forward + site.backward, site.measured()
+                if fires and not sums.changed and changes_nothing(clause.fault, sums.alive):
+                    raise InertError(f"{role}s: {site.fault}@{site.site} struck {fires} times and changed no value")
+            if all(site.measured().changed for site in ledger.sites):
+                self._proven.add((role, what))
 
     def after_validation(self) -> int:
         """See that nothing struck but what names `eval`, and that this did; returns the strikes of all samplers.

@@ -7,8 +7,11 @@ import secrets
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from shaketable.inject.ledger import Ledger
 from shaketable.launch import places
@@ -30,6 +33,10 @@ class LedgerFile:
         self.engines: list[tuple[str, Injection]] = []
         """Models of sampling engines in this process, and their injections of the same plan."""
         self.fork = False
+        self.distributed: tuple[int, int] | None = None
+        """Rank and number of ranks, of a process group that this process has joined, also when it has left it since."""
+        self._inherited = False
+        """Whether the process group is that of the parent, which this process is a fork of."""
         self.place = places.Place()
         """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
@@ -53,6 +60,11 @@ class LedgerFile:
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
         self.injection.ledger.clear()
+        self.injection.early.clear()
+        self.injection.strangers.clear()
+        if self.injection.notices is not None:
+            self.injection.notices.after_fork()
+        self.distributed, self._inherited = None, _is_in_a_group()
         self.engines.clear()
         self.injection.calls._lock = threading.Lock()
         self.injection.attaching = threading.RLock()
@@ -63,6 +75,9 @@ class LedgerFile:
     def _record(self) -> dict[str, Any]:
         found = self.place if self.fork else places.current_place()
         self.place = found if found.label else self.place
+        ledger, notices = self._whole(), self.injection.notices
+        if notices is not None:
+            notices.look(ledger.sites)
         return {
             "schema": SCHEMA,
             "pid": os.getpid(),
@@ -76,17 +91,42 @@ class LedgerFile:
             "models": [*self.injection.names, *(name for name, _ in self.engines)],
             "late": sorted(self.injection.late),
             "unmatched": sorted(set(self.injection.unmatched))[:8],
-            "ledger": self._merged(),
+            "strangers": sorted(self.injection.strangers),
+            "passes": dict(+self._passes()),
+            "trained": notices is not None and notices.trained,
+            "distributed": self.note_rank(),
+            "engine": bool(self.engines),
+            "ledger": ledger.to_dict() | {"processes": 1},
         }
 
     def _injections(self) -> list[Injection]:
         return [self.injection, *(injection for _, injection in self.engines)]
 
-    def _news(self) -> tuple[int, ...]:
+    def _news(self) -> tuple[object, ...]:
         mine, fires = self.injection, sum(injection.fires for injection in self._injections())
-        return fires, len(mine.names), len(mine.late), len(mine.unmatched), len(self.engines)
+        known = len(mine.names), len(mine.late), len(mine.unmatched), len(mine.strangers), len(self.engines)
+        trained = mine.notices is not None and mine.notices.trained
+        return fires, self._passes().total(), trained, self.distributed, *known
 
-    def _merged(self) -> dict[str, Any]:
-        if not self.engines:
-            return self.injection.ledger.to_dict()
-        return Ledger.merge(injection.ledger for injection in self._injections()).to_dict() | {"processes": 1}
+    def _passes(self) -> Counter[str]:
+        """Passes of whole models, by phase."""
+        return sum((injection.early.phases for injection in self._injections()), Counter[str]())
+
+    def note_rank(self) -> tuple[int, int] | None:
+        """Remember the process group that this process is in now; the one that is remembered, if any."""
+        if self.distributed is None and not self._inherited and _is_a_rank():
+            self.distributed = dist.get_rank(), dist.get_world_size()
+        return self.distributed
+
+    def _whole(self) -> Ledger:
+        """What the plan did in this process."""
+        return Ledger.merge(i.ledger for i in self._injections()) if self.engines else self.injection.ledger
+
+
+def _is_in_a_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _is_a_rank() -> bool:
+    """Whether a launcher of ranks has started this process, and it has joined the others."""
+    return _is_in_a_group() and any(name in os.environ for name in ("RANK", "LOCAL_RANK"))

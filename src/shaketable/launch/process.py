@@ -8,6 +8,7 @@ meets, once. Operators are met in all threads and also outside of modules. The l
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import threading
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -32,6 +34,7 @@ from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.tensors import change_input
 from shaketable.launch import places
 from shaketable.launch.ledger_file import LedgerFile
+from shaketable.launch.notices import Notices
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
 
@@ -82,6 +85,9 @@ class ProcessInjection(Injection):
         self.names: list[str] = []
         self.late: set[str] = set()
         self.unmatched: list[str] = []
+        self.strangers: set[tuple[str, str]] = set()
+        """Classes of models with parameters in which nothing matched, and the phase of their first call."""
+        self.notices: Notices | None = None
         self.aside = 0
         """Above 0 while an engine runs its own models, which have an injection of their own."""
         self.meet = torch.compiler.disable(self._meet)
@@ -148,13 +154,28 @@ class ProcessInjection(Injection):
         if any(root.children()) or any(p is not None for p in root._parameters.values()):
             attached = Attached(self, root, len(self.names), skip=self.seen, lenient=True, number=self.calls.models)
             self.unmatched.extend(attached.unmatched)
-        if attached is not None and (attached.points or attached.weights or self.has_operators):
+            self._note(root, attached)
+        if attached is not None and self._acts_on(attached):
             self.names.append(type(root).__name__)
             self.calls.models += 1
             self.roots.add(root)
             attached.hook()
             root.__dict__["_shaketable_attached"] = attached
         self.leave_alone(root)
+
+    def _acts_on(self, attached: Attached) -> bool:
+        return bool(attached.points or attached.weights or self.has_operators)
+
+    def _note(self, root: nn.Module, attached: Attached) -> None:
+        """A model is called for the first time: which clauses match in it, and which do not."""
+        lost = unmatched_clauses(self.plan, attached.unmatched)
+        self.early.matched[attached.owner] = set(range(len(self.plan.clauses))) - lost.keys()
+        if next(root.parameters(), None) is None or any(module in self.seen for module in root.modules()):
+            return
+        if not self._acts_on(attached):
+            self.strangers.add((type(root).__name__, current_phase(root.training)))
+        if self.notices is not None:
+            self.notices.on_model(root, lost)
 
     def _catch_up(self, module: nn.Module, args: tuple[Any, ...], hooks: list[Callable[..., Any]]) -> Any:
         """Run the hooks that came too late for the call they were added in."""
@@ -165,6 +186,12 @@ class ProcessInjection(Injection):
             result = hook(module, args, {})
             args = args if result is None else result[0]
         return args or None
+
+
+def unmatched_clauses(plan: Plan, errors: list[str]) -> dict[int, str]:
+    """The clauses that matched nothing in a model, and why; an error begins with the site that it is about."""
+    sites = ((i, f"{clause.site.text()}: ") for i, clause in enumerate(plan.clauses))
+    return {i: e.removeprefix(site) for i, site in sites for e in errors if e.startswith(site)}
 
 
 def active() -> LedgerFile | None:
@@ -186,10 +213,12 @@ def activate() -> None:
     register_module_forward_pre_hook(injection.on_call)
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
     _active = LedgerFile(injection, Path(os.environ[LEDGER]))
+    injection.notices = Notices(injection, _active.folder)
     atexit.register(_active.flush)
     places.before_an_answer = _active.catch_up
     os.register_at_fork(after_in_child=_active.after_fork)
     _flush_before_exit(_active)
+    _note_rank_before_leaving(_active)
     _write_before_answers()
 
 
@@ -202,6 +231,20 @@ def _flush_before_exit(file: LedgerFile) -> None:
         leave(status)
 
     os._exit = flush_and_leave
+
+
+def _note_rank_before_leaving(file: LedgerFile) -> None:
+    """A rank that has left its process group is still a rank in the ledger."""
+    if not dist.is_available():
+        return
+    leave = dist.destroy_process_group
+
+    @functools.wraps(leave)
+    def note_and_leave(*args: Any, **kwargs: Any) -> None:
+        file.note_rank()
+        leave(*args, **kwargs)
+
+    dist.destroy_process_group = note_and_leave
 
 
 def _write_before_answers() -> None:

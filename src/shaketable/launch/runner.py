@@ -8,11 +8,13 @@ import signal
 import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shaketable.errors import PlanError
 from shaketable.inject.ledger import Ledger
+from shaketable.launch.unshaken import called, unshaken
 from shaketable.plan import Plan
 
 STARTUP = Path(__file__).with_name("startup")
@@ -36,14 +38,20 @@ class RunResult:
         """One line for each thing a reader must know."""
         if self.ledger is None:
             return ["nothing was injected: no process of this command imported torch"]
-        lines = [_idle(p) for p in self.processes if not p["ledger"]["forward"] + p["ledger"]["backward"]]
+        idle = [p for i, p in enumerate(self.processes) if i not in self.unshaken]
+        lines = [_idle(p) for p in idle if not p["ledger"]["forward"] + p["ledger"]["backward"]]
         late = [f"process {p['pid']}: {line}" for p in self.processes for line in p["late"]]
-        return lines + late + self.ledger.inert()
+        return [*self.unshaken.values(), *lines, *late, *self.ledger.inert()]
+
+    @cached_property
+    def unshaken(self) -> dict[int, str]:
+        """By its place in the list: one line for each process that should have been shaken and was not."""
+        return unshaken(self.processes)
 
     @property
     def exit_code(self) -> int:
-        """The program's own, or 3 when it succeeded and a clause of the plan did nothing anywhere."""
-        inert = self.ledger is None or bool(self.ledger.inert())
+        """The program's own, or 3 when it succeeded and a clause did nothing anywhere, or a process was not shaken."""
+        inert = self.ledger is None or bool(self.ledger.inert() or self.unshaken)
         if self.program_exit == 0 and inert and not self.allow_inert:
             return NOTHING_INJECTED
         return self.program_exit if self.program_exit >= 0 else 128 - self.program_exit
@@ -60,16 +68,10 @@ class RunResult:
 
 
 def _idle(process: dict[str, Any]) -> str:
-    why = f" ({process['unmatched'][0]})" if process["unmatched"] else ""
-    return f"process {process['pid']} ({called(process)}) imported torch but injected nothing{why}"
-
-
-def called(process: dict[str, Any]) -> str:
-    """How a process is called for people: its place in a program of many, else its command."""
-    if not process["place"]:
-        return str(process["command"])
-    again = f", life {process['life']}" if (process.get("life") or 1) > 1 else ""
-    return f"{process['place']}{again}"
+    """A launcher, a server or a worker that had nothing to do, or a process of which its old ledger does not say more."""
+    is_at_rest = "passes" in process and not (process["passes"] or process["strangers"])
+    why = "it called no model" if is_at_rest else "; ".join(process["unmatched"][:1])
+    return f"process {process['pid']} ({called(process)}) imported torch but injected nothing" + (f" ({why})" if why else "")
 
 
 def run_program(plan: Plan, command: list[str], folder: Path, *, allow_inert: bool = False) -> RunResult:

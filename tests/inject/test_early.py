@@ -1,0 +1,287 @@
+"""A clause that does nothing is an error when the next step begins, and one that may still act is left alone."""
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+from shaketable.faults import make_fault
+from shaketable.inject.early import changes_nothing
+from shaketable.inject.injection import Injection
+from shaketable.plan import Plan
+
+NOTHING = "saturation:2@module.linear"
+"""Clips at twice the largest value."""
+
+
+class Chooses(nn.Module):
+    """Calls one of its two linears, as a mixture of experts does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.chosen = self.first
+
+    def forward(self, x):
+        return self.chosen(x)
+
+
+def two_linears():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+def run(injection, model, passes=1, backward=False, x=None):
+    for _ in range(passes):
+        y = model(torch.randn(16, 32) if x is None else x)
+        if backward:
+            y.sum().backward()
+
+
+# ---- what is an error
+
+
+@pytest.mark.parametrize(
+    "plan", [NOTHING, "relative_gaussian:1e-12@module.linear", "dead_zone:1e-30@module.linear", "truncation:23@module.linear"]
+)
+def test_a_clause_that_changed_no_value_raises_when_the_next_step_begins(plan):
+    model = two_linears()
+    said = "fired 2 times and changed no value by the end of step 0"
+    with pytest.raises(st.InertError, match=said), (injection := st.inject(model, plan)):
+        run(injection, model)
+        injection.step = 1
+        raise AssertionError("not reached")
+    assert injection.step == 0
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks, "and the model is clean"
+
+
+def test_a_clause_that_was_on_and_never_fired_raises():
+    model = Chooses()
+    said = r"gain:0.1@module.second was on in 3 passes and never fired by the end of step 0"
+    plan = "gain:0.1@module.first;gain:0.1@module.second"
+    with pytest.raises(st.InertError, match=said), (injection := st.inject(model, plan)):
+        run(injection, model, 3)
+        injection.step = 1
+
+
+def test_a_backward_clause_raises_when_a_backward_pass_has_run():
+    model = two_linears()
+    model[0].requires_grad_(False)
+    plan = "gain:0.1@module.0,direction=backward"
+    with pytest.raises(st.InertError, match="was on in 1 pass and never fired"), (injection := st.inject(model, plan)):
+        run(injection, model, x=torch.ones(16, 32), backward=True)
+        injection.step = 1
+
+
+def test_it_is_found_in_a_later_step_too():
+    """The phase of the clause has not occurred before."""
+    model = two_linears()
+    with pytest.raises(st.InertError, match="by the end of step 1"), (injection := st.inject(model, f"{NOTHING},phase=eval")):
+        run(injection, model.train())
+        injection.step = 1
+        run(injection, model.eval())
+        injection.step = 2
+
+
+# ---- what is not
+
+
+def unharmed(plan, use, model=None, then=2):
+    """No step raises; whether the end does."""
+    model = two_linears() if model is None else model
+    injection = st.inject(model, plan).enable()
+    for step in range(then):
+        use(injection, model)
+        injection.step = step + 1
+    try:
+        injection.close()
+    except st.InertError:
+        return False
+    return True
+
+
+def test_a_plan_that_acts_is_not_asked_again():
+    assert unharmed("gain:0.1@module.linear", run)
+
+
+def test_allow_inert_is_respected():
+    model = two_linears()
+    with (injection := st.inject(model, NOTHING, allow_inert=True)):
+        run(injection, model)
+        injection.step = 1
+
+
+@pytest.mark.parametrize("plan", ["gain:0.1@module.linear,phase=eval", "gain:0.1@module.linear,phase=rollout"])
+def test_a_phase_that_has_not_occurred(plan):
+    assert not unharmed(plan, run)
+
+
+def test_an_evaluation_under_a_plan_for_training():
+    assert not unharmed("gain:0.1@module.linear,phase=train", lambda i, m: run(i, m.eval()))
+
+
+def test_a_backward_clause_before_any_backward_pass():
+    """Accumulates gradients from step 2 on, in two micro-batches."""
+
+    def accumulate(injection, model):
+        run(injection, model, 2, backward=injection.step >= 2)
+
+    assert unharmed("gain:0.1@module.linear,direction=backward", accumulate, then=4)
+
+
+def test_gradients_that_were_there_before_say_nothing_about_this_plan():
+    model = two_linears()
+    model(torch.ones(4, 32)).sum().backward()
+    assert not unharmed("gain:0.1@module.linear,direction=backward", run, model)
+
+
+def test_a_backward_clause_without_gradients_wanted():
+    def sample(injection, model):
+        with torch.no_grad():
+            run(injection, model)
+
+    assert not unharmed("gain:0.1@op.matmul,direction=backward", sample)
+
+
+def test_the_same_step_may_be_set_again():
+    """By a loop that sets it before every micro-batch."""
+    model = two_linears()
+    injection = st.inject(model, NOTHING).enable()
+    run(injection, model)
+    injection.step = 0
+    with pytest.raises(st.InertError):
+        injection.step = 1
+    injection.close(check=False)
+
+
+def test_a_magnitude_that_is_0_in_the_first_steps():
+    def schedule(injection, model):
+        injection.set_magnitude(0.0 if injection.step < 2 else 0.1)
+        run(injection, model)
+
+    assert unharmed("gain:0.1@module.linear", schedule, then=4)
+
+
+def test_a_magnitude_that_grows_until_it_shows():
+    def schedule(injection, model):
+        injection.set_magnitude((1e-12, 1e-12, 0.1)[injection.step])
+        run(injection, model)
+
+    assert unharmed("relative_gaussian:0.1@module.linear", schedule, then=3)
+
+
+def test_a_magnitude_that_is_set_after_the_pass():
+    def schedule(injection, model):
+        run(injection, model)
+        injection.set_magnitude(0.1)
+
+    assert unharmed("relative_gaussian:1e-12@module.linear", schedule)
+
+
+def test_what_is_rare_is_left_to_the_end():
+    assert not unharmed("bit_flip:1e-7@module.linear", run)
+    assert not unharmed("spike:2,rate=1e-7@module.linear", run)
+
+
+def test_an_overflow_may_come_late():
+    assert unharmed(
+        "saturation:100,scope=absolute@module.linear", lambda i, m: run(i, m, x=torch.full((16, 32), 1000.0 * i.step))
+    )
+
+
+def test_zeros_have_nothing_that_a_gain_could_change():
+    """A projection that starts at 0, as many do."""
+    model = two_linears()
+    nn.init.zeros_(model[1].weight), nn.init.zeros_(model[1].bias)
+
+    def learn(injection, model):
+        run(injection, model)
+        nn.init.ones_(model[1].weight)
+
+    assert unharmed("gain:0.1@module.1", learn, model)
+
+
+def test_a_pass_that_raised_does_not_count():
+    model = two_linears()
+
+    def fail(injection, model):
+        if injection.step == 0:
+            with pytest.raises(RuntimeError):
+                model(torch.ones(4, 7))
+        else:
+            run(injection, model)
+
+    assert unharmed("gain:0.1@module.1", fail, model)
+
+
+def test_a_part_of_the_model_that_is_called_alone_does_not_count():
+    model = nn.Sequential(two_linears(), two_linears())
+    assert not unharmed("gain:0.1@op.matmul;gain:0.1@module.1.0", lambda i, m: run(i, m[0]), model)
+
+
+def test_passes_that_are_spared_do_not_count():
+    model = two_linears()
+    injection = st.inject(model, NOTHING).enable()
+    injection.skip_pass = lambda: True
+    run(injection, model)
+    injection.step = 1
+    injection.close(check=False)
+
+
+def test_aqn_is_judged_by_its_own_rules():
+    """The first third of this schedule is silent, and in bfloat16 rounding swallows the last."""
+    model = nn.Sequential(nn.RMSNorm(64)).bfloat16()
+    noise = st.AQN.load("global_decay:0.5-1e-6,stages=3").attach(model, 3).enable()
+    for step in range(3):
+        noise.step = step
+        with st.phase("rollout"), torch.no_grad():
+            model(torch.ones(2, 64, dtype=torch.bfloat16))
+        assert noise.inert() == []
+    assert noise.lost_steps == (2,)
+    noise.close()
+
+
+@pytest.mark.parametrize(("aqn", "lines"), [("constant:1e-6", 1), ("epoch_aware:1e-6-1e-7", 0)])
+def test_aqn_that_rounding_swallows_is_inert_if_sigma_never_changes(aqn, lines):
+    model = nn.Sequential(nn.RMSNorm(512)).bfloat16()
+    noise = st.AQN.load(aqn).attach(model, 3).enable()
+    with st.phase("rollout"), torch.no_grad():
+        model(torch.ones(2, 512, dtype=torch.bfloat16))
+    assert len(noise.inert()) == lines
+    noise.close(check=False)
+
+
+# ---- the parts
+
+
+@pytest.mark.parametrize(
+    ("fault", "values", "verdict"),
+    [
+        ({"kind": "gain", "magnitude": 0.1}, 0, False),
+        ({"kind": "gain", "magnitude": 0.1}, 10, False),
+        ({"kind": "gain", "magnitude": 0.1}, 1000, True),
+        ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.01}, 1000, False),
+        ({"kind": "bit_flip", "magnitude": 1e-6}, 10**6, False),
+        ({"kind": "bit_flip", "magnitude": 1e-6}, 10**9, True),
+        ({"kind": "dead_zone", "magnitude": 1e-30}, 10**6, True),
+        ({"kind": "saturation", "magnitude": 60000, "scope": "absolute"}, 10**9, False),
+        ({"kind": "mxfp4"}, 1000, True),
+    ],
+)
+def test_how_many_values_say_that_nothing_changes(fault, values, verdict):
+    assert changes_nothing(make_fault(fault), values) is verdict
+
+
+def test_a_plan_that_acts_costs_no_look_at_the_ledger():
+    model, looks = two_linears(), []
+    injection = Injection(Plan.parse("gain:0.1@module.linear"))
+    injection.attach(model)
+    injection.enable()
+    run(injection, model)
+    injection.step = 1
+    injection.ledger.settle = lambda: looks.append(1)
+    for step in range(2, 5):
+        run(injection, model)
+        injection.step = step
+    assert looks == []
+    injection.close()
