@@ -63,6 +63,7 @@ class Attached(Hook):
         self.number = owner if number is None else number
         self.prefix = f"model{self.number}." if self.number else ""
         self.anatomy = Anatomy.of(model)
+        self.has_closed_attention = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
         reasons = {p.name: self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
         self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora")}
         self.entries: dict[int, Entry] = {}

@@ -400,10 +400,6 @@ class Injection:
             return
         tracing.begin()
         tracing.with_gradients = torch.is_grad_enabled()
-        if self.has_operators and custom_ops.present[self.handle]:
-            custom_ops.note_closed_attention(self.handle)
-        if tracing.with_gradients and custom_ops.present[self.handle]:
-            tracing.ticket(self.operators.notes)  # not inside of what activation checkpointing computes again
         if self.tables.first is not None and entry.is_root and custom_ops.present[self.handle]:
             fused = fused_noise.passes[self.handle]
             fused.open()

@@ -140,11 +140,11 @@ def note(handle: int, text: str) -> None:
                 site.notes.append(text)
 
 
-def note_closed_attention(handle: int) -> None:
-    """The same for attention that dynamo takes as one function, and does not show to modes."""
-    models = _injections[handle].models if handle in _injections else []
-    if any(isinstance(m, torch.nn.MultiheadAttention) for attached in models for m in attached.model.modules()):
-        note(handle, "torch.nn.MultiheadAttention is compiled as one function: its products are not covered")
+def note_closed_attention(injection: Injection) -> None:
+    """The same, when a graph runs, for attention that dynamo takes as one function, and does not show to modes."""
+    for attached in injection.models:
+        if attached.has_closed_attention:
+            note(injection.handle, "torch.nn.MultiheadAttention is compiled as one function: its products are not covered")
 
 
 def trace(x: Tensor, tap: Tap) -> Tensor:
@@ -208,7 +208,7 @@ def is_captured() -> bool:
 
 
 # What `torch.compiler.assume_constant_result` does, without its import of dynamo.
-for _constant in (seat_of, is_captured, _injection_of, new_graph, note, note_closed_attention):
+for _constant in (seat_of, is_captured, _injection_of, new_graph, note):
     vars(_constant)["_dynamo_marked_constant"] = True
 
 
@@ -237,6 +237,8 @@ def _begin(after: Tensor, handle: int, entry: int, graph: int, clauses: int) -> 
         return torch.zeros(3 + clauses, dtype=torch.int64)
     stack = injection.calls.stack
     frame = stack[-1] if stack else traces[handle].frame
+    if injection.has_operators:
+        note_closed_attention(injection)
     current = injection.begin_compiled_pass(entry) if frame is None else frame.current
     base = _BASE * frame.count("graphs") if frame is not None else 0
     moment = current.moment - (1 << 64) if current.moment >= 1 << 63 else current.moment
@@ -288,9 +290,12 @@ def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
 
 @torch.library.custom_op("shaketable::pull_back", mutates_args=())
 def _pull_back(g: Tensor, x: Tensor, ticket: Tensor, tap: int, number: int) -> Tensor:
-    what = application(tap, ticket, number)
-    if what is None:
+    """The gradient of what was done forward, whether or not the plan is still on."""
+    found = _taps.get(tap)
+    current, base = (None, 0) if found is None else read(found.injection, ticket)
+    if found is None or current is None or not current.acts[found.clause]:
         return g.clone()
+    what = Application(found, current, False, 0, base + number)
     return _laid_out_like(g, operator.pull_back(g, x if x.numel() else None, what))
 
 
