@@ -62,6 +62,14 @@ def test_one_idle_rank_is_the_same_error_on_all(launched):
     assert first["error"].startswith("rank 1: ") and "never fired" in first["error"] and "rank 0" not in first["error"]
 
 
+def test_one_rank_that_is_never_struck_stops_all_after_the_first_step(launched):
+    (first, second), _, _ = launched
+    assert first["early"] == second["early"]
+    error, steps = first["early"]
+    assert steps == 1
+    assert error.startswith("rank 1: ") and "never fired" in error and "rank 0" not in error
+
+
 def test_a_script_that_never_heard_of_us(tmp_path):
     plan = "relative_gaussian:0.1,sparsity=0.25@module.down_proj,layers=1"
     shake = [BESIDE / "shaketable", "run", "--plan", plan, "--ledger", tmp_path / "l", "--"]

@@ -75,7 +75,7 @@ def test_ledgers_from_before_are_read_and_complained_about_as_before(tmp_path):
     shake(tmp_path / "l", LINEAR, *program("processes_apart.py", "other_model"))
     for file in (tmp_path / "l").glob("process-*.json"):
         body = json.loads(file.read_text())
-        for new in ("strangers", "passes", "trained", "distributed", "engine"):
+        for new in ("unmatched_models", "phases", "trained", "distributed", "engine"):
             del body[new]
         file.write_text(json.dumps(body))
     result = collect(tmp_path / "l", [], 0)

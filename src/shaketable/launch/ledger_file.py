@@ -7,7 +7,6 @@ import secrets
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from shaketable.inject.ledger import Ledger
 from shaketable.launch import places
 from shaketable.launch.kept_file import KeptFile
+from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
@@ -61,7 +61,7 @@ class LedgerFile:
         """A forked child has a ledger of its own, which starts from zero."""
         self.injection.ledger.clear()
         self.injection.early.clear()
-        self.injection.strangers.clear()
+        self.injection.unmatched_models.clear()
         if self.injection.notices is not None:
             self.injection.notices.after_fork()
         self.distributed, self._inherited = None, _is_in_a_group()
@@ -91,8 +91,8 @@ class LedgerFile:
             "models": [*self.injection.names, *(name for name, _ in self.engines)],
             "late": sorted(self.injection.late),
             "unmatched": sorted(set(self.injection.unmatched))[:8],
-            "strangers": sorted(self.injection.strangers),
-            "passes": dict(+self._passes()),
+            "unmatched_models": sorted(self.injection.unmatched_models),
+            "phases": [phase for phase, passes in self._passes().items() if passes],
             "trained": notices is not None and notices.trained,
             "distributed": self.note_rank(),
             "engine": bool(self.engines),
@@ -104,13 +104,14 @@ class LedgerFile:
 
     def _news(self) -> tuple[object, ...]:
         mine, fires = self.injection, sum(injection.fires for injection in self._injections())
-        known = len(mine.names), len(mine.late), len(mine.unmatched), len(mine.strangers), len(self.engines)
+        known = len(mine.names), len(mine.late), len(mine.unmatched), len(mine.unmatched_models), len(self.engines)
         trained = mine.notices is not None and mine.notices.trained
-        return fires, self._passes().total(), trained, self.distributed, *known
+        passes = (n.bit_length() for n in self._passes().values())  # the 1st, 2nd, 4th, … is news
+        return fires, *passes, trained, self.distributed, *known
 
-    def _passes(self) -> Counter[str]:
+    def _passes(self) -> dict[str, int]:
         """Passes of whole models, by phase."""
-        return sum((injection.early.phases for injection in self._injections()), Counter[str]())
+        return {phase: sum(injection.early.phases[phase] for injection in self._injections()) for phase in PHASES}
 
     def note_rank(self) -> tuple[int, int] | None:
         """Remember the process group that this process is in now; the one that is remembered, if any."""

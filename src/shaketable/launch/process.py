@@ -85,7 +85,7 @@ class ProcessInjection(Injection):
         self.names: list[str] = []
         self.late: set[str] = set()
         self.unmatched: list[str] = []
-        self.strangers: set[tuple[str, str]] = set()
+        self.unmatched_models: set[tuple[str, str]] = set()
         """Classes of models with parameters in which nothing matched, and the phase of their first call."""
         self.notices: Notices | None = None
         self.aside = 0
@@ -173,7 +173,7 @@ class ProcessInjection(Injection):
         if next(root.parameters(), None) is None or any(module in self.seen for module in root.modules()):
             return
         if not self._acts_on(attached):
-            self.strangers.add((type(root).__name__, current_phase(root.training)))
+            self.unmatched_models.add((type(root).__name__, current_phase(root.training)))
         if self.notices is not None:
             self.notices.on_model(root, lost)
 

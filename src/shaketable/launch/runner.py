@@ -69,7 +69,7 @@ class RunResult:
 
 def _idle(process: dict[str, Any]) -> str:
     """A launcher, a server or a worker that had nothing to do, or a process of which its old ledger does not say more."""
-    is_at_rest = "passes" in process and not (process["passes"] or process["strangers"])
+    is_at_rest = "phases" in process and not (process["phases"] or process["unmatched_models"])
     why = "it called no model" if is_at_rest else "; ".join(process["unmatched"][:1])
     return f"process {process['pid']} ({called(process)}) imported torch but injected nothing" + (f" ({why})" if why else "")
 

@@ -27,7 +27,7 @@ def unshaken(processes: list[dict[str, Any]]) -> dict[int, str]:
     shaken = [process for process, something in zip(processes, did, strict=True) if something]
     lines = {}
     for i, process in enumerate(processes):
-        if shaken and not did[i] and "passes" in process and (why := _why(process, shaken)) is not None:
+        if shaken and not did[i] and "phases" in process and (why := _why(process, shaken)) is not None:
             lines[i] = f"{_named(process)} was not shaken, and others were: {why}"
     return lines
 
@@ -60,14 +60,14 @@ def _did_something(process: dict[str, Any]) -> bool:
 
 
 def _why(process: dict[str, Any], shaken: list[dict[str, Any]]) -> str | None:
-    strangers = process["strangers"]
-    phases = {*process["passes"], *(phase for _, phase in strangers)}
+    others = process["unmatched_models"]
+    phases = {*process["phases"], *(phase for _, phase in others)}
     if not phases:
         is_missed = process["distributed"] and not process["engine"] and any(p.get("distributed") for p in shaken)
         return "no pass of a model was seen there" if is_missed else None
     if not any(_is_expected(clause, phases, process["trained"]) for clause in _clauses(process)):
         return None
-    models = ", ".join(dict.fromkeys([*process["models"], *(name for name, _ in strangers)]))
+    models = ", ".join(dict.fromkeys([*process["models"], *(name for name, _ in others)]))
     return f"{models} ran there, and {'; '.join(process['unmatched'][:1]) or 'no clause changed a value'}"
 
 
