@@ -6,8 +6,8 @@ other faults and types, other modes, tensor subclasses, gradients of gradients.
 
 | file | applies to | H200, SmolLM2, ratio to clean (without it) |
 |---|---|---|
-| `linear.py` | noise on what an `nn.Linear` returns | prefill 1.17 (1.59) |
-| `products.py` | `F.linear` under an operator plan, forward and backward | training step 1.5 (2.23) |
-| `inputs.py` | formats on what an `nn.Linear` is given | with `ready.py`: W4A4 1.30 (2.84) |
+| `linear.py` | noise on what an `nn.Linear` returns | prefill 1.23 (1.59) |
+| `products.py` | `F.linear` under an operator plan, forward and backward | training step 1.31 before it was rewritten (2.23) |
+| `inputs.py` | formats on what an `nn.Linear` is given | with `ready.py`: W4A4 1.33 (2.84) |
 | `ready*.py`, `weight_classes.py` | faulty weights, all by one launch when a pass begins | AQN in `generate` 1.02 (1.29) |
 """
