@@ -48,7 +48,7 @@ LEVELS = ("module", "layer", "op")
 POINTS = ("input", "output", "weight")
 PHASES = ("rollout", "train", "eval")
 DIRECTIONS = ("forward", "backward", "both")
-INCLUDABLE = ("lm_head", "embedding", "router", "lora")
+INCLUDABLE = ("lm_head", "embedding", "router", "lora", "rotary")
 OPS = ("matmul", "softmax", "silu", "gelu", "layer_norm", "rms_norm", "sdpa")
 SITE_KEYS = ("point", "direction", "layers", "phase", "include")
 
