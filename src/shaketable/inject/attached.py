@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +70,8 @@ class Attached(Hook):
         self.entries: dict[int, Entry] = {}
         self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
+        self.heads: list[Tap] = []
+        """Those on what heads are given and return."""
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
         self.hooks: list[RemovableHandle | FastLinear | FastInput | LayerFrame] = []
@@ -100,6 +102,8 @@ class Attached(Hook):
             label = name if target.point == "output" else f"{name}:{target.point}"
             tap = self.injection.make_tap(clause, f"{name}{shard}", target.point, part.layer, label)
             self.points.setdefault((id(part.module), target.point), (part.module, []))[1].append(tap)
+            if part.role == "lm_head":
+                self.heads.append(tap)
             self._entry(part)
             return
         for own in part.weights:
@@ -146,6 +150,17 @@ class Attached(Hook):
         sites = [c.site for c in self.injection.plan.clauses]
         held = self.injection.hold and not self.points and not self.injection.has_operators
         return held and all(site.phase == ("rollout",) and site.directions == ("forward",) for site in sites)
+
+    def note_heads(self, passes: Mapping[str, int]) -> None:
+        """Name heads that nobody has called in so many passes of the whole model: TRL multiplies by their weight itself."""
+        for tap in self.heads:
+            note = f"{tap.spot.name} was never called: its product, if there was one, is not covered"
+            notes = self.injection.sites[tap.clause].notes
+            if sum(n for phase, n in passes.items() if not tap.site.phase or phase in tap.site.phase) and not tap.spot.counts:
+                if note not in notes:
+                    notes.append(note)
+            elif note in notes:
+                notes.remove(note)
 
     # ---- hooks
 

@@ -270,6 +270,8 @@ class Injection:
             shelf.settle()
         self.counters.settle(self.taps)
         self.tables.settle()
+        for model in self.models:
+            model.note_heads(self.early.phases)
 
     def forget(self) -> None:
         """Count from zero again."""
