@@ -24,7 +24,7 @@ from shaketable.locate.intervals import ACCUMULATION as UA
 from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Product
 
 WIDENED = 1 << 24
-"""Weights up to this size are kept in float64 for the time of one layer; a head is widened block by block."""
+"""float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
 Weight = Callable[[str], Tensor]
 """A parameter of the module, from the file, in the device's dtype, on the host."""
 
@@ -118,7 +118,7 @@ def _input(call: Call) -> Tensor:
 
 def _linear(module: nn.Module, call: Call, weight: Weight) -> Product:
     w = weight("weight")
-    w = call.wide(w) if w.numel() <= WIDENED else w
+    w = call.wide(w) if w.numel() <= WIDENED and w.dtype == torch.float32 else w
     bias = weight("bias") if module._parameters.get("bias") is not None else None
     return Product(call.wide(_input(call)), w if isinstance(module, nn.Linear) else w.T, bias, call.dtype, call.precision)
 

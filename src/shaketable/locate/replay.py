@@ -21,7 +21,7 @@ from shaketable.locate.record import Record, Recording, function_name, map_tenso
 from shaketable.locate.reference import Reference
 
 ROWS = 128
-"""How many tokens of a product are replayed, at least; a quarter of them where there are more channels than HEAD."""
+"""How many tokens of a float32 product are replayed, at least; a quarter of them where there are more channels than HEAD."""
 HEAD = 8192
 _CANNOT = (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, StopIteration)
 """What a definition raises when it does not fit the call: then nobody can judge it."""
@@ -170,7 +170,7 @@ def _expected(host: Host, record: Record, reference: Reference, prefix: str, pre
 
 
 def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
-    """A leaf by its definition. Of a long sequence some tokens of a product are replayed, and those whose checksum fires."""
+    """A leaf by its definition. Of a long float32 product some tokens are replayed, and those whose checksum fires."""
     leaf = reference.leaf(full)
     assert leaf is not None
 
@@ -185,18 +185,18 @@ def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
 
 
 def _tokens(call: Call, got: Tensor, leaf: Leaf, weight: Weight) -> list[int] | None:
-    """Which tokens of a product to replay; None for all."""
+    """Which tokens of a product to replay; None for all. The others pass by their checksums."""
     tokens = got.shape[1]
     step = tokens // (ROWS if got.shape[-1] <= HEAD else ROWS // 4)
-    if step <= 1 or got.shape[0] > 1:
+    if step <= 1 or got.shape[0] > 1 or got.dtype != torch.float32:
         return None
-    if got.shape[-1] > HEAD:
-        return list(range(0, tokens, step))
+    kept = {*range(0, tokens, step), tokens - 1}
+    rest = sorted(set(range(tokens)) - kept)
     x, w = next(tensors_of((call.args, call.kwargs))), weight("weight")
     w = call.wide(w) if w.numel() <= WIDENED else w
     bias = weight("bias") if leaf.module._parameters.get("bias") is not None else None
-    scores = row_scores(x, got, w if leaf.kind == "linear" else w.T, bias, call.precision)
-    return sorted({*range(0, tokens, step), tokens - 1, *(scores > 1).nonzero().flatten().tolist()})
+    scores = row_scores(x[:, rest], got[:, rest], w if leaf.kind == "linear" else w.T, bias, call.precision)
+    return sorted({*kept, *(rest[i] for i in (scores > 1).nonzero().flatten().tolist())})
 
 
 def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:

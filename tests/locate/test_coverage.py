@@ -1,0 +1,89 @@
+"""Every row of every operator is judged at the default length, the head's too, and what was not replayed is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import build, tokens
+
+import shaketable as st
+
+DTYPES = [torch.float32, torch.bfloat16]
+LENGTH = 256
+
+
+def long(dtype=torch.float32, vocabulary=96):
+    return build("llama", dtype, "sdpa", positions=512, vocabulary=vocabulary)
+
+
+def judged(model, **options):
+    return st.locate(model, mode="host", input_ids=tokens(n=LENGTH), **options)
+
+
+def with_fault(model, path, change):
+    """The model with some values of a module's result changed in place."""
+
+    def broken(module, args, y):
+        y = y.clone()
+        change(y)
+        return y
+
+    model.get_submodule(path).register_forward_hook(broken)
+    return model
+
+
+# ---- the head
+
+
+def last_is_zero(y):
+    y[:, -1] = 0
+
+
+def negated_but_every_eighth(y):
+    kept = y[:, ::8].clone()
+    y.neg_()
+    y[:, ::8] = kept
+
+
+def two_words_swapped(y):
+    y[:, 101, [17, 8000]] = y[:, 101, [8000, 17]]
+
+
+@pytest.mark.parametrize("fault", [last_is_zero, negated_but_every_eighth, two_words_swapped])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_row_of_a_large_head_is_judged(dtype, fault):
+    assert judged(long(dtype, 9001)).verdict == "HEALTHY"
+    found = judged(with_fault(long(dtype, 9001), "lm_head", fault))
+    assert (found.verdict, found.layer, found.op) == ("FAULT", None, "lm_head"), found.sentence
+
+
+# ---- rows of products
+
+
+@pytest.mark.parametrize("leaf", ["self_attn.q_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_swapped_channels_are_found_in_any_row(dtype, leaf):
+    model = long(dtype)
+    pairs = torch.randperm(32, generator=torch.Generator().manual_seed(0)).view(-1, 2).tolist()
+    for row, (a, b) in zip(range(1, LENGTH, 16), pairs, strict=True):
+
+        def swap(y, at=row, pair=(a, b)):
+            y[:, at, list(pair)] = y[:, at, list(reversed(pair))]
+
+        hook = (
+            model.model.layers[1].get_submodule(leaf).register_forward_hook(lambda m, x, y, s=swap: (y := y.clone(), s(y))[0])
+        )
+        found = judged(model)
+        hook.remove()
+        assert (found.layer, found.op) == (1, leaf), (row, a, b, found.sentence)
+        assert {example["token"] for example in found.evidence[0].examples} == {row}
+
+
+def test_one_value_beside_its_interval_is_found_in_any_row_of_a_reduced_dtype():
+    """One unit in the last place of bfloat16, in one value of the whole model: what 32 tokens show, 256 show too."""
+
+    def next_value(y):
+        y.view(torch.int16)[0, 133, 7] += 2
+
+    found = judged(with_fault(long(torch.bfloat16), "model.layers.1.mlp.up_proj", next_value))
+    assert (found.layer, found.op, found.lanes) == (1, "mlp.up_proj", [7]), found.sentence
