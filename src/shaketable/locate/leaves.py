@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shaketable.locate import functions
 from shaketable.locate.functions import Call
 from shaketable.locate.intervals import ACCUMULATION as UA
-from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Product
+from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Precision, Product
 
 WIDENED = 1 << 24
 """float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
@@ -56,8 +56,8 @@ def _kind(module: nn.Module) -> str | None:
         return _PLAIN[type(module)]
     if name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
         return _activation(type(module), name, str(module.__dict__.get("act", "")))
-    if "rmsnorm" in name.lower() and not any(module.children()):
-        return _norm_kind(type(module))  # type: ignore[arg-type]
+    if "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
+        return _bare_kind(module) if module._parameters.get("weight") is None else _norm_kind(type(module))  # type: ignore[arg-type]
     return None
 
 
@@ -97,6 +97,19 @@ def _norm_kind(kind: type[nn.Module]) -> str | None:
     if torch.allclose(got, normed * w, rtol=1e-5, atol=1e-6):
         return "rmsnorm" if _rounds_first(module, x.bfloat16(), w.bfloat16()) else "rmsnorm_late"
     return "rmsnorm_one" if torch.allclose(got, normed * (1 + w), rtol=1e-5, atol=1e-6) else None
+
+
+def _bare_kind(module: nn.Module) -> str | None:
+    """Whether a norm without a weight does what the formula says: it is run on the host itself."""
+    size = int(getattr(module, "normalized_shape", (8,))[-1])
+    x = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
+    call = Call(None, (x,), {}, x.dtype, Precision(), lambda tensor: tensor.double())
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            got = type(module).forward(module, x)
+    except (TypeError, RuntimeError, AttributeError):
+        return None
+    return "rmsnorm_bare" if torch.allclose(got.double(), _normalised(module, call), rtol=1e-5, atol=1e-6) else None
 
 
 def _rounds_first(module: nn.Module, x: Tensor, w: Tensor) -> bool:
@@ -148,6 +161,11 @@ def _rmsnorm_one(module: nn.Module, call: Call, weight: Weight) -> Around:
     return Around.relative(y, 16, call.dtype)
 
 
+def _rmsnorm_bare(module: nn.Module, call: Call, weight: Weight) -> Around:
+    """No weight: rounded once."""
+    return Around.relative(_normalised(module, call), 12, call.dtype)
+
+
 def _normalised(module: nn.Module, call: Call) -> Tensor:
     x = call.wide(_input(call))
     name = _eps_name(module)
@@ -179,6 +197,7 @@ _DEFINITIONS: dict[str, Callable[[Any, Call, Weight], Allowed]] = {
     "rmsnorm": _rmsnorm,
     "rmsnorm_late": _rmsnorm_late,
     "rmsnorm_one": _rmsnorm_one,
+    "rmsnorm_bare": _rmsnorm_bare,
     "layernorm": _layernorm,
     "embedding": _embedding,
     "silu": lambda module, call, weight: functions.silu(call.wide(_input(call)), call.dtype),
