@@ -154,6 +154,32 @@ def test_results_that_change_from_call_to_call_are_found_in_every_mode(plan, mod
     assert repeat.status == "fail"
 
 
+class Sometimes:
+    """A hook that changes the last token's results at some of its calls."""
+
+    def __init__(self, *calls):
+        self.calls, self.count = calls, 0
+
+    def __call__(self, module, args, y):
+        self.count += 1
+        if self.count not in self.calls:
+            return y
+        y = y.clone()
+        y[:, -1] = 0
+        return y
+
+
+@pytest.mark.parametrize("mode", ["device", "host", "all"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_head_that_is_wrong_in_one_forward_only_is_suspect(mode, call):
+    """The two plain forwards are compared with the traced one, logit by logit."""
+    model = build("llama")
+    model.lm_head.register_forward_hook(Sometimes(call))
+    diagnosis = found(model, mode)
+    assert diagnosis.verdict == "INCONCLUSIVE"
+    assert "differ in the logits of 1 of 24 tokens" in diagnosis.sentence
+
+
 def test_another_eps_than_the_config_says_is_found_even_if_the_module_says_so_too():
     model = build("llama")
     model.model.layers[2].input_layernorm.variance_epsilon = 1e-2

@@ -95,6 +95,10 @@ class Diagnosis:
     sequences: int
     tokens: int
     seed: int
+    strict: bool = False
+    """Whether foreign code keeps a verdict from being HEALTHY."""
+    foreign: list[str] = field(default_factory=list)
+    """Code in the model that is not the model's, and was believed."""
     planted: dict[str, Any] | None = None
     verdict: str = "INCONCLUSIVE"
     sentence: str = ""
@@ -134,13 +138,13 @@ class Diagnosis:
             self.sentence += " Host mode decides." if self.mode == "device" else ""
         elif gaps := self._gaps():
             self.verdict = "INCONCLUSIVE"
-            more = f" and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-            self.sentence = f"INCONCLUSIVE: {gaps[0]}{more}; nothing that was judged is wrong."
+            self.sentence = f"INCONCLUSIVE: {_first(gaps)}; nothing that was judged is wrong."
         else:
             self.verdict = "HEALTHY"
             self.sentence = (
                 f"HEALTHY: all {self.num_layers} layers compute what they should, as far as {self._seen_by()} can see."
             )
+            self.sentence += f" Code that is not the model's was believed: {_first(self.foreign)}." if self.foreign else ""
 
     def _seen_by(self) -> str:
         return "twins on the device" if self.mode == "device" else "a replay on the host"
@@ -185,6 +189,7 @@ class Diagnosis:
                     gaps.append(f"{_place(p.layer)} was not judged by {name}")
                 if result is not None and result.status == "inconclusive":
                     gaps.append(f"{_place(p.layer)}, {name}: {result.reason}")
+        gaps += [f"{code} is not the model's code" for code in self.foreign] if self.strict else []
         return gaps if self.probes else ["nothing was probed"]
 
     @property
@@ -213,6 +218,11 @@ class Diagnosis:
 
 def _place(layer: int | None) -> str:
     return "outside of the layers" if layer is None else f"layer {layer}"
+
+
+def _first(items: list[str]) -> str:
+    """The first, and how many more."""
+    return items[0] + (f" and {len(items) - 1} more" if len(items) > 1 else "")
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from shaketable.locate import probes, statistics
 from shaketable.locate.checksums import check_products
 from shaketable.locate.circuits import circuit_of
 from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
+from shaketable.locate.foreign import foreign_code, unmade
 from shaketable.locate.precision import device_precision
 from shaketable.locate.prompts import token_batch
 from shaketable.locate.record import Recording, same, tensors_of
@@ -49,6 +50,7 @@ def locate(
     plan: Any = None,
     seed: int = 0,
     quick: bool = False,
+    strict: bool = False,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Find out whether a device computes a model correctly, and where it does not.
@@ -65,6 +67,7 @@ def locate(
         seed: For gauges, permutations, the probes of the statistics, and the planted plan.
         quick: On the host, judge products by checksums, and replay only those whose checksum fires. Half the cost; blind
             to errors that drown in the rounding of a sum.
+        strict: Believe only the model's own code: hooks and replaced methods of composite modules make HEALTHY INCONCLUSIVE.
         progress: Called with (layers done, layers, what is being done).
 
     Returns:
@@ -82,7 +85,7 @@ def locate(
     try:
         with _still(model):
             locator = Locator(model, mode, source, seed, progress)
-            locator.quick = quick
+            locator.quick, locator.strict = quick, strict
             return locator.run(ids, plan)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
@@ -122,9 +125,11 @@ class Locator:
         precision = device_precision(self.device, self.dtype)
         self.bench = probes.Bench(self.reference, precision, seed)
         self.spent: dict[str, float] = {}
+        self.unmade: list[str] = []
         self.on_host = mode in ("host", "all")
         self.on_device = mode in ("device", "all")
         self.quick = False
+        self.strict = False
         self.thorough = False
         """Run tests with a tolerance also where an exact one has decided; for benchmarks."""
 
@@ -133,6 +138,7 @@ class Locator:
         diagnosis = self._blank(ids)
         if plan is None:
             self._probe(ids.to(self.device), diagnosis)
+            diagnosis.foreign += dict.fromkeys(self.unmade)
         else:
             injection = shaketable.inject(self.model, plan, seed=self.seed, allow_inert=True)
             with injection as ledger:
@@ -146,12 +152,13 @@ class Locator:
     def _probe(self, ids: Tensor, diagnosis: Diagnosis) -> None:
         total = diagnosis.num_layers
         self.tell(0, total, "a plain forward")
-        logits, unit = self._plain_forward(ids)
+        logits, unit = self._plain_forwards(ids)
         self.tell(0, total, "trace")
         traced = self._timed("trace", lambda: trace(self.model, ids, self.reference))
         found: list[statistics.LayerStatistics] = []
         for call in traced.calls:
             recording = self._timed("repeat", functools.partial(record_layer, call, self.reference))
+            self.unmade += unmade(recording, call.name)
             report, own = self.layer(call, recording, diagnosis.evidence)
             diagnosis.probes.append(report)
             if own is not None:
@@ -159,6 +166,7 @@ class Locator:
                 report.statistics = own.as_dict()
             self.reference.forget()
             self.tell(call.index + 1, total, f"layer {call.index}")
+        self.unmade += unmade(traced.outside)
         diagnosis.probes.append(self._outside(traced, logits, diagnosis.evidence))
         self.reference.forget()
         diagnosis.srdd = dict(statistics.srdd_verdict(found)) if found else None
@@ -171,13 +179,13 @@ class Locator:
         ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
         return 2 + ("twin" in ran) + 2 * ("permutation" in ran) + 2 * (diagnosis.srdd is not None)
 
-    def _plain_forward(self, ids: Tensor) -> tuple[Tensor, float]:
+    def _plain_forwards(self, ids: Tensor) -> tuple[list[Tensor], float]:
         """The unit of cost: the faster of two plain forwards. They are not counted themselves."""
-        times = []
+        times, logits = [], []
         try:
             for _ in range(2):
                 start = self._now()
-                logits = forward(self.model, ids)
+                logits.append(forward(self.model, ids))
                 times.append(self._now() - start)
         except (torch.OutOfMemoryError, ShaketableError):
             raise
@@ -276,7 +284,7 @@ class Locator:
         except FAILURES:
             return [next(tensors_of(call.again(x))) for x in inputs]
 
-    def _outside(self, traced: Trace, logits: Tensor, evidence: list[Evidence]) -> LayerReport:
+    def _outside(self, traced: Trace, logits: list[Tensor], evidence: list[Evidence]) -> LayerReport:
         """Embeddings, rotation, last norm, head."""
         report = LayerReport(None, "")
         layers = {call.name for call in traced.calls}
@@ -309,12 +317,15 @@ class Locator:
         evidence.extend(found)
         return report
 
-    def _logits(self, logits: Tensor, traced: Trace) -> Result:
-        """Two whole forwards. A difference is found in its layer, or nowhere."""
-        if same(logits, traced.logits):
+    def _logits(self, logits: list[Tensor], traced: Trace) -> Result:
+        """Three whole forwards. A difference is found in its layer, or nowhere."""
+        others = [one for one in logits if not same(one, traced.logits)]
+        if not others:
             return Result("pass", 0.0)
-        share = float((logits != traced.logits).double().mean())
-        return Result("suspect", share, reason="two forwards of the whole model give other logits")
+        differs = torch.stack([one != traced.logits for one in others]).any(0)
+        rows = int(differs.reshape(-1, differs.shape[-1]).any(1).sum())
+        text = f"three forwards of the whole model differ in the logits of {rows} of {differs.shape[-2]} tokens"
+        return Result("suspect", float(differs.double().mean()), reason=text)
 
     # ---- time
 
@@ -348,6 +359,8 @@ class Locator:
             sequences=ids.shape[0],
             tokens=ids.shape[1],
             seed=self.seed,
+            strict=self.strict,
+            foreign=foreign_code(self.model, self.reference),
         )
         text = "a fault that changes a layer's result in a share p of its calls is seen with probability 1-(1-p)^2"
         diagnosis.detectable_rate = {"repeats": 2, "text": text}
