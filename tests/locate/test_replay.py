@@ -397,3 +397,20 @@ def test_the_rest_of_the_model_is_judged_too():
         assert blamed(judge(found.outside, reference, "", EXACT, layers)) == {("lm_head", None)}
     finally:
         last.output = healthy
+
+
+@pytest.mark.parametrize("op", ["aten.mm", "aten.silu"])
+def test_a_mode_of_torch_that_makes_the_device_wrong_does_not_make_the_host_wrong(op):
+    """Both run on the same CPU here: what a dispatch mode does to every product must not be done to the replay."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Louder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 1.01 if op in str(func) else result
+
+    model = build("llama", attention="eager")
+    with Louder():
+        found = st.locate(model, mode="host", input_ids=tokens())
+    assert (found.verdict, found.layer) == ("FAULT", 0)
+    assert found.op == {"aten.mm": "self_attn.q_proj", "aten.silu": "mlp.act_fn"}[op]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shaketable.locate.intervals import ACCUMULATION, UNIT, Precision
 from shaketable.locate.leaves import Leaf
+from shaketable.locate.precision import host_arithmetic
 from shaketable.locate.record import Recording, tensors_of
 from shaketable.locate.reference import Reference
 
@@ -36,7 +37,8 @@ def check_products(recording: Recording, reference: Reference, prefix: str, prec
         leaf = reference.leaf(full) if record.func is None else None
         if leaf is not None and leaf.kind in ("linear", "conv1d"):
             x, y = next(tensors_of((record.args, record.kwargs))), next(tensors_of(record.output))
-            scores[record.path] = _score(x.detach().cpu(), y.detach().cpu(), leaf, full, reference, precision)
+            with host_arithmetic():
+                scores[record.path] = _score(x.detach().cpu(), y.detach().cpu(), leaf, full, reference, precision)
     return scores
 
 

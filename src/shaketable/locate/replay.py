@@ -17,6 +17,7 @@ from shaketable.locate.checksums import row_scores
 from shaketable.locate.functions import Call
 from shaketable.locate.intervals import Allowed, Interval, Precision
 from shaketable.locate.leaves import WIDENED, Leaf, Weight
+from shaketable.locate.precision import host_arithmetic
 from shaketable.locate.record import Record, Recording, function_name, map_tensors, tensors_of
 from shaketable.locate.reference import Reference
 
@@ -102,7 +103,7 @@ def judge(
         skip: Leaves that are judged elsewhere.
     """
     judgement, host = Judgement(), Host(reference)
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with host_arithmetic():
         for order, record in enumerate(recording.records):
             if record.func is None and skip and record.path in skip:
                 continue
