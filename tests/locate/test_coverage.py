@@ -87,3 +87,41 @@ def test_one_value_beside_its_interval_is_found_in_any_row_of_a_reduced_dtype():
 
     found = judged(with_fault(long(torch.bfloat16), "model.layers.1.mlp.up_proj", next_value))
     assert (found.layer, found.op, found.lanes) == (1, "mlp.up_proj", [7]), found.sentence
+
+
+# ---- what was judged is said
+
+
+def coverage(diagnosis, layer, op):
+    return next(p for p in diagnosis.as_dict()["probes"] if p["layer"] == layer)["coverage"][op]
+
+
+def test_what_passed_by_checksums_alone_is_said():
+    found = judged(long(vocabulary=9001))
+    assert coverage(found, 1, "mlp.down_proj") == {"rows": 256, "replayed": 129, "checksums": 127}
+    assert coverage(found, None, "lm_head") == {"rows": 256, "replayed": 33, "checksums": 223}
+    assert coverage(found, 1, "mlp.act_fn") == {"rows": 256, "replayed": 256, "checksums": 0}
+    assert found.coverage["checksums"] == 3 * 7 * 127 + 223
+    assert found.coverage["rows"] == found.coverage["replayed"] + found.coverage["checksums"]
+    assert "22 products" in found.sentence and "checksums alone" in found.sentence
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.float32, 32), (torch.bfloat16, 256)])
+def test_nothing_is_said_where_everything_was_replayed(dtype, length):
+    found = st.locate(long(dtype, 9001), mode="host", input_ids=tokens(n=length))
+    assert found.coverage["rows"] == found.coverage["replayed"] > 0
+    assert found.coverage["checksums"] == 0
+    assert found.sentence.endswith("as far as a replay on the host can see.")
+
+
+def test_quick_says_that_products_were_not_replayed():
+    found = st.locate(long(), mode="host", input_ids=tokens(n=32), quick=True)
+    assert coverage(found, 1, "mlp.down_proj") == {"rows": 32, "replayed": 0, "checksums": 32}
+    assert "checksums alone" in found.sentence
+
+
+def test_device_mode_says_what_it_only_repeated_and_that_it_is_blind_to_tokens():
+    found = st.locate(long(), mode="device", input_ids=tokens(n=64))
+    assert "embeddings, rotation, last norm and head were only repeated" in found.sentence
+    assert any("residual" in line and "rotation" in line for line in found.not_covered)
+    assert coverage(found, 1, "mlp.down_proj") == {"rows": 64, "twin": 64}

@@ -225,6 +225,30 @@ def test_device_mode_finds_what_does_not_commute(plan):
     assert "deterministic" in diagnosis.assumption
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_device_mode_sees_a_mask_that_leaks(name, dtype, monkeypatch):
+    """Every token sees the next one. It does so in every gauge, and twins agree."""
+    softmax = torch.nn.functional.softmax
+    model = build(name, dtype, "eager")
+    inside = []
+    layer = dict(model.named_modules())["transformer.h.1" if name == "gpt2" else "model.layers.1"]
+    layer.register_forward_pre_hook(lambda m, a: inside.append(True))
+    layer.register_forward_hook(lambda m, a, y: inside.clear())
+
+    def leaking(scores, *args, **kwargs):
+        if inside:
+            scores = scores.clone()
+            scores.diagonal(1, -2, -1).fill_(0)
+        return softmax(scores, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", leaking)
+    diagnosis = found(model, "device")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.fault_class) == ("FAULT", 1, "leak"), diagnosis.sentence
+    assert diagnosis.op == ("attn" if name == "gpt2" else "self_attn")
+    assert diagnosis.probes[1].results["twin"].status == "pass"
+
+
 def test_device_mode_only_suspects_what_a_permutation_shows():
     diagnosis = found(build("llama"), "device", plan="gain:0.5,sparsity=0.1@module.mlp.down_proj,layers=1")
     assert diagnosis.verdict == "INCONCLUSIVE"

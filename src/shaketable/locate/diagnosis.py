@@ -1,9 +1,10 @@
 """What locate says: the verdict, what it rests on, and every probe of every layer. Imports no torch.
 
 A verdict is FAULT only on exact evidence: results that change when nothing changed, a broken link, weights that are not
-the file's, a twin with other bits, a value outside of its rounding interval. Tests with a tolerance only raise a
-suspicion, which makes the verdict INCONCLUSIVE. HEALTHY needs the deciding probe of the mode to have judged every
-layer: replay on the host, the exact twin on the device.
+the file's, a twin with other bits, a token that changes with a later one, a value outside of its rounding interval. Tests
+with a tolerance only raise a suspicion, which makes the verdict INCONCLUSIVE. HEALTHY needs the deciding probe of the
+mode to have judged every layer: replay on the host, the exact twin on the device. Whatever it did not look at, or not as
+closely, stands in the sentence.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 SCHEMA = 1
 MODES = ("device", "host", "all")
-PROBES = ("weights", "repeat", "links", "twin", "permutation", "checksum", "replay")
+PROBES = ("weights", "repeat", "links", "twin", "causal", "permutation", "checksum", "replay")
 EXIT = {"HEALTHY": 0, "FAULT": 1, "INCONCLUSIVE": 4}
 ASSUMPTIONS = {
     "device": "the device is deterministic, and exact where IEEE arithmetic is",
@@ -29,6 +30,9 @@ NOT_SEEN_BY_TWINS = (
     "any deterministic fault on all channels of the MLP's gate or activation, which has no gauge",
     "an operator that computes another function with the same symmetries: another eps, a fast activation, another scale",
     "a wrong weight",
+    "a fault of whole tokens that is the same for all channels: a residual row that is left out, another rotation of a token, "
+    "a mask that hides what it should show",
+    "anything outside of the layers that is wrong at every call: embeddings, rotation, last norm, head",
 )
 NOT_SEEN_IN_FEW_BITS = (
     "in this dtype: a fault on few channels that commutes with signs and powers of two, and is as small as what another "
@@ -76,6 +80,8 @@ class LayerReport:
     layer: int | None
     name: str
     results: dict[str, Result] = field(default_factory=dict)
+    coverage: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each operator: how many rows it made, and how many of them were judged by what."""
     statistics: dict[str, Any] | None = None
 
 
@@ -118,6 +124,8 @@ class Diagnosis:
     detectable_rate: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     suspicions: list[dict[str, Any]] = field(default_factory=list)
+    coverage: dict[str, int] = field(default_factory=dict)
+    """The sums of every operator's coverage, and how many operators those are."""
     probes: list[LayerReport] = field(default_factory=list)
     srdd: dict[str, Any] | None = None
     evidence: list[Evidence] = field(default_factory=list)
@@ -128,6 +136,7 @@ class Diagnosis:
         self.not_covered = list(NOT_SEEN_BY_TWINS if self.mode == "device" else NOT_SEEN_BY_REPLAY)
         if self.mode == "device" and self.dtype != "float32":
             self.not_covered.append(NOT_SEEN_IN_FEW_BITS)
+        self.coverage = self._covered()
         self.suspicions = self._suspicions()
         if self.evidence:
             self._blame()
@@ -142,16 +151,30 @@ class Diagnosis:
         else:
             self.verdict = "HEALTHY"
             self.sentence = (
-                f"HEALTHY: all {self.num_layers} layers compute what they should, as far as {self._seen_by()} can see."
+                f"HEALTHY: all {self.num_layers} layers compute what they should, as far as {self._seen_by()} can see"
             )
+            self.sentence += self._not_replayed() + "."
             self.sentence += f" Code that is not the model's was believed: {_first(self.foreign)}." if self.foreign else ""
 
     def _seen_by(self) -> str:
         return "twins on the device" if self.mode == "device" else "a replay on the host"
 
+    def _covered(self) -> dict[str, int]:
+        operators = [counts for probe in self.probes for counts in probe.coverage.values()]
+        names = dict.fromkeys(name for counts in operators for name in counts)
+        return {"operators": len(operators)} | {name: sum(c.get(name, 0) for c in operators) for name in names}
+
+    def _not_replayed(self) -> str:
+        """What the deciding probe did not look at, or not as closely."""
+        if self.mode == "device":
+            return "; embeddings, rotation, last norm and head were only repeated"
+        some = [c for probe in self.probes for c in probe.coverage.values() if c.get("checksums")]
+        rows, checked = (sum(c[name] for c in some) for name in ("rows", "checksums"))
+        return f"; of {len(some)} products, {checked:,} of {rows:,} rows passed by checksums alone" if some else ""
+
     def _blame(self) -> None:
         """The first layer in the order of computation; there, the strongest kind of evidence."""
-        strength = {"weights": 0, "replay": 1, "links": 2, "repeat": 3, "twin": 4}
+        strength = {"weights": 0, "replay": 1, "links": 2, "repeat": 3, "twin": 4, "causal": 5}
         self.evidence.sort(key=lambda e: (e.place, strength[e.probe]))
         first = self.evidence[0]
         self.verdict = "FAULT"

@@ -175,9 +175,9 @@ class Locator:
         diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
 
     def _device_forwards(self, diagnosis: Diagnosis) -> int:
-        """One traced and one recorded; a twin, a permuted pair, and the two of the statistics, where they ran."""
+        """One traced and one recorded; where they ran, a twin, another token, a permuted pair, and two of the statistics."""
         ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
-        return 2 + ("twin" in ran) + 2 * ("permutation" in ran) + 2 * (diagnosis.srdd is not None)
+        return 2 + ("twin" in ran) + ("causal" in ran) + 2 * ("permutation" in ran) + 2 * (diagnosis.srdd is not None)
 
     def _plain_forwards(self, ids: Tensor) -> tuple[list[Tensor], float]:
         """The unit of cost: the faster of two plain forwards. They are not counted themselves."""
@@ -215,14 +215,16 @@ class Locator:
         again = self._run("repeat", keep, lambda: probes.repeat(call, recording, self.bench))
         self._run("links", keep, lambda: probes.links(call.index, recording))
         if self.on_device:
-            self._twin(call, recording, keep, again)
+            report.coverage = self._twin(call, recording, keep, again)
         decided = False
         if self.on_host:
             report.results["checksum"], passed = self._checksum(call, recording)
             judgement = self._timed("replay", lambda: judge(recording, self.reference, call.name, self.bench.precision, passed))
             decided = keep("replay", probes.replay(judgement, call.index)).status != "inconclusive"
+            report.coverage = judgement.coverage | probes.by_checksums(recording, passed)
             self._excuse(call, recording, report, evidence)
         if self.on_device:
+            self._causal(call, recording, keep, again, decided and not self.thorough)
             report.results["permutation"] = self._permutation(call, recording, again, decided and not self.thorough)
         own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if self.on_device else None
         return report, own
@@ -244,16 +246,29 @@ class Locator:
             again.reason += ", no more than another order of summation explains"
             evidence[:] = [e for e in evidence if not (e.layer == call.index and e.probe == "repeat")]
 
-    def _twin(self, call: LayerCall, recording: Recording, keep: Any, again: Result) -> None:
+    def _twin(self, call: LayerCall, recording: Recording, keep: Any, again: Result) -> dict[str, dict[str, int]]:
+        """The exact twin, and what it covers."""
         if again.status != "pass":
             keep("twin", (Result("inconclusive", reason="the layer's results change from call to call"), []))
-            return
+            return {}
         circuit = self._circuit(call)
         try:
             finding, _ = self._timed("twin", lambda: probes.twin(call, recording, circuit, self.bench))
         except FAILURES as error:
             finding = Result("inconclusive", reason=_failed("the twin", error)), []
-        keep("twin", finding)
+        return {} if keep("twin", finding).status == "inconclusive" else probes.by_twin(recording, circuit)
+
+    def _causal(self, call: LayerCall, recording: Recording, keep: Any, again: Result, decided: bool) -> None:
+        finding: probes.Finding = Result("skipped", reason="replay has judged this layer, and sees more"), []
+        if not decided and again.status != "pass":
+            finding = Result("inconclusive", reason="the layer's results change from call to call"), []
+        elif not decided:
+            try:
+                circuit = self._circuit(call)
+                finding = self._timed("causal", lambda: probes.causal(call, recording, circuit, self.bench))
+            except FAILURES as error:
+                finding = Result("inconclusive", reason=_failed("the layer with another token", error)), []
+        keep("causal", finding)
 
     def _permutation(self, call: LayerCall, recording: Recording, again: Result, decided: bool) -> Result:
         if decided:
@@ -306,6 +321,7 @@ class Locator:
             work = lambda: judge(traced.outside, self.reference, "", self.bench.precision, layers)  # noqa: E731
             judgement = self._timed("replay", work)
             report.results["replay"], more = probes.replay(judgement, None)
+            report.coverage = judgement.coverage
             found += more
         last = max(i for i, r in enumerate(traced.outside.records) if r.path in layers)
         orders = {r.path: i for i, r in enumerate(traced.outside.records)}

@@ -23,7 +23,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-PROBES = ("weights", "repeat", "links", "twin", "permutation", "checksum", "replay")
+PROBES = ("weights", "repeat", "links", "twin", "causal", "permutation", "checksum", "replay")
 MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
 MEANING = {
     "fail": "exact evidence of a fault",

@@ -16,7 +16,7 @@ from shaketable.locate.intervals import Precision
 from shaketable.locate.precision import moved_tolerance, tolerance
 from shaketable.locate.record import Recording, same, tensors_of
 from shaketable.locate.reference import Reference
-from shaketable.locate.replay import Judgement, Violation
+from shaketable.locate.replay import Judgement, Violation, rows_of
 from shaketable.locate.trace import LayerCall, record_layer
 
 Finding = tuple[Result, list[Evidence]]
@@ -160,6 +160,26 @@ def _gauged(
     return twins.first_difference(circuit, gauge, recording, other), other
 
 
+def causal(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: Bench) -> Finding:
+    """One token in the middle changes: the tokens before it must keep every bit, as a causal mask hides it from them."""
+    if isinstance(circuit, str):
+        return Result("inconclusive", reason=circuit), []
+    if circuit.routed or not circuit.causal:
+        reason = "experts compute other groups of tokens then" if circuit.routed else "this attention is not causal"
+        return Result("skipped", reason=reason), []
+    middle = call.x.shape[1] // 2
+    x = call.x.clone()
+    x[:, middle] = -x[:, middle]
+    other = record_layer(call, bench.reference, x)
+    same_basis = twins.Gauge({name: torch.ones(size) for name, size in circuit.sizes.items()})
+    found = twins.first_difference(circuit, same_basis, twins.until(recording, middle), twins.until(other, middle))
+    if found is None:
+        return Result("pass", 0.0), []
+    text = f"tokens before {middle} change when token {middle} does, which they must not see"
+    evidence = Evidence(call.index, found.path, None, "causal", text, "leak", found.lanes)
+    return Result("fail", found.share, found.path, text), [evidence]
+
+
 def permutation(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: Bench) -> Result:
     """Permuted channels and heads, beside a larger companion in the batch: the same values, up to the order of summation."""
     if isinstance(circuit, str):
@@ -218,6 +238,24 @@ def checksum(scores: dict[str, float]) -> Result:
     if worst <= 1:
         return Result("pass", worst)
     return Result("suspect", worst, path, f"a checksum is off by {worst:.3g} times its threshold")
+
+
+def by_checksums(recording: Recording, passed: Collection[str]) -> dict[str, dict[str, int]]:
+    """What the products that passed by checksums have made."""
+    return {
+        record.path: {"rows": rows, "replayed": 0, "checksums": rows}
+        for record in recording.records
+        if record.func is None and record.path in passed and (rows := rows_of(next(tensors_of(record.output))))
+    }
+
+
+def by_twin(recording: Recording, circuit: Circuit) -> dict[str, dict[str, int]]:
+    """What the operators that a twin compares have made: all of it is compared."""
+    return {
+        record.path: {"rows": rows, "twin": rows}
+        for record in recording.records
+        if record.func is None and record.path in circuit.outputs() and (rows := rows_of(next(tensors_of(record.output))))
+    }
 
 
 def replay(judgement: Judgement, layer: int | None) -> Finding:

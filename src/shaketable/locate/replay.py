@@ -66,6 +66,15 @@ class Judgement:
     unknown: dict[str, str] = field(default_factory=dict)
     """Operators nobody can judge, with the reason."""
     judged: int = 0
+    coverage: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each operator: how many rows it made, how many were replayed, and how many passed by checksums alone."""
+
+    def cover(self, label: str, rows: int, replayed: int) -> None:
+        """Count what was looked at of one result."""
+        counts = self.coverage.setdefault(label, {"rows": 0, "replayed": 0, "checksums": 0})
+        counts["rows"] += rows
+        counts["replayed"] += replayed
+        counts["checksums"] += rows - replayed
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,8 @@ class Expected:
     got: Tensor
     allowed: Allowed
     tokens: list[int] | None = None
+    rows: int | None = None
+    """How many rows there are, when these are not all."""
 
 
 class Host:
@@ -116,7 +127,7 @@ def _judge_record(
 ) -> None:
     if record.func is not None and _is_view(record):
         return
-    label = record.path if record.func is None else f"{record.path}:{record.function}"
+    label = ":".join(part for part in (record.path, record.function) if part)
     try:
         expected = _expected(host, record, reference, prefix, precision)
     except _CANNOT as error:
@@ -127,6 +138,7 @@ def _judge_record(
     judgement.judged += 1
     for item in expected:
         got, allowed = item.got, item.allowed
+        judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got))
         outside = allowed.outside(got)
         if bool(outside.any()):
             if record.func is not None and not _is_defined(record):
@@ -135,6 +147,11 @@ def _judge_record(
             judgement.violations.append(
                 Violation(record.path, record.function, order, outside, got, *allowed.ends(outside), item.tokens)
             )
+
+
+def rows_of(tensor: Tensor) -> int:
+    """How many rows of channels a tensor has."""
+    return tensor.shape[:-1].numel() if tensor.numel() else 0
 
 
 def _is_view(record: Record) -> bool:
@@ -178,11 +195,12 @@ def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
     def weight(name: str) -> Tensor:
         return reference.weight(f"{full}.{name}")
 
+    rows = rows_of(got)
     kept = _tokens(call, got, leaf, weight) if leaf.kind in ("linear", "conv1d") and got.dim() == 3 else None
     if kept is not None:
         x = next(tensors_of((call.args, call.kwargs)))
         call, got = replace(call, args=(x[:, kept],), kwargs={}), got[:, kept]
-    return Expected(got, leaf.allowed(call, weight), kept)
+    return Expected(got, leaf.allowed(call, weight), kept, rows)
 
 
 def _tokens(call: Call, got: Tensor, leaf: Leaf, weight: Weight) -> list[int] | None:

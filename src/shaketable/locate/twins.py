@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from shaketable.locate.circuits import Circuit, Map
-from shaketable.locate.record import Recording, same, tensors_of
+from shaketable.locate.record import Recording, map_tensors, same, tensors_of
 
 LARGEST_EXPONENT = 3
 ENOUGH = 32
@@ -277,6 +277,17 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
             return Difference(record.path, *found) if earlier is None else Difference(_between(record.path), *earlier)
     found = _compare(next(tensors_of(original.output)), next(tensors_of(twin.output)), ("stream",), gauge)
     return None if found is None else Difference(None, *found)
+
+
+def until(recording: Recording, token: int) -> Recording:
+    """What the leaves took and gave, of the tokens before one."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[:, :token] if tensor.dim() == 3 else tensor
+
+    leaves = [r for r in recording.records if r.func is None]
+    records = [replace(r, args=map_tensors(r.args, cut), kwargs={}, output=map_tensors(r.output, cut)) for r in leaves]
+    return Recording(records, [], map_tensors(recording.output, cut))
 
 
 def moved_pairs(
