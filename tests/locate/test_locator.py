@@ -114,6 +114,54 @@ def test_two_faults_the_first_in_the_order_of_computation_is_named():
     )
     assert (diagnosis.layer, diagnosis.op) == (1, "self_attn.v_proj")
     assert {e.layer for e in diagnosis.evidence} == {1, 2}
+    assert diagnosis.sentence.endswith(" Also faulty: layer 2.")
+
+
+def every_second_sum(first, change=lambda y: y * 1.01):
+    """A mode that makes every second residual addition wrong, from the first or from the second on."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        count = first
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            shapes = [a.shape for a in args[:2] if isinstance(a, torch.Tensor)]
+            if "add.Tensor" not in str(func) or shapes != [(1, 24, 32)] * 2:
+                return result
+            self.count += 1
+            return change(result) if self.count % 2 else result
+
+    return Mode()
+
+
+RESIDUALS = {"llama": ("self_attn", "mlp"), "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm")}
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.parametrize("second", [0, 1])
+def test_the_two_residual_additions_are_told_apart(name, second):
+    with every_second_sum(second):
+        diagnosis = found(build(name, attention="eager"), "host")
+    part = RESIDUALS[name][second]
+    assert {(e.layer, e.op, e.function, e.after) for e in diagnosis.evidence} == {(i, None, "add", part) for i in range(3)}
+    assert f"layer 0, output (add after {part})" in diagnosis.sentence
+    assert diagnosis.sentence.endswith("Also faulty: layers 1, 2.")
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_twins_tell_them_apart_too(second):
+    with every_second_sum(second, lambda y: y + 0.1):
+        diagnosis = found(build("llama", attention="eager"), "device")
+    assert (diagnosis.layer, diagnosis.op, diagnosis.after) == (0, None, RESIDUALS["llama"][second])
+    assert f"layer 0, output (after {RESIDUALS['llama'][second]})" in diagnosis.sentence
+
+
+def test_a_residual_addition_that_changes_from_call_to_call_is_told_apart_too():
+    noise = torch.Generator().manual_seed(0)
+    with every_second_sum(1, lambda y: y * (1 + 0.1 * torch.rand(y.shape, generator=noise))):
+        diagnosis = found(build("llama", attention="eager"), "device")
+    assert (diagnosis.layer, diagnosis.op, diagnosis.function, diagnosis.after) == (0, None, "add", "mlp")
 
 
 def test_faults_outside_of_the_layers_are_named_too():
@@ -429,6 +477,8 @@ def test_numbers_and_buffers_are_those_of_the_config(name, path, attribute, laye
     diagnosis = found(model, "host")
     assert (diagnosis.verdict, diagnosis.layer, diagnosis.fault_class) == ("FAULT", layer, "attribute")
     assert attribute in diagnosis.sentence
+    assert "other values" not in diagnosis.sentence
+    assert "the config" in diagnosis.sentence
 
 
 def test_one_dominating_channel_is_no_fault():

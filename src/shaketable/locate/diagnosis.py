@@ -69,6 +69,8 @@ class Evidence:
     lanes: list[int] = field(default_factory=list)
     lanes_of: int | None = None
     examples: list[dict[str, Any]] = field(default_factory=list)
+    after: str | None = None
+    """For a function of the layer itself, such as a residual addition: the part of the layer whose result it takes."""
     place: float = 0.0
     """Order of computation: the layer's index, -1 before the layers, their number after them."""
 
@@ -111,6 +113,7 @@ class Diagnosis:
     layer: int | None = None
     op: str | None = None
     function: str | None = None
+    after: str | None = None
     lanes: list[int] = field(default_factory=list)
     lanes_of: int | None = None
     fault_class: str | None = None
@@ -178,14 +181,28 @@ class Diagnosis:
         self.evidence.sort(key=lambda e: (e.place, strength[e.probe]))
         first = self.evidence[0]
         self.verdict = "FAULT"
-        self.layer, self.op, self.function = first.layer, first.op, first.function
+        self.layer, self.op, self.function, self.after = first.layer, first.op, first.function, first.after
         self.lanes, self.lanes_of, self.fault_class = first.lanes, first.lanes_of, first.fault_class
         unstable = next((e for e in self.evidence if e.place == first.place and e.probe == "repeat"), None)
         if unstable is not None:
             self.fault_class = unstable.fault_class
         where = self.op or ("output" if self.layer is not None else "the model")
-        where += f" ({self.function})" if self.function else ""
+        function = " ".join(part for part in (self.function, f"after {self.after}" if self.after else "") if part)
+        where += f" ({function})" if function else ""
         self.sentence = f"FAULT: {_place(self.layer)}, {where}: {self._channels()}{first.text} ({self.fault_class})."
+        self.sentence += self._also_faulty()
+
+    def _also_faulty(self) -> str:
+        """Where else there is evidence; four layers by name."""
+        others = list(dict.fromkeys(e.layer for e in self.evidence if e.layer != self.layer))
+        named = [layer for layer in others if layer is not None][:4]
+        words = f"layer{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}" if named else ""
+        left = len(others) - len(named)
+        if not named or (left == 1 and None in others):
+            words += (" and " if named else "") + "outside of the layers" if None in others else ""
+        elif left:
+            words += f" and {left} more places"
+        return f" Also faulty: {words}." if others else ""
 
     def _channels(self) -> str:
         if not self.lanes or not self.lanes_of:

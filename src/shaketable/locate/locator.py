@@ -220,7 +220,7 @@ class Locator:
         if self.on_host:
             report.results["checksum"], passed = self._checksum(call, recording)
             judgement = self._timed("replay", lambda: judge(recording, self.reference, call.name, self.bench.precision, passed))
-            decided = keep("replay", probes.replay(judgement, call.index)).status != "inconclusive"
+            decided = keep("replay", probes.replay(judgement, recording, call.index)).status != "inconclusive"
             report.coverage = judgement.coverage | probes.by_checksums(recording, passed)
             self._excuse(call, recording, report, evidence)
         if self.on_device:
@@ -320,7 +320,7 @@ class Locator:
         if self.on_host:
             work = lambda: judge(traced.outside, self.reference, "", self.bench.precision, layers)  # noqa: E731
             judgement = self._timed("replay", work)
-            report.results["replay"], more = probes.replay(judgement, None)
+            report.results["replay"], more = probes.replay(judgement, traced.outside, None)
             report.coverage = judgement.coverage
             found += more
         last = max(i for i, r in enumerate(traced.outside.records) if r.path in layers)

@@ -77,6 +77,13 @@ class Recording:
         """The record of a leaf module."""
         return next((r for r in self.records if r.func is None and r.path == path), None)
 
+    def part_before(self, order: int) -> str | None:
+        """Which part of the layer made what one of the layer's own functions takes: its attention, its MLP, a norm."""
+        given = {id(t) for t in tensors_of((self.records[order].args, self.records[order].kwargs))}
+        inner = [r for r in self.records[:order] if r.path]
+        makers = [r for r in inner if any(id(t) in given for t in tensors_of(r.output))]
+        return next((r.path.partition(".")[0] for r in reversed(makers or inner)), None)
+
 
 class Recorder(TorchFunctionMode):
     """Records calls of one module (a decoder layer, or the whole model with its layers as leaves).

@@ -259,6 +259,8 @@ class Difference:
     """The leaf; the module around when functions between leaves disagree; None for the layer's own additions."""
     share: float
     lanes: list[int]
+    after: str | None = None
+    """For the layer's own additions: the part of the layer that is added."""
 
 
 def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: Recording) -> Difference | None:
@@ -266,6 +268,7 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
     between it and the leaves before it is."""
     reads, writes = circuit.inputs(), circuit.outputs()
     partners = {r.path: r for r in twin.records if r.func is None}
+    last: str | None = None
     for record in original.records:
         other = partners.get(record.path)
         if record.func is not None or other is None or record.path not in writes:
@@ -274,9 +277,12 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
         if found is not None:
             given, twin_given = _tensor(record.args, record.kwargs), _tensor(other.args, other.kwargs)
             earlier = _compare(given, twin_given, (reads[record.path],), gauge)
-            return Difference(record.path, *found) if earlier is None else Difference(_between(record.path), *earlier)
+            if earlier is None:
+                return Difference(record.path, *found)
+            return Difference(_between(record.path), *earlier, None if _between(record.path) else last)
+        last = record.path.partition(".")[0]
     found = _compare(next(tensors_of(original.output)), next(tensors_of(twin.output)), ("stream",), gauge)
-    return None if found is None else Difference(None, *found)
+    return None if found is None else Difference(None, *found, last)
 
 
 def until(recording: Recording, token: int) -> Recording:
