@@ -7,6 +7,7 @@ import torch
 from architectures import build, tokens
 
 import shaketable as st
+from shaketable.locate import functions
 
 DTYPES = [torch.float32, torch.bfloat16]
 LENGTH = 256
@@ -124,4 +125,14 @@ def test_device_mode_says_what_it_only_repeated_and_that_it_is_blind_to_tokens()
     found = st.locate(long(), mode="device", input_ids=tokens(n=64))
     assert "embeddings, rotation, last norm and head were only repeated" in found.sentence
     assert any("residual" in line and "rotation" in line for line in found.not_covered)
-    assert coverage(found, 1, "mlp.down_proj") == {"rows": 64, "twin": 64}
+    assert coverage(found, 1, "mlp.down_proj") == {"rows": 64, "twin": 64, "permuted": 32}
+    assert "of 27 operators, 864 of 1,728 rows were compared with a permuted pair" in found.sentence
+
+
+def test_a_function_without_a_definition_is_named(monkeypatch):
+    """Host and device make the same bits: on one CPU that is little, and the sentence says so."""
+    monkeypatch.delitem(functions.BOUNDED, "scaled_dot_product_attention")
+    found = st.locate(long(), mode="host", input_ids=tokens())
+    assert found.verdict == "HEALTHY"
+    assert "of scaled_dot_product_attention only that the host makes the same bits is known" in found.sentence
+    assert found.coverage["agreed"] == 3 * 24 * 4

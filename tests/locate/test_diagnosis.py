@@ -103,7 +103,7 @@ def test_before_and_behind_the_layers():
     found.evidence = [evidence(0, "replay"), evidence(None, "replay", "model.embed_tokens", place=-1.0)]
     decided(found)
     assert (found.layer, found.op) == (None, "model.embed_tokens")
-    assert str(found) == "FAULT: outside of the layers, model.embed_tokens: replay failed (gain)."
+    assert str(found) == "FAULT: outside of the layers, model.embed_tokens: replay failed (gain). Also faulty: layer 0."
 
 
 def test_the_sentence_says_layer_operator_function_and_class():

@@ -169,11 +169,15 @@ class Diagnosis:
 
     def _not_replayed(self) -> str:
         """What the deciding probe did not look at, or not as closely."""
-        if self.mode == "device":
-            return "; embeddings, rotation, last norm and head were only repeated"
-        some = [c for probe in self.probes for c in probe.coverage.values() if c.get("checksums")]
-        rows, checked = (sum(c[name] for c in some) for name in ("rows", "checksums"))
-        return f"; of {len(some)} products, {checked:,} of {rows:,} rows passed by checksums alone" if some else ""
+        operators = [(op, counts) for probe in self.probes for op, counts in probe.coverage.items()]
+        text = "; embeddings, rotation, last norm and head were only repeated" if self.mode == "device" else ""
+        for name, words in (("checksums", "passed by checksums alone"), ("permuted", "were compared with a permuted pair")):
+            some = [c for _, c in operators if 0 < c.get(name, 0) < c["rows"] or (name == "checksums" and c.get(name))]
+            rows, seen = (sum(c[key] for c in some) for key in ("rows", name))
+            what = "products" if name == "checksums" else "operators"
+            text += f"; of {len(some)} {what}, {seen:,} of {rows:,} rows {words}" if some else ""
+        agreed = sorted({op.rpartition(":")[2] for op, counts in operators if counts.get("agreed")})
+        return text + (f"; of {', '.join(agreed)} only that the host makes the same bits is known" if agreed else "")
 
     def _blame(self) -> None:
         """The first layer in the order of computation; there, the strongest kind of evidence."""

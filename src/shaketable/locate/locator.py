@@ -226,6 +226,8 @@ class Locator:
         if self.on_device:
             self._causal(call, recording, keep, again, decided and not self.thorough)
             report.results["permutation"] = self._permutation(call, recording, again, decided and not self.thorough)
+            if self.mode == "device" and report.results["permutation"].status in ("pass", "suspect"):
+                probes.by_permutation(report.coverage)
         own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if self.on_device else None
         return report, own
 

@@ -33,6 +33,13 @@ MEANING = {
     "pass": "nothing wrong",
     "absent": "not run here",
 }
+JUDGED_BY = {
+    "replayed": "replayed",
+    "checksums": "by checksums alone",
+    "agreed": "the host's same bits",
+    "twin": "compared with a twin",
+    "permuted": "with a permuted pair",
+}
 STATUS_OF = {"FAULT": "fail", "HEALTHY": "pass", "INCONCLUSIVE": "inconclusive"}
 STATISTICS = {
     "gain": "answer to a small random change, per unit",
@@ -65,6 +72,7 @@ def page(diagnosis: dict[str, Any]) -> str:
         place=place,
         counts=Counter(result["status"] for row in diagnosis["probes"] for result in row["results"].values()),
         evidence=[item | {"columns": _columns(item)} for item in diagnosis["evidence"]],
+        judged_by=JUDGED_BY,
         covered=covered(diagnosis["probes"]),
         foreign=diagnosis.get("foreign") or [],
         outside=_outside,
@@ -149,7 +157,8 @@ def covered(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for op, counts in (row.get("coverage") or {}).items():
             sums.setdefault(op, Counter()).update({"places": 1, **counts})
     some = {op: counts for op, counts in sums.items() if counts["replayed"] < counts["rows"]}
-    return {"some": some, "whole": len(sums) - len(some), "twin": any(c["twin"] for c in some.values())}
+    names = [name for name in JUDGED_BY if any(c[name] for c in some.values())]
+    return {"some": some, "whole": len(sums) - len(some), "names": names}
 
 
 def reasons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

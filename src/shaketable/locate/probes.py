@@ -259,6 +259,12 @@ def by_twin(recording: Recording, circuit: Circuit) -> dict[str, dict[str, int]]
     }
 
 
+def by_permutation(coverage: dict[str, dict[str, int]]) -> None:
+    """Add how many rows a permuted pair compares of the operators that a twin has compared."""
+    for counts in coverage.values():
+        counts["permuted"] = len(range(0, counts["rows"], twins.compared_step(counts["rows"])))
+
+
 def replay(judgement: Judgement, recording: Recording, layer: int | None) -> Finding:
     """Every operator inside of its rounding interval."""
     evidence = [_violation(v, recording, layer) for v in judgement.violations]

@@ -67,12 +67,16 @@ class Judgement:
     """Operators nobody can judge, with the reason."""
     judged: int = 0
     coverage: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of each operator: how many rows it made, how many were replayed, and how many passed by checksums alone."""
+    """Of each operator: how many rows it made, how many were replayed, and how many passed by checksums alone. `agreed` are
+    rows of a function without a definition, of which host and device have made the same bits."""
 
-    def cover(self, label: str, rows: int, replayed: int) -> None:
+    def cover(self, label: str, rows: int, replayed: int, defined: bool) -> None:
         """Count what was looked at of one result."""
         counts = self.coverage.setdefault(label, {"rows": 0, "replayed": 0, "checksums": 0})
         counts["rows"] += rows
+        if not defined:
+            counts["agreed"] = counts.get("agreed", 0) + rows
+            return
         counts["replayed"] += replayed
         counts["checksums"] += rows - replayed
 
@@ -138,10 +142,11 @@ def _judge_record(
     judgement.judged += 1
     for item in expected:
         got, allowed = item.got, item.allowed
-        judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got))
+        defined = record.func is None or _is_defined(record)
+        judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), defined)
         outside = allowed.outside(got)
         if bool(outside.any()):
-            if record.func is not None and not _is_defined(record):
+            if not defined:
                 judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
                 continue
             judgement.violations.append(

@@ -321,9 +321,14 @@ def _restored(a: Tensor, b: Tensor, circuit: Circuit, shuffle: Shuffle, spaces: 
     back = _order(spaces, circuit, shuffle).argsort().to(b.device)
     b = b[: a.shape[0]]
     if a.dim() == 3:
-        step = max(1, a.shape[1] // ENOUGH)
+        step = compared_step(a.shape[1])
         a, b = a[:, ::step], b[:, ::step]
     return a, b.index_select(-1, back)
+
+
+def compared_step(tokens: int) -> int:
+    """Every how many tokens one is compared where a tolerance is needed."""
+    return max(1, tokens // ENOUGH)
 
 
 def _tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
