@@ -140,15 +140,16 @@ def _judge_record(
         )
         return
     judgement.judged += 1
+    defined = record.func is None or _is_defined(record)
     for item in expected:
         got, allowed = item.got, item.allowed
-        defined = record.func is None or _is_defined(record)
-        judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), defined)
         outside = allowed.outside(got)
-        if bool(outside.any()):
-            if not defined:
-                judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
-                continue
+        wrong = bool(outside.any())
+        if wrong and not defined:
+            judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
+            continue
+        judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), defined)
+        if wrong:
             judgement.violations.append(
                 Violation(record.path, record.function, order, outside, got, *allowed.ends(outside), item.tokens)
             )
