@@ -27,6 +27,7 @@ from shaketable.inject.operator_taps import families
 from shaketable.inject.residuals import PairTaps, carries_pair
 from shaketable.inject.taps import Tap
 from shaketable.inject.written import Written
+from shaketable.plan import POINTS
 from shaketable.sites.anatomy import Anatomy, Part, class_name
 from shaketable.sites.engines import shard_of
 from shaketable.sites.match import Target, check_layers, targets
@@ -130,11 +131,12 @@ class Attached(Hook):
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in families(site.names)}
+        layers = set(self.anatomy.layers)
         for part in self.anatomy.parts:
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part))
-            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in self.anatomy.layers
+            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in layers
             wanted = part.module is self.model or special or (inside and not self._is_held)
             if wanted and part.module not in self.skip:
                 yield part, atomic
@@ -162,7 +164,8 @@ class Attached(Hook):
         operators.cover_transformers()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
-        entries, tapped = [], {module for module, _ in self.points}
+        entries, weighed = [], {id(module) for module, _ in self.weights}
+        tapped = {module for module, _ in self.points} | weighed
         for part, atomic in [*wrapped, *framed]:
             entry = self._entry(part)
             entry.atomic = atomic
@@ -178,7 +181,7 @@ class Attached(Hook):
                     self.injection.operators.weights.add(part.module, reason)
         for (_, point), (module, taps) in self.points.items():
             entry = self.entries[id(module)]
-            if (fast := self._fast(module, point, taps, entry)) is not None:
+            if (fast := self._fast(module, point, taps, entry, weighed)) is not None:
                 self.hooks.append(fast)
                 continue
             kind = PairTaps if carries_pair(module) else ModuleTaps
@@ -200,22 +203,23 @@ class Attached(Hook):
         """Whether a module can open its frames without hooks: on a GPU, and nothing else of this plan is on it."""
         if "forward" in part.module.__dict__ or (entry.is_root and not self._is_fast_as_a_whole):
             return False
-        plain = not entry.atomic and id(part.module) not in tapped
-        on_gpu = plain and reaches_gpu(part.module)
-        return on_gpu and not any(module is part.module for module, _ in self.weights)
+        return not entry.atomic and id(part.module) not in tapped and reaches_gpu(part.module)
 
     @property
     def _is_fast_as_a_whole(self) -> bool:
         """Whether the model itself can: under plans whose passes have a head in a compiled graph (`dressed.py`)."""
         return bool(self.points) and not (self.weights or self.injection.has_operators or self.injection.traced_once)
 
-    def _fast(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> FastLinear | FastInput | None:
+    def _fast(
+        self, module: nn.Module, point: str, taps: list[Tap], entry: Entry, weighed: Container[int]
+    ) -> FastLinear | FastInput | None:
         """The fast path to a linear on a GPU, unless something else of this plan is in its way."""
-        if entry.atomic or self.injection.has_operators or any(m == id(module) and p != point for m, p in self.points):
+        shared = any((id(module), other) in self.points for other in POINTS if other != point)
+        if entry.atomic or self.injection.has_operators or shared:
             return None
         if point == "input":
             return fast_input(module, point, taps, entry)
-        return None if any(m is module for m, _ in self.weights) else fast_linear(module, point, taps, entry)
+        return None if id(module) in weighed else fast_linear(module, point, taps, entry)
 
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
