@@ -21,7 +21,7 @@ from shaketable.inject.calls import Entry
 from shaketable.inject.dressed import LayerFrame, reaches_gpu
 from shaketable.inject.fast.inputs import FastInput, fast_input
 from shaketable.inject.fast.linear import FastLinear, fast_linear
-from shaketable.inject.hooks import Hook
+from shaketable.inject.hooks import Hook, end_clean_copies, keep_copies_clean
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.operator_taps import families
 from shaketable.inject.residuals import PairTaps, carries_pair
@@ -162,6 +162,7 @@ class Attached(Hook):
             if not self.points and not self.injection.has_operators:
                 return
         operators.cover_transformers()
+        keep_copies_clean()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
         entries, weighed = [], {id(module) for module, _ in self.weights}
@@ -253,6 +254,7 @@ class Attached(Hook):
             hook.remove()
         for home in self.generators:
             unmark_generate(home)
+        end_clean_copies()
         self.hooks, self.generators = [], []
         forget_compiled()
 
