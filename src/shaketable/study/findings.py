@@ -1,7 +1,8 @@
 """What a study found: all that its report says, as data. From records alone, so the same at any time and on any machine.
 
-An undisturbed study and one that was killed and went on have the same scores and comparisons, to the bit. Times differ, and so
-do the last digits of what was measured of faults in training: each process measures its first fires, and then ever fewer.
+An undisturbed study and one that was killed and went on have the same scores and comparisons, to the bit, and the same
+measured errors but for the rounding of sums: which fires are measured follows from the fires before, also those of another
+process. Times differ.
 """
 
 from __future__ import annotations
