@@ -355,3 +355,6 @@ def test_code_of_a_study_file_runs_only_when_it_is_allowed(made, tmp_path, where
         assert "mine.py:Mine, which runs Python code; read it, and allow it with --allow-code" in str(error)
     assert not (tmp_path / "ran").exists()
     assert "allow-code" not in str(command(*words, "--allow-code", "--dry-run")[2])
+    code, _, error = command(*words, "--allow-code", "--json", tmp_path / "out.json")
+    assert code == 0, error
+    assert json.loads((tmp_path / "out.json").read_text())["study"]["command"].endswith(" --allow-code")

@@ -96,12 +96,15 @@ def run(
 
 def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:
     """A task that is a class of somebody's is a program; a file from elsewhere may not run one unasked."""
+    if (code := _code_of(asked)) is not None and not allowed:
+        raise ShaketableError(f"{file} names the task {code}, which runs Python code; read it, and allow it with --allow-code")
+
+
+def _code_of(asked: StudyConfig) -> str | None:
     from shaketable.measure.tasks.load import code_in
 
     tasks = [asked.task, *(arm.task for arm in asked.arms.values() if arm.task is not None)]
-    own = next((code for task in tasks if (code := code_in(task)) is not None), None)
-    if own is not None and not allowed:
-        raise ShaketableError(f"{file} names the task {own}, which runs Python code; read it, and allow it with --allow-code")
+    return next((code for task in tasks if (code := code_in(task)) is not None), None)
 
 
 def _do(asked: StudyConfig, store: Path) -> int:
@@ -125,7 +128,7 @@ def _findings(asked: StudyConfig, store: Path, command: str) -> dict[str, Any]:
     from shaketable.study.findings import findings
 
     found = findings(asked, store / asked.study)
-    found["study"]["command"] = command
+    found["study"]["command"] = f"{command} --allow-code" if command and _code_of(asked) else command
     return found
 
 
