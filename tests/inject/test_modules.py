@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import shaketable as st
+from shaketable.launch.process import Seen
 
 
 def ids(n=8):
@@ -258,6 +259,14 @@ def test_hooks_of_others_are_copied_and_their_handles_work(tiny_llama):
     assert len(twin.lm_head._forward_hooks) == len(twin.lm_head._forward_hooks_always_called) == 1
     handle.remove()
     assert not tiny_llama.lm_head._forward_hooks
+
+
+def test_a_mark_of_ours_is_not_copied(tiny_llama):
+    tiny_llama.lm_head.__dict__["_shaketable_seen"] = Seen()
+    with st.inject(tiny_llama, "gain:1@layer.all"):
+        tiny_llama(ids())
+        assert "_shaketable_seen" not in vars(copy.deepcopy(tiny_llama).lm_head)
+        assert b"shaketable" not in pickle.dumps(tiny_llama)
 
 
 def count_call(called, *_):
