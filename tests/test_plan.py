@@ -140,6 +140,16 @@ def test_yaml_and_text_make_the_same_plan(tmp_path):
     assert Plan.load(plan) is plan
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_seed_that_is_given_wins_over_the_plans_own_and_zero_is_a_seed(tmp_path, seed):
+    file = tmp_path / "plan.yaml"
+    file.write_text("seed: 7\nplan: gain:1@op.matmul\n")
+    plan = Plan.load(file)
+    assert plan.seed == 7 and Plan.load(plan).seed == 7
+    assert Plan.load(file, seed=seed).seed == Plan.load(plan, seed=seed).seed == seed
+    assert Plan.load(str(file), seed=seed).seed == Plan.load("gain:1@op.matmul", seed=seed).seed == seed
+
+
 def test_yaml_may_be_a_bare_list_or_one_line(tmp_path):
     wanted = Plan.parse("gain:1@layer.3")
     for text in ("- gain:1@layer.3", "plan: gain:1@layer.3", "gain:1@layer.3", "[{fault: gain, magnitude: 1, site: layer.3}]"):

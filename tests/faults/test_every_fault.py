@@ -283,6 +283,17 @@ def test_a_random_bit_flip_flips_one_bit_and_reaches_every_bit(dtype):
     assert min(counts) > 0.5 * x.numel() / width
 
 
+@every_dtype
+@pytest.mark.parametrize("magnitude", [0.01, 0.5])
+def test_which_bit_is_flipped_does_not_depend_on_how_rarely_one_is(dtype, magnitude):
+    x = gaussian(512, 1024, dtype=dtype)
+    changed = bits(make_fault({"kind": "bit_flip", "magnitude": magnitude}).apply(x, Draw(5))) ^ bits(x)
+    width, flips = 8 * dtype.itemsize, x.numel() * magnitude
+    counts = [int(((changed >> b) & 1).sum()) for b in range(width)]
+    assert sum(counts) == pytest.approx(flips, rel=0.1)
+    assert all(0.5 * flips / width < count < 2 * flips / width for count in counts)
+
+
 @pytest.mark.parametrize("kind", ["stuck_bit", "truncation"])
 def test_mantissa_faults_leave_nan_and_infinity_alone(kind):
     """A mantissa bit more makes an infinity NaN; one less makes the NaN of the lowest payload an infinity."""

@@ -158,6 +158,35 @@ def test_generate_is_a_rollout_by_itself_and_an_explicit_phase_wins(tiny_llama):
     assert tiny_llama.generate.__func__ is before
 
 
+class Sampler(nn.Module):
+    """A model with a `generate` of its own, in a class that no other test has marked."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def generate(self, x):
+        return self(x)
+
+
+def test_generate_is_the_original_after_the_last_plan_is_closed():
+    original, model, x = Sampler.__dict__["generate"], Sampler(), torch.ones(1, 4)
+    plans = [st.inject(model, "gain:0.1@module.linear").enable() for _ in range(2)]
+    assert Sampler.__dict__["generate"] is not original
+    model.generate(x)
+    plans[0].close()
+    model.generate(x)
+    plans[1].close()
+    assert Sampler.__dict__["generate"] is original
+    assert [p.ledger.sites[0].by("phase") for p in plans] == [{"rollout": {"forward": n, "backward": 0}} for n in (1, 2)]
+    with st.inject(model, "gain:0.1@module.linear"):
+        model.generate(x)
+    assert Sampler.__dict__["generate"] is original
+
+
 def test_a_phase_filter_leaves_other_phases_clean(tiny_llama):
     clean = tiny_llama(ids()).logits
     with st.inject(tiny_llama, "gain:0.1@module.linear,phase=rollout+train") as ledger:

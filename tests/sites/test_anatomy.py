@@ -128,3 +128,37 @@ def test_globs_roles_classes_and_ranges():
 def test_what_is_left_out_by_default_says_how_to_get_it():
     with pytest.raises(st.NoMatchError, match="include=router"):
         matched("gain:1@module.mlp.gate", skeleton("Mixtral"))
+
+
+def test_a_layer_of_an_encoder_decoder_is_one_of_its_decoder_though_the_encoder_is_larger():
+    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "vocab_size": 64, "d_ff": 64}
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, num_layers=6, num_decoder_layers=2))
+    sizes = [sum(p.numel() for p in stack.block.parameters()) for stack in (model.encoder, model.decoder)]
+    assert sizes[0] > sizes[1]
+    anatomy = Anatomy.of(model)
+    (found,) = targets(Plan.parse("gain:0.1@layer.1").clauses[0], anatomy)
+    assert found.part.module is model.decoder.block[1] and len(anatomy.layers) == 2
+    assert {p.layer for p in anatomy.parts if p.name.startswith("encoder.")} == {None}
+
+
+class Gated(nn.Module):
+    """A dense block in which a product is called gate, as in many a gated MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
+    anatomy = Anatomy.of(Gated())
+    assert not anatomy.is_moe and anatomy.role_counts() == {"linear": 3}
+    model = Gated()
+    with st.inject(model, "gain:0.1@module.linear;gain:0.1@op.matmul") as ledger:
+        model(torch.ones(1, 4))
+    assert [site.forward for site in ledger.sites] == [3, 3]
+    model.experts = nn.ModuleList([nn.Linear(4, 4)])
+    assert Anatomy.of(model).role_counts() == {"linear": 3, "router": 1}, "where there are experts, it is"
