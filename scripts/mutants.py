@@ -2,18 +2,19 @@
 
     python scripts/mutants.py [LIST …] [--only TEXT] [--again]
 
-A bug is one line of `src/shaketable` that is replaced by another, in a copy, and the tests that ought to notice. The lists are
-in scripts/mutants: `first.yaml` was made before the tests that its survivors lacked, so its rate shows what those tests bought;
-`fresh.yaml` was made afterwards by somebody who did not look at which lines are tested, and its rate is the honest one.
+A bug is one line of `src/shaketable` that is replaced by another, in a copy, and the tests that ought to notice. The lists
+are in scripts/mutants: `first.yaml` was made before the tests that its survivors lacked, so its rate shows what those tests
+bought; `fresh.yaml` was made afterwards by somebody who did not look at which lines are tested, and its rate is the honest
+one.
 
 A bug is caught when a named test fails. Only the named tests are run, so a bug that survives here may still be caught by
-another test: the rates are lower bounds. The same tests are run on the unchanged copy first, because a test that fails anyway catches
-nothing. A bug that keeps the tests from being collected is an error in the list and no catch.
+another test: the rates are lower bounds. The same tests are run on the unchanged copy first, because a test that fails
+anyway catches nothing. A bug that keeps the tests from being collected is an error in the list and no catch.
 
-Results are kept in benchmarks/mutants.json after every bug, and are used again as long as the changed file, the line and the
-tests are what they were; so a run that was stopped goes on where it was. Rejected: mutmut, which makes thousands of mutants here (a
-run would take days on the two cores of CI), most of them in messages and defaults; a list that a person wrote is short and has
-the bugs that people write.
+Results are kept in benchmarks/mutants.json after every bug, and are used again as long as the changed file, the line and
+the tests are what they were; so a run that was stopped goes on where it was. Rejected: mutmut, which makes thousands of
+mutants here (a run would take days on the two cores of CI), most of them in messages and defaults; a list that a person
+wrote is short and has the bugs that people write.
 """
 
 from __future__ import annotations

@@ -194,11 +194,7 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], str | None]:
     if not found:
         return [], None
     best = max(found, key=lambda n: (_preference(n), sum(p.numel() for p in found[n].parameters())))
-    layers: list[nn.Module] = []
-    for layer in found[best].children():
-        if not any(layer is seen for seen in layers):
-            layers.append(layer)
-    return layers, best
+    return list(found[best].children()), best
 
 
 def _looks_like_layers(name: str, module: nn.Module) -> bool:
