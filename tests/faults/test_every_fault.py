@@ -302,6 +302,19 @@ def test_mantissa_faults_leave_nan_and_infinity_alone(kind):
     assert same(sample(kind).apply(x, Draw(5)), x)
 
 
+@pytest.mark.parametrize("mode", ["amplified", "inconsistent"])
+def test_a_variance_that_grows_by_a_factor_of_one_is_off(mode):
+    assert make_fault({"kind": "non_determinism", "magnitude": 1, "mode": mode}).is_off
+    assert not make_fault({"kind": "non_determinism", "magnitude": 1.01, "mode": mode}).is_off
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 1.0])
+def test_spikes_are_as_frequent_as_their_rate(rate):
+    x = gaussian(512, 1024)
+    hit = make_fault({"kind": "spike", "magnitude": 8, "rate": rate}).apply(x, Draw(5)) != x
+    assert float(hit.double().mean()) == pytest.approx(rate, rel=0.15)
+
+
 def test_bits_that_do_not_exist_are_refused():
     x = gaussian(4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"bit 16 does not exist in torch\.bfloat16"):

@@ -99,6 +99,8 @@ def test_shared_modules_are_counted_once():
         ("_orig_mod.model.layers.0", "model.layers.0"),
         ("base_model.model.model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
         ("module._orig_mod.base_model.model.lm_head", "lm_head"),
+        ("base_model.layers.0.q_proj", "base_model.layers.0.q_proj"),
+        ("model.module.layers.0", "model.module.layers.0"),
         ("model.layers.0._checkpoint_wrapped_module.mlp", "model.layers.0.mlp"),
     ],
 )
@@ -116,6 +118,7 @@ def test_globs_roles_classes_and_ranges():
     assert len(matched("gain:1@module.*_proj", model)) == 21
     assert len(matched("gain:1@module.mlp.down_proj", model)) == 3
     assert len(matched("gain:1@module.rmsnorm+down_proj", model)) == 10
+    assert len(matched("gain:1@module.linear+down_proj", model)) == 21, "what two names mean is hit once"
     assert len(matched("gain:1@module.LlamaRMSNorm,layers=0-1", model)) == 4
     assert len(matched("gain:1@module.model.layers.1.self_attn.?_proj", model)) == 4
     assert matched("gain:1@module.lm_head", model) == ["lm_head"]

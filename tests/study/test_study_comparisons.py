@@ -110,6 +110,18 @@ def test_numbers_of_a_run_are_compared_by_a_paired_t():
     assert "seconds per step: +" in found["sentence"] and " s, 95 % CI" in found["sentence"]
 
 
+def test_the_final_reward_is_the_mean_of_the_last_tenth_and_times_are_medians():
+    steps = [
+        {"event": "step", "step": i, "reward": float(i), "seconds": 1.0 + 99 * (i == 0), "aqn_seconds": 0.5} for i in range(30)
+    ]
+    one = Run("a-0", "train", "a", 0, "done", {}, steps)
+    assert one.value("reward") == (27 + 28 + 29) / 3
+    assert one.value("seconds_per_step") == 1.0
+    assert one.value("aqn_share") == pytest.approx(15 / 129)
+    few = Run("a-0", "train", "a", 0, "done", {}, steps[:3])
+    assert few.value("reward") == 2.0 and Run("a-0", "train", "a", 0, "done", {}, []).value("reward") is None
+
+
 def test_one_number_of_a_run_is_no_comparison():
     what = Comparing(a="AQN", b="none", endpoint="reward")
     [found] = compare([what], what, arms([[1]], [[0]]))
