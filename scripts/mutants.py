@@ -1,11 +1,11 @@
 """Plant bugs one at a time, and see which of them no test catches (`make mutants`).
 
-    python scripts/mutants.py [LIST …] [--only TEXT] [--again]
+    python scripts/mutants.py [LIST …] [--only TEXT] [--survivors] [--again]
 
-A bug is one line of `src/shaketable` that is replaced by another, in a copy, and the tests that ought to notice. The lists
-are in scripts/mutants: `first.yaml` was made before the tests that its survivors lacked, so its rate shows what those tests
-bought; `fresh.yaml` was made afterwards by somebody who did not look at which lines are tested, and its rate is the honest
-one.
+A bug is one line of `src/shaketable` that is replaced by another, in a copy, and the tests that ought to notice. The
+lists are in scripts/mutants, in the order in which they were made: the bugs of `first` and `second` that nothing caught got
+tests, so their rates show what those tests bought. `fresh` was made last, by a look at the package and none at the tests, and
+nothing was written for it afterwards: its rate is the honest one. A line that the package has no more is not planted.
 
 A bug is caught when a named test fails. Only the named tests are run, so a bug that survives here may still be caught by
 another test: the rates are lower bounds. The same tests are run on the unchanged copy first, because a test that fails
@@ -41,6 +41,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "scripts" / "mutants"
+NAMES = ("first", "second", "fresh")
 RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")
 PATIENCE = 300
@@ -67,12 +68,20 @@ class Mutant:
         """The folder of the package that it is in."""
         return self.file.split("/")[0].removesuffix(".py")
 
+    @property
+    def clean(self) -> str:
+        """The file without the bug; nothing when there is no such file any more."""
+        path = ROOT / "src" / "shaketable" / self.file
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the line is still in the package, once."""
+        return self.clean.count(self.old) == 1
+
     def text(self) -> str:
         """The file with the bug in it."""
-        clean = (ROOT / "src" / "shaketable" / self.file).read_text(encoding="utf-8")
-        if clean.count(self.old) != 1:
-            raise SystemExit(f"{self.list}: {self.old!r} is {clean.count(self.old)} times in {self.file}, and must be once")
-        return clean.replace(self.old, self.new)
+        return self.clean.replace(self.old, self.new)
 
     def key(self) -> str:
         """Names the bug, the file it is in, and the tests as they are now."""
@@ -86,7 +95,7 @@ def _content(path: Path) -> str:
 
 
 def read(name: str) -> list[Mutant]:
-    """The bugs of one list."""
+    """The bugs of one list; a line that the package has no more is left out by who plants them."""
     data = yaml.safe_load((LISTS / f"{name}.yaml").read_text(encoding="utf-8"))
     return [Mutant(name, **(row | {"tests": tuple(row["tests"].split())})) for row in data]
 
@@ -104,17 +113,17 @@ class Copy:
         path.write_text(text, encoding="utf-8")
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
-    def test(self, tests: tuple[str, ...]) -> tuple[int, str]:
+    def test(self, tests: tuple[str, ...], patience: float = PATIENCE) -> tuple[int, str]:
         """Run tests against the copy: exit code, and the first that failed."""
         words = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-rf"]
         environment = os.environ | {"PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(
                 [*words, *(f"tests/{t}" for t in tests)],
-                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE,
+                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return FAILED, f"still running after {PATIENCE} s"
+            return FAILED, f"still running after {patience:g} s"
         found = re.search(r"^FAILED tests/(\S+)", done.stdout, re.MULTILINE)
         return done.returncode, found[1] if found else done.stdout[-400:]
 
@@ -126,15 +135,25 @@ class Results:
         self.body: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": []}
 
     def of(self, mutant: Mutant) -> dict[str, Any] | None:
-        """What was found of exactly this bug with exactly these tests."""
-        return next((r for r in self.body["rows"] if r["key"] == mutant.key() and r["list"] == mutant.list), None)
+        """What was found of this bug the last time."""
+        return next((r for r in self.body["rows"] if _name(r) == _name(vars(mutant))), None)
+
+    def is_known(self, mutant: Mutant) -> bool:
+        """Whether that was found in exactly this file by exactly these tests."""
+        found = self.of(mutant)
+        return found is not None and found["key"] == mutant.key()
+
+    def survived(self, mutant: Mutant) -> bool:
+        """Whether no test is known to catch it."""
+        found = self.of(mutant)
+        return found is None or found["caught_by"] is None
 
     def add(self, mutant: Mutant, by: str | None, seconds: float) -> None:
         """Keep what was found, in the place of what was known of the same bug before."""
         rows = [r for r in self.body["rows"] if _name(r) != _name(vars(mutant))]
         new = {"list": mutant.list, "file": mutant.file, "old": mutant.old, "new": mutant.new, "note": mutant.note}
         rows.append(new | {"key": mutant.key(), "caught_by": by, "seconds": round(seconds, 1)})
-        self.body = {"date": time.strftime("%Y-%m-%d"), "versions": _versions(), "rows": rows}
+        self.body |= {"date": time.strftime("%Y-%m-%d"), "versions": _versions(), "rows": rows}
         self.save()
 
     def keep(self, known: list[Mutant]) -> None:
@@ -181,26 +200,33 @@ def _code(text: str) -> str:
     return f"`{shown}`" if shown else "(deleted)"
 
 
-def check(copy: Copy, mutants: list[Mutant], say: Callable[[str], None]) -> None:
-    """The tests that are named pass on the unchanged copy."""
-    tests = tuple(sorted({t for m in mutants for t in m.tests}))
-    if tests:
-        say(f"the tests named, without a bug ({len(tests)} files or tests)")
-        code, said = copy.test(tests)
+def check(copy: Copy, mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> None:
+    """The tests that are named pass on the unchanged copy; asked once for every state of package and tests."""
+    state = hashlib.blake2b(_content(ROOT / "src").encode(), digest_size=8)
+    known = results.body.setdefault("clean", {})
+    now = {t: state.hexdigest() + _short(t) for m in mutants for t in m.tests}
+    if unknown := tuple(sorted(t for t in now if known.get(t) != now[t])):
+        say(f"the tests named, without a bug ({len(unknown)} files or tests)")
+        code, said = copy.test(unknown, PATIENCE * len(unknown))
         if code != PASSED:
             raise SystemExit(f"tests fail without any bug planted: {said}")
+        known |= {t: now[t] for t in unknown}
+
+
+def _short(test: str) -> str:
+    return hashlib.blake2b(_content(ROOT / "tests" / test.split("::")[0]).encode(), digest_size=8).hexdigest()
 
 
 def run(mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> None:
     """Plant what is not known yet."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
-        check(copy, mutants, say)
+        check(copy, mutants, results, say)
         for i, mutant in enumerate(mutants):
-            clean, start = (ROOT / "src" / "shaketable" / mutant.file).read_text(encoding="utf-8"), time.monotonic()
+            start = time.monotonic()
             copy.write(mutant.file, mutant.text())
             code, by = copy.test(mutant.tests)
-            copy.write(mutant.file, clean)
+            copy.write(mutant.file, mutant.clean)
             if code not in (PASSED, FAILED):
                 raise SystemExit(f"{mutant.list}: {mutant.new!r} in {mutant.file} is no bug that a test could catch: {by}")
             results.add(mutant, by if code == FAILED else None, time.monotonic() - start)
@@ -211,16 +237,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lists", nargs="*", help="first, fresh; all by default")
     parser.add_argument("--only", default="", help="bugs whose file or line has this text")
+    parser.add_argument("--survivors", action="store_true", help="only those that no test is known to catch")
     parser.add_argument("--again", action="store_true", help="also those that are known")
     parser.add_argument("--least", type=float, help="exit 1 when a smaller share (0 to 1) of what was chosen is caught")
     given = parser.parse_args()
-    every = [m for path in sorted(LISTS.glob("*.yaml")) for m in read(path.stem)]
+    every = [m for name in NAMES for m in read(name) if m.is_there]
     chosen = [m for m in every if (not given.lists or m.list in given.lists) and given.only in f"{m.file} {m.old} {m.new}"]
     results = Results()
-    run([m for m in chosen if given.again or results.of(m) is None], results, lambda line: print(line, flush=True))
+    unknown = [m for m in chosen if given.again or not results.is_known(m)]
+    asked = [m for m in unknown if results.survived(m)] if given.survivors else unknown
+    run(asked, results, lambda line: print(line, flush=True))
     results.keep(every)
     PAGE.write_text(page(results.body), encoding="utf-8")
-    caught = [m for m in chosen if (found := results.of(m)) is not None and found["caught_by"] is not None]
+    caught = [m for m in chosen if not results.survived(m)]
     print(f"{len(caught)} of {len(chosen)} caught; {PAGE.relative_to(ROOT)}")
     if given.least is not None and len(caught) < given.least * len(chosen):
         sys.exit(1)

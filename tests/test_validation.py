@@ -106,7 +106,7 @@ def test_a_stopped_run_goes_on_and_a_row_that_killed_it_is_a_failure(tmp_path, m
     validate.run_zoo(results, rows)
     assert asked == ["mamba", "llama", "gpt2"]
     assert {key: row["fails"] for key, row in results.body["zoo"].items() if row["fails"]} == {rows[1][0]: [validate.DIED]}
-    assert f"**llama, float32, eager**: {validate.DIED}" in page(validate.Results(out, again=False).body)
+    assert f"**llama** (float32 eager): {validate.DIED}" in page(validate.Results(out, again=False).body)
     assert not validate.Results(out, again=True).body["zoo"]
     monkeypatch.setattr(validate, "_digest", lambda: "of another version")
     assert not validate.Results(out, again=False).body["zoo"], "what another version was asked is asked again"

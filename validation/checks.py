@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shaketable as st
 from counting import Counted, counting, from_config
 from shaketable.errors import ShaketableError
-from zoo import Animal
+from zoo import Animal, TooLargeError
 
 PLANS = {
     "module": "relative_gaussian:0.01@module.linear", "layer": "relative_gaussian:0.01@layer.all",
@@ -40,6 +40,8 @@ def check(animal: Animal, dtype: torch.dtype, attention: str) -> dict[str, Any]:
             model = animal.build(dtype, attention)
             ids = _tokens(model)
             _logits(model, ids)
+        except TooLargeError as error:
+            row["refused"] = str(error)
         except Exception as error:
             row["refused"] = f"transformers: {_line(error)}"
         else:
@@ -110,7 +112,7 @@ def _plant(model: nn.Module, ids: Tensor, counted: Counted, row: dict[str, Any])
     is_right = found.verdict == "FAULT" and found.layer == 1 and found.op == leaf
     if not is_right and found.verdict != "INCONCLUSIVE":
         row["fails"].append(f"planted in {name}: {found.sentence}")
-    return {"leaf": leaf, "found": is_right, "sentence": found.sentence}
+    return {"leaf": leaf, "found": is_right, "sentence": "" if is_right else found.sentence}
 
 
 def _note(row: dict[str, Any], text: str, *, is_ours: bool) -> None:

@@ -56,7 +56,8 @@ _PRODUCTS = [
 
 def from_config(kind: str, config: Any, attention: str) -> dict[str, int]:
     """What the configuration says: layers, and for known dense families linears and products."""
-    layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+    text = config.get_text_config(decoder=True)
+    layers = int(text.num_layers if kind == "longcat_flash" else text.num_hidden_layers)  # two attentions in each of its layers
     if kind not in _OF:
         return {"layer": layers}
     own = _OF[kind] + (0 if attention == "sdpa" else 2)
@@ -106,8 +107,7 @@ def _left_out(model: nn.Module) -> set[nn.Module]:
     has_experts = any("expert" in name for name, _ in model.named_modules())
     head = model.get_output_embeddings()  # type: ignore[operator]
     routers = [m for n, m in model.named_modules() if has_experts and _is_router(n, m)]
-    heads = [m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in ("lm_head", "embed_out", "output_projection")]
-    return {m for m in (head, *routers, *heads) if m is not None}
+    return {m for m in (head, *routers) if m is not None}
 
 
 def _is_router(name: str, module: nn.Module) -> bool:

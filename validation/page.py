@@ -61,10 +61,19 @@ def _verdict(text: str) -> str:
 
 
 def _failures(zoo: list[Row], body: dict[str, Any]) -> list[str]:
-    lines = [f"- **{_title(r)}**: {_cell('; '.join(r['fails']), 300)}" for r in zoo if r["fails"]]
+    """One line for each thing that fails, however many rows of one model it fails in."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for row in zoo:
+        for text in row["fails"]:
+            where.setdefault((row["name"], _cell(text, 200)), []).append(f"{row['dtype']} {row['attention']}")
+    lines = [f"- **{name}** ({_places(places)}): {text}" for (name, text), places in where.items()]
     for part in ("statistics", "attacks"):
         lines += [f"- **{r['name']}**: {_cell('; '.join(r['fails']), 300)}" for r in body.get(part, []) if r["fails"]]
     return ["## What fails", "", *(lines or ["Nothing."]), ""]
+
+
+def _places(where: list[str]) -> str:
+    return ", ".join(where) if len(where) < 4 else "everywhere"
 
 
 def _statistics(rows: list[Row]) -> list[str]:
@@ -143,15 +152,8 @@ def _refused(zoo: list[Row]) -> list[str]:
     for r in zoo:
         if r["refused"]:
             reasons.setdefault((r["name"], r["refused"]), []).append(f"{r['dtype']} {r['attention']}")
-    lines += [
-        f"| {name} | {', '.join(where) if len(where) < 4 else 'everywhere'} | {_cell(why, 160)} |"
-        for (name, why), where in reasons.items()
-    ]
+    lines += [f"| {name} | {_places(where)} | {_cell(why, 160)} |" for (name, why), where in reasons.items()]
     return lines
-
-
-def _title(row: Row) -> str:
-    return f"{row['name']}, {row['dtype']}, {row['attention']}"
 
 
 def _cell(text: str, most: int) -> str:

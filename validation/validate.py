@@ -52,8 +52,15 @@ class Results:
         self.body |= {"date": time.strftime("%Y-%m-%d")} | more
         if self.path is not None:
             draft = self.path.with_suffix(".draft")
-            draft.write_text(json.dumps(self.body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            draft.write_text(_lines(self.body) + "\n", encoding="utf-8")
             draft.replace(self.path)
+
+
+def _lines(body: dict[str, Any]) -> str:
+    """JSON with one row of the zoo a line."""
+    rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(row, ensure_ascii=False)}" for key, row in body["zoo"].items())
+    rest = json.dumps({k: v for k, v in body.items() if k != "zoo"}, indent=1, ensure_ascii=False)
+    return f'{rest[:-2]},\n "zoo": {{\n{rows}\n}}\n}}'
 
 
 def _versions() -> dict[str, str]:
