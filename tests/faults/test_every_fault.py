@@ -315,6 +315,16 @@ def test_spikes_are_as_frequent_as_their_rate(rate):
     assert float(hit.double().mean()) == pytest.approx(rate, rel=0.15)
 
 
+@pytest.mark.parametrize("scope", ["tensor", "token", "block"])
+def test_what_is_at_a_threshold_is_left_as_it_is(scope):
+    x = torch.tensor([[1.0, -2.0, 4.0, -4.0]])
+    dead, cut = (make_fault({"kind": k, "magnitude": 0.5, "scope": scope}) for k in ("dead_zone", "saturation"))
+    assert dead.apply(x, Draw(5)).tolist() == [[0.0, -2.0, 4.0, -4.0]]
+    assert cut.apply(x, Draw(5)).tolist() == [[1.0, -2.0, 2.0, -2.0]]
+    assert dead.gradient(torch.ones_like(x), x, Draw(5)).tolist() == [[0.0, 1.0, 1.0, 1.0]]
+    assert cut.gradient(torch.ones_like(x), x, Draw(5)).tolist() == [[1.0, 1.0, 0.0, 0.0]]
+
+
 def test_bits_that_do_not_exist_are_refused():
     x = gaussian(4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"bit 16 does not exist in torch\.bfloat16"):

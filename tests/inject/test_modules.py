@@ -76,6 +76,18 @@ def test_only_the_first_tensor_of_an_output_is_changed(shape):
     assert all(torch.equal(m, torch.ones(3)) for m in members[1:])
 
 
+@pytest.mark.parametrize("point", ["input", "output"])
+@pytest.mark.parametrize(("direction", "value", "slope"), [("forward", 3.0, 3.0), ("backward", 1.0, 3.0), ("both", 3.0, 9.0)])
+def test_a_point_is_struck_in_the_directions_that_are_asked_for(point, direction, value, slope):
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False)), torch.ones(1, 1, requires_grad=True)
+    nn.init.ones_(model[1].weight)
+    with st.inject(model, f"gain:2@module.linear,point={point},direction={direction}") as ledger:
+        y = model(x)
+        y.sum().backward()
+    assert (float(y), float(x.grad)) == (value, slope)
+    assert (ledger.forward, ledger.backward) == (int(direction != "backward"), int(direction != "forward"))
+
+
 def test_faults_act_in_the_order_written():
     layer = nn.Identity()
     model = nn.Sequential(collections.OrderedDict(thing=layer))

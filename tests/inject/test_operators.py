@@ -173,6 +173,27 @@ def test_an_operator_belongs_to_the_layer_that_calls_it(layers, spots):
     assert list(found) == spots and ledger.forward == len(spots)
 
 
+class Calling(nn.Module):
+    """A layer that calls a block which is not its own."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.own, self.other = nn.Sequential(nn.Identity()), [block]
+
+    def forward(self, x):
+        return self.own(self.other[0](x))
+
+
+def test_a_block_that_layers_share_belongs_to_the_layer_that_calls_it():
+    model = nn.Module()
+    model.block = nn.Sequential(Body(lambda x: x @ x))
+    model.layers = nn.ModuleList([Calling(model.block) for _ in range(2)])
+    model.forward = lambda x: model.layers[1](model.layers[0](x))
+    with st.inject(model, "relative_gaussian:0.1@op.matmul,direction=forward") as ledger:
+        model(A)
+    assert list(ledger.sites[0].by("layer")) == ["0", "1"] and ledger.forward == 2
+
+
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.ReLU])
 def test_a_module_that_writes_into_its_input_is_struck_and_differentiable(kind):
     torch.manual_seed(0)

@@ -100,6 +100,7 @@ def test_shared_modules_are_counted_once():
         ("base_model.model.model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
         ("module._orig_mod.base_model.model.lm_head", "lm_head"),
         ("base_model.layers.0.q_proj", "base_model.layers.0.q_proj"),
+        ("module.module.model.layers.0", "model.layers.0"),
         ("model.module.layers.0", "model.module.layers.0"),
         ("model.layers.0._checkpoint_wrapped_module.mlp", "model.layers.0.mlp"),
     ],
@@ -124,6 +125,9 @@ def test_globs_roles_classes_and_ranges():
     assert matched("gain:1@module.lm_head", model) == ["lm_head"]
     assert len(matched("gain:1@module.linear,include=lm_head", model)) == 22
     assert len(matched("gain:1@module.all", model)) == 28
+    assert len(matched("gain:1@module.linear,include=embedding", model)) == 21, "a lookup is no product"
+    assert "" not in matched("gain:1@module.*", model), "the model itself is named by its class alone"
+    assert matched("gain:1@module.LlamaForCausalLM", model) == [""]
     assert len(matched("gain:1@module.router", skeleton("Mixtral"))) == 3
     assert len(matched("gain:1@module.linear,include=router", skeleton("Mixtral"))) == 18
 
@@ -154,6 +158,18 @@ class Gated(nn.Module):
 
     def forward(self, x):
         return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+def test_adapters_are_adapters_and_blocks_beside_each_other_are_two():
+    model = nn.Module()
+    model.mlp, model.mlp_of_images = Gated(), Gated()
+    model.mlp.mlp = Gated()
+    model.q_proj = nn.Linear(4, 4)
+    model.q_proj.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2)})
+    model.q_proj.lora_norm = nn.LayerNorm(4)
+    model.mlp_of_images.__class__ = type("SomeMLP", (Gated,), {})
+    roles = {p.name: p.role for p in Anatomy.of(model).parts if p.role not in (None, "linear")}
+    assert roles == {"mlp": "mlp", "mlp_of_images": "mlp", "q_proj.lora_A.default": "lora", "q_proj.lora_norm": "lora"}
 
 
 def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
