@@ -46,7 +46,7 @@ RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")
 PATIENCE = 300
 """Seconds after which tests that still run count as failed: a bug may well be an endless loop."""
-PASSED, FAILED, NOTHING_CHOSEN = 0, 1, 5
+PASSED, FAILED, NOT_COLLECTED = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Copy:
 
     def test(self, tests: tuple[str, ...], patience: float = PATIENCE) -> tuple[int, str]:
         """Run tests against the copy: exit code, and the first that failed."""
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-rf"]
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
         environment = os.environ | {"PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(
@@ -124,7 +124,9 @@ class Copy:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return FAILED, f"still running after {patience:g} s"
-        found = re.search(r"^FAILED tests/(\S+)", done.stdout, re.MULTILINE)
+        found = re.search(r"^(?:FAILED|ERROR) tests/(\S+::.*?)(?: - |$)", done.stdout, re.MULTILINE)
+        if done.returncode == FAILED and found is None:
+            return NOT_COLLECTED, done.stdout[-400:]
         return done.returncode, found[1] if found else done.stdout[-400:]
 
 

@@ -84,8 +84,24 @@ def test_a_point_is_struck_in_the_directions_that_are_asked_for(point, direction
     with st.inject(model, f"gain:2@module.linear,point={point},direction={direction}") as ledger:
         y = model(x)
         y.sum().backward()
-    assert (float(y), float(x.grad)) == (value, slope)
+    assert (y.item(), x.grad.item()) == (value, slope)
     assert (ledger.forward, ledger.backward) == (int(direction != "backward"), int(direction != "forward"))
+
+
+def test_two_models_of_one_injection_have_places_and_noise_of_their_own():
+    from shaketable.inject.injection import Injection
+    from shaketable.plan import Plan
+
+    models, x = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)], torch.ones(2, 4)
+    models[1].load_state_dict(models[0].state_dict())
+    injection = Injection(Plan.parse("relative_gaussian:0.1@module.linear"))
+    for model in models:
+        injection.attach(model)
+    injection.enable()
+    first, second = (model(x) for model in models)
+    injection.close()
+    assert not torch.equal(first, second)
+    assert list(injection.ledger.sites[0].spots) == ["0", "model1.0"] and injection.ledger.forward == 2
 
 
 def test_faults_act_in_the_order_written():

@@ -8,6 +8,7 @@ from shaketable.measure.statistics import over_seeds
 from shaketable.study.comparisons import compare
 from shaketable.study.config import Comparing
 from shaketable.study.runs import Run
+from shaketable.study.verdict import verdict
 
 FAULTY = Comparing(a="AQN", b="none", condition="faulty")
 
@@ -120,6 +121,20 @@ def test_the_final_reward_is_the_mean_of_the_last_tenth_and_times_are_medians():
     assert one.value("aqn_share") == pytest.approx(15 / 129)
     few = Run("a-0", "train", "a", 0, "done", {}, steps[:3])
     assert few.value("reward") == 2.0 and Run("a-0", "train", "a", 0, "done", {}, []).value("reward") is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "headline"), [((0.9, 0.4), "above none"), ((0.4, 0.9), "below none"), ((0.6, 0.6), "Not shown")]
+)
+def test_the_headline_says_which_side_is_better(rates, headline):
+    a, b = drawn(rates[0]), drawn(rates[1], key=1)
+    runs = arms(a, b)
+    said = verdict(compare([FAULTY], FAULTY, runs), runs, [])
+    assert headline in said["headline"]
+    partial = verdict(compare([FAULTY], FAULTY, runs), [*runs, run("AQN", 9, status="failed")], [])
+    assert partial["headline"].startswith("So far (1 of 11 runs are missing): ")
+    unlike = verdict(compare([FAULTY], FAULTY, runs), runs, ["other weights"])
+    assert unlike["kind"] == "nothing" and unlike["headline"] == "Nothing can be concluded: other weights"
 
 
 def test_one_number_of_a_run_is_no_comparison():
