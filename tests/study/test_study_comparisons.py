@@ -5,6 +5,7 @@ import pytest
 from scipy import stats
 
 from shaketable.measure.statistics import over_seeds
+from shaketable.study.arms import scores
 from shaketable.study.comparisons import compare
 from shaketable.study.config import Comparing
 from shaketable.study.runs import Run
@@ -135,6 +136,24 @@ def test_the_headline_says_which_side_is_better(rates, headline):
     assert partial["headline"].startswith("So far (1 of 11 runs are missing): ")
     unlike = verdict(compare([FAULTY], FAULTY, runs), runs, ["other weights"])
     assert unlike["kind"] == "nothing" and unlike["headline"] == "Nothing can be concluded: other weights"
+
+
+def test_numbers_that_differ_by_the_same_in_every_seed_have_the_p_of_a_sign_test():
+    times = Comparing(a="AQN", b="none", endpoint="seconds_per_step")
+    runs = [run(arm, s, seconds=1.0 + s + (arm == "AQN")) for arm in ("AQN", "none") for s in range(6)]
+    [found] = compare([times], times, runs)
+    assert found["difference"] == 1.0 and found["p"] == pytest.approx(stats.binomtest(6, 6).pvalue)
+    [same] = compare([times], times, [run(arm, s) for arm in ("AQN", "none") for s in range(6)])
+    assert same["p"] == 1.0 and same["verdict"] == "not shown"
+
+
+@pytest.mark.parametrize(("steps", "first"), [((0, 4), 0.25), ((2, 4), None), ((4,), None)])
+def test_the_score_before_training_is_that_of_step_zero(steps, first):
+    answers = [{"correct": True, "formatted": True}] * 4
+    conditions = [[{"name": "faulty", "answers": answers, "accuracy": 0.25 if i == 0 else 1.0}] for i in range(len(steps))]
+    events = [{"event": "evaluation", "step": s, "conditions": c} for s, c in zip(steps, conditions, strict=True)]
+    [found] = scores([Run("a-0", "train", "a", 0, "done", {}, events)], ["faulty"])
+    assert found["first"] == first and found["mean"] == 1.0
 
 
 def test_one_number_of_a_run_is_no_comparison():
