@@ -20,6 +20,7 @@ def page(body: dict[str, Any]) -> str:
         "",
         "Written by `make validate`; `docs/validation.json` has every number. " + f"{body['date']}, {versions}.",
         "",
+        *([f"**{body['note']}**", ""] if "note" in body else []),
         *_summary(zoo, built, body),
         *_failures(zoo, body),
         *_statistics(body.get("statistics", [])),
