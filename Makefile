@@ -8,7 +8,7 @@ STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum |
 FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHON) scripts/checkout_metadata.py .frameworks && \
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
 
-.PHONY: demo test test-vllm test-verl test-frameworks compatibility check bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store nano example-ledger example-harden format clean
+.PHONY: demo test test-vllm test-verl test-frameworks compatibility check bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store validate validate-sample mutants nano example-ledger example-harden format clean
 
 # The whole guided-AQN study on nano: plant a dead zone, locate it, guide, train the arms over seeds, compare, report.
 demo: $(STAMP)
@@ -51,6 +51,17 @@ bench-locate: $(STAMP)
 
 bench-locate-sample: $(STAMP)
 	$(BIN)/python benchmarks/locate.py --sample 200 --prompts 2 --whole 4
+
+# Every architecture, the attacks and simulated studies: half an hour on one core; a run that was stopped goes on. CI runs a sample.
+validate: $(STAMP)
+	$(BIN)/python validation/validate.py
+
+validate-sample: $(STAMP)
+	$(BIN)/python validation/validate.py --sample 24
+
+# Bugs planted one at a time: which of them no test catches.
+mutants: $(STAMP)
+	$(BIN)/python scripts/mutants.py
 
 # The model that ships with the package; half an hour on two cores, two minutes with DEVICE=cuda.
 nano: $(STAMP)

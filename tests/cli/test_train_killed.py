@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from shaketable.harden.checkpoints import sealed, step_of
 from shaketable.record import RunRecord
 
+pytestmark = pytest.mark.attack("kills")
 RUN = [
     "train", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--prompts", "4", "--samples", "4",
     "--lr", "1e-3", "--temperature", "1.3", "--eval-n", "8", "--eval-every", "3", "--save-every", "2", "--micro-batch", "8",

@@ -83,6 +83,30 @@ def test_merging_adds_counts_and_keeps_sites():
         st.Ledger.merge([one, shaken(seed=1)])
 
 
+def test_merging_keeps_directions_phases_and_what_was_measured_apart():
+    """Ledgers of processes that did unlike things: forward here, backward there, in other phases."""
+
+    def did(passes, trains):
+        model = nn.Linear(4, 4)
+        with st.inject(model, "gain:0.5@module.linear,direction=both") as ledger:
+            for i in range(passes):
+                y = model(torch.ones(1, 4))
+                if i < trains:
+                    y.sum().backward()
+            with st.phase("eval"):
+                model(torch.ones(1, 4))
+        return ledger
+
+    one, two = did(3, 1), did(2, 2)
+    merged = st.Ledger.merge([one, two])
+    assert (merged.forward, merged.backward) == (7, 3)
+    assert merged.sites[0].by("phase") == {"train": {"forward": 5, "backward": 3}, "eval": {"forward": 2, "backward": 0}}
+    again = st.Ledger.from_dict(merged.to_dict())
+    assert (again.forward, again.backward) == (7, 3) and again.sites[0].by("layer") == merged.sites[0].by("layer")
+    sums = [x.sites[0].measured("backward").fires for x in (one, two, merged)]
+    assert sums[2] == sums[0] + sums[1] > 0
+
+
 def test_measuring_thins_out_but_counting_does_not():
     ledger = shaken(plan="relative_gaussian:0.05@module.linear", calls=100)
     assert ledger.forward == 200

@@ -78,6 +78,34 @@ def test_only_the_first_tensor_of_an_output_is_changed(shape):
     assert all(torch.equal(m, torch.ones(3)) for m in members[1:])
 
 
+@pytest.mark.parametrize("point", ["input", "output"])
+@pytest.mark.parametrize(("direction", "value", "slope"), [("forward", 3.0, 3.0), ("backward", 1.0, 3.0), ("both", 3.0, 9.0)])
+def test_a_point_is_struck_in_the_directions_that_are_asked_for(point, direction, value, slope):
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False)), torch.ones(1, 1, requires_grad=True)
+    nn.init.ones_(model[1].weight)
+    with st.inject(model, f"gain:2@module.linear,point={point},direction={direction}") as ledger:
+        y = model(x)
+        y.sum().backward()
+    assert (y.item(), x.grad.item()) == (value, slope)
+    assert (ledger.forward, ledger.backward) == (int(direction != "backward"), int(direction != "forward"))
+
+
+def test_two_models_of_one_injection_have_places_and_noise_of_their_own():
+    from shaketable.inject.injection import Injection
+    from shaketable.plan import Plan
+
+    models, x = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)], torch.ones(2, 4)
+    models[1].load_state_dict(models[0].state_dict())
+    injection = Injection(Plan.parse("relative_gaussian:0.1@module.linear"))
+    for model in models:
+        injection.attach(model)
+    injection.enable()
+    first, second = (model(x) for model in models)
+    injection.close()
+    assert not torch.equal(first, second)
+    assert list(injection.ledger.sites[0].spots) == ["0", "model1.0"] and injection.ledger.forward == 2
+
+
 def test_faults_act_in_the_order_written():
     layer = nn.Identity()
     model = nn.Sequential(collections.OrderedDict(thing=layer))
@@ -158,6 +186,35 @@ def test_generate_is_a_rollout_by_itself_and_an_explicit_phase_wins(tiny_llama):
     forward = {k: v["forward"] for k, v in ledger.sites[0].by("phase").items()}
     assert forward == {"rollout": 2, "eval": 3, "train": 1}
     assert tiny_llama.generate.__func__ is before
+
+
+class Sampler(nn.Module):
+    """A model with a `generate` of its own, in a class that no other test has marked."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def generate(self, x):
+        return self(x)
+
+
+def test_generate_is_the_original_after_the_last_plan_is_closed():
+    original, model, x = Sampler.__dict__["generate"], Sampler(), torch.ones(1, 4)
+    plans = [st.inject(model, "gain:0.1@module.linear").enable() for _ in range(2)]
+    assert Sampler.__dict__["generate"] is not original
+    model.generate(x)
+    plans[0].close()
+    model.generate(x)
+    plans[1].close()
+    assert Sampler.__dict__["generate"] is original
+    assert [p.ledger.sites[0].by("phase") for p in plans] == [{"rollout": {"forward": n, "backward": 0}} for n in (1, 2)]
+    with st.inject(model, "gain:0.1@module.linear"):
+        model.generate(x)
+    assert Sampler.__dict__["generate"] is original
 
 
 def test_a_phase_filter_leaves_other_phases_clean(tiny_llama):

@@ -11,6 +11,7 @@ from torch import nn
 
 import shaketable as st
 from shaketable.locate import replay
+from shaketable.locate.checksums import row_scores
 from shaketable.locate.intervals import Precision
 from shaketable.locate.record import Recorder, tensors_of
 from shaketable.locate.reference import Reference
@@ -354,6 +355,29 @@ def test_of_long_sequences_every_token_whose_checksum_fires_is_judged(monkeypatc
     [found] = judge(recording, reference, "", EXACT).violations
     assert found.tokens == [0, 3, 4, 7]
     assert found.outside.nonzero().tolist() == [[0, 1, 7]]
+
+
+@pytest.mark.parametrize("score", [1.5, 5.0, 9.5])
+def test_a_token_whose_checksum_is_little_above_its_threshold_is_judged(monkeypatch, score):
+    monkeypatch.setattr(replay, "ROWS", 2)
+    root = Head()
+    reference = Reference(root)
+    with Recorder(root, lambda path, module: reference.leaf(path) is not None).watching() as recording:
+        root(torch.randn(1, 8, 6))
+    record = recording.records[0]
+    x, clean = record.args[0], record.output
+
+    def score_of(by):
+        record.output = clean.clone()
+        record.output[0, 3, 7] += by
+        return float(row_scores(x, record.output, root.head.weight.detach(), root.head.bias.detach(), EXACT)[3])
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        low, high = ((low + high) / 2, high) if score_of((low + high) / 2) < score else (low, (low + high) / 2)
+    assert score_of(high) == pytest.approx(score, rel=0.2)
+    [found] = judge(recording, reference, "", EXACT).violations
+    assert found.tokens == [0, 3, 4, 7] and found.lanes == [7]
 
 
 @pytest.mark.parametrize(

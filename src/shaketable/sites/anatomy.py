@@ -209,7 +209,7 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], str | None]:
     if not found:
         return [], None
     best = max(found, key=lambda n: (_preference(n), sum(p.numel() for p in found[n].parameters())))
-    return list({id(layer): layer for layer in found[best].children()}.values()), best
+    return list(found[best].children()), best
 
 
 def _looks_like_layers(name: str, module: nn.Module) -> bool:

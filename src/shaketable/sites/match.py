@@ -53,10 +53,9 @@ def check_layers(site: Site, anatomy: Anatomy) -> None:
 
 
 def is_wanted(part: Part, site: Site, anatomy: Anatomy) -> bool:
-    """Whether layers=, include= and the default exclusions let this part in."""
+    """Whether include= and the default exclusions let this part in."""
     reason = anatomy.excluded(part)
-    inside = site.layers is None or part.layer in site.layers
-    return inside and (reason is None or reason in site.include)
+    return reason is None or reason in site.include
 
 
 def _layer_parts(site: Site, anatomy: Anatomy) -> list[Part]:
