@@ -41,7 +41,9 @@ def test_a_caught_bug_a_missed_one_and_a_run_that_goes_on(mutants, tmp_path):
     rows = json.loads(mutants.RESULTS.read_text())["rows"]
     assert [r["caught_by"] for r in rows] == [f"launch/test_process_keys.py::{TEST}", None]
     assert mutants.Results().is_known(caught) and mutants.Results().survived(missed)
-    assert "| tried | 2 | 1 | 50 % |" in mutants.page(results.body) and "**nothing**" in mutants.page(results.body)
+    assert "| tried | 2 | 2 | 1 (50 %) | 1 (50 %) |" in mutants.page(results.body) and "**nothing**" in mutants.page(
+        results.body
+    )
     assert "NOT CAUGHT" in said[-1] and "without a bug" in said[0]
 
 
