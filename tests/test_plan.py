@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from shaketable.errors import PlanError
 from shaketable.faults import KINDS, Format
-from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan, join_layers, parse_layers
+from shaketable.layers import Layers, join_layers, parse_layers
+from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan
 
 often = settings(derandomize=True, deadline=None, database=None, max_examples=200)
 
@@ -87,7 +88,12 @@ def test_fields_of_a_clause():
     (clause,) = Plan.parse("dead_zone:0.01,scope=token,sparsity=0.1@module.q_proj+k_proj,layers=3-5,phase=rollout").clauses
     fault, site = clause.fault, clause.site
     assert (fault.kind, fault.magnitude, fault.scope, fault.sparsity) == ("dead_zone", 0.01, "token", 0.1)
-    assert (site.level, site.names, site.layers, site.phase) == ("module", ("q_proj", "k_proj"), (3, 4, 5), ("rollout",))
+    assert (site.level, site.names, site.layers, site.phase) == (
+        "module",
+        ("q_proj", "k_proj"),
+        Layers((range(3, 6),)),
+        ("rollout",),
+    )
     assert (clause.points, site.directions) == (("output",), ("forward",))
 
 
@@ -112,7 +118,7 @@ def test_a_sweep_fills_in_missing_magnitudes_only():
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_layers_round_trip(layers):
     chosen = tuple(sorted(layers))
-    assert parse_layers(join_layers(chosen)) == chosen
+    assert tuple(parse_layers(join_layers(chosen))) == chosen
 
 
 # YAML

@@ -6,14 +6,12 @@ engine is true there too, and only what needs CUDA's own graphs and streams is s
 Bits are compared, so torch is told to use deterministic kernels; cuBLAS wants its workspace named before it is first used.
 """
 
-import inspect
 import os
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 DEVICE = os.environ.get("SHAKETABLE_TEST_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"
@@ -22,9 +20,6 @@ needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not ON_CUDA or not torch.cuda.
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-
-ROTARY = int(" @ " in inspect.getsource(LlamaRotaryEmbedding.forward))
-"""Products per pass that are not in a layer: older transformers make the angles of rotary embeddings by one."""
 
 NOISE = "relative_gaussian:0.05"
 LEVELS = [

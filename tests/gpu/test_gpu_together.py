@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from shaken_device import DEVICE, NOISE, ROTARY, every_level, ids, on_device, same, settle, step
+from shaken_device import DEVICE, NOISE, every_level, ids, on_device, same, settle, step
 
 import shaketable as st
 
@@ -20,7 +20,7 @@ def test_two_plans_at_once_are_both_proven_and_both_removed(tiny_llama):
         alone = step(model)
     settle()
     assert (inner.forward, inner.backward) == (2, 0)
-    assert outer.forward == 2 * (28 + ROTARY)
+    assert outer.forward == 2 * 28
     assert outer.to_dict()["sites"][0]["measured_magnitude"] == pytest.approx(0.05, rel=0.05)
     assert not same(both, alone)
     assert same(step(model), clean)

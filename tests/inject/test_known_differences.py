@@ -149,10 +149,14 @@ def test_it_has_them_under_a_steady_fault(monkeypatch, direction):
         torch.testing.assert_close(fused[1:], plain[1:])
 
 
-@known("a module that is never called is passed over in silence when others of its clause are")
 def test_a_head_that_a_module_clause_names_is_met_or_named(monkeypatch):
     ledger, _ = trained(monkeypatch, f"{NOISE}@module.linear,include=lm_head")
     assert is_named(ledger) or spots(ledger).get("lm_head") == (1, 0)
+
+
+def test_a_head_that_is_called_is_not_named(monkeypatch):
+    ledger, _ = trained(monkeypatch, f"{NOISE}@module.linear,include=lm_head", fused=False)
+    assert spots(ledger)["lm_head"] == (1, 0) and not is_named(ledger)
 
 
 # ---- 2. products that are compiled otherwise than called

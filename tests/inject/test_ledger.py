@@ -12,6 +12,7 @@ from shaketable.faults.sums import SAMPLE, plain_sums, sums
 from shaketable.inject import counters
 from shaketable.inject.counters import measure
 from shaketable.inject.injection import Injection
+from shaketable.inject.ledger import Ledger
 from shaketable.plan import Plan
 
 
@@ -110,6 +111,32 @@ def test_measuring_thins_out_but_counting_does_not():
     ledger = shaken(plan="relative_gaussian:0.05@module.linear", calls=100)
     assert ledger.forward == 200
     assert ledger.sites[0].measured().fires == 2 * len([1, 2, 4, 8, 16, 32, 64])
+
+
+@pytest.mark.parametrize("plan", ["relative_gaussian:0.05@module.linear", "gain:0.1@op.matmul"])
+def test_a_process_that_goes_on_measures_what_one_alone_would_have(plan):
+    def part(steps, counted=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        injection = st.inject(net, plan, seed=1).enable()
+        if counted is not None:
+            injection.go_on(json.loads(json.dumps(counted)))
+        for step in steps:
+            injection.step = step
+            net(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).sum().backward()
+        counted = injection.counted()
+        injection.close(check=False)
+        return injection.ledger, counted
+
+    def told(ledger):
+        return [(s.forward, s.backward, s.measured().fires, f"{s.measured().error:.9g}") for s in ledger.sites]
+
+    whole, _ = part(range(20))
+    first, counted = part(range(7))
+    second, counted = part(range(7, 9), counted)
+    third, _ = part(range(9, 20), counted)
+    assert told(Ledger.merge([first, second, third])) == told(whole)
+    assert told(Ledger.merge([first, part(range(7, 20))[0]])) != told(whole), "the counters make the difference"
 
 
 def test_the_ledger_says_who_drew_the_noise(monkeypatch):

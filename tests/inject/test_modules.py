@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import pickle
 import threading
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import shaketable as st
+from shaketable.launch.process import Seen
 
 
 def ids(n=8):
@@ -296,6 +298,38 @@ def test_models_of_every_type(tiny_llama, dtype):
     assert all(p.grad.dtype == dtype for p in model.parameters())
 
 
+def traces(module):
+    """Names of a module's attributes, and its hooks."""
+    return set(vars(module)), {name: dict(found) for name, found in vars(module).items() if "hooks" in name and found}
+
+
+def test_hooks_of_others_are_copied_and_their_handles_work(tiny_llama):
+    called = []
+    plain = nn.Module.__getstate__
+    handle = tiny_llama.lm_head.register_forward_hook(functools.partial(count_call, called), always_call=True)
+    with st.inject(tiny_llama, "gain:1@module.lm_head"), st.inject(tiny_llama, "gain:1@layer.all"):
+        tiny_llama(ids())
+        twin = copy.deepcopy(tiny_llama)
+    assert nn.Module.__getstate__ is plain
+    twin(ids())
+    assert len(called) == 1
+    assert len(twin.lm_head._forward_hooks) == len(twin.lm_head._forward_hooks_always_called) == 1
+    handle.remove()
+    assert not tiny_llama.lm_head._forward_hooks
+
+
+def test_a_mark_of_ours_is_not_copied(tiny_llama):
+    tiny_llama.lm_head.__dict__["_shaketable_seen"] = Seen()
+    with st.inject(tiny_llama, "gain:1@layer.all"):
+        tiny_llama(ids())
+        assert "_shaketable_seen" not in vars(copy.deepcopy(tiny_llama).lm_head)
+        assert b"shaketable" not in pickle.dumps(tiny_llama)
+
+
+def count_call(called, *_):
+    called.append(1)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -307,7 +341,7 @@ def test_models_of_every_type(tiny_llama, dtype):
 )
 def test_a_copy_made_meanwhile_is_clean_and_so_is_a_pickle(tiny_llama, plan):
     clean = tiny_llama(ids()).logits
-    kinds = [type(m) for m in tiny_llama.modules()]
+    kinds, without = [type(m) for m in tiny_llama.modules()], [traces(m) for m in tiny_llama.modules()]
     with st.inject(tiny_llama, plan) as ledger:
         tiny_llama(ids())
         fires = ledger.forward
@@ -316,6 +350,8 @@ def test_a_copy_made_meanwhile_is_clean_and_so_is_a_pickle(tiny_llama, plan):
         assert twin.generate.__self__ is twin
         assert torch.equal(pickle.loads(pickle.dumps(tiny_llama))(ids()).logits, clean)
         assert [type(m) for m in twin.modules()] == kinds
+        assert [traces(m) for m in twin.modules()] == without
+        assert b"shaketable" not in pickle.dumps(tiny_llama)
         assert ledger.forward == fires
     assert torch.equal(tiny_llama(ids()).logits, clean)
     assert torch.equal(twin(ids()).logits, clean)

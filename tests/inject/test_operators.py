@@ -463,3 +463,32 @@ def test_a_part_of_a_layer_that_others_recompute_sees_the_same_noise():
         assert ledger.forward == 6
         found.append([x.grad, *(p.grad for p in net.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class TinyRotaryEmbedding(nn.Module):
+    """Angles as transformers 5.17 makes them, with a matrix product."""
+
+    def forward(self, x):
+        return torch.arange(1.0, 5.0)[:, None] @ torch.ones(1, 4)
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rotary, self.linear = TinyRotaryEmbedding(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) + self.rotary(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("plan", "fires"), [("gain:1@op.matmul", 1), ("gain:1@op.matmul,include=rotary", 2)])
+def test_a_product_that_makes_rotary_angles_is_left_out_unless_it_is_named(plan, fires, compiled):
+    torch.compiler.reset()
+    model, x = Turned(), torch.ones(4, 4)
+    linear, angles = model.linear(x), model.rotary(x)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    with torch.no_grad(), st.inject(model, plan) as ledger:
+        found = run(x)
+    assert ledger.forward == fires
+    assert torch.equal(found, 2 * linear + angles * fires)

@@ -8,7 +8,8 @@ the graph. Switched off there is a second graph, without them (`compile/custom_o
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +22,13 @@ from shaketable.inject.calls import Entry
 from shaketable.inject.dressed import LayerFrame, reaches_gpu
 from shaketable.inject.fast.inputs import FastInput, fast_input
 from shaketable.inject.fast.linear import FastLinear, fast_linear
-from shaketable.inject.hooks import Hook
+from shaketable.inject.hooks import Hook, end_clean_copies, keep_copies_clean
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.operator_taps import families
 from shaketable.inject.residuals import PairTaps, carries_pair
 from shaketable.inject.taps import Tap
 from shaketable.inject.written import Written
-from shaketable.sites.anatomy import Anatomy, Part, class_name
+from shaketable.sites.anatomy import Anatomy, Part, class_name, is_rotary
 from shaketable.sites.engines import shard_of
 from shaketable.sites.match import Target, check_layers, targets
 from shaketable.sites.phases import mark_generate, unmark_generate
@@ -64,11 +65,13 @@ class Attached(Hook):
         self.prefix = f"model{self.number}." if self.number else ""
         self.anatomy = Anatomy.of(model)
         self.has_closed_attention = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
-        reasons = {p.name: self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
-        self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora")}
+        reasons = {p.name: "rotary" if is_rotary(p.module) else self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
+        self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora", "rotary")}
         self.entries: dict[int, Entry] = {}
         self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
         self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
+        self.heads: list[Tap] = []
+        """Those on what heads are given and return."""
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
         self.hooks: list[RemovableHandle | FastLinear | FastInput | LayerFrame] = []
@@ -99,6 +102,8 @@ class Attached(Hook):
             label = name if target.point == "output" else f"{name}:{target.point}"
             tap = self.injection.make_tap(clause, f"{name}{shard}", target.point, part.layer, label)
             self.points.setdefault((id(part.module), target.point), (part.module, []))[1].append(tap)
+            if part.role == "lm_head":
+                self.heads.append(tap)
             self._entry(part)
             return
         for own in part.weights:
@@ -116,7 +121,7 @@ class Attached(Hook):
         return known
 
     def _excluded(self, part: Part) -> str | None:
-        """The reason this part, or one above it, is left out by default; embeddings hold no covered operator."""
+        """The reason why operators of this part, or of one above it, are left out by default; embeddings hold none."""
         words = part.name.split(".")
         paths = (".".join(words[: i + 1]) for i in range(len(words)))
         return next((self.left_out[path] for path in paths if path in self.left_out), None)
@@ -130,11 +135,12 @@ class Attached(Hook):
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in families(site.names)}
+        layers = set(self.anatomy.layers)
         for part in self.anatomy.parts:
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
-            special = met and (atomic or self.anatomy.excluded(part))
-            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in self.anatomy.layers
+            special = met and (atomic or self.anatomy.excluded(part) or is_rotary(part.module))
+            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in layers
             wanted = part.module is self.model or special or (inside and not self._is_held)
             if wanted and part.module not in self.skip:
                 yield part, atomic
@@ -145,6 +151,17 @@ class Attached(Hook):
         sites = [c.site for c in self.injection.plan.clauses]
         held = self.injection.hold and not self.points and not self.injection.has_operators
         return held and all(site.phase == ("rollout",) and site.directions == ("forward",) for site in sites)
+
+    def note_heads(self, passes: Mapping[str, int]) -> None:
+        """Name heads that nobody has called in so many passes of the whole model: TRL multiplies by their weight itself."""
+        for tap in self.heads:
+            note = f"{tap.spot.name} was never called: its product, if there was one, is not covered"
+            notes = self.injection.sites[tap.clause].notes
+            if sum(n for phase, n in passes.items() if not tap.site.phase or phase in tap.site.phase) and not tap.spot.counts:
+                if note not in notes:
+                    notes.append(note)
+            elif note in notes:
+                notes.remove(note)
 
     # ---- hooks
 
@@ -160,14 +177,17 @@ class Attached(Hook):
             if not self.points and not self.injection.has_operators:
                 return
         operators.cover_transformers()
+        keep_copies_clean()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
         entries, tapped = [], {module for module, _ in self.points}
+        weighted = {id(module) for module, _ in self.weights}
+        taken = tapped | weighted
         for part, atomic in [*wrapped, *framed]:
             entry = self._entry(part)
             entry.atomic = atomic
             entry.is_root = part.module is self.model
-            if self._is_fast(part, entry, tapped):
+            if self._is_fast(part, entry, taken):
                 self.hooks.append(LayerFrame(part.module, self.injection, entry))
                 continue
             entries.append(entry)
@@ -176,9 +196,11 @@ class Attached(Hook):
             for part, _ in framed:
                 if (reason := self._excluded(part)) is not None:
                     self.injection.operators.weights.add(part.module, reason)
+        several = {module for module, count in Counter(module for module, _ in self.points).items() if count > 1}
         for (_, point), (module, taps) in self.points.items():
             entry = self.entries[id(module)]
-            if (fast := self._fast(module, point, taps, entry)) is not None:
+            alone = id(module) not in several
+            if alone and (fast := self._fast(module, point, taps, entry, weighted)) is not None:
                 self.hooks.append(fast)
                 continue
             kind = PairTaps if carries_pair(module) else ModuleTaps
@@ -200,22 +222,22 @@ class Attached(Hook):
         """Whether a module can open its frames without hooks: on a GPU, and nothing else of this plan is on it."""
         if "forward" in part.module.__dict__ or (entry.is_root and not self._is_fast_as_a_whole):
             return False
-        plain = not entry.atomic and id(part.module) not in tapped
-        on_gpu = plain and reaches_gpu(part.module)
-        return on_gpu and not any(module is part.module for module, _ in self.weights)
+        return not entry.atomic and id(part.module) not in tapped and reaches_gpu(part.module)
 
     @property
     def _is_fast_as_a_whole(self) -> bool:
         """Whether the model itself can: under plans whose passes have a head in a compiled graph (`dressed.py`)."""
         return bool(self.points) and not (self.weights or self.injection.has_operators or self.injection.traced_once)
 
-    def _fast(self, module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> FastLinear | FastInput | None:
+    def _fast(
+        self, module: nn.Module, point: str, taps: list[Tap], entry: Entry, weighted: Container[int]
+    ) -> FastLinear | FastInput | None:
         """The fast path to a linear on a GPU, unless something else of this plan is in its way."""
-        if entry.atomic or self.injection.has_operators or any(m == id(module) and p != point for m, p in self.points):
+        if entry.atomic or self.injection.has_operators:
             return None
         if point == "input":
             return fast_input(module, point, taps, entry)
-        return None if any(m is module for m, _ in self.weights) else fast_linear(module, point, taps, entry)
+        return None if id(module) in weighted else fast_linear(module, point, taps, entry)
 
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
@@ -249,6 +271,7 @@ class Attached(Hook):
             hook.remove()
         for home in self.generators:
             unmark_generate(home)
+        end_clean_copies()
         self.hooks, self.generators = [], []
         forget_compiled()
 

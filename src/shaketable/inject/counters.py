@@ -17,6 +17,7 @@ import math
 from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shaketable.faults import gpu
@@ -52,13 +53,24 @@ class Measurement(NamedTuple):
 
     def columns(self) -> list[float]:
         """What it adds to a row, from `MEASURED` on. Asks the device."""
-        sums = self.sums.cpu()
-        found = self.fault.magnitude_of(sums) if self.magnitude is None else self.magnitude
-        magnitude = math.nan if found is None else float(found)
-        tells = math.isfinite(magnitude)
+        return self._columns(self.sums.cpu(), None if self.magnitude is None else float(self.magnitude))
+
+    @classmethod
+    def all_columns(cls, found: list[Measurement]) -> list[list[float]]:
+        """The same of many, on one device: it is asked once, however many there are."""
+        sums = torch.stack([one.sums for one in found]).cpu()
+        told = [one.magnitude.double() for one in found if one.magnitude is not None]
+        magnitudes = iter(torch.stack(told).tolist() if told else ())
+        return [
+            one._columns(own, None if one.magnitude is None else next(magnitudes)) for one, own in zip(found, sums, strict=True)
+        ]
+
+    def _columns(self, sums: Tensor, magnitude: float | None) -> list[float]:
+        found = self.fault.magnitude_of(sums) if magnitude is None else magnitude
+        size = math.nan if found is None else float(found)
         numbers = sums.tolist()
         error = numbers[s.ERROR] / numbers[s.SIZE] if numbers[s.SIZE] > 0 else 0.0
-        told = [1.0, magnitude, magnitude * magnitude] if tells else [0.0, 0.0, 0.0]
+        told = [1.0, size, size * size] if math.isfinite(size) else [0.0, 0.0, 0.0]
         return [1.0, error, *numbers[s.VALUES : s.SURVIVED + 1], *told]
 
 
@@ -104,7 +116,7 @@ class HostTable:
             fires = row[0] + row[1] + row[2]
             row[PHASES.index(phase)] += 1
             if at in self._pending and (at in self._unchanged or fires >= max(_PATIENCE, row[MARK])):
-                self._fold(at)
+                self._fold()
             due = tap.is_held or is_due(fires, row[CHANGED] or at in self._pending, row[MARK])
             if due:
                 row[MARK] = 2 * fires + 1
@@ -124,39 +136,54 @@ class HostTable:
         at = 2 * tap.index + backward
         with self._lock:
             if found.sums.device.type == "cpu":
-                self._add(at, found)
+                self._add(at, found.columns())
             else:
                 self._pending.setdefault(at, []).append(found)
 
     def add_columns(self, tap: Tap, backward: bool, numbers: list[float]) -> None:
         """Add what a measured fire found, as `Measurement.columns` tells it."""
         with self._lock:
-            row = self._rows[2 * tap.index + backward]
-            for column, number in enumerate(numbers, MEASURED):
-                row[column] += number
+            self._add(2 * tap.index + backward, numbers)
 
-    def _add(self, at: int, found: Measurement) -> None:
+    def _add(self, at: int, numbers: list[float]) -> None:
         row = self._rows[at]
-        for column, number in enumerate(found.columns(), MEASURED):
+        for column, number in enumerate(numbers, MEASURED):
             row[column] += number
 
-    def _fold(self, at: int) -> None:
-        """Ask a device what it has measured."""
-        for found in self._pending.pop(at):
-            self._add(at, found)
-        (self._unchanged.discard if self._rows[at][CHANGED] else self._unchanged.add)(at)
+    def _fold(self) -> None:
+        """Ask every device what it has measured."""
+        pending, self._pending = self._pending, {}
+        devices: dict[torch.device, list[tuple[int, Measurement]]] = {}
+        for at, measured in pending.items():
+            for one in measured:
+                devices.setdefault(one.sums.device, []).append((at, one))
+        for found in devices.values():
+            for (at, _), numbers in zip(found, Measurement.all_columns([one for _, one in found]), strict=True):
+                self._add(at, numbers)
+        for at in pending:
+            (self._unchanged.discard if self._rows[at][CHANGED] else self._unchanged.add)(at)
 
     def settle(self, taps: list[Tap]) -> None:
         """Tell the ledger what is new."""
         with self._lock:
-            for at in list(self._pending):
-                self._fold(at)
+            self._fold()
             for tap in taps:
                 for backward in (False, True):
                     at = 2 * tap.index + backward
                     if self._rows[at] != self._told[at]:
                         tell(tap.spot, backward, self._rows[at], self._told[at])
                         self._told[at] = list(self._rows[at])
+
+    def saved(self) -> list[list[float]]:
+        """What a process that goes on with this one's work has to know."""
+        with self._lock:
+            return [list(row) for row in self._rows]
+
+    def go_on(self, rows: list[list[float]]) -> None:
+        """Count on from rows that `saved` gave, so that the same fires are measured; the ledger is told only what is new."""
+        with self._lock:
+            for at, row in enumerate(rows):
+                self._rows[at], self._told[at] = list(row), list(row)
 
     def forget(self) -> None:
         """Begin at zero: a forked child."""

@@ -32,6 +32,7 @@ from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
     from shaketable.faults import FaultBase
+    from shaketable.faults.gpu.launcher import Launcher
     from shaketable.inject.calls import Pass
     from shaketable.inject.injection import Injection
     from shaketable.inject.operator import Application
@@ -72,6 +73,8 @@ class DeviceTable:
         self._written: object = None
         """What `live` was last written from."""
         self._loaded: set[object] = set()
+        self.prepared: dict[tuple[int, torch.dtype, bool], Launcher | None] = {}
+        """Launches of the fast paths (`fast/launches.py`): by kind of noise, type, and whether all blocks are full."""
         self._lock = threading.Lock()
         n = len(taps)
         keys = [[_signed(tap.keys[direction]) for tap in taps] for direction in (0, 1)]
@@ -85,6 +88,7 @@ class DeviceTable:
         """The counters as they were at the last pass, in the host's memory."""
         self.current = torch.zeros(n * self.uses, 4, dtype=torch.int32, device=device)
         """The first forward page of compiled passes, which graphs read at this address."""
+        self.sums_address, self.is_alone = self.sums.data_ptr(), torch.cuda.device_count() == 1
         self._told = [[0.0] * WIDTH for _ in range(2 * n)]
         for moment in (_GIVEN, _CLOCK):
             self._begin(self.current, PHASES[0], False, moment, 0, self.clock.clone(), on=False)
@@ -103,13 +107,14 @@ class DeviceTable:
         state = self.injection.enabled, *self.injection.faults
         if self._written != state:
             self._written = state
-            self.live.copy_(torch.tensor([[self._state(tap, phase) for tap in self.taps] for phase in PHASES]))
+            clauses = torch.tensor([self._state(phase) for phase in PHASES])
+            self.live.copy_(clauses[:, [tap.clause for tap in self.taps]])
 
-    def _state(self, tap: Tap, phase: str) -> list[float]:
-        """The scale, and the number of the phase from one on when the tap acts there."""
-        how = recipe(tap.fault, lanes=True)
-        on = self.injection.acting(phase)[tap.clause]
-        return [how.scale if how is not None else 0.0, float(PHASES.index(phase) + 1 if on else 0)]
+    def _state(self, phase: str) -> list[tuple[float, float]]:
+        """Per clause, the scale, and the number of the phase from one on when it acts there."""
+        scales = [0.0 if (how := recipe(fault, lanes=True)) is None else how.scale for fault in self.injection.faults]
+        number = float(PHASES.index(phase) + 1)
+        return [(scale, number * on) for scale, on in zip(scales, self.injection.acting(phase), strict=True)]
 
     # ---- the rows of a pass
 
@@ -219,6 +224,16 @@ class DeviceTable:
         self.sums.zero_()
         self.mirror.zero_()
         self._told = [[0.0] * WIDTH for _ in self._told]
+
+    def saved(self) -> list[list[float]]:
+        """As `HostTable.saved`."""
+        rows: list[list[float]] = self.sums.tolist()
+        return rows
+
+    def go_on(self, rows: list[list[float]]) -> None:
+        """As `HostTable.go_on`."""
+        self.sums.copy_(torch.tensor(rows, dtype=torch.float64))
+        self._told = [list(row) for row in rows[: len(self._told)]]
 
     def settle(self) -> None:
         """Tell the ledger what happened since it was last told.

@@ -105,7 +105,7 @@ class Early:
             return
         current = frame.current
         self.phases[current.phase] += 1
-        if not self.waiting or not any(current.acts):
+        if not self.waiting or not any(current.acts) or current.captured:  # what is captured may be without noise for now
             return
         graded = torch.is_grad_enabled()
         if graded and self._without_gradients is None:

@@ -17,6 +17,7 @@ Rejected: `model.generate`. It reads every copy of a prompt, and keeps all logit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +76,11 @@ class Decoder:
         """
         check_prompts(prompts)
         rows = _Rows(self, model, prompts, samples, generator)
-        for _ in range(self.limit):
-            rows.advance()
-            if not len(rows.alive):
-                break
+        with _unplanned_attention():
+            for _ in range(self.limit):
+                rows.advance()
+                if not len(rows.alive):
+                    break
         return rows.completions()
 
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -95,6 +97,17 @@ class Decoder:
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
         chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens, chosen - logits.logsumexp(-1)
+
+
+@contextmanager
+def _unplanned_attention() -> Iterator[None]:
+    """Attention without cuDNN's, which plans anew for every shape: 30 ms on an H200, and here every token is a new shape."""
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
 
 
 class _Rows:

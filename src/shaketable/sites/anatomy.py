@@ -67,7 +67,7 @@ class Anatomy:
         for module, name, raw in named:
             role = _role(module, name, self.is_moe, head)
             if role in ("attention", "mlp"):
-                if any(name.startswith(f"{above}.") and outer[above] == role for above in outer):
+                if any(outer.get(above) == role for above in _above(name)):
                     role = None
                 else:
                     outer[name] = role
@@ -82,6 +82,12 @@ class Anatomy:
     def excluded(self, part: Part) -> str | None:
         """The reason a part is left out unless `include=` names it: lm_head, embedding, router or lora."""
         return part.role if part.role in ("lm_head", "embedding", "router", "lora") else None
+
+
+def _above(name: str) -> Iterator[str]:
+    """The paths above a module's, the root excepted."""
+    words = name.split(".")
+    return (".".join(words[:i]) for i in range(1, len(words)))
 
 
 def canonical(name: str) -> str:
@@ -158,6 +164,15 @@ def _role(module: nn.Module, name: str, is_moe: bool, head: nn.Module | None) ->
     return "mlp" if _is_mlp(module, kind, last, name) else None
 
 
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a module makes rotary angles out of positions: as a matrix product or without, as its author liked.
+
+    transformers 5.17 multiplies with `@`, 5.22 with `*`. An error of 5 % in the place of every token destroys a model, so a
+    plan on products would mean another thing after an update, if these counted.
+    """
+    return "rotary" in _kind(module) and not is_engine_module(module)
+
+
 def is_linear(module: nn.Module) -> bool:
     """A matrix product with a weight of its own: Linear of any library, GPT-2's Conv1D, stacked experts."""
     kind, dims = _kind(module), _dims(module)
@@ -188,7 +203,7 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], str | None]:
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{above}.") for above in found)
+        inside = any(above in found for above in _above(name))
         if not inside and _looks_like_layers(name, module):
             found[name] = module
     if not found:

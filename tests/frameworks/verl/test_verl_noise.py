@@ -15,8 +15,8 @@ pytestmark = pytest.mark.covers(
 )
 
 GPUS = 2
-PRODUCTS = 8 * 7 + 1
-"""Of one pass through nano: seven linears in each of eight layers, and that of the rotary embedding; lm_head is left out."""
+PRODUCTS = 8 * 7
+"""Of one pass through nano: seven linears in each of eight layers; lm_head and rotary angles are left out."""
 PLAN = "relative_gaussian:0.3@op.matmul"
 """Strong enough to change what nano answers: at 5 % its greedy answers are the clean ones, and validation would show nothing."""
 AQN = "epoch_aware:0.2-0.1+0.05-0.01,multipliers=3:2"

@@ -29,8 +29,9 @@ from shaketable.faults.gpu.measure_kernels import (
     add_counts,
     add_measured,
     changes,
-    differs,
-    nothing,
+    counts,
+    no_changes,
+    no_counts,
 )  # fmt: skip
 from shaketable.faults.gpu.tiles import fetch, put, rounded, widened
 
@@ -184,18 +185,19 @@ def write_live(
     last = tl.num_programs(0) - 1
     looks = (last < LOOK) | (block % LOOK == 0) | (block > last - 4)
     if ((block == 0) & ((flags & DUE) != 0)) | (((flags & ALL) != 0) & looks):
-        error, size, over, under = nothing(), nothing(), nothing(), nothing()
+        error, size, over, under = no_changes(STEP)
+        values, changed, alive, survived = no_counts(STEP)
         for step in range(BLOCK // STEP):
             at = block * (BLOCK // STEP) + step
             value, result, inside = write_block(x, y, at, n, scale, flags, k0, k1, KIND, True, FAST, EVEN, STEP)
-            if block == 0:
-                add_counts(sums, value, result, inside, FAST)
-                e, s, o, u = changes(value, result, inside, KIND, FAST)
-                error, size, over, under = error + e, size + s, over + o, under + u
-            elif tl.sum(differs(value, result, inside, FAST).to(tl.int32)) > 0:
-                tl.store(sums + SEEN, 1.0)
+            values, changed, alive, survived = counts(values, changed, alive, survived, value, result, inside, FAST)
+            e, s, o, u = changes(value, result, inside, KIND, FAST)
+            error, size, over, under = error + e, size + s, over + o, under + u
         if block == 0:
+            add_counts(sums, values, changed, alive, survived)
             add_measured(sums, error, size, over, under, KIND)
+        elif tl.sum(changed) > 0:
+            tl.store(sums + SEEN, 1.0)
     else:
         write_block(x, y, block, n, scale, flags, k0, k1, KIND, True, FAST, EVEN, BLOCK)
 

@@ -31,17 +31,15 @@ _function_transforms: Any = torch._C._are_functorch_transforms_active
 class TapLaunches:
     """The noise of one tap on one GPU, by a kernel that reads its row and counts: all but addresses and size is prepared."""
 
+    __slots__ = ("_fault", "_kind", "_places", "device", "first_row", "injection", "table", "tap")
+
     def __init__(self, tap: Tap, table: DeviceTable) -> None:
-        self.tap, self.table = tap, table
-        self.injection = tap.injection
-        self.device, self._is_alone = table.device.index or 0, torch.cuda.device_count() == 1
-        self.uses, self.first_row = table.uses, table.taps[tap] * table.uses
-        self._sums = table.sums.data_ptr()
-        self._places = table.place(tap, False), table.place(tap, True)
-        self._uncounted = 2 * len(table.taps)
+        """Made in the first pass, for every tap: what they share is in the table."""
+        self.tap, self.table, self.injection, self.device = tap, table, tap.injection, table.device.index or 0
+        number = table.taps[tap]
+        self.first_row, self._places = number * table.uses, (number, len(table.taps) + number)
         self._fault: FaultBase | None = None
         self._kind: int | None = None
-        self._prepared: dict[tuple[torch.dtype, bool], Launcher | None] = {}
 
     def kind(self, fault: FaultBase) -> int | None:
         """Which noise the fault is; None where no kernel does it alone."""
@@ -53,24 +51,26 @@ class TapLaunches:
     def prepared(self, x: Tensor, kind: int) -> Launcher | None:
         """The launch for tensors like `x`, whose memory is dense; None where there is none here and now."""
         n = x.numel()
-        like = x.dtype, n % gpu.BLOCK == 0
+        like = kind, x.dtype, n % gpu.BLOCK == 0
         try:
-            found = self._prepared[like]
+            found = self.table.prepared[like]
         except KeyError:
             if is_capturing():
                 return None
             row = gpu.Row(self.table.current, self.table.sums, 0, 0)
-            found = self._prepared[like] = gpu.prepare(x, kind, row)
+            found = self.table.prepared[like] = gpu.prepare(x, kind, row)
         if found is None or not 0 < n <= gpu.LARGEST or x.data_ptr() & 15 or x.get_device() != self.device:
             return None
-        return found if self._is_alone or self.device == this_device() else None
+        return found if self.table.is_alone or self.device == this_device() else None
 
     def fire(
         self, launch: Launcher, n: int, source: int, target: int, current: Pass, number: int, *,
         backward: bool = False, argument: int = 0, counted: bool = True,
     ) -> None:  # fmt: skip
         """Launch on the current stream: `n` values from one address to another, which may be the same."""
-        table, number_of_page = self.table, number // self.uses
+        table = self.table
+        uses = table.uses
+        number_of_page = number // uses
         if table.last_pass is current and not backward and not number_of_page:
             address = table.last_address
         else:
@@ -78,10 +78,10 @@ class TapLaunches:
             address = (current.pages.get(which) or table.page(current, backward, argument, number_of_page)).address
             if not backward and not number_of_page:
                 table.last_pass, table.last_address = current, address
-        place, row = self._places[backward] if counted else self._uncounted, self.first_row + number % self.uses
+        place, row = self._places[backward] if counted else 2 * len(table.taps), self.first_row + number % uses
         launch(
             -(-n // gpu.BLOCK), self.device,
-            (source, target, n, 0.0, 0, 0, None, address, self._sums, row, place),
+            (source, target, n, 0.0, 0, 0, None, address, table.sums_address, row, place),
         )  # fmt: skip
 
 
