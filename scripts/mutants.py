@@ -4,8 +4,8 @@
 
 A bug is one line of `src/shaketable` that is replaced by another, in a copy, and the tests that ought to notice. The
 lists are in scripts/mutants, in the order in which they were made: the bugs of `first` and `second` that nothing caught got
-tests, so their rates show what those tests bought. `fresh` was made last, by a look at the package and none at the tests, and
-nothing was written for it afterwards: its rate is the honest one. A line that the package has no more is not planted.
+tests, so their rates today show what those tests bought, and the rate when they were made what was missing. For `fresh` no test
+was written. A line that the package has no more is not planted.
 
 A bug is caught when a named test fails. Only the named tests are run, so a bug that survives here may still be caught by
 another test: the rates are lower bounds. The same tests are run on the unchanged copy first, because a test that fails
@@ -154,7 +154,10 @@ class Results:
         """Keep what was found, in the place of what was known of the same bug before."""
         rows = [r for r in self.body["rows"] if _name(r) != _name(vars(mutant))]
         new = {"list": mutant.list, "file": mutant.file, "old": mutant.old, "new": mutant.new, "note": mutant.note}
-        rows.append(new | {"key": mutant.key(), "caught_by": by, "seconds": round(seconds, 1)})
+        before = self.of(mutant)
+        at_first = by is not None if before is None else before["caught_at_first"]
+        found = {"key": mutant.key(), "caught_by": by, "caught_at_first": at_first, "seconds": round(seconds, 1)}
+        rows.append(new | found)
         self.body |= {"date": time.strftime("%Y-%m-%d"), "versions": _versions(), "rows": rows}
         self.save()
 
@@ -183,18 +186,24 @@ def page(body: dict[str, Any]) -> str:
     lines = [
         "# Planted bugs", "",
         f"{body['date']}, {versions}; `make mutants` writes this page and says in `scripts/mutants.py` what is counted.", "",
-        "| list | bugs | caught | rate |", "|---|---|---|---|",
+        "| list | bugs | planted so far | caught when first planted | caught today |", "|---|---|---|---|---|",
     ]  # fmt: skip
     names = list(dict.fromkeys(r["list"] for r in body["rows"]))
     for name in names:
         rows = [r for r in body["rows"] if r["list"] == name]
         caught = sum(r["caught_by"] is not None for r in rows)
-        lines.append(f"| {name} | {len(rows)} | {caught} | {100 * caught / len(rows):.0f} % |")
+        first = sum(r["caught_at_first"] for r in rows)
+        whole = len(read(name)) if name in NAMES else len(rows)
+        lines.append(f"| {name} | {whole} | {len(rows)} | {_share(first, len(rows))} | {_share(caught, len(rows))} |")
     for name in names:
         lines += ["", f"## {name}", "", "| file | bug | caught by |", "|---|---|---|"]
         for r in (r for r in body["rows"] if r["list"] == name):
             lines.append(f"| {r['file']} | {_code(r['old'])} → {_code(r['new'])} | {r['caught_by'] or '**nothing**'} |")
     return "\n".join(lines) + "\n"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} ({100 * part / whole:.0f} %)"
 
 
 def _code(text: str) -> str:

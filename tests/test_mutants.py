@@ -26,7 +26,7 @@ def test_nearly_every_bug_is_a_line_that_is_there_and_leaves_python_behind(mutan
     assert len(there) > 0.8 * len(every), "the lists are about another package: make a new one"
     for mutant in there:
         compile(mutant.text(), mutant.file, "exec")
-        assert mutant.old != mutant.new and len(mutant.old.strip().splitlines()) <= 2
+        assert mutant.old != mutant.new and len(mutant.old.strip().splitlines()) <= 5
         for test in mutant.tests:
             assert (ROOT / "tests" / test.split("::")[0]).exists(), test
 
@@ -43,7 +43,9 @@ def test_a_caught_bug_a_missed_one_and_a_run_that_goes_on(mutants, tmp_path):
     rows = json.loads(mutants.RESULTS.read_text())["rows"]
     assert [r["caught_by"] for r in rows] == [f"launch/test_process_keys.py::{TEST}", None]
     assert mutants.Results().is_known(caught) and mutants.Results().survived(missed)
-    assert "| tried | 2 | 1 | 50 % |" in mutants.page(results.body) and "**nothing**" in mutants.page(results.body)
+    assert "| tried | 2 | 2 | 1 (50 %) | 1 (50 %) |" in mutants.page(results.body) and "**nothing**" in mutants.page(
+        results.body
+    )
     assert "NOT CAUGHT" in said[-1] and "without a bug" in said[0]
 
 
