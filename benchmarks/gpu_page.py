@@ -35,17 +35,17 @@ PEAK = 989.0
 
 
 def roofline(facts: dict[str, Any]) -> dict[str, Any]:
-    """What docs/scale.md is computed from: the 1.5B shape's share of the peak, and microseconds per layer and per strike."""
+    """What docs/scale.md is computed from: the 1.5B shape's share of the peak, and microseconds per layer and per hit."""
     rows, (_, _, shape) = facts["results"]["qwen2-1.5b"], SHAPES["qwen2-1.5b"]
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     keys = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
     layer = 2 * hidden * (hidden + keys) + 3 * hidden * shape["intermediate_size"]
     work = 2 * layers * layer * 8 * 1024
-    strikes = 7 * layers
+    fires = 7 * layers
     prefill, eager, captured = (rows[name] for name in ROOFLINE)
 
     def each(row: dict[str, float]) -> float:
-        return round((row["ratio"] - 1) * row["clean_seconds"] / strikes * 1e6, 1)
+        return round((row["ratio"] - 1) * row["clean_seconds"] / fires * 1e6, 1)
 
     return {
         "device": facts["device"], "peak_tflops": PEAK, "mfu": round(work / prefill["clean_seconds"] / PEAK / 1e12, 2),

@@ -1,7 +1,7 @@
 """A thousand processes: what their ledgers weigh, how long they take to merge, and what wrong clocks and restarts do.
 
 The ledgers are real: made by `Injection`, over the linears of a model with the modules of Qwen2.5-1.5B (28 layers, 196 linears
-without the head, forward and backward, sampled and trained), struck often enough that every sum is there. Only the width is 16
+without the head, forward and backward, sampled and trained), hit often enough that every sum is there. Only the width is 16
 instead of 1536: it changes no count, and next to no byte, of a ledger. They are written as the processes of a program write
 them, one file each, in the form of `LedgerFile` (`shaketable run`) and of `Report` (verl's workers), and read by `collect`,
 `read_reports` and `Span`, the functions that real runs call.
@@ -11,7 +11,7 @@ them, one file each, in the form of `LedgerFile` (`shaketable run`) and of `Repo
 
 Three questions.
 
-**How much?** Bytes of a ledger, of a run, and of a second (a process that goes on striking writes its file again and again);
+**How much?** Bytes of a ledger, of a run, and of a second (a process that goes on hitting writes its file again and again);
 seconds and memory of merging, from 8 to 1,000 processes: it must grow with their number and no faster.
 
 **Wrong clocks.** Machines do not agree on the time. The same thousand processes are collected with every `started` off by up to
@@ -42,10 +42,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
 from shaketable.integrations.verl.tally import Span
-from shaketable.integrations.verl.workers import Crew
+from shaketable.integrations.verl.workers import VerlWorkers
 from shaketable.launch.live_json import PAUSE, SHARE
 from shaketable.launch.run import collect
 from shaketable.ledger.ledger import Ledger
@@ -66,7 +66,7 @@ def small_qwen() -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, **shape))
 
 
-def struck(model: nn.Module, plan: str, rank: int) -> Ledger:
+def hit(model: nn.Module, plan: str, rank: int) -> Ledger:
     """The ledger of a process that has sampled and trained."""
     tokens = (torch.arange(8) + rank)[None] % 64
     with st.inject(model, plan, seed=1, rank=rank) as ledger:
@@ -90,9 +90,9 @@ def process_record(ledger: dict[str, Any], number: int, *, actor: str = "", star
 
 
 def report(ledger: dict[str, Any], number: int, *, started: float = 0.0, mark: int = 1) -> dict[str, Any]:
-    """What `Report` writes of one worker of verl: the same ledger, and its orders."""
+    """What `Report` writes of one worker of verl: the same ledger, and its instructions."""
     head = {"schema": "shaketable.worker/1", "role": "actor", "pid": 1000 + number, "started": started, "mark": mark}
-    return head | {"rank": number, "orders": "0" * 16, "step": 1, "plan": ledger, "aqn": None, "sigma": 0.0, "sigmas": {}}
+    return head | {"rank": number, "instructions": "0" * 16, "step": 1, "plan": ledger, "aqn": None, "sigma": 0.0, "sigmas": {}}
 
 
 def write(folder: Path, kind: str, number: int, body: dict[str, Any]) -> int:
@@ -126,7 +126,7 @@ def volume(model: nn.Module) -> dict[str, Any]:
     """Bytes of one ledger, by level of the plan, and how many of them a busy process writes in a second."""
     found = {}
     for plan in (PLAN, OPERATORS):
-        ledger = struck(model, plan, 0)
+        ledger = hit(model, plan, 0)
         seconds, text = timed(lambda ledger=ledger: json.dumps(ledger.to_dict()))
         pause = max(PAUSE, SHARE * seconds)
         spots = len(ledger.to_dict()["sites"][0]["spots"])
@@ -140,14 +140,14 @@ def merging(bodies: list[dict[str, Any]], sizes: list[int]) -> list[dict[str, An
     for n in sizes:
         rounds = ROUNDS if n < 512 else 1
         with tempfile.TemporaryDirectory() as name:
-            run, crew = Path(name) / "run", Path(name) / "crew"
+            run, workers = Path(name) / "run", Path(name) / "workers"
             size = sum(write(run, "process", i, process_record(bodies[i % len(bodies)], i)) for i in range(n))
             for i in range(n):
-                write(crew, "worker", i, report(bodies[i % len(bodies)], i))
+                write(workers, "worker", i, report(bodies[i % len(bodies)], i))
             collected, result = timed(lambda run=run: collect(run, ["train.py"], 0), rounds)
             assert result.ledger.processes == n
             assert result.ledger.forward == sum(bodies[i % len(bodies)]["forward"] for i in range(n))
-            read, reports = timed(lambda crew=crew: read_reports(crew), rounds)
+            read, reports = timed(lambda workers=workers: read_reports(workers), rounds)
             span = Span(reports, reports)
             total, error = (timed(lambda ask=ask: ask("plan"), 1)[0] for ask in (span.total, span.error))
             memory = peak(lambda run=run: collect(run, ["train.py"], 0)) if n in (sizes[0], sizes[-1]) else None
@@ -195,27 +195,27 @@ def _lives_by_clock(parent: Path, ledger: dict[str, Any]) -> list[int]:
 
 
 def _strikes_by_clock(ledger: dict[str, Any]) -> dict[str, int]:
-    """Strikes since the last reading, of one worker: `started` tells its lives apart, and is written once per life."""
+    """Fires since the last reading, of one worker: `started` tells its lives apart, and is written once per life."""
     before, now = report(ledger, 0, started=5.0), report(ledger, 0, started=5.0)
     same_pid_other_life = report(ledger, 0, started=5.0 - SKEW)
     span = Span([before], [now])
-    return {"same life": span.strikes(now, "plan"), "new life, same pid": span.strikes(same_pid_other_life, "plan")}
+    return {"same life": span.fires(now, "plan"), "new life, same pid": span.fires(same_pid_other_life, "plan")}
 
 
 def restarts(bodies: list[dict[str, Any]]) -> dict[str, Any]:
     """One worker of eight dies and comes back a hundred times."""
     with tempfile.TemporaryDirectory() as name:
-        run, crew = Path(name) / "run", Path(name) / "crew"
+        run, workers = Path(name) / "run", Path(name) / "workers"
         for i in range(7):
             write(run, "process", i, process_record(bodies[i % len(bodies)], i, started=float(i)))
-            write(crew, "worker", i, report(bodies[i % len(bodies)], i, started=float(i)))
+            write(workers, "worker", i, report(bodies[i % len(bodies)], i, started=float(i)))
         for life in range(LIVES + 1):
             body = process_record(bodies[0], 7, actor="abc", started=100.0 + life) | {"pid": 5000 + life}
             write(run, "process", 100 + life, body)
-            write(crew, "worker", 100 + life, report(bodies[0], 7, started=100.0 + life) | {"pid": 5000 + life})
+            write(workers, "worker", 100 + life, report(bodies[0], 7, started=100.0 + life) | {"pid": 5000 + life})
         seconds, result = timed(lambda: collect(run, ["train.py"], 0), 1)
-        whole = merged(read_reports(crew))
-        says = _verl_says(crew)
+        whole = merged(read_reports(workers))
+        says = _verl_says(workers)
     expected = sum(bodies[i % len(bodies)]["forward"] for i in range(7)) + (LIVES + 1) * bodies[0]["forward"]
     assert whole is not None
     return {
@@ -230,9 +230,9 @@ def restarts(bodies: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _verl_says(folder: Path) -> str:
     """What verl's trainer, which expects eight actors, makes of this folder."""
-    orders = Orders(plan=PLAN, seed=1, ledger=str(folder))
+    instructions = Instructions(plan=PLAN, seed=1, ledger=str(folder))
     try:
-        Crew(folder, {"actor": orders}, 8, patience=0.0).read(1)
+        VerlWorkers(folder, {"actor": instructions}, 8, patience=0.0).read(1)
     except ShaketableError as error:
         return str(error).replace(str(folder), "the folder").partition(":")[0]
     return "nothing"
@@ -262,7 +262,7 @@ def _merging(rows: list[dict[str, Any]]) -> list[str]:
         "",
     ]
     head = (
-        "| processes | files, MB | collect, s | peak memory, MB | read reports, s | strikes of a step, s | error of a step, s |"
+        "| processes | files, MB | collect, s | peak memory, MB | read reports, s | fires of a step, s | error of a step, s |"
     )
     lines += [head, "|---|---|---|---|---|---|---|"]
     for row in rows:
@@ -279,7 +279,7 @@ def _clocks(skew: dict[str, Any]) -> list[str]:
         "measured magnitude differs by (the order of a sum)": f"{skew['magnitude_differs_by']:.0e}",
         "rows of the list of workers in another place": f"{skew['rows_in_another_place']:,}",
         "lives 1, 2, 3 of an actor, the second on a machine that is behind, are called": _list(skew["lives_in_order"]),
-        "strikes since the last reading: the same life, a new life with the same pid": _list(skew["verl_strikes"].values()),
+        "fires since the last reading: the same life, a new life with the same pid": _list(skew["verl_strikes"].values()),
     }
     return [*lines, "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
 
@@ -288,7 +288,7 @@ def _restarts(found: dict[str, Any]) -> list[str]:
     lines = ["", "## Restarts", "", f"One worker of eight dies and comes back {found['lives'] - 1} times.", ""]
     rows = {
         "files": found["files"],
-        "strikes of all lives are in the merged ledger": _yes(found["fires_kept"]),
+        "fires of all lives are in the merged ledger": _yes(found["fires_kept"]),
         "the last life is called": found["last_life"],
         "collect, s": f"{found['seconds']:.2f}",
         "verl's trainer says": found["verl_says"],
@@ -316,7 +316,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     model = small_qwen()
-    bodies = [struck(model, PLAN, rank).to_dict() for rank in range(8)]
+    bodies = [hit(model, PLAN, rank).to_dict() for rank in range(8)]
     where = f"cores {os.cpu_count()}, machine {platform.machine()}, python {platform.python_version()}"
     facts = f"date {time.strftime('%Y-%m-%d')}, {where}, one process, files in the page cache."
     found: dict[str, Any] = {"facts": facts, "volume": volume(model)}

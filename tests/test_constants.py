@@ -27,8 +27,8 @@ CONSTANTS = {
     "locate.twins.ENOUGH": 32,
     "locate.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
-    "inject.early.ENOUGH": 256,
-    "inject.early.NEVER": 1e-6,
+    "inject.inert_check.ENOUGH": 256,
+    "inject.inert_check.NEVER": 1e-6,
     "launch.notices.PASSES": 2,
     # measured equals asked
     "inject.ledger.TOLERANCE": 0.1,

@@ -1,4 +1,4 @@
-"""Compile every kernel for a card that need not be there, and print what it loads and stores with: run by test_triton_compiles.py."""
+"""Compile every kernel for a GPU that need not be there, and print what it loads and stores with: run by test_triton_compiles.py."""
 
 import re
 import subprocess

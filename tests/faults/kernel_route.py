@@ -1,6 +1,6 @@
 """What the tests of the Triton kernels share: the two routes, tensors that are hard to get right, and what "the same" means.
 
-Where there is a card the kernels run on it. Elsewhere they run in Triton's interpreter on tensors of the CPU, which `dispatch.fits`
+Where there is a GPU the kernels run on it. Elsewhere they run in Triton's interpreter on tensors of the CPU, which `dispatch.fits`
 would refuse: the `fused` route lets them through. The other route has no kernels at all.
 """
 
@@ -26,7 +26,7 @@ DEVICE = "cuda" if ON_CARD else "cpu"
 kernels = [
     pytest.mark.gpu if ON_CARD else pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.skipif(dispatch._kernels() is None, reason="no Triton here"),
-    pytest.mark.skipif(not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1", reason="no card and no interpreter"),
+    pytest.mark.skipif(not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU and no interpreter"),
 ]
 quick = settings(derandomize=True, deadline=None, database=None, max_examples=12)
 

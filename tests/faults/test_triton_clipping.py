@@ -20,12 +20,12 @@ BLOCKS = st.sampled_from([1, 2, 5, 16, 32, 33, 100, 2000, 2**31 - 1])
 
 def both_routes(fault, x, g=None):
     """The faulty tensor or, with `g`, the gradient, from the kernel and from plain torch."""
-    strike = (lambda: fault.apply(x, Draw(1))) if g is None else (lambda: fault.gradient(g, x, Draw(1)))
+    hit = (lambda: fault.apply(x, Draw(1))) if g is None else (lambda: fault.gradient(g, x, Draw(1)))
     with fused() as did:
-        fast = strike()
+        fast = hit()
     assert did == ["clipped"]
     with plain():
-        return fast, strike()
+        return fast, hit()
 
 
 @every_fault

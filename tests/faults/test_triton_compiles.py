@@ -1,7 +1,7 @@
 """What the interpreter does not show: that a compiler takes every kernel, loads 16 bytes at once, and divides exactly.
 
 The interpreter runs Python; a name, a type or a return that Triton's language does not have passes there. The compiler and
-the assembler come with Triton and need no card.
+the assembler come with Triton and need no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ptx(tmp_path_factory):
     return {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
 
 
-def test_every_kernel_compiles_for_a_card(ptx):
+def test_every_kernel_compiles_for_a_gpu(ptx):
     assert len(ptx) == 78
 
 

@@ -1,4 +1,4 @@
-"""The fused number formats: bit for bit what formats.py computes, in Triton's interpreter or on a card."""
+"""The fused number formats: bit for bit what formats.py computes, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 

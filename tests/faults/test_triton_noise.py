@@ -1,4 +1,4 @@
-"""The fused noise, bias and gain: in the interpreter bit for bit what noise.py computes, on a card the same noise within rounding."""
+"""The fused noise, bias and gain: in the interpreter bit for bit what noise.py computes, on a GPU the same noise within rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (1, 2, 31, 32, 33, 1024, 2047, 2048, 2049, 5000)
 
 
 def alike(fast, wanted, x, reach):
-    """The same bits in the interpreter; on a card, whose logarithm and sine are its own, within 2e-4 of `reach` and rounding."""
+    """The same bits in the interpreter; on a GPU, whose logarithm and sine are its own, within 2e-4 of `reach` and rounding."""
     if not ON_CARD:
         return same(fast, wanted)
     far = (fast.double() - wanted.double()).abs()
@@ -98,7 +98,7 @@ def test_amplified_non_determinism_scales_its_gradient_in_one_pass():
 
 @pytest.mark.parametrize("n", SIZES)
 def test_the_normals_are_those_of_the_generator_at_every_size(n):
-    """By far most of them to the last bits; where a card's logarithm is weak, near u = 1, to four digits."""
+    """By far most of them to the last bits; where a GPU's logarithm is weak, near u = 1, to four digits."""
     key = 0xFEDCBA9876543210 + n
     with fused():
         z = gpu.noise(torch.zeros(n, device=DEVICE), 1.0, key, relative=False)

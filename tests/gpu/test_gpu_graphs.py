@@ -164,7 +164,7 @@ def test_the_magnitude_acts_in_the_next_replay(site):
 
 
 def test_what_replays_did_is_measured():
-    """All that was struck before the capture is forgotten, so that only replays can have been measured."""
+    """All that was hit before the capture is forgotten, so that only replays can have been measured."""
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 512).cuda(), inputs(256)
     with st.inject(layer, "relative_gaussian:0.05@module.linear", allow_inert=True) as ledger:

@@ -1,6 +1,6 @@
-"""Weights made ready and formats without hooks: W4A4 and AQN the short way, against the ordinary one, on the device itself.
+"""Weights made ready and formats without hooks: W4A4 and AQN the fast path, against the ordinary one, on the device itself.
 
-The ordinary way is the same plan on the same model with every short way shut. On a CPU both are ordinary, and the tests hold.
+The general path is the same plan on the same model with every fast path shut. On a CPU both are ordinary, and the tests hold.
 """
 
 import copy
@@ -160,7 +160,7 @@ class Gated(torch.nn.Module):
         return self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x))
 
 
-@pytest.mark.skipif(not ON_CUDA, reason="the short way is a card's")
+@pytest.mark.skipif(not ON_CUDA, reason="the fast path is a GPU's")
 @torch.no_grad()
 def test_nothing_is_hooked_and_one_launch_makes_all_weights():
     from shaketable.faults.gpu import dispatch

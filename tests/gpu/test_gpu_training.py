@@ -1,4 +1,4 @@
-"""Training under noise on an accelerator: the short ways (products, shaken linears) agree with autograd functions.
+"""Training under noise on an accelerator: the fast paths (products, shaken linears) agree with autograd functions.
 
 Matrix products of the same numbers at other addresses may be rounded otherwise, so the two ways are compared closely and not
 bit by bit; another key would be off by the noise itself. Bits are compared on a CPU (tests/inject/test_products.py, test_pulled.py).
@@ -65,7 +65,7 @@ def close(a, b, dtype):
 
 @every_dtype
 @every_plan
-def test_the_short_way_is_the_ordinary_way(tiny_llama, prepared, plan, dtype):
+def test_the_short_way_is_the_general_path(tiny_llama, prepared, plan, dtype):
     model = tiny_llama.to(DEVICE, dtype).train()
     short, ledger = trained(model, plan)
     assert bool([launch for launch in prepared if launch]) == ON_CUDA
@@ -79,7 +79,7 @@ def test_the_short_way_is_the_ordinary_way(tiny_llama, prepared, plan, dtype):
 
 @every_plan
 def test_under_autocast_too(tiny_llama, prepared, plan):
-    """As `shaketable train` computes on a card: float32 weights, products in bfloat16."""
+    """As `shaketable train` computes on a GPU: float32 weights, products in bfloat16."""
     model = tiny_llama.to(DEVICE).train()
     with torch.autocast(DEVICE.split(":")[0], torch.bfloat16):
         short, ledger = trained(model, plan)
@@ -142,9 +142,9 @@ def test_biases(prepared):
     model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 48)).to(DEVICE)
     x = torch.randn(2, 5, 48, device=DEVICE, requires_grad=True)
     found = []
-    for card in (True, False):
+    for fast in (True, False):
         with pytest.MonkeyPatch.context() as patch, st.inject(model, PLANS[0], seed=3) as ledger:
-            if not card:
+            if not fast:
                 without_fast_path(patch)
             model.zero_grad()
             x.grad = None

@@ -115,17 +115,17 @@ def test_a_linear_costs_one_guard_and_a_layer_another():
 
 @torch.no_grad()
 def test_python_is_called_when_there_is_something_to_compute():
-    """New keys before the first strike and after its product; what the other layers read before the second layer's."""
+    """New keys before the first hit and after its product; what the other layers read before the second layer's."""
     net, made = model(layers=3), Recorder()
     injection = tabled(net)
     torch.compile(net, backend=made, fullgraph=True)(data())
     (nodes,), (names,) = made.graphs, made.names
     products = [node for node in nodes if "linear" in str(node.target)]
-    struck = [i for i, name in enumerate(names) if name.startswith("fused")]
+    hit = [i for i, name in enumerate(names) if name.startswith("fused")]
     begin, fill, copy = names.index("begin"), names.index("fill"), names.index("copy_rows")
     assert nodes[fill].args[-1] is products[0]
     assert nodes[copy].args[-1] is products[2]
-    assert begin < fill < struck[0] < struck[1] < copy < struck[2]
+    assert begin < fill < hit[0] < hit[1] < copy < hit[2]
     assert names[-1] == "tell"
     injection.close()
 

@@ -173,7 +173,7 @@ def test_a_pass_that_is_captured_says_nothing(monkeypatch, captured):
         begin = injection.begin_pass
         monkeypatch.setattr(injection, "begin_pass", lambda *how: replace(begin(*how), captured=captured))
         run(injection, model)
-        assert bool(injection.early.inert()) is not captured
+        assert bool(injection.inert_check.inert()) is not captured
 
 
 def test_a_magnitude_that_grows_until_it_shows():

@@ -124,8 +124,8 @@ def test_inductor_computes_what_is_told_in_one_kernel_per_layer():
     x = torch.randn(6, 32)
 
     def both(x, table):
-        struck = [torch.ops.shaketable.fused(x + i, table, 1, True, fused.EDITION) for i in range(3)]
-        return sum(y for y, _ in struck), torch.ops.shaketable.together([head for _, head in struck])
+        hit = [torch.ops.shaketable.fused(x + i, table, 1, True, fused.EDITION) for i in range(3)]
+        return sum(y for y, _ in hit), torch.ops.shaketable.together([head for _, head in hit])
 
     for a, b in zip(torch.compile(both)(x, row(5, 0.1)), both(x, row(5, 0.1)), strict=True):
         torch.testing.assert_close(a, b, equal_nan=True)

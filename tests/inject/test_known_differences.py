@@ -205,7 +205,7 @@ def both_ways(function, grad, plan):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_product_that_writes_to_a_tensor_is_struck_there_when_it_is_compiled(name):
+def test_a_product_that_writes_to_a_tensor_is_hit_there_when_it_is_compiled(name):
     (eager, expected), (ledger, y) = both_ways(WRITTEN[name], False, "gain:0.5@op.matmul")
     assert spots(eager) == {"matmul": (1, 0)}
     assert spots(ledger) == spots(eager)
@@ -237,7 +237,7 @@ LISTS = {
     "name",
     LISTS,
 )
-def test_gradients_of_tensors_in_a_list_are_struck_when_they_are_compiled(name):
+def test_gradients_of_tensors_in_a_list_are_hit_when_they_are_compiled(name):
     function, gradients = LISTS[name]
     (eager, _), (ledger, _) = both_ways(function, True, f"{NOISE}@op.matmul")
     assert spots(eager) == {"matmul": (1, gradients)}

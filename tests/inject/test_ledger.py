@@ -47,7 +47,7 @@ def test_save_and_load(tmp_path):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_news_of_a_fire_comes_after_the_ledger_has_it(monkeypatch, held):
-    """Whoever copies the ledger in the middle of a strike must learn that there is more."""
+    """Whoever copies the ledger in the middle of a fire must learn that there is more."""
     model = nn.Sequential(nn.Linear(16, 16))
     site = "module.linear,point=weight" if held else "module.linear"
     injection = Injection(Plan.load(f"relative_gaussian:0.05@{site}"), hold=held)

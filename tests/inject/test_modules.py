@@ -80,7 +80,7 @@ def test_only_the_first_tensor_of_an_output_is_changed(shape):
 
 @pytest.mark.parametrize("point", ["input", "output"])
 @pytest.mark.parametrize(("direction", "value", "slope"), [("forward", 3.0, 3.0), ("backward", 1.0, 3.0), ("both", 3.0, 9.0)])
-def test_a_point_is_struck_in_the_directions_that_are_asked_for(point, direction, value, slope):
+def test_a_point_is_hit_in_the_directions_that_are_asked_for(point, direction, value, slope):
     model, x = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False)), torch.ones(1, 1, requires_grad=True)
     nn.init.ones_(model[1].weight)
     with st.inject(model, f"gain:2@module.linear,point={point},direction={direction}") as ledger:

@@ -49,7 +49,7 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_is_struck_and_so_is_every_gradient_it_makes(name):
+def test_an_operator_is_hit_and_so_is_every_gradient_it_makes(name):
     function, gradients = OPERATORS[name]
     a, b = A.clone().requires_grad_(), (A + 1).requires_grad_()
     clean = function(a, b)
@@ -85,7 +85,7 @@ def test_names_bound_long_ago_are_met():
     assert ledger.forward == 1
 
 
-def test_out_and_in_place_forms_are_struck():
+def test_out_and_in_place_forms_are_hit():
     def into(a):
         out = torch.empty(4, 4)
         torch.mm(a, a, out=out)
@@ -195,7 +195,7 @@ def test_a_block_that_layers_share_belongs_to_the_layer_that_calls_it():
 
 
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.ReLU])
-def test_a_module_that_writes_into_its_input_is_struck_and_differentiable(kind):
+def test_a_module_that_writes_into_its_input_is_hit_and_differentiable(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), kind(inplace=True))
     clean = torch.autograd.grad(model(A).sum(), list(model.parameters()))
@@ -254,7 +254,7 @@ def test_an_rms_norm_written_out_in_python_is_one_operator(tiny_llama):
     assert (ledger.forward, ledger.backward) == (9, 18)
 
 
-def test_a_fused_rms_norm_module_is_struck_once():
+def test_a_fused_rms_norm_module_is_hit_once():
     model = nn.Sequential(nn.RMSNorm(4), nn.GELU(), nn.SiLU())
     with st.inject(model, PLAN) as ledger:
         model(A.clone().requires_grad_()).sum().backward()
@@ -274,7 +274,7 @@ def attend(q):
     return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-def test_fused_attention_is_struck_as_one_and_its_products_are_counted_as_hidden():
+def test_fused_attention_is_hit_as_one_and_its_products_are_counted_as_hidden():
     model = Body(attend)
     with st.inject(model, "relative_gaussian:0.1@op.sdpa") as ledger:
         assert not torch.equal(model(Q), attend(Q))
@@ -285,7 +285,7 @@ def test_fused_attention_is_struck_as_one_and_its_products_are_counted_as_hidden
     assert "not exposed" in str(ledger)
 
 
-def test_the_products_of_attention_are_struck_where_the_backend_exposes_them():
+def test_the_products_of_attention_are_hit_where_the_backend_exposes_them():
     model = Body(attend)
     with sdpa_kernel(SDPBackend.MATH), st.inject(model, PLAN) as ledger:
         q = Q.clone().requires_grad_()

@@ -1,6 +1,6 @@
-"""Weights made ready at the head of a pass, and formats on inputs without hooks: the card's way, tried on a CPU.
+"""Weights made ready at the head of a pass, and formats on inputs without hooks: the GPU's way, tried on a CPU.
 
-Kernels run in Triton's interpreter. What the ordinary way does is the same model without that: bits are compared.
+Kernels run in Triton's interpreter. What the general path does is the same model without that: bits are compared.
 """
 
 import copy
@@ -75,12 +75,12 @@ def kernels(monkeypatch):
 
 
 @pytest.fixture
-def card(monkeypatch, kernels):
-    """All that asks for a card is told that there is one."""
+def gpu(monkeypatch, kernels):
+    """All that asks for a GPU is told that there is one."""
     with monkeypatch.context() as patch:
         for module in (linear, fast_inputs, on_read):
             patch.setattr(module, "on_gpu", lambda module: True)
-        patch.setattr(prepared, "on_card", lambda parameter: True)
+        patch.setattr(prepared, "is_on_gpu", lambda parameter: True)
         patch.setattr(fast_inputs, "is_capturing", lambda: False)
         patch.setattr(fast_inputs, "_on_gpu", lambda x: type(x) is torch.Tensor)
         patch.setattr(attach.Attached, "_is_fast", lambda self, part, entry, tapped: part.module in self.anatomy.layers)
@@ -109,10 +109,10 @@ def launches(monkeypatch):
     return seen
 
 
-def both_ways(run, card):
-    """What a function gives on the card's way and on the ordinary one."""
+def both_ways(run, gpu):
+    """What a function gives on the GPU's way and on the ordinary one."""
     short = run()
-    card.undo()
+    gpu.undo()
     return short, run()
 
 
@@ -122,32 +122,32 @@ def told(injection):
 
 @torch.no_grad()
 @pytest.mark.parametrize("plan", [W4A4, W4, "mxfp4@module.linear,point=input", "fp8_e4m3@module.linear", "nvfp4@module.linear"])
-def test_values_counts_and_measurements_are_those_of_hooks(plan, card):
+def test_values_counts_and_measurements_are_those_of_hooks(plan, gpu):
     def run():
         net, injection = made(plan)
         found = [net(inputs(rows)) for rows in (3, 3, 5, 3, 3)]
         injection.close()
         return found, told(injection)
 
-    (short, ledger), (hooked, other) = both_ways(run, card)
+    (short, ledger), (hooked, other) = both_ways(run, gpu)
     assert all(torch.equal(a, b) for a, b in zip(short, hooked, strict=True))
     assert ledger == other
     assert ledger[0]["forward"] == 5 * 6 * (1 if "point" in plan else 2)
 
 
 @torch.no_grad()
-def test_one_launch_quantizes_all_weights_of_a_pass(card, launches):
+def test_one_launch_quantizes_all_weights_of_a_pass(gpu, launches):
     net, injection = made(W4)
     for n in range(3):
         net(inputs())
         assert launches["quantize_many"] == n
-    assert launches["quantize"] == 6, "the first pass went the ordinary way"
-    assert {len(group.entries) for group in injection.shelf_of(0)._groups.values()} == {6}, "what nobody reads is not made"
+    assert launches["quantize"] == 6, "the first pass went the general path"
+    assert {len(group.entries) for group in injection.prepared_of(0)._groups.values()} == {6}, "what nobody reads is not made"
     injection.close()
 
 
 @torch.no_grad()
-def test_a_weight_written_through_data_is_seen_in_the_next_pass(card):
+def test_a_weight_written_through_data_is_seen_in_the_next_pass(gpu):
     net, injection = made(W4A4)
     for _ in range(2):
         net(inputs())
@@ -159,7 +159,7 @@ def test_a_weight_written_through_data_is_seen_in_the_next_pass(card):
 
 @torch.no_grad()
 @pytest.mark.parametrize("plan", [W4, W4A4])
-def test_a_weight_that_is_written_moved_or_replaced_in_the_middle_of_a_pass_is_seen(plan, card):
+def test_a_weight_that_is_written_moved_or_replaced_in_the_middle_of_a_pass_is_seen(plan, gpu):
     def run():
         net, injection = made(plan)
         seen, last = [net(inputs()), net(inputs())], net.layers[1].down
@@ -178,14 +178,14 @@ def test_a_weight_that_is_written_moved_or_replaced_in_the_middle_of_a_pass_is_s
         injection.close()
         return seen, told(injection)
 
-    (short, ledger), (hooked, other) = both_ways(run, card)
+    (short, ledger), (hooked, other) = both_ways(run, gpu)
     assert all(torch.equal(a, b) for a, b in zip(short, hooked, strict=True))
     assert len({y.numpy().tobytes() for y in short}) >= 5
     assert ledger == other
 
 
 @torch.no_grad()
-def test_inside_a_rollout_weights_are_quantized_once(card, launches):
+def test_inside_a_rollout_weights_are_quantized_once(gpu, launches):
     net, injection = made(W4)
     net(inputs())
     with st.phase("rollout"):
@@ -201,7 +201,7 @@ def test_inside_a_rollout_weights_are_quantized_once(card, launches):
 
 
 @torch.no_grad()
-def test_only_this_thread_and_only_the_module_itself_read_the_ready_value(card):
+def test_only_this_thread_and_only_the_module_itself_read_the_ready_value(gpu):
     net, injection = made(W4)
     for _ in range(2):
         net(inputs())
@@ -223,7 +223,7 @@ def test_only_this_thread_and_only_the_module_itself_read_the_ready_value(card):
             peek_other.join()
         return forward(x, weight, bias)
 
-    card.setattr(nn.functional, "linear", inside)
+    gpu.setattr(nn.functional, "linear", inside)
     net(inputs(), peek)
     assert seen["own"] is not parameter
     assert seen["other"] is seen["between"] is seen["meanwhile"] is linear.weight is parameter
@@ -231,7 +231,7 @@ def test_only_this_thread_and_only_the_module_itself_read_the_ready_value(card):
 
 
 @torch.no_grad()
-def test_a_pass_of_another_thread_does_without(card, launches):
+def test_a_pass_of_another_thread_does_without(gpu, launches):
     net, injection = made(W4)
     for _ in range(2):
         expected = net(inputs())
@@ -256,7 +256,7 @@ def grad_free(net):
         return net(inputs())
 
 
-def test_passes_with_gradients_go_the_ordinary_way(card):
+def test_passes_with_gradients_take_the_general_path(gpu):
     def run():
         net, injection = made(W4A4)
         x = inputs().requires_grad_()
@@ -266,13 +266,13 @@ def test_passes_with_gradients_go_the_ordinary_way(card):
         injection.close()
         return seen, told(injection)
 
-    (short, ledger), (hooked, other) = both_ways(run, card)
+    (short, ledger), (hooked, other) = both_ways(run, gpu)
     assert all(torch.equal(a, b) for a, b in zip(short, hooked, strict=True))
     assert ledger == other
 
 
 @torch.no_grad()
-def test_an_exception_closes_the_pass(card):
+def test_an_exception_closes_the_pass(gpu):
     net, injection = made(W4A4, allow_inert=True)
     for _ in range(2):
         expected = net(inputs())
@@ -282,8 +282,8 @@ def test_an_exception_closes_the_pass(card):
 
     with pytest.raises(ZeroDivisionError):
         net(inputs(), fail)
-    shelf = injection.shelf_of(0)
-    assert shelf.frame is None and not any(group.frame for group in shelf._groups.values())
+    prepared = injection.prepared_of(0)
+    assert prepared.frame is None and not any(group.frame for group in prepared._groups.values())
     linear = net.layers[0].down
     assert linear.weight is linear._parameters["weight"]
     assert torch.equal(net(inputs()), expected)
@@ -291,7 +291,7 @@ def test_an_exception_closes_the_pass(card):
 
 
 @torch.no_grad()
-def test_off_is_clean_and_closing_leaves_no_trace(card):
+def test_off_is_clean_and_closing_leaves_no_trace(gpu):
     net = Stack().eval()
     clean = net(inputs())
     kinds = [type(m) for m in net.modules()]
@@ -317,7 +317,7 @@ def test_off_is_clean_and_closing_leaves_no_trace(card):
 
 
 @torch.no_grad()
-def test_switched_off_in_the_middle_of_a_pass(card):
+def test_switched_off_in_the_middle_of_a_pass(gpu):
     def run():
         net, injection = made(W4A4)
         grad_free(net), grad_free(net)
@@ -325,7 +325,7 @@ def test_switched_off_in_the_middle_of_a_pass(card):
         injection.close()
         return seen, told(injection)
 
-    (short, ledger), (hooked, other) = both_ways(run, card)
+    (short, ledger), (hooked, other) = both_ways(run, gpu)
     assert torch.equal(short, hooked)
     assert ledger == other
 
@@ -342,7 +342,7 @@ def test_switched_off_in_the_middle_of_a_pass(card):
         (W4A4, f"{SHIFT};mxfp4@module.rmsnorm,point=weight"),
     ],
 )
-def test_two_plans_on_the_same_linears_come_off_in_any_order(plans, order, card):
+def test_two_plans_on_the_same_linears_come_off_in_any_order(plans, order, gpu):
     def run():
         net = Stack().eval()
         seen = [net(inputs())]
@@ -355,13 +355,13 @@ def test_two_plans_on_the_same_linears_come_off_in_any_order(plans, order, card)
         assert torch.equal(seen[0], seen[-1])
         return seen, [told(injection) for injection in both]
 
-    (short, ledgers), (hooked, others) = both_ways(run, card)
+    (short, ledgers), (hooked, others) = both_ways(run, gpu)
     assert all(torch.equal(a, b) for a, b in zip(short, hooked, strict=True))
     assert ledgers == others
 
 
 @torch.no_grad()
-def test_linears_that_share_an_input_share_its_quantization(card, launches):
+def test_linears_that_share_an_input_share_its_quantization(gpu, launches):
     net, injection = made("mxfp4@module.linear,point=input")
     net(inputs())
     before = launches["quantize"]
@@ -372,7 +372,7 @@ def test_linears_that_share_an_input_share_its_quantization(card, launches):
 
 
 @torch.no_grad()
-def test_an_input_written_to_between_two_linears_is_quantized_again(card):
+def test_an_input_written_to_between_two_linears_is_quantized_again(gpu):
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -393,12 +393,12 @@ def test_an_input_written_to_between_two_linears_is_quantized_again(card):
         injection.close()
         return seen
 
-    short, hooked = both_ways(run, card)
+    short, hooked = both_ways(run, gpu)
     assert all(torch.equal(a, b) for a, b in zip(short, hooked, strict=True))
 
 
 @torch.no_grad()
-def test_a_compiled_model_has_the_same_weights(card):
+def test_a_compiled_model_has_the_same_weights(gpu):
     net, injection = made(W4A4)
     expected = net(inputs())
     net.compile(backend="aot_eager")
@@ -435,7 +435,7 @@ class Odd(nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("fault", ["mxfp4", "rms_gaussian:0.1"])
-def test_reads_that_repeat_and_gradients_in_the_middle_of_a_pass(fault, hold, card):
+def test_reads_that_repeat_and_gradients_in_the_middle_of_a_pass(fault, hold, gpu):
     def run():
         net, injection = made(f"{fault}@module.Careful+linear+rmsnorm,point=weight", hold=hold, net=Odd())
         with st.phase("rollout"):
@@ -443,7 +443,7 @@ def test_reads_that_repeat_and_gradients_in_the_middle_of_a_pass(fault, hold, ca
         injection.close()
         return seen, [{k: site[k] for k in ("forward", "backward", "phases", "layers")} for site in told(injection)]
 
-    (short, ledger), (hooked, other) = both_ways(run, card)
+    (short, ledger), (hooked, other) = both_ways(run, gpu)
     for a, b in zip(short, hooked, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert ledger == other
@@ -451,7 +451,7 @@ def test_reads_that_repeat_and_gradients_in_the_middle_of_a_pass(fault, hold, ca
 
 @torch.no_grad()
 @pytest.mark.parametrize("plan", [W4A4, f"{AQN},phase=rollout"])
-def test_modules_that_are_called_outside_of_a_pass_are_struck(plan, card):
+def test_modules_that_are_called_outside_of_a_pass_are_hit(plan, gpu):
     def run():
         net, injection = made(plan, hold=AQN in plan)
         seen = []
@@ -461,7 +461,7 @@ def test_modules_that_are_called_outside_of_a_pass_are_struck(plan, card):
         injection.close()
         return seen, injection.ledger.forward
 
-    (short, fires), (hooked, others) = both_ways(run, card)
+    (short, fires), (hooked, others) = both_ways(run, gpu)
     for a, b in zip(short, hooked, strict=True):
         torch.testing.assert_close(a, b)
     assert fires == others
@@ -472,7 +472,7 @@ def test_modules_that_are_called_outside_of_a_pass_are_struck(plan, card):
 
 @torch.no_grad()
 @pytest.mark.parametrize("fault", ["rms_gaussian", "absolute_gaussian", "relative_gaussian"])
-def test_held_noise_is_that_of_the_ordinary_way(fault, card, launches):
+def test_held_noise_is_that_of_the_general_path(fault, gpu, launches):
     def run():
         net, injection = made(f"{fault}:0.1@module.rmsnorm,point=weight,phase=rollout", hold=True)
         seen = []
@@ -484,7 +484,7 @@ def test_held_noise_is_that_of_the_ordinary_way(fault, card, launches):
         injection.close()
         return seen, injection
 
-    (short, injection), (hooked, other) = both_ways(run, card)
+    (short, injection), (hooked, other) = both_ways(run, gpu)
     for a, b in zip(short, hooked, strict=True):
         torch.testing.assert_close(a, b)
     assert launches["draw_many"] == 2, "the first draw is made one by one"
@@ -496,7 +496,7 @@ def test_held_noise_is_that_of_the_ordinary_way(fault, card, launches):
 
 
 @torch.no_grad()
-def test_a_forward_in_the_held_state_draws_nothing_and_sees_every_change(card, launches):
+def test_a_forward_in_the_held_state_draws_nothing_and_sees_every_change(gpu, launches):
     net, injection = made(f"{AQN},phase=rollout", hold=True)
     net.generate()
     with st.phase("rollout"):
@@ -517,7 +517,7 @@ def test_a_forward_in_the_held_state_draws_nothing_and_sees_every_change(card, l
 
 
 @torch.no_grad()
-def test_a_draw_that_nobody_reads_is_not_counted(card):
+def test_a_draw_that_nobody_reads_is_not_counted(gpu):
     net, injection = made(f"{AQN},phase=rollout", hold=True)
     net.generate()
     assert injection.ledger.forward == 2
@@ -531,7 +531,7 @@ def test_a_draw_that_nobody_reads_is_not_counted(card):
 
 
 @torch.no_grad()
-def test_noisy_weights_stay_at_one_address(card):
+def test_noisy_weights_stay_at_one_address(gpu):
     """Captured graphs go on reading there."""
     net, injection = made(f"{AQN},phase=rollout", hold=True)
     tap = injection.models[0].weights[0][1].tap
@@ -544,7 +544,7 @@ def test_noisy_weights_stay_at_one_address(card):
 
 
 @torch.no_grad()
-def test_a_step_and_its_rollout_ask_the_card_once_and_write_no_table(card, launches, monkeypatch):
+def test_a_step_and_its_rollout_ask_the_gpu_once_and_write_no_table(gpu, launches, monkeypatch):
     """AQN as a training has it: each wait stops a host that should run ahead, and a table would be written in Python."""
     net = Stack().eval()
     asked, tables, tolist, laid_out = [], [], torch.Tensor.tolist, batched.Drawn.__init__
@@ -578,7 +578,7 @@ class Square(nn.Module):
 
 
 @torch.no_grad()
-def test_weights_that_are_written_turned_or_moved_between_rollouts_or_in_them_are_seen(card, launches):
+def test_weights_that_are_written_turned_or_moved_between_rollouts_or_in_them_are_seen(gpu, launches):
     def run():
         net, injection = made("rms_gaussian:0.1@module.linear,point=weight,phase=rollout", hold=True, net=Square())
         seen, weight = [], net.a.weight
@@ -607,7 +607,7 @@ def test_weights_that_are_written_turned_or_moved_between_rollouts_or_in_them_ar
         injection.close()
         return seen, injection
 
-    (short, injection), (hooked, other) = both_ways(run, card)
+    (short, injection), (hooked, other) = both_ways(run, gpu)
     for n, (a, b) in enumerate(zip(short, hooked, strict=True)):
         torch.testing.assert_close(a, b, msg=lambda found, n=n: f"{n}: {found}")
     assert launches["draw_many"] >= 10
@@ -617,8 +617,8 @@ def test_weights_that_are_written_turned_or_moved_between_rollouts_or_in_them_ar
 
 
 @torch.no_grad()
-def test_a_resumed_run_draws_the_same_noise(card):
-    """Keys are made on the card from the moment and the place: of the step, and not of how often was drawn before."""
+def test_a_resumed_run_draws_the_same_noise(gpu):
+    """Keys are made on the GPU from the moment and the place: of the step, and not of how often was drawn before."""
 
     def rollouts(steps):
         net, injection = made(f"{AQN},phase=rollout", hold=True, allow_inert=True)

@@ -36,7 +36,7 @@ def test_a_first_look_without_gradients_costs_no_gradient():
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0))
 
 
-def test_a_weight_that_is_not_read_is_not_struck():
+def test_a_weight_that_is_not_read_is_not_hit():
     layer = Idle(4, 4)
     with st.inject(layer, "gain:1@module.Idle,point=weight", allow_inert=True) as ledger:
         layer(torch.ones(1, 4))

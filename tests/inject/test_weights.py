@@ -123,7 +123,7 @@ class TwoExperts(nn.Module):
         return x @ self.up[0] @ self.down[0]
 
 
-def test_each_weight_of_a_module_is_struck_once_and_by_itself():
+def test_each_weight_of_a_module_is_hit_once_and_by_itself():
     model, x = TwoExperts(), torch.ones(1, 4)
     clean = model(x)
     with st.inject(model, "gain:1@module.linear,point=weight") as ledger:

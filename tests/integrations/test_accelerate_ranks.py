@@ -62,7 +62,7 @@ def test_one_idle_rank_is_the_same_error_on_all(launched):
     assert first["error"].startswith("rank 1: ") and "never fired" in first["error"] and "rank 0" not in first["error"]
 
 
-def test_one_rank_that_is_never_struck_stops_all_after_the_first_step(launched):
+def test_one_rank_that_is_never_hit_stops_all_after_the_first_step(launched):
     (first, second), _, _ = launched
     assert first["early"] == second["early"]
     error, steps = first["early"]

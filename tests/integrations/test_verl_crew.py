@@ -14,12 +14,12 @@ import shaketable as st
 from shaketable.errors import InertError, ShaketableError
 from shaketable.inject.hooks import checkpointing
 from shaketable.inject.injection import Injection
-from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report, read_reports
-from shaketable.integrations.verl.workers import Crew
+from shaketable.integrations.verl.workers import VerlWorkers
 
-ORDERS = Orders(plan="gain:0.1@module.linear,phase=rollout+train", seed=1)
-BACKWARD = Orders(plan="gain:0.1@op.matmul,direction=backward,phase=train")
+ORDERS = Instructions(plan="gain:0.1@module.linear,phase=rollout+train", seed=1)
+BACKWARD = Instructions(plan="gain:0.1@op.matmul,direction=backward,phase=train")
 PHASE = {"sampler": "rollout", "actor": "train"}
 
 
@@ -34,15 +34,15 @@ def closed_in_the_end():
 class Worker:
     """A worker with a model of one norm and one linear, that reports as verl's do."""
 
-    def __init__(self, folder, role="sampler", rank=0, orders=ORDERS):
+    def __init__(self, folder, role="sampler", rank=0, instructions=ORDERS):
         self.model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4))
         self.role, self.injection, self.noise = role, None, None
-        if orders.plan is not None:
-            self.injection = Injection(st.Plan.parse(orders.plan, seed=orders.seed), rank=rank, allow_inert=True)
+        if instructions.plan is not None:
+            self.injection = Injection(st.Plan.parse(instructions.plan, seed=instructions.seed), rank=rank, allow_inert=True)
             self.injection.attach(self.model)
-        if orders.aqn is not None:
-            self.noise = st.AQN.load(orders.aqn).attach(self.model, orders.total_steps, rank=rank, allow_inert=True)
-        self.state = {"rank": rank, "orders": orders.digest(), "step": 0, "phase": "rollout", "written": 0}
+        if instructions.aqn is not None:
+            self.noise = st.AQN.load(instructions.aqn).attach(self.model, instructions.total_steps, rank=rank, allow_inert=True)
+        self.state = {"rank": rank, "instructions": instructions.digest(), "step": 0, "phase": "rollout", "written": 0}
         self.file = Report(folder, role, self.report)
 
     def report(self):
@@ -64,19 +64,19 @@ class Worker:
 
 
 class Run:
-    """A crew and its workers, who answer whenever they are asked."""
+    """A workers and its workers, who answer whenever they are asked."""
 
-    def __init__(self, folder, orders, size=1):
-        self.crew = Crew(folder, orders, size, patience=0)
-        self.workers = [Worker(folder, role, rank, orders[role]) for role in orders for rank in range(size)]
+    def __init__(self, folder, instructions, size=1):
+        self.workers = VerlWorkers(folder, instructions, size, patience=0)
+        self.workers = [Worker(folder, role, rank, instructions[role]) for role in instructions for rank in range(size)]
         self.mark = 0
 
     def read(self):
         self.mark += 1
         for worker in self.workers:
             worker.file.flush(self.mark)
-        self.crew.read(self.mark)
-        return self.crew
+        self.workers.read(self.mark)
+        return self.workers
 
     def step(self, *trained):
         return self.read().after_step(trained or ("forward", "backward"))
@@ -88,7 +88,7 @@ class Run:
 def test_all_there(tmp_path):
     run = Run(tmp_path, {"sampler": ORDERS, "actor": ORDERS}, size=2)
     run.read().check_in()
-    run.crew.check_samplers(step=0, phase="rollout")
+    run.workers.check_samplers(step=0, phase="rollout")
     for worker in run.workers:
         worker.work(3)
     first = run.step()
@@ -97,7 +97,7 @@ def test_all_there(tmp_path):
     for worker in run.workers[1:]:
         worker.work()
     assert run.step()["shaketable/sampler/forward"] == 1, "since the last time"
-    assert run.crew.after_validation() == 0
+    assert run.workers.after_validation() == 0
     body = run.finish()
     assert body["merged"]["sampler.plan"]["forward"] == 7
     assert body == json.loads((tmp_path / "ledger.json").read_text())
@@ -107,27 +107,27 @@ def test_all_there(tmp_path):
 
 
 def test_a_worker_that_never_reported_stops_the_run(tmp_path):
-    crew = Crew(tmp_path, {"sampler": ORDERS}, size=2, patience=0)
+    workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=2, patience=0)
     Worker(tmp_path).file.flush(1)
     with pytest.raises(ShaketableError, match="1 of 2 samplers reported"):
-        crew.read(1)
+        workers.read(1)
 
 
 def test_a_worker_that_does_not_answer_stops_the_run(tmp_path):
     """What it said before is what was, not what is."""
-    crew = Crew(tmp_path, {"sampler": ORDERS}, size=2, patience=0)
+    workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=2, patience=0)
     for rank in range(2):
         Worker(tmp_path, rank=rank).file.flush(1 - rank)
     with pytest.raises(ShaketableError, match=r"sampler 1 \(pid \d+\) was told to report, and did not"):
-        crew.read(1)
+        workers.read(1)
 
 
 def test_reports_may_be_late(tmp_path):
-    crew = Crew(tmp_path, {"sampler": ORDERS}, size=1, patience=60)
+    workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=1, patience=60)
     late = threading.Timer(0.3, lambda: Worker(tmp_path).file.flush(1))
     late.start()
-    crew.read(1)
-    assert len(crew.now["sampler"]) == 1
+    workers.read(1)
+    assert len(workers.now["sampler"]) == 1
     late.join()
 
 
@@ -149,12 +149,12 @@ def test_a_file_that_is_being_replaced_is_read_again(tmp_path, monkeypatch, numb
         assert len(read_reports(tmp_path)) == 1
 
 
-def test_a_worker_with_other_orders_stops_the_run(tmp_path):
-    crew = Crew(tmp_path, {"sampler": ORDERS}, size=1)
-    Worker(tmp_path, orders=ORDERS.model_copy(update={"seed": 2}))
-    crew.read(0)
-    with pytest.raises(ShaketableError, match=r"sampler 0 \(pid \d+\) acts on orders \w+ and was given \w+"):
-        crew.check_in()
+def test_a_worker_with_other_instructions_stops_the_run(tmp_path):
+    workers = VerlWorkers(tmp_path, {"sampler": ORDERS}, size=1)
+    Worker(tmp_path, instructions=ORDERS.model_copy(update={"seed": 2}))
+    workers.read(0)
+    with pytest.raises(ShaketableError, match=r"sampler 0 \(pid \d+\) acts on instructions \w+ and was given \w+"):
+        workers.check_in()
 
 
 def test_a_worker_that_a_call_did_not_reach_stops_the_run(tmp_path):
@@ -165,9 +165,9 @@ def test_a_worker_that_a_call_did_not_reach_stops_the_run(tmp_path):
 
 
 def test_a_folder_of_another_run_is_not_used_again(tmp_path):
-    Crew(tmp_path, {"sampler": ORDERS}, size=1)
+    VerlWorkers(tmp_path, {"sampler": ORDERS}, size=1)
     with pytest.raises(ShaketableError, match="holds the ledgers of another run"):
-        Crew(tmp_path, {"sampler": ORDERS}, size=1)
+        VerlWorkers(tmp_path, {"sampler": ORDERS}, size=1)
 
 
 # ---- each step is proven by itself
@@ -179,42 +179,44 @@ def test_an_idle_worker_after_a_step(tmp_path, role, fails):
     run = Run(tmp_path, {role: ORDERS}, size=2)
     run.workers[0].work()
     if fails:
-        with pytest.raises(InertError, match=f"{role} 1 .* struck nothing in a whole step"):
+        with pytest.raises(InertError, match=f"{role} 1 .* fired nowhere in a whole step"):
             run.step()
     else:
         run.step()
-    with pytest.raises(InertError, match=f"{role} 1 .* struck nothing"):
+    with pytest.raises(InertError, match=f"{role} 1 .* fired nowhere"):
         run.finish()
 
 
 @pytest.mark.parametrize("role", ["sampler", "actor"])
 @pytest.mark.parametrize("what", ["plan", "aqn"])
 def test_who_goes_silent_in_a_later_step_stops_the_run(tmp_path, role, what):
-    orders = ORDERS if what == "plan" else Orders(aqn="constant:0.1,where=both", total_steps=3)
-    run = Run(tmp_path, {role: orders}, size=2)
+    instructions = ORDERS if what == "plan" else Instructions(aqn="constant:0.1,where=both", total_steps=3)
+    run = Run(tmp_path, {role: instructions}, size=2)
     for worker in run.workers:
         worker.work()
     run.step()
-    with pytest.raises(InertError, match=f"{role} 0 .* struck nothing in a whole step"):
+    with pytest.raises(InertError, match=f"{role} 0 .* fired nowhere in a whole step"):
         run.step()
 
 
 def test_one_clause_that_goes_silent_stops_the_run(tmp_path):
-    run = Run(tmp_path, {"sampler": Orders(plan="gain:0.1@module.linear,phase=rollout;gain:0.2@module.rmsnorm,phase=rollout")})
+    run = Run(
+        tmp_path, {"sampler": Instructions(plan="gain:0.1@module.linear,phase=rollout;gain:0.2@module.rmsnorm,phase=rollout")}
+    )
     run.workers[0].work()
     run.step()
     run.workers[0].model[0] = nn.Identity()
     run.workers[0].work()
-    with pytest.raises(InertError, match=r"has gain:0.2@module.rmsnorm,phase=rollout on and struck nothing"):
+    with pytest.raises(InertError, match=r"has gain:0.2@module.rmsnorm,phase=rollout on and fired nowhere"):
         run.step()
 
 
 def test_aqn_is_due_where_sigma_is_above_0(tmp_path):
     """The first third of this schedule is silent."""
-    run = Run(tmp_path, {"sampler": Orders(aqn="global_decay:0.2-0.1,stages=3", total_steps=3)})
+    run = Run(tmp_path, {"sampler": Instructions(aqn="global_decay:0.2-0.1,stages=3", total_steps=3)})
     assert run.step()["shaketable/sigma"] == 0
     run.workers[0].noise.step = 1
-    with pytest.raises(InertError, match=r"sampler 0 .* has AQN on and struck nothing"):
+    with pytest.raises(InertError, match=r"sampler 0 .* has AQN on and fired nowhere"):
         run.step()
     run.workers[0].work()
     assert run.step()["shaketable/sigma"] == pytest.approx(0.2)
@@ -226,7 +228,7 @@ def test_a_backward_is_due_when_there_was_an_update(tmp_path):
     run.workers[0].work()
     run.step("forward")
     run.finish()
-    with pytest.raises(InertError, match=r"actor 0 .* struck nothing in a whole step"):
+    with pytest.raises(InertError, match=r"actor 0 .* fired nowhere in a whole step"):
         run.step("forward", "backward")
     run.workers[0].work(backward=True)
     assert run.step("forward", "backward")["shaketable/actor/backward"] > 0
@@ -234,7 +236,7 @@ def test_a_backward_is_due_when_there_was_an_update(tmp_path):
 
 @pytest.mark.parametrize("plan", ["gain:0@module.linear,phase=rollout", "gain:0.1@module.linear,phase=eval"])
 def test_what_could_not_act_is_not_asked_for(tmp_path, plan):
-    run = Run(tmp_path, {"sampler": Orders(plan=plan)})
+    run = Run(tmp_path, {"sampler": Instructions(plan=plan)})
     run.workers[0].work()
     run.step()
     run.finish()
@@ -242,7 +244,7 @@ def test_what_could_not_act_is_not_asked_for(tmp_path, plan):
 
 def test_a_run_without_a_step_is_no_error(tmp_path):
     """`val_only`, or a run that was complete when it was resumed."""
-    aqn = Orders(plan=ORDERS.plan, aqn="constant:0.1", total_steps=3)
+    aqn = Instructions(plan=ORDERS.plan, aqn="constant:0.1", total_steps=3)
     run = Run(tmp_path, {"sampler": aqn, "actor": ORDERS})
     run.read().check_clean()
     assert run.read().after_validation() == 0
@@ -254,21 +256,19 @@ def test_a_run_without_a_step_is_no_error(tmp_path):
     "plan", ["dead_zone:1e-30,scope=token@module.linear", "gain:0.1@module.rmsnorm;saturation:2@module.linear"]
 )
 def test_a_clause_that_changed_nothing_is_an_error_after_the_step(tmp_path, role, plan):
-    run = Run(tmp_path, {role: Orders(plan=f"{plan},phase={PHASE[role]}")}, size=2)
+    run = Run(tmp_path, {role: Instructions(plan=f"{plan},phase={PHASE[role]}")}, size=2)
     for worker in run.workers:
         worker.work(40)
-    with pytest.raises(
-        InertError, match=rf"{role}s: {plan.split(';')[-1].split(':')[0]}.* struck 80 times and changed no value"
-    ):
+    with pytest.raises(InertError, match=rf"{role}s: {plan.split(';')[-1].split(':')[0]}.* hit 80 times and changed no value"):
         run.step()
 
 
 def test_aqn_that_rounding_swallows_is_an_error_after_the_step_if_sigma_never_changes(tmp_path):
     for aqn, fails in (("constant:1e-12", True), ("epoch_aware:1e-12-1e-13", False)):
-        run = Run(tmp_path / aqn[:8], {"sampler": Orders(aqn=aqn, total_steps=3)})
+        run = Run(tmp_path / aqn[:8], {"sampler": Instructions(aqn=aqn, total_steps=3)})
         run.workers[0].work(100)
         if fails:
-            with pytest.raises(InertError, match="struck 100 times and changed no value"):
+            with pytest.raises(InertError, match="hit 100 times and changed no value"):
                 run.step()
         else:
             run.step()
@@ -276,7 +276,7 @@ def test_aqn_that_rounding_swallows_is_an_error_after_the_step_if_sigma_never_ch
 
 @pytest.mark.parametrize("plan", ["bit_flip:1e-7@module.linear", "saturation:60000,scope=absolute@module.linear"])
 def test_a_clause_that_may_still_change_something_is_judged_at_the_end(tmp_path, plan):
-    run = Run(tmp_path, {"sampler": Orders(plan=f"{plan},phase=rollout")})
+    run = Run(tmp_path, {"sampler": Instructions(plan=f"{plan},phase=rollout")})
     run.workers[0].work(40)
     run.step()
     with pytest.raises(InertError, match=r"samplers: .* changed no value"):
@@ -284,14 +284,14 @@ def test_a_clause_that_may_still_change_something_is_judged_at_the_end(tmp_path,
 
 
 def test_one_worker_whose_values_change_proves_the_clause(tmp_path):
-    run = Run(tmp_path, {"sampler": Orders(plan="saturation:2@module.linear,phase=rollout")}, size=2)
+    run = Run(tmp_path, {"sampler": Instructions(plan="saturation:2@module.linear,phase=rollout")}, size=2)
     run.workers[1].injection.set_magnitude(0.5)
     for worker in run.workers:
         worker.work(40)
     run.step()
     run.workers[0].work(40)
     run.step()
-    assert ("sampler", "plan") in run.crew._proven
+    assert ("sampler", "plan") in run.workers._proven
 
 
 def test_an_error_is_that_of_the_step(tmp_path):
@@ -302,11 +302,11 @@ def test_an_error_is_that_of_the_step(tmp_path):
     run.workers[0].work()
     assert run.step()["shaketable/sampler/measured_error"] == pytest.approx(0.4)
     run.workers[0].work()
-    assert "shaketable/sampler/measured_error" not in run.step(), "the third strike is not measured"
+    assert "shaketable/sampler/measured_error" not in run.step(), "the third hit is not measured"
 
 
 def test_the_error_of_aqn_is_that_of_the_step(tmp_path):
-    run = Run(tmp_path, {"sampler": Orders(aqn="epoch_aware:0.4-0.4+0.01-0.01", total_steps=2)})
+    run = Run(tmp_path, {"sampler": Instructions(aqn="epoch_aware:0.4-0.4+0.01-0.01", total_steps=2)})
     errors = []
     for step in range(2):
         run.workers[0].noise.step = step
@@ -320,8 +320,8 @@ def test_the_error_of_aqn_is_that_of_the_step(tmp_path):
 
 @pytest.mark.parametrize("what", ["plan", "aqn"])
 def test_a_validation_that_was_not_clean_stops_the_run(tmp_path, what):
-    orders = ORDERS if what == "plan" else Orders(aqn="constant:0.1")
-    run = Run(tmp_path, {"sampler": orders})
+    instructions = ORDERS if what == "plan" else Instructions(aqn="constant:0.1")
+    run = Run(tmp_path, {"sampler": instructions})
     report = run.workers[0].report
     run.workers[0].work()
 
@@ -332,7 +332,7 @@ def test_a_validation_that_was_not_clean_stops_the_run(tmp_path, what):
         return found
 
     run.workers[0].file.ask = as_if_validating
-    with pytest.raises(ShaketableError, match=r"struck 1 times in a validation that was to be without it"):
+    with pytest.raises(ShaketableError, match=r"hit 1 times in a validation that was to be without it"):
         run.read().after_validation()
 
 
@@ -342,14 +342,14 @@ def test_weights_that_are_not_clean_before_a_validation_stop_the_run(tmp_path):
     run.workers[0].state["written"] = 3
     with pytest.raises(ShaketableError, match=r"sampler 0 .* is to validate, and 3 of its weights hold a fault"):
         run.read().check_clean()
-    asked = Run(tmp_path / "asked", {"sampler": Orders(plan="gain:0.1@module.linear,point=weight,phase=eval")})
+    asked = Run(tmp_path / "asked", {"sampler": Instructions(plan="gain:0.1@module.linear,point=weight,phase=eval")})
     asked.workers[0].state["written"] = 3
     asked.read().check_clean()
 
 
 def test_a_noisy_validation_that_was_asked_for_is_proven(tmp_path):
-    run = Run(tmp_path, {"sampler": Orders(plan="gain:0.1@module.linear,phase=rollout+eval")})
+    run = Run(tmp_path, {"sampler": Instructions(plan="gain:0.1@module.linear,phase=rollout+eval")})
     run.workers[0].work(2, phase="eval")
     assert run.read().after_validation() == 2
-    with pytest.raises(InertError, match="struck nothing in a whole validation"):
+    with pytest.raises(InertError, match="fired nowhere in a whole validation"):
         run.read().after_validation()

@@ -1,4 +1,4 @@
-"""What a config of verl asks for: read, checked before anything starts, and turned into the orders of samplers and actors."""
+"""What a config of verl asks for: read, checked before anything starts, and turned into the instructions of samplers and actors."""
 
 import json
 import re
@@ -44,27 +44,28 @@ def test_a_config_without_our_keys_asks_nothing(tmp_path):
 )
 def test_plan_in_says_who_is_shaken_and_never_validation(tmp_path, plan_in, phase, roles):
     made = shaking(tmp_path, plan=NOISE, plan_in=plan_in, seed=7)
-    orders = {role: made.orders(role, 10) for role in ("sampler", "actor")}
-    assert [role for role, found in orders.items() if found] == roles
+    instructions = {role: made.instructions(role, 10) for role in ("sampler", "actor")}
+    assert [role for role, found in instructions.items() if found] == roles
     for role in roles:
-        assert orders[role].plan == f"{NOISE},phase={phase}"
-        assert (orders[role].seed, orders[role].total_steps) == (7, 10)
+        assert instructions[role].plan == f"{NOISE},phase={phase}"
+        assert (instructions[role].seed, instructions[role].total_steps) == (7, 10)
 
 
 def test_each_role_has_the_clauses_that_act_in_it(tmp_path):
     made = shaking(tmp_path, plan=f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3;gain:0.1@layer.1,phase=eval")
-    assert made.orders("actor", 1).plan == f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3,phase=rollout+train"
+    assert made.instructions("actor", 1).plan == f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3,phase=rollout+train"
     assert (
-        made.orders("sampler", 1).plan == "dead_zone:0.01,scope=token@layer.3,phase=rollout+train;gain:0.1@layer.1,phase=eval"
+        made.instructions("sampler", 1).plan
+        == "dead_zone:0.01,scope=token@layer.3,phase=rollout+train;gain:0.1@layer.1,phase=eval"
     )
 
 
 def test_aqn_is_the_samplers_and_of_actors_when_it_says_so(tmp_path):
     made = shaking(tmp_path, aqn=EPOCHS, seed=3)
-    assert made.orders("actor", 4) is None
-    assert made.orders("sampler", 4).aqn == f"{EPOCHS},seed=3"
+    assert made.instructions("actor", 4) is None
+    assert made.instructions("sampler", 4).aqn == f"{EPOCHS},seed=3"
     both = shaking(tmp_path, aqn="constant:0.01,form=output,where=both")
-    assert both.orders("actor", 4).aqn == both.orders("sampler", 4).aqn
+    assert both.instructions("actor", 4).aqn == both.instructions("sampler", 4).aqn
 
 
 def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
@@ -88,24 +89,24 @@ def test_a_schedule_that_is_silent_at_every_step_is_an_error(tmp_path):
 def test_the_keys_of_the_origin_are_read(tmp_path):
     keys = {"noisy_ops": {"enabled": True, "error_scale": 0.05, "error_type": "relative_gaussian"}}
     made = shaking_of(config(tmp_path, trainer=keys, shaketable={"seed": 5}), {})
-    assert made.orders("sampler", 1).plan == made.orders("actor", 1).plan == f"{NOISE},phase=rollout+train"
-    assert made.orders("sampler", 1).seed == 5
+    assert made.instructions("sampler", 1).plan == made.instructions("actor", 1).plan == f"{NOISE},phase=rollout+train"
+    assert made.instructions("sampler", 1).seed == 5
     assert any(line.startswith("trainer.noisy_ops") for line in made.lines)
     environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
-    assert shaking_of(config(tmp_path), environ).orders("actor", 1).plan == f"{NOISE},phase=rollout+train"
+    assert shaking_of(config(tmp_path), environ).instructions("actor", 1).plan == f"{NOISE},phase=rollout+train"
 
 
 def test_a_sampler_has_no_backward(tmp_path):
     back = f"{NOISE},direction=backward"
     made = shaking(tmp_path, plan=back)
-    assert made.orders("sampler", 1) is None, "an order without clauses is no order"
-    assert made.orders("actor", 1).plan == f"{back},phase=train"
+    assert made.instructions("sampler", 1) is None, "an order without clauses is no order"
+    assert made.instructions("actor", 1).plan == f"{back},phase=train"
     made = shaking(tmp_path, plan=f"{back},phase=rollout+train;gain:0.1@layer.1")
-    assert made.orders("sampler", 1).plan == "gain:0.1@layer.1,phase=rollout+train"
+    assert made.instructions("sampler", 1).plan == "gain:0.1@layer.1,phase=rollout+train"
     environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_BACKWARD_ONLY": "1"}
     origin = shaking_of(config(tmp_path), environ)
-    assert origin.orders("sampler", 1) is None
-    assert origin.orders("actor", 1).plan == f"{back},phase=train"
+    assert origin.instructions("sampler", 1) is None
+    assert origin.instructions("actor", 1).plan == f"{back},phase=train"
     for keys in ({"plan": f"{back},phase=rollout"}, {"plan": back, "plan_in": "rollout"}):
         with pytest.raises(ShaketableError, match="would never act: a sampler has no backward"):
             shaking(tmp_path, **keys)
@@ -215,7 +216,7 @@ def test_the_defaults_of_the_example_fit_together():
         ),
         (
             {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config={"shaketable": {"plan": NOISE}})},
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config orders a plan",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config asks for a plan",
         ),
         ({"shaketable": {"plan": NOISE}, "deadzone": {"enabled": True, "layer": 3, "threshold": 0.01}}, "shaketable.* and "),
     ],
@@ -231,7 +232,7 @@ def test_aqn_alone_does_not_care_how_the_actor_is_sharded(tmp_path):
 
 
 def test_two_ways_of_ordering_are_an_error(tmp_path):
-    with pytest.raises(ShaketableError, match="the environment orders"):
+    with pytest.raises(ShaketableError, match="the environment instructions"):
         shaking(tmp_path, {"SHAKETABLE_PLAN": NOISE}, plan=NOISE)
 
 
@@ -271,9 +272,9 @@ def test_configs_are_read_without_torch():
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_driver_whose_trainer_left_no_orders_ends_with_3(tmp_path, is_there):
+def test_a_driver_whose_trainer_left_no_instructions_ends_with_3(tmp_path, is_there):
     if is_there:
-        (tmp_path / "orders.json").write_text("{}")
+        (tmp_path / "instructions.json").write_text("{}")
     code = (
         "import atexit, pathlib; from shaketable.integrations import verl; "
         f"atexit.register(verl._look_back, pathlib.Path({str(tmp_path)!r})); print('trained')"

@@ -419,7 +419,7 @@ def test_a_decoder_layer_is_what_its_code_says(llama):
 
 
 @pytest.mark.parametrize(
-    ("plan", "struck"),
+    ("plan", "hit"),
     [
         ("gain:0.5@module.mlp.up_proj", "mlp.up_proj"),
         ("gain:0.5@module.mlp.up_proj,point=input", "mlp.up_proj"),
@@ -431,7 +431,7 @@ def test_a_decoder_layer_is_what_its_code_says(llama):
         ("gain:0.5@layer.0", ""),
     ],
 )
-def test_planted_faults_are_not_seen_as_operators(llama, plan, struck):
+def test_planted_faults_are_not_seen_as_operators(llama, plan, hit):
     layer = llama.model.layers[0]
     args, kwargs = layer_inputs(llama)
     healthy = record(layer, *args, leaf=llama_leaf, **kwargs)
@@ -441,7 +441,7 @@ def test_planted_faults_are_not_seen_as_operators(llama, plan, struck):
     assert names(faulty) == names(healthy) and not faulty.breaks
     pairs = zip(healthy.records, faulty.records, strict=True)
     first = next(b for a, b in pairs if not same(next(tensors_of(a.output)), next(tensors_of(b.output))))
-    assert struck in (first.path, first.function)
+    assert hit in (first.path, first.function)
 
 
 @pytest.mark.parametrize(

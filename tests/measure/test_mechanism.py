@@ -194,12 +194,12 @@ def test_a_dead_zone_leaves_the_zeros_that_its_formula_says(nano):
     y = np.concatenate(outputs(nano, nano.model.layers, sequences)[3])
     dead = np.abs(y) < 0.05 * np.abs(y).max(-1, keepdims=True)
     assert 0.02 < dead.mean() < 0.9
-    struck = found.layers[3]
-    assert struck.zeros == pytest.approx(dead.mean(), abs=2 / dead.size)
-    assert struck.survival == pytest.approx(1 - dead.mean(), abs=2 / dead.size)
-    assert struck.rms == pytest.approx(np.sqrt(np.mean(np.where(dead, 0, y) ** 2)), rel=1e-4)
-    assert struck.kurtosis == pytest.approx(kurtosis(np.where(dead, 0, y).ravel()), rel=1e-2)
-    assert 0 < struck.survival_inside < 1
+    hit = found.layers[3]
+    assert hit.zeros == pytest.approx(dead.mean(), abs=2 / dead.size)
+    assert hit.survival == pytest.approx(1 - dead.mean(), abs=2 / dead.size)
+    assert hit.rms == pytest.approx(np.sqrt(np.mean(np.where(dead, 0, y) ** 2)), rel=1e-4)
+    assert hit.kurtosis == pytest.approx(kurtosis(np.where(dead, 0, y).ravel()), rel=1e-2)
+    assert 0 < hit.survival_inside < 1
     for i, (before, after) in enumerate(zip(clean.layers, found.layers, strict=True)):
         if i != 3:
             assert (after.zeros, after.survival, after.survival_inside) == (0, 1, None)
@@ -238,7 +238,7 @@ def test_a_plan_acts_forward_and_backward_as_it_does_in_a_backward_of_the_users_
     assert (found.ledger["forward"], found.ledger["backward"]) == (ledger.forward, ledger.backward)
     assert set(found.ledger["sites"][0]["phases"]) == {"eval"}
     if "direction=backward" in plan:
-        assert (found.loss, {r.survival_inside for r in found.layers}) == (clean.loss, {None}), "nothing is struck forward"
+        assert (found.loss, {r.survival_inside for r in found.layers}) == (clean.loss, {None}), "nothing is hit forward"
 
 
 def state(model):

@@ -68,14 +68,14 @@ def test_a_projection_that_is_fused_is_named():
 )
 @pytest.mark.covers("vLLM", "tensor parallelism: keys of the noise, on look-alike modules", "eager")
 def test_ranks_have_noise_of_their_own_on_shards_and_the_same_on_what_all_hold(module, point, differs):
-    def struck(rank: int) -> torch.Tensor:
+    def hit(rank: int) -> torch.Tensor:
         part = model(rank, 2)
         injection = Injection(Plan.parse(f"relative_gaussian:0.1@module.{module},point={point}"), sampler=True)
         injection.attach(part)
         injection.enable()
         return part["layers"][0](torch.ones(2, 16))
 
-    assert torch.equal(struck(0), struck(1)) is not differs
+    assert torch.equal(hit(0), hit(1)) is not differs
 
 
 def test_a_single_rank_has_the_keys_of_any_other_model():

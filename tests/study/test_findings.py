@@ -85,7 +85,7 @@ def test_every_arm_proves_its_faults(found):
         assert row["verdict"] == "agrees" and row["forward"] > 0, row
 
 
-def test_the_mechanism_knows_the_layer_that_was_struck(found):
+def test_the_mechanism_knows_the_layer_that_was_hit(found):
     faulty = next(m for m in found["arms"][0]["mechanism"] if m["condition"] == "faulty")
     assert [row["survival"] < 0.5 for row in faulty["layers"]] == [n == 3 for n in range(8)]
     assert all(row["grad_norm"] > 0 for row in faulty["layers"])

@@ -30,10 +30,10 @@ def test_a_study_on_ray_is_the_study(tmp_path, monkeypatch):
     told = []
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
-        board = run_study(asked, tmp_path / "ray", lambda what, cell, facts: told.append((what, cell.arm)))
+        queue = run_study(asked, tmp_path / "ray", lambda what, cell, facts: told.append((what, cell.arm)))
     finally:
         ray.shutdown()
-    assert set(board.states.values()) == {"done"}
+    assert set(queue.states.values()) == {"done"}
     assert ("start", "targeted") in told and ("done", "noise") in told
     for cell in cells_of(asked):
         [attempt] = RunRecord.open(tmp_path / "ray" / "small" / "runs" / cell.name).events("attempt")

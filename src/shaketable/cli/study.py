@@ -117,11 +117,11 @@ def _do(asked: StudyConfig, store: Path) -> int:
     check(asked)
     try:
         with live(asked, store) as watch:
-            board = run_study(asked, store, watch)
+            queue = run_study(asked, store, watch)
     except KeyboardInterrupt:
         typer.echo("stopped; what is recorded is kept, and the same command goes on", err=True)
         raise typer.Exit(130) from None
-    return sum(state == "failed" for state in board.states.values())
+    return sum(state == "failed" for state in queue.states.values())
 
 
 def _findings(asked: StudyConfig, store: Path, command: str) -> dict[str, Any]:

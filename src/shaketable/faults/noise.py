@@ -1,7 +1,7 @@
 """Noise, bias and gain: faults that add something to every value or scale it.
 
 Arithmetic is done in float32 (float64 for float64 tensors) and rounded once to the tensor's own type, as a faulty
-unit with a wide accumulator would. z is a standard normal keyed per element (see `generator`). Where a card's fused kernels
+unit with a wide accumulator would. z is a standard normal keyed per element (see `rng.py`). Where a GPU's fused kernels
 (`gpu`) or the compiled ones of a CPU (`native`) take the tensor, they do; the formulas here are what they are tested against.
 
 Gradients are those of the formula with every statistic (a standard deviation, a maximum) held fixed: relative noise is

@@ -75,7 +75,7 @@ class _Clause:
     """Whether its magnitude has been set: it may be small on purpose, and grow."""
 
 
-class Early:
+class InertCheck:
     """Counts the passes of one injection, and judges its clauses by them."""
 
     def __init__(self, injection: Injection) -> None:

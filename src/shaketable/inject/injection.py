@@ -26,11 +26,11 @@ from shaketable.inject.device import graph_key
 from shaketable.inject.device.table import DeviceTables, capturing
 from shaketable.inject.hooks import checkpointing, operator_mode
 from shaketable.inject.hooks.operator_taps import OperatorTaps
-from shaketable.inject.inert import Early
+from shaketable.inject.inert import InertCheck
 from shaketable.inject.pass_context import Calls, Entry, Frame, Pass
 from shaketable.inject.tap import Tap
 from shaketable.inject.weights.held_noise import HeldTap, Rollouts
-from shaketable.inject.weights.prepared import Shelf
+from shaketable.inject.weights.prepared import PreparedWeights
 from shaketable.ledger.ledger import Ledger, LiveLedger
 from shaketable.ledger.spot import Spot
 from shaketable.plan import PHASES, Plan
@@ -114,7 +114,7 @@ class Injection:
         self.counters = HostTable()
         self.tables = DeviceTables(self)
         self.ledger.settle, self.ledger.forget = self.settle, self.forget
-        self._shelves: dict[int, Shelf] = {}
+        self._prepared: dict[int, PreparedWeights] = {}
         """The weights that are made ready when a pass begins, per model."""
         self.handle = custom_ops.know(self)
         self.compiled_pass: Pass | None = None
@@ -134,7 +134,7 @@ class Injection:
         self._mode = operator_mode.Operators(self) if self.has_operators else None
         self._depth = 0
         self._changing = 0
-        self.early = Early(self)
+        self.inert_check = InertCheck(self)
         self._announce()
 
     # ---- the switch
@@ -206,7 +206,7 @@ class Injection:
 
     @step.setter
     def step(self, step: int) -> None:
-        self.early.end_step(step)
+        self.inert_check.end_step(step)
         self.calls.set_step(step)
         self.rollouts.begin_step()
         self.rewrite()
@@ -251,8 +251,8 @@ class Injection:
         for model in self.models:
             if model.written is not None:
                 model.written.update()
-        for shelf in self._shelves.values():
-            shelf.close()
+        for prepared in self._prepared.values():
+            prepared.close()
         self.tables.update()
 
     def _announce(self) -> None:
@@ -260,20 +260,20 @@ class Injection:
         on = self.enabled and not all(fault.is_off for fault in self.faults)
         custom_ops.present[self.handle] = on or self.traced_once
 
-    def shelf_of(self, owner: int) -> Shelf:
+    def prepared_of(self, owner: int) -> PreparedWeights:
         """Where the weights of one model are made ready."""
-        if owner not in self._shelves:
-            self._shelves[owner] = Shelf(self)
-        return self._shelves[owner]
+        if owner not in self._prepared:
+            self._prepared[owner] = PreparedWeights(self)
+        return self._prepared[owner]
 
     def settle(self) -> None:
         """Tell the ledger what happened. Nobody else writes to it."""
-        for shelf in self._shelves.values():
-            shelf.settle()
+        for prepared in self._prepared.values():
+            prepared.settle()
         self.counters.settle(self.taps)
         self.tables.settle()
         for model in self.models:
-            model.note_heads(self.early.phases)
+            model.note_heads(self.inert_check.phases)
 
     def counted(self) -> dict[str, Any]:
         """What was counted so far, for a process that goes on: which fires are measured follows from the fires before."""
@@ -405,8 +405,8 @@ class Injection:
             return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
-        if outermost and entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None:
-            shelf.open(frame)
+        if outermost and entry.is_root and (prepared := self._prepared.get(entry.owner)) is not None:
+            prepared.open(frame)
         self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
@@ -449,11 +449,11 @@ class Injection:
             return
         if "mode" in frame.counts:
             self.drop_mode()
-        if entry.is_root and (shelf := self._shelves.get(entry.owner)) is not None and shelf.frame is frame:
-            shelf.close()
+        if entry.is_root and (prepared := self._prepared.get(entry.owner)) is not None and prepared.frame is frame:
+            prepared.close()
         self.calls.pop()
         if not self.calls.stack:
-            self.early.end(frame)
+            self.inert_check.end(frame)
 
 
 _NO_MODULE = nn.Identity()

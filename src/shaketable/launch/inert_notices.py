@@ -58,7 +58,7 @@ class Notices:
 
     def look(self, sites: Sequence[SiteLedger]) -> None:
         """The ledger of the process is about to be written: see what each clause has done so far."""
-        for i, line in self.injection.early.inert(trained=self.trained, passes=PASSES, sites=sites).items():
+        for i, line in self.injection.inert_check.inert(trained=self.trained, passes=PASSES, sites=sites).items():
             self._tell(i, line)
 
     def after_fork(self) -> None:

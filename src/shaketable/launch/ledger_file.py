@@ -51,7 +51,7 @@ class LedgerFile:
         self._file.try_flush()
 
     def catch_up(self) -> None:
-        """Write, if anything was done since the last time. On a card kernels count by themselves: there one has to look."""
+        """Write, if anything was done since the last time. On a GPU kernels count by themselves: there one has to look."""
         if any(injection.tables.all for injection in self._injections()):
             self._file.try_flush()
         else:
@@ -60,7 +60,7 @@ class LedgerFile:
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
         self.injection.ledger.clear()
-        self.injection.early.clear()
+        self.injection.inert_check.clear()
         self.injection.unmatched_models.clear()
         if self.injection.notices is not None:
             self.injection.notices.after_fork()
@@ -111,7 +111,7 @@ class LedgerFile:
 
     def _passes(self) -> dict[str, int]:
         """Passes of whole models, by phase."""
-        return {phase: sum(injection.early.phases[phase] for injection in self._injections()) for phase in PHASES}
+        return {phase: sum(injection.inert_check.phases[phase] for injection in self._injections()) for phase in PHASES}
 
     def note_rank(self) -> tuple[int, int] | None:
         """Remember the process group that this process is in now; the one that is remembered, if any."""

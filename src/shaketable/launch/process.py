@@ -169,7 +169,7 @@ class ProcessInjection(Injection):
     def _note(self, root: nn.Module, attached: Attached) -> None:
         """A model is called for the first time: which clauses match in it, and which do not."""
         lost = unmatched_clauses(self.plan, attached.unmatched)
-        self.early.matched[attached.owner] = set(range(len(self.plan.clauses))) - lost.keys()
+        self.inert_check.matched[attached.owner] = set(range(len(self.plan.clauses))) - lost.keys()
         if next(root.parameters(), None) is None or any(module in self.seen for module in root.modules()):
             return
         if not self._acts_on(attached):

@@ -4,18 +4,18 @@ A score says that a model fell, not where. Here it reads (prompt, completion) pa
 in eval mode and in the phase `eval`, clean or under a plan that acts whatever phases its clauses name. The loss is the mean
 cross entropy of the completions' tokens. Per decoder layer, over every token that is not padding:
 
-    rms          of the layer's output as the next layer sees it, after the plan has struck. Of all values: one that is not
+    rms          of the layer's output as the next layer sees it, after the plan has hit. Of all values: one that is not
                  finite shows, for an overflow is news.
     kurtosis     m4 / m2² − 3 of the same output without what is not finite, as `locate` has it.
     zeros        share of that output which is exactly 0.
     survival     of the values that were not 0 when the layer had computed them, the share that is not 0 when the next layer
                  reads them. 1 without a plan.
-    survival_inside   the same share over all that the plan struck going forward in this layer: inputs, weights, operators,
-                 outputs. None where it struck nothing.
+    survival_inside   the same share over all that the plan hit going forward in this layer: inputs, weights, operators,
+                 outputs. None where it fired nowhere.
     grad_norm    L2 norm of the mean loss's gradient by the parameters of the layer that are trained; None if none is.
 
 Two kinds of survival, because one would lie. What a layer returns is a residual stream: what a dead zone takes out of a
-product inside of the layer is filled up by the sum that follows, so `survival` is 1 unless the output itself is struck. It is
+product inside of the layer is filled up by the sum that follows, so `survival` is 1 unless the output itself is hit. It is
 exact: hooks before and after the plan's own see the same tensor in the same pass. `survival_inside` is the ledger's, from
 the fires it measured (the 1st, 2nd, 4th, … of a spot), padding included. Both mean what the ledger's `survival_rate` means.
 Rejected: comparing with a clean pass, which costs a forward and blames a layer for what came from those before it; and
@@ -104,7 +104,7 @@ def mechanism(model: Any, sequences: Pairs, plan: Plan | None, *, batch_size: in
     whole = [[*prompt, *completion] for prompt, completion in sequences]
     layers, _ = find_layers(model)
     watch, gradients, loss = _Watch(layers), _Gradients(model), 0.0
-    before, after = watch.hooked(struck=False), watch.hooked(struck=True)
+    before, after = watch.hooked(faulty=False), watch.hooked(faulty=True)
     shaken = nullcontext() if plan is None else inject(model, in_phases(plan, ()))
     with _in_eval(model), phase("eval"), torch.enable_grad(), before, shaken as ledger, after:
         for indices in batches(whole, batch_size):
@@ -191,9 +191,9 @@ class _Watch:
         """The tokens of the present batch that are no padding."""
 
     @contextmanager
-    def hooked(self, *, struck: bool) -> Iterator[None]:
-        """Look at what layers return, as struck by the hooks set so far. Compiled graphs do not see hooks come and go."""
-        hooks = [layer.register_forward_hook(partial(self._look, i, struck)) for i, layer in enumerate(self.layers)]
+    def hooked(self, *, faulty: bool) -> Iterator[None]:
+        """Look at what layers return, as hit by the hooks set so far. Compiled graphs do not see hooks come and go."""
+        hooks = [layer.register_forward_hook(partial(self._look, i, faulty)) for i, layer in enumerate(self.layers)]
         forget_compiled()
         try:
             yield
@@ -202,19 +202,19 @@ class _Watch:
                 hook.remove()
             forget_compiled()
 
-    def _look(self, layer: int, struck: bool, module: nn.Module, args: Any, output: Any) -> None:
+    def _look(self, layer: int, faulty: bool, module: nn.Module, args: Any, output: Any) -> None:
         values = next(tensors_of(output)).detach()
         values = values[self.mask.to(values.device)]
-        if struck:
+        if faulty:
             self.rows[layer].append(_row(self._computed.pop(layer), values))
         else:
             self._computed[layer] = values
 
 
-def _row(computed: Tensor, struck: Tensor) -> list[float]:
+def _row(computed: Tensor, faulty: Tensor) -> list[float]:
     """What is kept of one call: values, sum of squares, zeros, alive, survived; and of what is finite: how many, their
     mean, sums of their 2nd, 3rd and 4th powers about it, the least and the largest."""
-    alive, still, y = computed.ne(0), struck.ne(0), _double(struck)
+    alive, still, y = computed.ne(0), faulty.ne(0), _double(faulty)
     finite = y.isfinite()
     mean = y.where(finite, 0.0).sum() / finite.sum()
     away = (y - mean).where(finite, 0.0)

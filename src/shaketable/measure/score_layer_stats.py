@@ -24,7 +24,7 @@ def readings(evaluator: Evaluator, done: Sequence[Evaluation]) -> list[dict[str,
         plan = evaluation.condition.plan
         try:
             read = mechanism(evaluator.model, pairs, plan, batch_size=PAIRS, pad=evaluator.decoder.pad).to_dict()
-        except InertError as error:  # a rare fault that struck in the scores, which prove it, and not in these few answers
+        except InertError as error:  # a rare fault that hit in the scores, which prove it, and not in these few answers
             read = {"loss": None, "layers": [], "note": str(error)}
         found.append({"condition": evaluation.condition.name, **read})
     return found

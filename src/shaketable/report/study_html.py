@@ -54,7 +54,7 @@ from shaketable.study.analysis.report_data import complete
 READINGS = {
     "grad_norm": "norm of the gradient of the layer's parameters",
     "survival": "share of values that the plan did not turn into zero",
-    "survival_inside": "the same for what the plan struck inside of the layer",
+    "survival_inside": "the same for what the plan hit inside of the layer",
     "zeros": "share of values that are exactly zero",
     "rms": "root mean square of the layer's output",
     "kurtosis": "excess kurtosis of the layer's output",

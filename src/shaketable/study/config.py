@@ -185,7 +185,7 @@ class Engine(_Data):
     threads: int = Field(default=1, ge=1)
     """Cores of each run. Another number of threads adds in another order: it belongs to what a run is."""
     gpus: float | None = Field(default=None, ge=0)
-    """Cards of each run, 0.25 for four runs on a card; none on a CPU and one elsewhere by default."""
+    """GPUs of each run, 0.25 for four runs on a GPU; none on a CPU and one elsewhere by default."""
     retries: int = Field(default=1, ge=0)
     """How often a run that crashed is tried again."""
     address: str | None = None

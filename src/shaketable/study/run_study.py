@@ -18,7 +18,7 @@ from shaketable.io.locks import held
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.cells import Cell, cells_of
 from shaketable.study.config import StudyConfig
-from shaketable.study.engines.queue import Board, Watch
+from shaketable.study.engines.queue import RunQueue, Watch
 from shaketable.study.file import parse_study
 from shaketable.study.store.store import Store
 
@@ -26,22 +26,22 @@ DEFAULT_STORE = Path("shaketable-runs")
 DEFINITION = "definition"
 
 
-def run_study(study: StudyConfig, store: Path, watch: Watch) -> Board:
-    """Do what is missing of a study, which `check` has looked at; the board says how each run ended."""
+def run_study(study: StudyConfig, store: Path, watch: Watch) -> RunQueue:
+    """Do what is missing of a study, which `check` has looked at; the queue says how each run ended."""
     folder = store / study.study
     define(study, store)
     cells = cells_of(study)
-    board = Board(cells, folder / "runs", study.engine.retries, watch, finished(folder, cells))
-    if not board.is_over:
+    queue = RunQueue(cells, folder / "runs", study.engine.retries, watch, finished(folder, cells))
+    if not queue.is_over:
         if study.engine.kind == "ray":
             from shaketable.study.engines.ray import run_on_ray
 
-            run_on_ray(study, board, folder)
+            run_on_ray(study, queue, folder)
         else:
             from shaketable.study.engines.local import run_locally
 
-            run_locally(study, board, folder)
-    return board
+            run_locally(study, queue, folder)
+    return queue
 
 
 def finished(folder: Path, cells: list[Cell]) -> set[str]:

@@ -51,14 +51,14 @@ def greedy_answers(folder):
     return answer
 
 
-def test_every_worker_acts_on_the_orders_it_was_given(run):
-    orders = json.loads((run.folder / "ledger" / "orders.json").read_text())
+def test_every_worker_acts_on_the_instructions_it_was_given(run):
+    instructions = json.loads((run.folder / "ledger" / "instructions.json").read_text())
     for role in ("sampler", "actor"):
         reports = [report for report in read_reports(run.folder / "ledger") if report["role"] == role]
         assert len({report["rank"] for report in reports}) == len(reports) == GPUS
-        assert {report["orders"] for report in reports} == {orders[role]["digest"]}
+        assert {report["instructions"] for report in reports} == {instructions[role]["digest"]}
         for report in reports:
-            assert {key: orders[role][key] for key in report["config"]} == report["config"]
+            assert {key: instructions[role][key] for key in report["config"]} == report["config"]
             assert report["plan"]["forward"] > 0
 
 
@@ -103,7 +103,7 @@ def test_validation_is_of_the_clean_model(run, step):
     found = run.generations("val", step)
     assert len(found) == 16
     assert [row["output"] for row in found] == [answer(row["input"]) for row in found]
-    assert run.steps[step]["shaketable/validation_strikes"] == 0
+    assert run.steps[step]["shaketable/validation_fires"] == 0
 
 
 def test_sampler_and_trainer_do_not_agree_while_noise_is_on(run):

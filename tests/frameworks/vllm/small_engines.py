@@ -42,7 +42,7 @@ class Engine:
         return getattr(self.sampler, name)
 
     def clear(self):
-        """As if it had been started without orders, at step 0."""
+        """As if it had been started without instructions, at step 0."""
         self.sampler.clear()
         self.sampler.set_phase("rollout")
         self.sampler.set_step(0)
@@ -111,9 +111,9 @@ def share_within(tolerance, a, b):
 
 
 def start(model, *, aqn=None, plan=None, ledger=None, **kwargs):
-    """An engine with orders."""
-    orders = options(plan=plan, aqn=aqn, ledger=ledger) if plan or aqn else {}
-    return Engine(NANO if model == "nano" else model, **orders, **kwargs)
+    """An engine with instructions."""
+    instructions = options(plan=plan, aqn=aqn, ledger=ledger) if plan or aqn else {}
+    return Engine(NANO if model == "nano" else model, **instructions, **kwargs)
 
 
 def _as_ids(engine, prompts):

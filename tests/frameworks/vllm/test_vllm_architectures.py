@@ -93,7 +93,7 @@ def test_of_a_mixture_aqn_leaves_the_norm_before_the_router_alone_and_plans_leav
 
 
 @mixture
-def test_operators_of_a_mixture_are_struck_in_its_experts_and_not_in_its_router(family):
+def test_operators_of_a_mixture_are_hit_in_its_experts_and_not_in_its_router(family):
     _, engine, _ = family
     engine.clear()
     engine.set_plan("gain:0.2@op.matmul,direction=forward,layers=1")

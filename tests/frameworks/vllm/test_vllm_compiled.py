@@ -76,7 +76,7 @@ def expected(oracle, plan):
         return oracle.answer(PROMPTS)
 
 
-def test_every_clause_strikes_and_what_is_measured_is_what_was_asked_for(said):
+def test_every_clause_hits_and_what_is_measured_is_what_was_asked_for(said):
     ledger = said["first"]["ledger"]
     assert [site["matched"] for site in ledger["sites"]] == [12, 1, 7]
     for site, asked in zip(ledger["sites"], (0.02, 0.1, 0.8), strict=True):

@@ -8,7 +8,7 @@ from small_engines import PROMPTS, START, apart, same, share_within
 
 import shaketable as st
 from shaketable.errors import NoMatchError, PlanError, ShaketableError
-from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
 
 pytestmark = pytest.mark.covers("vLLM", "module, layer and operator plans, live; agree with transformers", "eager, in process")
@@ -257,7 +257,7 @@ def test_words_that_mean_nothing_are_errors(llm):
         llm.sampler.set_plans("x")
 
 
-def test_the_worker_reports_its_orders_and_its_ledger_outlives_the_plan(llm):
+def test_the_worker_reports_its_instructions_and_its_ledger_outlives_the_plan(llm):
     llm.set_plan("gain:0.1@layer.2")
     llm.ask()
     llm.worker._shaketable.file.flush()
@@ -265,5 +265,5 @@ def test_the_worker_reports_its_orders_and_its_ledger_outlives_the_plan(llm):
     llm.worker._shaketable.file.flush()
     (report,) = read_reports(llm.worker._shaketable.file.path.parent)
     assert report["role"] == "sampler"
-    assert report["orders"] == Orders(plan=START).digest()
+    assert report["instructions"] == Instructions(plan=START).digest()
     assert merged([report]).forward == llm.site()["forward"] > 0

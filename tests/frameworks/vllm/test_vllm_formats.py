@@ -16,7 +16,7 @@ WEIGHTS = "mxfp4@module.linear,point=weight"
 
 @pytest.fixture(scope="module")
 def formats():
-    """An engine whose orders are about the weights of linears, which it therefore does not pack away; with AQN."""
+    """An engine whose instructions are about the weights of linears, which it therefore does not pack away; with AQN."""
     engine = start("nano", plan=WEIGHTS, aqn="constant:0.05")
     engine.set_sigma(0.0)
     return engine
@@ -27,7 +27,7 @@ def ids(formats):
     return [formats.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
 
-def test_orders_hold_from_the_first_request_on_also_when_one_of_them_was_changed_before_it(formats, oracle, ids):
+def test_instructions_hold_from_the_first_request_on_also_when_one_of_them_was_changed_before_it(formats, oracle, ids):
     assert agrees(formats.ask(), oracle, ids, WEIGHTS)
     assert formats.site()["matched"] == 32 and formats.site()["forward"] == 32
 

@@ -20,7 +20,7 @@ WITH_OPTIONS = (sys.executable, FOLDER / "with_options.py", NANO)
 
 @pytest.fixture
 def broken(tmp_path):
-    """A Python path on which our orders cannot be imported: an installation that does not fit its vLLM."""
+    """A Python path on which our instructions cannot be imported: an installation that does not fit its vLLM."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sitecustomize.py").write_text(
         "import sys\n"
@@ -37,7 +37,7 @@ def test_a_worker_that_injects_nothing_stops_the_program():
     result = run(sys.executable, FOLDER / "stripped.py", NANO, PLAN)
     assert result.returncode != 0
     assert "went on" not in result.stdout
-    assert f"{PLAN} is on in this vLLM worker, and its first forward struck nothing" in printed(result)
+    assert f"{PLAN} is on in this vLLM worker, and its first forward fired nowhere" in printed(result)
 
 
 def test_a_broken_plugin_stops_a_program_with_a_plan_in_its_environment(broken):
@@ -56,13 +56,13 @@ def test_a_broken_plugin_stops_a_program_whose_config_has_a_plan(broken):
     assert "went on" not in result.stdout
 
 
-def test_a_broken_plugin_does_not_disturb_a_program_without_orders(broken, tmp_path, oracle):
+def test_a_broken_plugin_does_not_disturb_a_program_without_instructions(broken, tmp_path, oracle):
     result = offline(tmp_path / "answers.json", PYTHONPATH=broken)
     assert result.returncode == 0, printed(result)[-3000:]
     assert [ids for ids, _ in answers(tmp_path / "answers.json")] == [ids for ids, _ in oracle.answer(PROMPTS)]
 
 
-def test_a_vllm_that_is_not_the_one_we_know_stops_a_program_with_orders(tmp_path):
+def test_a_vllm_that_is_not_the_one_we_know_stops_a_program_with_instructions(tmp_path):
     """Its engine has another method than the one that we put the reset of its cache around."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.abc, importlib.util, sys\n"

@@ -21,7 +21,7 @@ def found(tmp_path_factory):
     return json.loads((folder / "found.json").read_text()) | {"merged": json.loads((folder / "ledger.json").read_text())}
 
 
-def test_the_sampler_was_compiled_and_struck_in_rollouts_alone(found):
+def test_the_sampler_was_compiled_and_hit_in_rollouts_alone(found):
     (site,) = found["plan"]["sites"]
     assert found["mode"] > 0
     assert set(site["phases"]) == {"rollout"}

@@ -2,7 +2,7 @@
 
 A launch costs the same for 200 weights as for one. The table that the kernels read is made once per set of tensors. What is
 another at every draw of noise is the same for all of them, and an argument: the moment, which a kernel makes the key of each
-tensor from, and the scale. A table with keys would be 61 rows of Python and a copy that waits for the card, at every rollout.
+tensor from, and the scale. A table with keys would be 61 rows of Python and a copy that waits for the GPU, at every rollout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clipping on a card: which segments share a maximum, and the launch; None where no kernel fits."""
+"""Clipping on a GPU: which segments share a maximum, and the launch; None where no kernel fits."""
 
 from __future__ import annotations
 

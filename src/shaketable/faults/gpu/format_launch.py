@@ -37,7 +37,7 @@ class Coding:
 
 
 def coding(x: Tensor, kind: str, scope: str) -> Coding | None:
-    """The launch for tensors like `x`, when a strike on one has gone the ordinary way before; None where there is none.
+    """The launch for tensors like `x`, when a fire on one has taken the general path before; None where there is none.
 
     Formats that first ask for the maximum of the whole tensor take more than one launch.
     """

@@ -1,4 +1,4 @@
-"""Number formats on a card: which segments share a scale, and the launch; None where no kernel fits."""
+"""Number formats on a GPU: which segments share a scale, and the launch; None where no kernel fits."""
 
 from __future__ import annotations
 

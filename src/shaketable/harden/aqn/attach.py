@@ -114,7 +114,7 @@ class AttachedAQN:
             self._count_draws()
 
     def _count_draws(self) -> None:
-        sites = self.injection.ledger.sites  # asks every card: once is enough
+        sites = self.injection.ledger.sites  # asks every GPU: once is enough
         self._look_for_loss(sites)
         for i, site in enumerate(sites):
             measured = site.magnitudes
@@ -167,7 +167,7 @@ class AttachedAQN:
         Rollouts while σ is 0 are left alone, and so is noise that rounding swallowed, unless σ is the same at every step.
         """
         with self._settling:
-            found = self.injection.early.inert(trained=trained)
+            found = self.injection.inert_check.inert(trained=trained)
             fired = {i for i, site in enumerate(self.injection.ledger.sites) if site.forward + site.backward}
         return [f"{self.aqn.text()}: {line}" for i, line in found.items() if i not in fired or self.aqn.is_steady]
 

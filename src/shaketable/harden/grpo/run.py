@@ -230,7 +230,7 @@ class Training:
         """A clause that did nothing in the first step, in which everything happens, will do nothing in the others."""
         lines: list[str] = []
         if self.injection is not None:
-            lines += self.injection.early.inert(trained=True).values()
+            lines += self.injection.inert_check.inert(trained=True).values()
             lines += [f"{s.fault}@{s.site} never fired" for s in self.injection.ledger.sites if not s.forward + s.backward]
         if self.noise is not None:
             lines += self.noise.inert(trained=True)

@@ -7,7 +7,7 @@ The queries, keys and values of a layer are computed from one tensor, as are the
 was quantized last, as the object that it was and the version it had, and the next linear takes the result: each of them has
 had its fault, and is counted. (A tensor of inference mode has no version and is quantized each time.)
 
-Gradients, captures, compiled graphs, autocast, the first tensor of a size and a call outside of a pass take the ordinary way.
+Gradients, captures, compiled graphs, autocast, the first tensor of a size and a call outside of a pass take the general path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shaketable.inject.compile import custom_ops
 from shaketable.inject.counters import measure
 from shaketable.inject.fast.launches import is_capturing, this_device
 from shaketable.inject.hooks.modules import ModuleTaps
-from shaketable.inject.hooks.subclasses import dressed, on_gpu
+from shaketable.inject.hooks.subclasses import lookalike, on_gpu
 from shaketable.inject.weights import on_read
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class FastInput:
         """Sizes that have been met, with their launch; None where the format takes more than one."""
         self._hooks: list[RemovableHandle] = []
         module.__dict__[_SLOT] = self
-        module.__class__ = _dressed()
+        module.__class__ = _subclass()
 
     def remove(self) -> None:
         """Give the module its own class back."""
@@ -58,10 +58,10 @@ class FastInput:
             hook.remove()
         if self.module.__dict__.get(_SLOT) is self:
             del self.module.__dict__[_SLOT]
-            on_read.rebase(self.module, _dressed(), nn.Linear)
+            on_read.rebase(self.module, _subclass(), nn.Linear)
 
-    def give_way(self) -> None:
-        """Become an ordinary hook: another plan hooks the same input, and those who came first strike first."""
+    def become_hook(self) -> None:
+        """Become an ordinary hook: another plan hooks the same input, and those who came first hit first."""
         self.remove()
         self._hooks = list(self.taps.install(self.module))
 
@@ -108,7 +108,7 @@ class FastInput:
         return y
 
     def _first(self, x: Tensor, size: int) -> Tensor:
-        """The first tensor of a size: the ordinary way, which leaves behind what later launches need."""
+        """The first tensor of a size: the general path, which leaves behind what later launches need."""
         y = self._ordinary(x)
         if len(self._known) >= _ENOUGH:
             self._known.clear()
@@ -138,11 +138,11 @@ def _on_gpu(x: Any) -> bool:
 
 
 @functools.cache
-def _dressed() -> Any:
+def _subclass() -> Any:
     """`nn.Linear`, which hands what it is given to its `FastInput`."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         fast: FastInput | None = self.__dict__.get(_SLOT)
         return F.linear(input if fast is None else fast(input), self.weight, self.bias)
 
-    return dressed(nn.Linear, _SLOT, {"forward": forward})
+    return lookalike(nn.Linear, _SLOT, {"forward": forward})

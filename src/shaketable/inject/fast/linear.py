@@ -28,7 +28,7 @@ from shaketable.inject.compile import custom_ops
 from shaketable.inject.fast.launches import TapLaunches, is_capturing, launches_of, product_node, undisturbed
 from shaketable.inject.fault_operator import Application, pull_back
 from shaketable.inject.hooks.modules import ModuleTaps
-from shaketable.inject.hooks.subclasses import dressed, exchanged, on_gpu
+from shaketable.inject.hooks.subclasses import exchanged, lookalike, on_gpu
 from shaketable.inject.weights.on_read import has_taps
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class FastLinear:
         self._launches: TapLaunches | None = None
         self._hooks: list[RemovableHandle] = []
         module.__dict__[_SLOT], module.__dict__[_HANDLE] = self, tap.handle
-        module.__class__ = _dressed()
+        module.__class__ = _subclass()
 
     def remove(self) -> None:
         """Give the module its own class back."""
@@ -60,10 +60,10 @@ class FastLinear:
             hook.remove()
         if self.module.__dict__.get(_SLOT) is self:
             now: Any = type(self.module)
-            self.module.__class__ = exchanged(now, _dressed(), nn.Linear)
+            self.module.__class__ = exchanged(now, _subclass(), nn.Linear)
             del self.module.__dict__[_SLOT], self.module.__dict__[_HANDLE]
 
-    def give_way(self) -> None:
+    def become_hook(self) -> None:
         """Become an ordinary hook: something else wants to dress the module."""
         self.remove()
         self._hooks = ModuleTaps("output", [self.tap], self.entry).install(self.module)
@@ -141,7 +141,7 @@ def fast_linear(module: nn.Module, point: str, taps: list[Tap], entry: Entry) ->
 
 
 @functools.cache
-def _dressed() -> Any:
+def _subclass() -> Any:
     """`nn.Linear`, which hands what it computes to its `FastLinear`."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -151,4 +151,4 @@ def _dressed() -> Any:
         fast: FastLinear | None = self.__dict__.get(_SLOT)
         return y if fast is None else fast(input, y)
 
-    return dressed(nn.Linear, _SLOT, {"forward": forward})
+    return lookalike(nn.Linear, _SLOT, {"forward": forward})

@@ -1,13 +1,13 @@
 """Operators on a GPU: `F.linear` under an operator plan, forward and backward, without an autograd function.
 
-Where the ordinary way (`hooks/operator_mode.py`) puts a `FaultyGradient` on the input, the weight and the bias of a product
+Where the general path (`hooks/operator_mode.py`) puts a `FaultyGradient` on the input, the weight and the bias of a product
 and an `Apply` on its result, here the kernel writes into the result, unknown to autograd, and one hook on the product's node
 puts noise on the gradients that it has just computed, in place too: they are new, and nobody else holds them. (The gradient of
-a bias as large as the result would be the gradient that came; such a bias takes the ordinary way.) The node reads its inputs
+a bias as large as the result would be the gradient that came; such a bias takes the general path.) The node reads its inputs
 and never its result, so nothing else sees the difference.
 
 The gradient of a weight leaves the node transposed, as its memory is the weight's own: noise in the order of memory gives each
-value the noise that the ordinary way gives it behind the transposition. Where memory is not so, the ordinary way is taken.
+value the noise that the general path gives it behind the transposition. Where memory is not so, the general path is taken.
 
 Autocast would cast what a product is given. Here it is cast beforehand, to the type that autocast names, and the error of a
 gradient is put where that cast hands it back, as a `FaultyGradient` on what was given would: by a hook on the cast's own node.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shaketable.inject.tap import Tap
 
 _ARGUMENTS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 2), (0, 1)), ((0, 3), (2, 2), (1, 1)))
-"""Which gradient of mm and addmm is of which argument of `F.linear`, in the order in which the ordinary way meets them."""
+"""Which gradient of mm and addmm is of which argument of `F.linear`, in the order in which the general path meets them."""
 _WEIGHT = 2
 _OWN = (Tensor, nn.Parameter)
 _other_modes: Any = torch._C._len_torch_function_stack
@@ -57,7 +57,7 @@ class Products:
         self._known: dict[tuple[int, bool, bool, int], bool] = {}
 
     def linear(self, func: Any, args: tuple[Any, ...], frame: Frame) -> Tensor | None:
-        """`F.linear`, called by place alone; None, and nothing has happened, where it is for the ordinary way."""
+        """`F.linear`, called by place alone; None, and nothing has happened, where it is for the general path."""
         if _other_modes() or not 1 < len(args) < 4:
             return None
         x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
@@ -189,7 +189,7 @@ class Gradients:
 
 
 def _is_dense(g: Tensor, turned: bool) -> bool:
-    """Whether memory order is the order in which the ordinary way sees the values."""
+    """Whether memory order is the order in which the general path sees the values."""
     if type(g) is not Tensor:
         return False
     return g.stride() == (1, g.shape[0]) if turned else g.is_contiguous()

@@ -30,7 +30,7 @@ class ModuleTaps(Hook):
         """Hook the module at this point."""
         if self.point == "input":
             if (fast := module.__dict__.get("_shaketable_fast_input")) is not None:
-                fast.give_way()
+                fast.become_hook()
             return [module.register_forward_pre_hook(self, with_kwargs=True)]
         return [module.register_forward_hook(self, with_kwargs=True)]
 

@@ -81,7 +81,7 @@ def framed(original: Any) -> Any:
         finally:
             _leave(frames)
 
-    return dressed(original, _SLOT, {"forward": forward, "_shaketable_original": original})
+    return lookalike(original, _SLOT, {"forward": forward, "_shaketable_original": original})
 
 
 def _traced(original: Any, module: Any, frames: list[LayerFrame], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,7 +119,7 @@ def _exchanged(kind: Any, old: Any, new: Any) -> Any:
     return type(kind.__name__, bases, body)
 
 
-def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
+def lookalike(original: Any, slot: str, body: dict[str, Any]) -> Any:
     """A subclass that looks like the class itself, and of which copies and pickles are of that class, and clean.
 
     Clean of what is in the module's dictionary under a name that begins with `slot`.

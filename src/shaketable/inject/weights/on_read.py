@@ -8,11 +8,11 @@ see the clean parameter at every moment, so there is nothing to restore and noth
 The faulty tensor is made when the module first reads its weight, not when it is called. FSDP2 and others put the whole weight
 in the place of a shard by a hook of their own, and between hooks the order is a matter of luck; whoever computes reads last.
 So the fault acts on the weight that is multiplied with, FSDP2's reduction of its gradient goes on as ever, and a weight that
-the module never looks at is not counted as struck. `fully_shard` also changes the class of a module: ours stays below its own,
+the module never looks at is not counted as hit. `fully_shard` also changes the class of a module: ours stays below its own,
 and when the plan leaves, ours is taken out from under it.
 
-On a card, where no gradient is wanted, most weights are made ready when the pass begins (`prepared.py`), and nothing of the
-above happens per module. Hooks alone would cost more there than many a module, so a module on a card has none: its subclass
+On a GPU, where no gradient is wanted, most weights are made ready when the pass begins (`prepared.py`), and nothing of the
+above happens per module. Hooks alone would cost more there than many a module, so a module on a GPU has none: its subclass
 has a forward that does what they do, and sees to it that values which are ready are read.
 
 Rejected: swapping the tensor before forward and back after it (the gradient is then computed with another weight than
@@ -44,7 +44,7 @@ from shaketable.inject.tap import Tap
 from shaketable.inject.weights.property_classes import SLOT, kind_of
 
 if TYPE_CHECKING:
-    from shaketable.inject.weights.prepared import Ready, Shelf
+    from shaketable.inject.weights.prepared import PreparedWeights, Ready
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,16 @@ class WeightTaps:
         self.local = local()
         self.tracing = False
         self.fell_back = False
-        """Whether the call that `inside` is about has gone the ordinary way after all."""
+        """Whether the call that `inside` is about has taken the general path after all."""
         self.ready: dict[str, Ready] = {}
-        self.shelf: Shelf | None = None
+        self.prepared: PreparedWeights | None = None
         """Where values are made ready; None where several plans act on the module."""
         self.each: list[Ready] = []
         """Those of them that every call counts."""
         self.inside = 0
         """The thread in which the module is running, in a pass that has values ready; else 0."""
-        self.is_short = on_gpu(module) and "forward" not in module.__dict__
-        self.hooks = [] if self.is_short else self._hooked(module)
+        self.is_fast = on_gpu(module) and "forward" not in module.__dict__
+        self.hooks = [] if self.is_fast else self._hooked(module)
 
     def _hooked(self, module: nn.Module) -> list[RemovableHandle]:
         return [
@@ -122,7 +122,7 @@ class WeightTaps:
         ]
 
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward, the ordinary way."""
+        """The module's forward, the general path."""
         self.begin(args, kwargs)
         if torch.compiler.is_compiling():
             result = forward(module, *args, **kwargs)
@@ -185,8 +185,8 @@ class WeightTaps:
         if call is None:
             return parameter
         value = call.value(name, parameter)
-        if self.shelf is not None and value is not parameter and not torch.is_grad_enabled():
-            self.shelf.note(self, name, parameter)
+        if self.prepared is not None and value is not parameter and not torch.is_grad_enabled():
+            self.prepared.note(self, name, parameter)
         return value
 
 
@@ -218,14 +218,14 @@ def add_tap(module: nn.Module, tap: WeightTap) -> None:
     """Make the module read a parameter through a tap."""
     for slot in ("_shaketable_fast_linear",):
         if (fast := module.__dict__.get(slot)) is not None:
-            fast.give_way()
+            fast.become_hook()
     found = module.__dict__.get(SLOT)
     if found is None:
         found = WeightTaps(module)
         module.__dict__[SLOT] = found
     found.taps.append(tap)
     _shelve(found)
-    _dress(module, found)
+    _set_class(module, found)
 
 
 def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
@@ -235,7 +235,7 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
         return
     found.taps = [t for t in found.taps if t.tap not in taps]
     _shelve(found)
-    _dress(module, found)
+    _set_class(module, found)
     if not found.taps:
         for hook in found.hooks:
             hook.remove()
@@ -247,7 +247,7 @@ def has_taps(module: nn.Module) -> bool:
     return SLOT in module.__dict__
 
 
-def _dress(module: nn.Module, found: WeightTaps) -> None:
+def _set_class(module: nn.Module, found: WeightTaps) -> None:
     """The class in which the tapped weights are properties, or the module's own when there are none."""
     names = tuple(sorted({t.name for t in found.taps}))
     kind: Any = kind_of(found, names) if names else found.original
@@ -264,13 +264,13 @@ def rebase(module: nn.Module, old: Any, new: Any) -> None:
         module.__class__ = exchanged(now, old, new)
         return
     found.original = exchanged(found.original, old, new)
-    _dress(module, found)
+    _set_class(module, found)
 
 
 def _shelve(found: WeightTaps) -> None:
     """Values can be ready where one tap acts on each weight, all of one plan."""
-    if found.shelf is not None:
-        found.shelf.forget(list(found.ready.values()))
-    names, shelves = [own.name for own in found.taps], {own.tap.injection.shelf_of(own.entry.owner) for own in found.taps}
-    alone = found.is_short and len(shelves) == 1 and len(set(names)) == len(names)
-    found.shelf = shelves.pop() if alone else None
+    if found.prepared is not None:
+        found.prepared.forget(list(found.ready.values()))
+    names, owners = [own.name for own in found.taps], {own.tap.injection.prepared_of(own.entry.owner) for own in found.taps}
+    alone = found.is_fast and len(owners) == 1 and len(set(names)) == len(names)
+    found.prepared = owners.pop() if alone else None

@@ -1,15 +1,15 @@
-"""Faulty weights that are made ready at the head of a pass, on a card.
+"""Faulty weights that are made ready at the head of a pass, on a GPU.
 
-The ordinary way (`on_read.py`) makes a faulty weight when its module reads it: two hooks, a frame and a launch per module, 100
+The general path (`on_read.py`) makes a faulty weight when its module reads it: two hooks, a frame and a launch per module, 100
 microseconds of Python where the module itself takes 40. Where no gradient is wanted nothing of this depends on the module's
 call. So when a forward pass begins, the values of all weights of a plan are brought up to date at once: formats by one launch
 for all of them, which reads the weights as they are now; noise held for a rollout (`held_noise.py`) by a comparison each,
 and when a rollout is new, by one launch. What is left to a module is to look whether this pass is its own.
 
-A weight is made ready after it has been read the ordinary way once: so kernels that a capture needs are on the card, weights
+A weight is made ready after it has been read by the general path once: so kernels that a capture needs are on the GPU, weights
 that nobody reads are neither made nor counted, and whatever is not plain (a shard, a parameter in another place, another
 tap on the same weight) is met by code that knows it. A value holds while its parameter is the same object, at the same
-address, and not written to since the pass began; else the module goes the ordinary way in the middle of the pass. FSDP and
+address, and not written to since the pass began; else the module takes the general path in the middle of the pass. FSDP and
 others that put weights in place while the model runs are seen by that.
 
 A pass belongs to the thread that began it; its outermost frame is the proof, which no other thread has on its stack. Counting
@@ -169,7 +169,7 @@ class Held:
         return [(p.data_ptr(), p._version, inference) for p in self._parameters]
 
     def _see_moves(self) -> bool:
-        """Let go of weights that are not where they were: the ordinary way meets them again. Whether there were any."""
+        """Let go of weights that are not where they were: the general path meets them again. Whether there were any."""
         moved = [e for e in self.entries if not e.is_in_place() or e.taps.parameter(e.name) is not e.parameter]
         for entry in moved:
             self.drop(entry)
@@ -206,7 +206,7 @@ class Held:
 
 
 class Gate:
-    """Whose pass weights are ready for. All that a class of modules knows of a shelf: classes may outlive it."""
+    """Whose pass weights are ready for. All that a class of modules knows of it: classes may outlive it."""
 
     __slots__ = ("thread",)
 
@@ -215,7 +215,7 @@ class Gate:
         """0 when there is none."""
 
 
-class Shelf:
+class PreparedWeights:
     """The ready weights of one model of an injection."""
 
     def __init__(self, injection: Injection) -> None:
@@ -250,7 +250,7 @@ class Shelf:
             group.frame = None
 
     def note(self, taps: WeightTaps, name: str, parameter: Tensor) -> None:
-        """A weight has been read the ordinary way: from the next pass on it can be ready."""
+        """A weight has been read the general path: from the next pass on it can be ready."""
         known = taps.ready.get(name)
         if known is not None and known.parameter is parameter and known.is_in_place():
             return
@@ -282,14 +282,14 @@ class Shelf:
 
 
 def _can_be(own: WeightTap, parameter: Tensor) -> bool:
-    """Plain, on a card, struck forward only, by a kernel that takes many at once; or held."""
+    """Plain, on a GPU, hit forward only, by a kernel that takes many at once; or held."""
     tap = own.tap
-    plain = type(parameter) is nn.Parameter and not parameter.is_inference() and on_card(parameter)
+    plain = type(parameter) is nn.Parameter and not parameter.is_inference() and is_on_gpu(parameter)
     if not plain or own.gradient_only or tap.transposed or tap.site.directions != ("forward",):
         return False
     return isinstance(tap, HeldTap) or (type(tap) is Tap and batched.codes(tap.fault, parameter))
 
 
-def on_card(parameter: Tensor) -> bool:
+def is_on_gpu(parameter: Tensor) -> bool:
     """Whether a parameter is on a CUDA device."""
     return parameter.is_cuda

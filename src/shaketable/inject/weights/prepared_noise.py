@@ -1,10 +1,10 @@
 """Draws of held noise for many weights at once, and what they changed.
 
-A draw the ordinary way is five launches and a measurement that asks the card eight times: on 61 norms, a thirtieth of a
-rollout. Here one kernel draws all of them and sums up what it changed; the sums stay on the card until somebody reads the
+A draw by the general path is five launches and a measurement that asks the GPU eight times: on 61 norms, a thirtieth of a
+rollout. Here one kernel draws all of them and sums up what it changed; the sums stay on the GPU until somebody reads the
 ledger, or until the next draw. What is measured is the draw itself.
 
-Where the weights and their noisy twins lie is told to the card once. Rollouts come and go and norms stay where they are; so a
+Where the weights and their noisy twins lie is told to the GPU once. Rollouts come and go and norms stay where they are; so a
 draw is a launch with a moment and a scale, and what is left to do for each weight in Python is to note that it is drawn.
 
 A draw is counted when its weight is first read. One that nobody reads is forgotten with the next.
@@ -120,7 +120,7 @@ class Drawn:
     def settle(self) -> None:
         """Tell the ledger what draws that were read have changed.
 
-        The thread that drew waits for the card, and so may the main one; others must not ask, for a graph may be being
+        The thread that drew waits for the GPU, and so may the main one; others must not ask, for a graph may be being
         captured.
         """
         may = threading.get_ident() == self._thread or threading.current_thread() is threading.main_thread()

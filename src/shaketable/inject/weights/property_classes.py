@@ -1,6 +1,6 @@
 """The classes in which the weights of a module are properties: see `on_read.py`.
 
-Three of them. Beside hooks, properties are all. On a card the forward is ours too: it does what hooks would do, or, in a pass
+Three of them. Beside hooks, properties are all. On a GPU the forward is ours too: it does what hooks would do, or, in a pass
 that has values ready, lets the properties hand those out; so whoever looks from a hook of the module sees the clean weight
 there. And where everything on the module is held for rollouts, of which there is one at each norm and little time, forward
 and properties ask nothing but whose pass is running: there whoever looks at a weight in the middle of that pass, in its
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shaketable.inject.hooks.subclasses import dressed
+from shaketable.inject.hooks.subclasses import lookalike
 from shaketable.inject.weights.held_noise import HeldTap
 
 if TYPE_CHECKING:
@@ -29,15 +29,15 @@ is_dynamo_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch
 
 def kind_of(found: WeightTaps, names: tuple[str, ...]) -> Any:
     """The class for a module; where all its faults are held, one that knows whose pass is running."""
-    shelf = found.shelf
-    if shelf is None or not all(isinstance(own.tap, HeldTap) for own in found.taps):
-        return _subclass(found.original, names, found.is_short)
+    prepared = found.prepared
+    if prepared is None or not all(isinstance(own.tap, HeldTap) for own in found.taps):
+        return _subclass(found.original, names, found.is_fast)
     key = (found.original, names)
-    if key not in shelf.kinds:
-        body: dict[str, Any] = {name: _held_reader(name, shelf.gate) for name in names}
-        body["forward"] = _held_forward(found.original, shelf.gate)
-        shelf.kinds[key] = dressed(found.original, SLOT, body)
-    return shelf.kinds[key]
+    if key not in prepared.kinds:
+        body: dict[str, Any] = {name: _held_reader(name, prepared.gate) for name in names}
+        body["forward"] = _held_forward(found.original, prepared.gate)
+        prepared.kinds[key] = lookalike(found.original, SLOT, body)
+    return prepared.kinds[key]
 
 
 def _held_forward(original: Any, gate: Gate) -> Any:
@@ -75,7 +75,7 @@ def _held_reader(name: str, gate: Gate) -> property:
 
 
 def _made_now(module: nn.Module, name: str) -> Any:
-    """A held weight that is not ready, in a pass that has others ready: drawn the ordinary way, and kept like those."""
+    """A held weight that is not ready, in a pass that has others ready: drawn the general path, and kept like those."""
     taps: WeightTaps | None = module.__dict__.get(SLOT)
     parameter = module._parameters[name]
     if taps is None or parameter is None:
@@ -88,21 +88,21 @@ def _made_now(module: nn.Module, name: str) -> Any:
 
 
 @functools.cache
-def _subclass(original: type[nn.Module], names: tuple[str, ...], is_short: bool) -> Any:
+def _subclass(original: type[nn.Module], names: tuple[str, ...], is_fast: bool) -> Any:
     body: dict[str, Any] = {name: _reader(name) for name in names}
-    return dressed(original, SLOT, body | {"forward": _forward(original)} if is_short else body)
+    return lookalike(original, SLOT, body | {"forward": _forward(original)} if is_fast else body)
 
 
 def _forward(original: Any) -> Any:
-    """The forward of a class on a card."""
+    """The forward of a class on a GPU."""
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         taps: WeightTaps | None = self.__dict__.get(SLOT)
         if taps is None:
             return original.forward(self, *args, **kwargs)
-        shelf = taps.shelf
-        if is_dynamo_compiling() or shelf is None or shelf.gate.thread != (here := get_ident()) or is_grad_enabled():
+        prepared = taps.prepared
+        if is_dynamo_compiling() or prepared is None or prepared.gate.thread != (here := get_ident()) or is_grad_enabled():
             return taps.around(self, original.forward, args, kwargs)
         taps.inside = here
         for found in taps.each:

@@ -1,9 +1,9 @@
 """What the processes of a framework are told to do. Imports no torch, and no framework.
 
 A framework's workers are processes that somebody else starts: what reaches them is their environment and their framework's own
-config. So orders are plain text, travel by either, and have a digest: every worker reports the digest of the orders it really
-acted on, and whoever gave the orders compares. In the study we come from, the layer-wise σ never reached the samplers, and
-nothing compared.
+config. So instructions are plain text, travel by either, and have a digest: every worker reports the digest of the
+instructions it really acted on, and whoever gave the instructions compares. In the study we come from, the layer-wise σ never
+reached the samplers, and nothing compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VARIABLES = {
 }
 
 
-class Orders(BaseModel):
+class Instructions(BaseModel):
     """A plan, an AQN, and what they need to know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,8 +58,8 @@ class Orders(BaseModel):
         return self
 
     @classmethod
-    def from_mapping(cls, data: Mapping[str, Any]) -> Orders:
-        """Orders from a framework's config; plan and aqn may also name YAML files, which are read here and now.
+    def from_mapping(cls, data: Mapping[str, Any]) -> Instructions:
+        """Instructions from a framework's config; plan and aqn may also name YAML files, which are read here and now.
 
         Raises:
             ShaketableError: An unknown key, or one that cannot be read.
@@ -79,18 +79,18 @@ class Orders(BaseModel):
             raise ShaketableError(f"shaketable: {reason(error)}") from None
 
     @classmethod
-    def from_env(cls, environment: Mapping[str, str]) -> Orders | None:
-        """The orders of this process's environment; None when it has neither a plan nor an AQN."""
+    def from_env(cls, environment: Mapping[str, str]) -> Instructions | None:
+        """The instructions of this process's environment; None when it has neither a plan nor an AQN."""
         found = {field: environment[name] for field, name in VARIABLES.items() if environment.get(name)}
         return cls.from_mapping(found) if found.keys() & {"plan", "aqn"} else None
 
     def to_env(self) -> dict[str, str]:
-        """The variables by which the orders travel into children."""
+        """The variables by which the instructions travel into children."""
         values = {name: getattr(self, field) for field, name in VARIABLES.items()}
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def digest(self) -> str:
-        """The same for all that have the same orders, whatever their rank and wherever their ledgers go."""
+        """The same for all that have the same instructions, whatever their rank and wherever their ledgers go."""
         text = json.dumps(self.model_dump(exclude={"rank", "ledger"}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""What each worker of a framework did, as a file of its own that whoever gave the orders can read at any time.
+"""What each worker of a framework did, as a file of its own that whoever gave the instructions can read at any time.
 
 Calls into a framework's workers do not always come back with an answer (verl's do not), and a worker that dies answers nothing.
 A file stays (`launch/live_json.py` says when it is written).

@@ -21,7 +21,7 @@ from typing import Any
 from shaketable.errors import PlanError
 from shaketable.harden.aqn.spec import AQN
 from shaketable.inject.injection import this_rank
-from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged
 from shaketable.integrations.vllm import connect
 from shaketable.integrations.vllm.refusals import can_act
@@ -34,7 +34,7 @@ def prepare_colocated(plan: Plan | None) -> None:
     if find_spec("vllm") is not None:
         from shaketable.integrations.vllm.entry_points import prepare
 
-        prepare(None if plan is None or not can_act(plan) else Orders(plan=plan.text(), seed=plan.seed, rank=this_rank()))
+        prepare(None if plan is None or not can_act(plan) else Instructions(plan=plan.text(), seed=plan.seed, rank=this_rank()))
 
 
 class Colocated:

@@ -10,7 +10,7 @@ score asks for it, with a sweep, in a column that says so.
 arms were destroyed. `scope: tensor`, a key that the origin did not have, asks for that again; the printed line says which
 one it is.
 
-**lm_head is left out**, as in every plan: `linear` had struck it in the origin's trainer and not in its sampler.
+**lm_head is left out**, as in every plan: `linear` had hit it in the origin's trainer and not in its sampler.
 
 Rejected: `phase` left empty for operator noise, as the origin had it. It would be faithful to a mistake.
 """
@@ -67,7 +67,7 @@ def hardware(config: Mapping[str, Any]) -> Found | None:
     if not keys.flag("enabled"):
         return Found(HARDWARE)
     kind = keys.word("error_type", "relative_gaussian", (*NOISE, "deadzone", *FORMATS))
-    keys.only("exclude_modules", LEFT_OUT, "a plan names what it strikes: list the wanted layers in target_layers instead")
+    keys.only("exclude_modules", LEFT_OUT, "a plan names what it fires: list the wanted layers in target_layers instead")
     if not keys.flag("use_ste", True):
         raise keys.problem("use_ste", "formats are straight-through: leave it out, or write true")
     if kind == "deadzone":

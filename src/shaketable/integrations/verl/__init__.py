@@ -18,11 +18,11 @@ gets verl's own class. `VERL_USE_EXTERNAL_MODULES=shaketable.integrations.verl` 
 off. verl swallows what plugins raise while they are loaded, so there is nothing here that could: standard library only.
 
 **A run that trains clean although the driver has printed a plan** is the failure we fear most. It happens where the process of
-verl's task runner does not load our plugin. So the driver puts our extension of vLLM's workers into the config, which cannot be
-imported where this package is missing, and at its end looks for the orders that a trainer of ours would have written: without
-them it exits with 3, whatever verl said.
+verl's task runner does not load our plugin. So the driver puts our extension of vLLM's workers into the config, which cannot
+be imported where this package is missing, and at its end looks for the instructions that a trainer of ours would have written:
+without them it exits with 3, whatever verl said.
 
-Rejected: variables in the environment of workers, which a Ray cluster that is running already does not take over. Orders
+Rejected: variables in the environment of workers, which a Ray cluster that is running already does not take over. Instructions
 travel in verl's own config to vLLM (`additional_config`), and by a call to the actors.
 """
 
@@ -83,7 +83,7 @@ def _pin(config: Any, found: Shaking) -> None:
     with open_dict(config):
         OmegaConf.update(config, "shaketable.resolved", found.pinned(), force_add=True)
         key = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
-        if found.orders("sampler", 1) is not None and OmegaConf.select(config, key) is None:
+        if found.instructions("sampler", 1) is not None and OmegaConf.select(config, key) is None:
             OmegaConf.update(config, key, EXTENSION, force_add=True)
 
 
@@ -93,7 +93,7 @@ def _look_back(ledger: Path) -> None:
 
     if (ledger / ORDERS).exists():
         return
-    sys.stderr.write(f"shaketable: nothing was injected: no trainer of verl has left its orders in {ledger}\n")
+    sys.stderr.write(f"shaketable: nothing was injected: no trainer of verl has left its instructions in {ledger}\n")
     if (ray := sys.modules.get("ray")) is not None:
         ray.shutdown()
     sys.stdout.flush()

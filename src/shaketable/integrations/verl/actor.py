@@ -19,25 +19,25 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from shaketable.harden.aqn.spec import AQN
 from shaketable.inject.injection import Injection, this_rank
-from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
 
 
 class ActorFaults:
-    """The orders of one actor, on its model."""
+    """The instructions of one actor, on its model."""
 
-    def __init__(self, orders: Orders, model: Any) -> None:
-        self.orders = orders
+    def __init__(self, instructions: Instructions, model: Any) -> None:
+        self.instructions = instructions
         self.plan: Injection | None = None
         self.noise = None
-        if orders.plan is not None:
-            self.plan = Injection(Plan.parse(orders.plan, seed=orders.seed), allow_inert=True)
+        if instructions.plan is not None:
+            self.plan = Injection(Plan.parse(instructions.plan, seed=instructions.seed), allow_inert=True)
             self.plan.attach(model)
-        if orders.aqn is not None:
-            self.noise = AQN.load(orders.aqn).attach(model, orders.total_steps, allow_inert=True)
-        self.file = Report(Path(orders.ledger or "."), "actor", self.report)
+        if instructions.aqn is not None:
+            self.noise = AQN.load(instructions.aqn).attach(model, instructions.total_steps, allow_inert=True)
+        self.file = Report(Path(instructions.ledger or "."), "actor", self.report)
 
     @property
     def injections(self) -> list[Injection]:
@@ -68,8 +68,8 @@ class ActorFaults:
         """What was done here, as plain data."""
         return {
             "rank": this_rank(),
-            "orders": self.orders.digest(),
-            "config": self.orders.model_dump(),
+            "instructions": self.instructions.digest(),
+            "config": self.instructions.model_dump(),
             "step": self.injections[0].step,
             "plan": self.plan.ledger.to_dict() if self.plan is not None else None,
             "aqn": self.noise.ledger.to_dict() if self.noise is not None else None,
@@ -99,15 +99,15 @@ class ShakenActor(TrainingWorker):  # type: ignore[misc]
 
 
 class ShakenWorker(ActorRolloutRefWorker):  # type: ignore[misc]
-    """verl's worker, whose actor takes orders. The reference policy is verl's own."""
+    """verl's worker, whose actor takes instructions. The reference policy is verl's own."""
 
     actor_worker_cls = ShakenActor
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
-    def shake(self, orders: Mapping[str, Any]) -> None:
-        """Attach orders to the actor's model."""
+    def shake(self, instructions: Mapping[str, Any]) -> None:
+        """Attach instructions to the actor's model."""
         assert self.actor.faults is None
-        self.actor.faults = ActorFaults(Orders.from_mapping(orders), self.actor.engine.module)
+        self.actor.faults = ActorFaults(Instructions.from_mapping(instructions), self.actor.engine.module)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def shake_step(self, step: int) -> None:

@@ -33,9 +33,9 @@ def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
     mode = trainer["v1"]["trainer_mode"] if trainer["use_v1"] else "the trainer before v1"
     if mode != "sync":
         raise ShaketableError(f"shaketable works with trainer.v1.trainer_mode=sync, not with {mode}")
-    if made.orders("sampler", 1) is not None:
+    if made.instructions("sampler", 1) is not None:
         _check_sampler(trainer, model["rollout"], made)
-    if made.orders("actor", 1) is not None and model["actor"]["strategy"] != "fsdp2":
+    if made.instructions("actor", 1) is not None and model["actor"]["strategy"] != "fsdp2":
         raise ShaketableError(f"faults in the actor need actor.strategy=fsdp2, not {model['actor']['strategy']}")
     for role in ("sampler", "actor"):
         for clause in _clauses(made, role):
@@ -50,10 +50,10 @@ def _check_sampler(trainer: Mapping[str, Any], rollout: Mapping[str, Any], made:
     if not isinstance(given, Mapping):
         raise ShaketableError(f"{VLLM}.additional_config is text; write a mapping, e.g. +{VLLM}.additional_config.key=value")
     if "shaketable" in given:
-        raise ShaketableError(f"{VLLM}.additional_config orders a plan or AQN too; give it to verl alone: +shaketable.plan=…")
-    struck = next(_in_activations(made), None)
-    if struck is not None and trainer["device"] != "cpu" and _captures(rollout, options):
-        raise ShaketableError(f"{struck}: vLLM captures CUDA graphs, in which only faults of weights act; add {EAGER}")
+        raise ShaketableError(f"{VLLM}.additional_config asks for a plan or AQN too; give it to verl alone: +shaketable.plan=…")
+    hit = next(_in_activations(made), None)
+    if hit is not None and trainer["device"] != "cpu" and _captures(rollout, options):
+        raise ShaketableError(f"{hit}: vLLM captures CUDA graphs, in which only faults of weights act; add {EAGER}")
 
 
 def vllm_options(rollout: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,8 +96,8 @@ def _check_names(clause: Clause, role: str) -> None:
 
 
 def _clauses(made: Shaking, role: str) -> tuple[Clause, ...]:
-    orders = made.orders(role, 1)
-    return Plan.parse(orders.plan).clauses if orders is not None and orders.plan is not None else ()
+    instructions = made.instructions(role, 1)
+    return Plan.parse(instructions.plan).clauses if instructions is not None and instructions.plan is not None else ()
 
 
 def without_kl(config: Mapping[str, Any], made: Shaking) -> str | None:
@@ -107,6 +107,6 @@ def without_kl(config: Mapping[str, Any], made: Shaking) -> str | None:
         return "algorithm.rollout_correction is null"
     if correction.get("bypass_mode"):
         return "algorithm.rollout_correction.bypass_mode is on"
-    if made.orders("sampler", 1) is None and not config["actor_rollout_ref"]["rollout"]["calculate_log_probs"]:
+    if made.instructions("sampler", 1) is None and not config["actor_rollout_ref"]["rollout"]["calculate_log_probs"]:
         return "actor_rollout_ref.rollout.calculate_log_probs is off"
     return None

@@ -1,4 +1,4 @@
-"""What a config of verl asks of us: read, checked, and turned into the orders of samplers and of actors. Imports no torch.
+"""What a config of verl asks of us: read, checked, and turned into instructions for samplers and actors. Imports no torch.
 
 A clause that names no phase acts where `plan_in` says, and never in validation: an evaluation under faults is asked for, with
 `phase=eval`, and is then a score that says so. Samplers are given the clauses that act in rollouts or validations, actors
@@ -24,14 +24,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.harden.aqn.schedules import EpochAware
 from shaketable.harden.aqn.spec import AQN
-from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.origin_configs.translate import translate
 from shaketable.integrations.verl.checks import check_verl, without_kl
 from shaketable.plan import Clause, Plan
 
 EXTENSION = "shaketable.integrations.verl.sampler.Extension"
 """Our extension of vLLM's workers."""
-ORDERS = "orders.json"
+ORDERS = "instructions.json"
 """What a trainer of ours leaves in the folder of ledgers, before anything else."""
 PHASES = {"rollout": ("rollout",), "actor": ("train",), "both": ("rollout", "train")}
 
@@ -114,14 +114,14 @@ class Shaking(BaseModel):
         schedule.check(total)
         return total
 
-    def orders(self, role: str, total_steps: int) -> Orders | None:
-        """The orders of the samplers, or of the actors; None when they have none."""
+    def instructions(self, role: str, total_steps: int) -> Instructions | None:
+        """The instructions of the samplers, or of the actors; None when they have none."""
         clauses = [c for c in self.plan.clauses if _is_for(c, role)] if self.plan is not None else []
         plan = self.plan.model_copy(update={"clauses": tuple(clauses)}) if self.plan is not None and clauses else None
         aqn = self.aqn if self.aqn is not None and (role == "sampler" or self.aqn.where == "both") else None
         if plan is None and aqn is None:
             return None
-        return Orders(
+        return Instructions(
             plan=None if plan is None else plan.text(),
             aqn=None if aqn is None else aqn.text(),
             seed=0 if plan is None else plan.seed,
@@ -167,7 +167,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
         return None
     if environ.get("SHAKETABLE_PLAN") or environ.get("SHAKETABLE_AQN"):
         raise ShaketableError(
-            "the environment orders a plan or AQN too (shaketable run?); give it to verl alone: +shaketable.plan=…"
+            "the environment instructions a plan or AQN too (shaketable run?); give it to verl alone: +shaketable.plan=…"
         )
     plan = None if plan is None else _placed(plan, keys)
     if aqn is not None and keys.seed is not None:
@@ -223,7 +223,7 @@ def _lines(made: Shaking) -> list[str]:
     """What will be done, by role."""
     lines = []
     for role, who in (("sampler", "samplers"), ("actor", "actors")):
-        if (orders := made.orders(role, 1)) is not None:
-            plan = [f"plan {orders.plan} (seed {orders.seed})"] if orders.plan else []
-            lines.append(f"shaketable: {who}: {'; '.join([*plan, *([f'AQN {orders.aqn}'] if orders.aqn else [])])}")
+        if (instructions := made.instructions(role, 1)) is not None:
+            plan = [f"plan {instructions.plan} (seed {instructions.seed})"] if instructions.plan else []
+            lines.append(f"shaketable: {who}: {'; '.join([*plan, *([f'AQN {instructions.aqn}'] if instructions.aqn else [])])}")
     return [*lines, f"shaketable: ledgers in {made.ledger}"]

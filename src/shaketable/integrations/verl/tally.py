@@ -1,10 +1,10 @@
 """What the workers of one role did between two readings of their reports.
 
-A ledger only grows. "It has struck something" is then true for ever after the first step, and an error that is averaged over
-the whole run hides the step in which it went wrong. So what is said of a step is the difference of two readings: strikes by
+A ledger only grows. "It has hit something" is then true for ever after the first step, and an error that is averaged over
+the whole run hides the step in which it went wrong. So what is said of a step is the difference of two readings: fires by
 clause and phase for each worker, and the error from the sums that were added, not from two averages.
 
-A ledger measures the 1st, 2nd, 4th, 8th, … strike of a spot, so there are steps in which nothing was measured. Such a step has
+A ledger measures the 1st, 2nd, 4th, 8th, … hit of a spot, so there are steps in which nothing was measured. Such a step has
 no error, which is not an error of 0.
 """
 
@@ -28,7 +28,7 @@ class Span:
     before: Sequence[dict[str, Any]]
     now: Sequence[dict[str, Any]]
 
-    def strikes(
+    def fires(
         self,
         report: Mapping[str, Any],
         what: str,
@@ -43,7 +43,7 @@ class Span:
 
     def total(self, what: str, phase: str | None = None, ways: Iterable[str] = BOTH, clause: int | None = None) -> int:
         """Of all workers."""
-        return sum(self.strikes(report, what, phase, tuple(ways), clause) for report in self.now)
+        return sum(self.fires(report, what, phase, tuple(ways), clause) for report in self.now)
 
     def error(self, what: str) -> float | None:
         """The largest relative RMS error of a clause; None when nothing was measured."""

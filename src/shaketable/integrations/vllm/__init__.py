@@ -5,14 +5,14 @@
     shaketable run --plan mxfp4@module.linear -- vllm serve MODEL
 
 The package has the entry point `vllm.general_plugins`, so vLLM calls `register` in its front end, in its engine and in every
-worker. A worker that has orders (from `additional_config`, or from the environment) attaches them to its model right after it
-was loaded, before anything is compiled; `vllm/worker.py` is what happens there. Every worker also answers the calls of
-`Extension`, over `collective_rpc`: that is how a trainer moves the step and σ.
+worker. A worker that has instructions (from `additional_config`, or from the environment) attaches them to its model right
+after it was loaded, before anything is compiled; `vllm/worker.py` is what happens there. Every worker also answers the calls
+of `Extension`, over `collective_rpc`: that is how a trainer moves the step and σ.
 
-vLLM logs a plugin that fails, and goes on. A program that was told to shake and cannot must not go on: then `register` ends the
-process with one line, or makes vLLM refuse a config that has orders. Where vLLM does not load plugins (`VLLM_PLUGINS` names
-others), `shaketable run` and `options` still reach the workers: the one watches vLLM being imported, the other names an
-extension class whose module does what the plugin does, and raises.
+vLLM logs a plugin that fails, and goes on. A program that was told to shake and cannot must not go on: then `register` ends
+the process with one line, or makes vLLM refuse a config that has instructions. Where vLLM does not load plugins
+(`VLLM_PLUGINS` names others), `shaketable run` and `options` still reach the workers: the one watches vLLM being imported, the
+other names an extension class whose module does what the plugin does, and raises.
 
 This file imports nothing but the standard library: it is loaded by every vLLM on the machine.
 """
@@ -46,11 +46,11 @@ def options(
         total_steps: Steps that the schedule of AQN is stretched over; `Sampler.set_step` moves along them.
         ledger: A folder in which every worker leaves its ledger.
     """
-    from shaketable.integrations.common.instructions import Orders
+    from shaketable.integrations.common.instructions import Instructions
 
     given = {"plan": plan, "aqn": aqn, "seed": seed, "total_steps": total_steps, "ledger": ledger}
-    orders = Orders.from_mapping({key: value for key, value in given.items() if value is not None})
-    body = orders.model_dump(exclude_none=True)
+    instructions = Instructions.from_mapping({key: value for key, value in given.items() if value is not None})
+    body = instructions.model_dump(exclude_none=True)
     extension = "shaketable.integrations.vllm.extension.Extension"
     return {"additional_config": {"shaketable": body}, "worker_extension_cls": extension}
 
@@ -60,21 +60,21 @@ def register() -> None:
     try:
         _install()
     except Exception as error:
-        _refuse_orders(f"shaketable cannot shake this vLLM: {type(error).__name__}: {error}")
+        _refuse_instructions(f"shaketable cannot shake this vLLM: {type(error).__name__}: {error}")
 
 
 def _install() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from shaketable.integrations.common.instructions import Orders
+    from shaketable.integrations.common.instructions import Instructions
 
-    Orders.from_env(os.environ)
+    Instructions.from_env(os.environ)
     adopt_workers(WorkerBase)
     guard_cache(EngineCore)
 
 
-def _refuse_orders(why: str) -> None:
+def _refuse_instructions(why: str) -> None:
     """Let vLLM run as if we were not there, unless it has been told to shake."""
     if any(os.environ.get(name) for name in ("SHAKETABLE_PLAN", "SHAKETABLE_AQN")):
         sys.stderr.write(f"{why}\n")
@@ -93,7 +93,7 @@ def _refuse_orders(why: str) -> None:
 
 
 def adopt_workers(worker: Any) -> None:
-    """Make every vLLM worker that is made from now on obey its orders and answer our calls."""
+    """Make every vLLM worker that is made from now on obey its instructions and answer our calls."""
     if _SLOT not in worker.__dict__:
         setattr(worker, _SLOT, None)
         worker.__init__ = _adopting(worker.__init__)
@@ -107,7 +107,7 @@ def guard_cache(engine: Any) -> None:
 
 
 def _adopting(init: Callable[..., None]) -> Callable[..., None]:
-    """`WorkerBase.__init__`, after which the worker answers our calls and obeys its orders."""
+    """`WorkerBase.__init__`, after which the worker answers our calls and obeys its instructions."""
 
     @functools.wraps(init)
     def adopt(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,7 +172,7 @@ class Extension:
         _shaker(self, cache_was_reset).clear()
 
     def ledger(self) -> dict[str, Any]:
-        """What this worker did: the ledgers of plan and AQN, its orders' digest, σ per layer, step and phase."""
+        """What this worker did: the ledgers of plan and AQN, its instructions' digest, σ per layer, step and phase."""
         return _shaker(self, True).report()
 
 

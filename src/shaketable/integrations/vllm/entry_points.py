@@ -1,4 +1,4 @@
-"""Where a vLLM worker lets us in: its orders, its loading of weights, its packing of them, and its loop."""
+"""Where a vLLM worker lets us in: its instructions, its loading of weights, its packing of them, and its loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from shaketable.errors import ShaketableError
 from shaketable.harden.aqn.spec import AQN
-from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.instructions import Instructions
 from shaketable.launch.process import active
 from shaketable.plan import Plan
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 LOOP = ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens")
 """What an engine does with its model; a plan on the whole process stands aside."""
 _WATCHED = "_shaketable_watched"
-_prepared: Orders | None = None
+_prepared: Instructions | None = None
 
 
-def prepare(orders: Orders | None) -> None:
+def prepare(instructions: Instructions | None) -> None:
     """Have the taps of a plan compiled into every vLLM that is made in this process from now on; they do nothing until
     `set_plan` asks for that plan. For trainers that make their vLLM before they can say what it is for."""
     global _prepared
-    _prepared = orders
+    _prepared = instructions
 
 
-def prepared() -> Orders | None:
+def prepared() -> Instructions | None:
     """What was prepared last."""
     return _prepared
 
 
-def orders_of(config: Any) -> Orders | None:
-    """The orders of a worker: of vLLM's `additional_config`, or else of its environment.
+def instructions_of(config: Any) -> Instructions | None:
+    """The instructions of a worker: of vLLM's `additional_config`, or else of its environment.
 
     vLLM keeps compiled graphs by its whole config. Where ledgers go says nothing about a graph, and is taken out of it.
 
     Raises:
-        ShaketableError: Both have orders, and not the same.
+        ShaketableError: Both have instructions, and not the same.
     """
     given = config.additional_config if isinstance(config.additional_config, dict) else {}
-    own = Orders.from_mapping(given["shaketable"]) if given.get("shaketable") else None
-    inherited = Orders.from_env(os.environ)
+    own = Instructions.from_mapping(given["shaketable"]) if given.get("shaketable") else None
+    inherited = Instructions.from_env(os.environ)
     if own is not None and inherited is not None and own.digest() != inherited.digest():
         raise ShaketableError("additional_config and the environment order different plans; give one of them")
     if own is not None:
@@ -63,11 +63,11 @@ def watch_new_weights(shaker: Shaker) -> None:
     model.__dict__["load_weights"] = _told_before(shaker, model.load_weights)  # type: ignore[arg-type]
 
 
-def is_about_linear_weights(orders: Orders) -> bool:
+def is_about_linear_weights(instructions: Instructions) -> bool:
     """Whether linears must keep their weights: the plan, or AQN, is about them."""
-    plan = Plan.parse(orders.plan, seed=orders.seed) if orders.plan is not None else None
+    plan = Plan.parse(instructions.plan, seed=instructions.seed) if instructions.plan is not None else None
     of_plan = plan is not None and any("weight" in clause.points for clause in plan.clauses)
-    return of_plan or (orders.aqn is not None and "linear" in AQN.load(orders.aqn).roles)
+    return of_plan or (instructions.aqn is not None and "linear" in AQN.load(instructions.aqn).roles)
 
 
 @contextmanager
@@ -97,10 +97,10 @@ def standing_aside(call: Callable[..., Any]) -> Callable[..., Any]:
     return quietly
 
 
-def follow_orders(shaker: Shaker, orders: Orders) -> None:
+def follow_instructions(shaker: Shaker, instructions: Instructions) -> None:
     """Attach when the model has been loaded, and switch on at the first request."""
     worker = shaker.worker
-    if orders.plan is not None and any(c.site.level == "op" for c in Plan.parse(orders.plan).clauses):
+    if instructions.plan is not None and any(c.site.level == "op" for c in Plan.parse(instructions.plan).clauses):
         os.environ["VLLM_USE_AOT_COMPILE"] = "0"
     for name in LOOP:
         if (method := getattr(worker, name, None)) is not None:
@@ -108,9 +108,9 @@ def follow_orders(shaker: Shaker, orders: Orders) -> None:
     load, stop = worker.load_model, worker.shutdown
 
     def load_model(*args: Any, **kwargs: Any) -> Any:
-        with unpacked() if shaker.orders and is_about_linear_weights(orders) else nullcontext():
+        with unpacked() if shaker.instructions and is_about_linear_weights(instructions) else nullcontext():
             result = load(*args, **kwargs)
-        shaker.on_loaded(orders)
+        shaker.on_loaded(instructions)
         return result
 
     def shutdown() -> None:

@@ -1,4 +1,4 @@
-"""Every clause must strike in the first forward in which it acts.
+"""Every clause must hit in the first forward in which it acts.
 
 The study we come from reported "0 % degradation" of a vLLM in which nothing had been injected. A hook that is never called
 leaves no trace of its own, so the worker compares the ledger before and after each request, clause by clause, until each has
@@ -12,8 +12,8 @@ from shaketable.inject.injection import Injection
 from shaketable.integrations.vllm.refusals import is_written
 
 
-class FirstStrikes:
-    """The clauses of a plan that have not been seen to strike yet."""
+class FirstFires:
+    """The clauses of a plan that have not been seen to hit yet."""
 
     def __init__(self, plan: Injection) -> None:
         self.plan = plan
@@ -25,11 +25,11 @@ class FirstStrikes:
         return {i: sites[i].forward for i in self.unproven if self._acts(i)} if self.plan.enabled else {}
 
     def check(self, before: dict[int, int]) -> None:
-        """Raise when a clause that was expected to strike did not."""
+        """Raise when a clause that was expected to hit did not."""
         for i, fires in before.items():
             if self.plan.ledger.sites[i].forward == fires:
                 text = self.plan.plan.clauses[i].text()
-                raise InertError(f"{text} is on in this vLLM worker, and its first forward struck nothing")
+                raise InertError(f"{text} is on in this vLLM worker, and its first forward fired nowhere")
         self.unproven -= before.keys()
 
     def _acts(self, clause: int) -> bool:

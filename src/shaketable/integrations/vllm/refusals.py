@@ -34,16 +34,16 @@ def refuse_captured(plan: Plan, config: Any, on_cpu: bool) -> None:
     """CUDA graphs run no Python: nothing but the weights can be faulty in them."""
     mode = getattr(config.compilation_config, "cudagraph_mode", None)
     captured = mode is not None and getattr(mode, "name", "NONE") != "NONE" and not on_cpu
-    struck = [clause for clause in plan.clauses if not is_written(clause)]
-    if captured and struck:
+    hit = [clause for clause in plan.clauses if not is_written(clause)]
+    if captured and hit:
         raise PlanError(
-            f"{struck[0].text()}: vLLM captures CUDA graphs, in which only faults of weights act; "
+            f"{hit[0].text()}: vLLM captures CUDA graphs, in which only faults of weights act; "
             "start it with enforce_eager=True or compilation_config={'cudagraph_mode': 'NONE'}"
         )
 
 
 def refuse_adapted(injection: Injection) -> None:
-    """vLLM's LoRA wrappers compute with the weights of what they wrap and do not call it: nothing there would be struck."""
+    """vLLM's LoRA wrappers compute with the weights of what they wrap and do not call it: nothing there would be hit."""
     attached = injection.models[0]
     wrappers = [m for m in attached.model.modules() if type(m).__name__.endswith("WithLoRA")]
     inside = {id(m) for wrapper in wrappers for m in wrapper.modules()}
@@ -52,7 +52,7 @@ def refuse_adapted(injection: Injection) -> None:
         hit = "every product with an adapter"
     if hit is not None:
         raise PlanError(
-            f"{hit}: vLLM's LoRA computes it without a call that could be struck; merge the adapter, or use point=weight"
+            f"{hit}: vLLM's LoRA computes it without a call that could be hit; merge the adapter, or use point=weight"
         )
 
 

@@ -1,14 +1,15 @@
-"""What happens inside of a vLLM worker that has orders.
+"""What happens inside of a vLLM worker that has instructions.
 
 The plan is attached right after the model was loaded: vLLM compiles at the first forward, and what is compiled carries the
-taps. It stays quiet while vLLM profiles and warms up, and is switched on at the first real request. Two things are checked, and
-each ends the engine with an error: the orders match something in this model, and each clause strikes in the first forward in
-which it acts (`first_forward.py`). What could never act is refused before (`refusals.py`); `entry_points.py` is the way in.
+taps. It stays quiet while vLLM profiles and warms up, and is switched on at the first real request. Two things are checked,
+and each ends the engine with an error: the instructions match something in this model, and each clause fires in the first
+forward in which it acts (`first_forward.py`). What could never act is refused before (`refusals.py`); `entry_points.py` is the
+way in.
 
 Graphs. vLLM keeps compiled graphs on disk. Ours hold the numbers of taps, so what is kept is kept under a name that has the
-plan, and the last of those numbers, in it. A graph whose operators are struck is compiled under a torch function mode, which
+plan, and the last of those numbers, in it. A graph whose operators are hit is compiled under a torch function mode, which
 vLLM's ahead-of-time compiler cannot write to disk: it is switched off for such a plan. A CUDA graph replays kernels and no
-Python: a plan on activations would strike once, while it was captured, and never again. So such a plan is refused there; AQN
+Python: a plan on activations would hit once, while it was captured, and never again. So such a plan is refused there; AQN
 and faults of weights are written into the weights and work in captured graphs too.
 
 On a CPU vLLM packs the weights of linears away. When a plan is about them, packing is left out, and the product is torch's.
@@ -32,10 +33,16 @@ from shaketable.harden.aqn.attach import AttachedAQN
 from shaketable.harden.aqn.spec import AQN
 from shaketable.inject.compile import custom_ops
 from shaketable.inject.injection import Injection
-from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report
-from shaketable.integrations.vllm.entry_points import follow_orders, orders_of, prepared, watch_new_weights, watch_requests
-from shaketable.integrations.vllm.first_forward import FirstStrikes
+from shaketable.integrations.vllm.entry_points import (
+    follow_instructions,
+    instructions_of,
+    prepared,
+    watch_new_weights,
+    watch_requests,
+)
+from shaketable.integrations.vllm.first_forward import FirstFires
 from shaketable.integrations.vllm.refusals import (
     is_written,
     refuse_adapted,
@@ -56,7 +63,7 @@ class Shaker:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.config = worker.vllm_config
-        self.orders = orders_of(self.config)
+        self.instructions = instructions_of(self.config)
         self.told_rank: int | None = None
         self.plan: Injection | None = None
         self.aqn: AttachedAQN | None = None
@@ -64,14 +71,14 @@ class Shaker:
         self.phase = "rollout"
         self.is_live = False
         """Whether vLLM has warmed up and serves."""
-        self.proof: FirstStrikes | None = None
+        self.proof: FirstFires | None = None
         self.newest: dict[str, Injection | AttachedAQN | None] = {"plan": None, "aqn": None}
         """What was attached last; its ledger stays when it has been cleared."""
         self.is_stale = False
         """Whether new weights have come since faults were last written into them."""
         self.file: Report | None = None
-        if (orders := self.orders or prepared()) is not None:
-            follow_orders(self, orders)
+        if (instructions := self.instructions or prepared()) is not None:
+            follow_instructions(self, instructions)
 
     @property
     def model(self) -> nn.Module:
@@ -92,9 +99,9 @@ class Shaker:
         """Which copy of the model this is: tensor-parallel workers are one copy, and share it."""
         if self.told_rank is not None:
             return self.told_rank
-        orders = self.orders or prepared()
-        if orders is not None and orders.rank is not None:
-            return orders.rank
+        instructions = self.instructions or prepared()
+        if instructions is not None and instructions.rank is not None:
+            return instructions.rank
         if given := os.environ.get("SHAKETABLE_RANK"):
             return int(given)
         parallel, place = self.config.parallel_config, process_identity.rank_here()
@@ -107,37 +114,37 @@ class Shaker:
 
     # ---- attaching
 
-    def on_loaded(self, orders: Orders) -> None:
-        """The model is there. Orders that were only prepared are compiled in and stay quiet; if they do not fit, they may be
-        meant for another model, and whoever asks for them will be told."""
-        if self.orders is not None:
-            self.attach(orders)
+    def on_loaded(self, instructions: Instructions) -> None:
+        """The model is there. Instructions that were only prepared are compiled in and stay quiet; if they do not fit, they may
+        be meant for another model, and whoever asks for them will be told."""
+        if self.instructions is not None:
+            self.attach(instructions)
             return
         with suppress(PlanError):
-            self.attach(orders)
+            self.attach(instructions)
         self.clear()
 
-    def attach(self, orders: Orders) -> None:
-        """Put the orders on the model that has just been loaded; what is on is hooked now and quiet until `go_live`."""
+    def attach(self, instructions: Instructions) -> None:
+        """Put the instructions on the model that has just been loaded; what is on is hooked now and quiet until `go_live`."""
         watch_new_weights(self)
-        if orders.plan is not None:
+        if instructions.plan is not None:
             if not os.environ.get("SHAKETABLE_PLAN"):
-                refuse_idle(Plan.parse(orders.plan))
-            self._attach_plan(Plan.parse(orders.plan, seed=orders.seed))
-        if orders.aqn is not None:
-            self._attach_aqn(AQN.load(orders.aqn), orders.total_steps, self.step)
+                refuse_idle(Plan.parse(instructions.plan))
+            self._attach_plan(Plan.parse(instructions.plan, seed=instructions.seed))
+        if instructions.aqn is not None:
+            self._attach_aqn(AQN.load(instructions.aqn), instructions.total_steps, self.step)
         self._name_graphs()
-        self._keep_ledger(orders)
+        self._keep_ledger(instructions)
 
-    def _keep_ledger(self, orders: Orders) -> None:
+    def _keep_ledger(self, instructions: Instructions) -> None:
         """Write what is done here to the folder of ledgers; under `shaketable run`, to the ledger of the process."""
         process = active()
         if process is not None:
             process.injection.leave_alone(self.model)
             if self.plan is not None:
                 process.engines.append((type(self.model).__name__, self.plan))
-        if orders.ledger is not None:
-            self.file = Report(Path(orders.ledger), "sampler", self.report)
+        if instructions.ledger is not None:
+            self.file = Report(Path(instructions.ledger), "sampler", self.report)
 
     def _attach_plan(self, plan: Plan) -> None:
         """Put a plan in place of the one there is, which stays when this one does not fit."""
@@ -149,7 +156,7 @@ class Shaker:
         if self.plan is not None:
             self._retire(self.plan)
         self.plan = self.newest["plan"] = injection
-        self.proof = FirstStrikes(injection)
+        self.proof = FirstFires(injection)
         self._hook(injection)
 
     def _attach_aqn(self, aqn: AQN, total_steps: int, step: int) -> None:
@@ -323,8 +330,8 @@ class Shaker:
         return {
             "pid": os.getpid(),
             "rank": self.rank,
-            "orders": self.orders.digest() if self.orders is not None else None,
-            "config": self.orders.model_dump() if self.orders is not None else None,
+            "instructions": self.instructions.digest() if self.instructions is not None else None,
+            "config": self.instructions.model_dump() if self.instructions is not None else None,
             "step": self.step,
             "phase": self.phase,
             "written": len({id(w) for i in self.injections for m in i.models if m.written for w in m.written.faulty()}),

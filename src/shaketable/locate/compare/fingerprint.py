@@ -138,20 +138,20 @@ def make_fingerprint(
     device = next(model.parameters()).device
     with torch.no_grad():
         traced = trace(model, ids.to(device), reference)
-        shelf = _Shelf()
-        shelf.put("ids", ids)
+        store = _Tensors()
+        store.put("ids", ids)
         for call in traced.calls:
-            shelf.put(f"layer.{call.index}.input", call.x)
-            shelf.put(f"layer.{call.index}.output", call.y)
-        layers = [_store_layer(shelf, call, reference, len(traced.calls), progress) for call in traced.calls]
-        before, after = _store_outside(shelf, traced, model, reference)
+            store.put(f"layer.{call.index}.input", call.x)
+            store.put(f"layer.{call.index}.output", call.y)
+        layers = [_store_layer(store, call, reference, len(traced.calls), progress) for call in traced.calls]
+        before, after = _store_outside(store, traced, model, reference)
         unsteady = _unsteady(traced, model, ids.to(device), reference)
     facts = describe(model) | {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
-    facts |= {"layers": layers, "before": before, "after": after, "aliases": shelf.aliases, "unsteady": unsteady}
-    return Fingerprint(Metadata.model_validate(facts), shelf.tensors)
+    facts |= {"layers": layers, "before": before, "after": after, "aliases": store.aliases, "unsteady": unsteady}
+    return Fingerprint(Metadata.model_validate(facts), store.tensors)
 
 
-class _Shelf:
+class _Tensors:
     """Host copies by name; a tensor object that was stored before becomes an alias."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class _Shelf:
         self._seen = {key: kept for key, kept in self._seen.items() if ".op." not in kept[1]}
 
 
-def _store_layer(shelf: _Shelf, call: LayerCall, reference: Reference, total: int, progress: Progress | None) -> list[str]:
+def _store_layer(store: _Tensors, call: LayerCall, reference: Reference, total: int, progress: Progress | None) -> list[str]:
     if progress is not None:
         progress(call.index, total, f"layer {call.index}")
     recording = record_layer(call, reference)
@@ -179,10 +179,10 @@ def _store_layer(shelf: _Shelf, call: LayerCall, reference: Reference, total: in
     for label, record in labelled(recording):
         if is_routed(call.module, record.path):
             continue
-        shelf.put(f"{op_name(call.index, label)}.input", first_tensor(record))
-        shelf.put(f"{op_name(call.index, label)}.output", next(tensors_of(record.output)))
+        store.put(f"{op_name(call.index, label)}.input", first_tensor(record))
+        store.put(f"{op_name(call.index, label)}.output", next(tensors_of(record.output)))
         labels.append(label)
-    shelf.release()
+    store.release()
     return labels
 
 
@@ -207,7 +207,7 @@ def first_tensor(record: Record) -> Tensor:
     return next(tensors_of((record.args, record.kwargs)))
 
 
-def _store_outside(shelf: _Shelf, traced: Trace, model: nn.Module, reference: Reference) -> tuple[list[str], list[str]]:
+def _store_outside(store: _Tensors, traced: Trace, model: nn.Module, reference: Reference) -> tuple[list[str], list[str]]:
     inner = {call.name for call in traced.calls}
     before: list[str] = []
     after: list[str] = []
@@ -221,8 +221,8 @@ def _store_outside(shelf: _Shelf, traced: Trace, model: nn.Module, reference: Re
         if leaf is not None and leaf.kind in ("linear", "conv1d"):
             x = x[..., -HEAD_TOKENS:, :].contiguous()
             y = model.get_submodule(record.path)(x)
-        shelf.put(f"{op_name(None, label)}.input", x)
-        shelf.put(f"{op_name(None, label)}.output", y)
+        store.put(f"{op_name(None, label)}.input", x)
+        store.put(f"{op_name(None, label)}.output", y)
         chosen.append(label)
     return before, after
 

@@ -95,7 +95,7 @@ class StaticDecoding:
     def _rows(self, model: Any, cache: DynamicCache, count: int, width: int) -> _Rows:
         """The memory for so many rows and so wide prompts: that of an earlier call where nothing has moved since."""
         slots = -(-width // BUCKET) * BUCKET
-        now = (_addresses(model), _dress(model), _arithmetic(model), fingerprint(model))
+        now = (_addresses(model), _hooks_and_classes(model), _arithmetic(model), fingerprint(model))
         key = (count, slots, self.decoder, *now)
         found = self._kept.pop(key, None) or _Rows(self.decoder, cache, count, slots)
         self._kept[key] = found
@@ -246,6 +246,6 @@ def _arithmetic(model: Any) -> tuple[object, ...]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), model.dtype, model.training
 
 
-def _dress(model: Any) -> int:
+def _hooks_and_classes(model: Any) -> int:
     """Another number when a hook was set or taken off, or a module was given another class: a graph keeps those it met."""
     return hash(tuple((id(type(m)), *m._forward_pre_hooks, -1, *m._forward_hooks) for m in model.modules()))

@@ -37,7 +37,7 @@ def plot(results: dict[str, Any], path: str | Path) -> None:
     axes.set(xlim=(-0.5, len(magnitudes) - 0.5), ylim=_limits(results["points"]), xlabel="magnitude (not to scale)")
     axes.set_ylabel("next tokens foreseen" if "loss" in results["points"][0] else "accuracy")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _dress(axes, results)
+    _hooks_and_classes(axes, results)
     figure.savefig(path, dpi=150, format="png")
 
 
@@ -63,7 +63,7 @@ def _limits(points: list[dict[str, Any]]) -> tuple[float, float]:
     return 0.0, min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in points)))
 
 
-def _dress(axes: Axes, results: dict[str, Any]) -> None:
+def _hooks_and_classes(axes: Axes, results: dict[str, Any]) -> None:
     config = results["config"]
     axes.set_title(
         textwrap.fill(config["plan"], 70, break_on_hyphens=False), fontsize=11, loc="left", fontweight="bold", pad=22

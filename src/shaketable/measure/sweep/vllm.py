@@ -56,11 +56,11 @@ class VllmSolving:
         from shaketable.integrations.vllm import connect, options
 
         plan = next(s.plan for s in config.settings() if s.plan is not None)
-        orders = options(Condition.of("", plan).plan)
+        instructions = options(Condition.of("", plan).plan)
         own = str(next(self.skeleton.parameters()).dtype).removeprefix("torch.")
         usual = {"dtype": config.dtype or own, "max_num_seqs": self.batch_size, "disable_log_stats": True, "seed": 0}
         try:
-            llm = LLM(self.path, enforce_eager=True, **{**usual, **config.engine_args, **orders})
+            llm = LLM(self.path, enforce_eager=True, **{**usual, **config.engine_args, **instructions})
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ShaketableError(f"vLLM could not start {self.path}: {reason}") from error

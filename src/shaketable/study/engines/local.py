@@ -1,6 +1,6 @@
-"""Worker processes of this computer, with its cores and cards shared out among them.
+"""Worker processes of this computer, with its cores and GPUs shared out among them.
 
-    board ← a thread for every worker ⇄ worker process
+    queue ← a thread for every worker ⇄ worker process
 
 Workers have a session of their own: Ctrl-C reaches this process, which ends them; kill -9 of this process they see
 themselves. A worker that dies takes its run down and is replaced; the run's record says how it ended.
@@ -20,17 +20,17 @@ from shaketable.errors import ShaketableError
 from shaketable.records.record import RunRecord
 from shaketable.study.cells import Cell
 from shaketable.study.config import StudyConfig
-from shaketable.study.engines.queue import Board
+from shaketable.study.engines.queue import RunQueue
 from shaketable.study.engines.worker import request
 
 QUIET = {"TOKENIZERS_PARALLELISM": "false"}
 
 
-def run_locally(study: StudyConfig, board: Board, folder: Path) -> None:
-    """Do all runs of the board; returns when each has ended."""
-    places = slots(study, sum(state != "done" for state in board.states.values()))
-    crew = [_Worker(number, place, study, board, folder) for number, place in enumerate(places)]
-    threads = [threading.Thread(target=worker.serve, daemon=True) for worker in crew]
+def run_locally(study: StudyConfig, queue: RunQueue, folder: Path) -> None:
+    """Do all runs of the queue; returns when each has ended."""
+    places = slots(study, sum(state != "done" for state in queue.states.values()))
+    workers = [_Worker(number, place, study, queue, folder) for number, place in enumerate(places)]
+    threads = [threading.Thread(target=worker.serve, daemon=True) for worker in workers]
     try:
         for thread in threads:
             thread.start()
@@ -38,13 +38,13 @@ def run_locally(study: StudyConfig, board: Board, folder: Path) -> None:
             while thread.is_alive():
                 thread.join(0.2)  # a join without end would not hear Ctrl-C
     finally:
-        board.stop()
-        for worker in crew:
+        queue.stop()
+        for worker in workers:
             worker.end()
 
 
 def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
-    """The environment of each worker: how many run at a time, and which card each sees."""
+    """The environment of each worker: how many run at a time, and which GPU each sees."""
     engine = study.engine
     limit = {"OMP_NUM_THREADS": str(engine.threads), **QUIET}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,20 +53,20 @@ def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
         return [limit] * max(1, min(count, most))
     share = 1.0 if engine.gpus is None else engine.gpus
     if share > 1:
-        raise ShaketableError(f"engine.gpus is {share:g}, and a run uses one card at most; write 1, or a part such as 0.25")
-    cards = [limit | _visible(study.device, card) for card in range(_cards())]
-    places = cards * int(1 / share)
+        raise ShaketableError(f"engine.gpus is {share:g}, and a run uses one GPU at most; write 1, or a part such as 0.25")
+    gpus = [limit | _visible(study.device, gpu) for gpu in range(_gpus())]
+    places = gpus * int(1 / share)
     if not places:
-        raise ShaketableError(f"there is no card for device {study.device!r}; `shaketable env` shows what this machine has")
+        raise ShaketableError(f"there is no GPU for device {study.device!r}; `shaketable env` shows what this machine has")
     return places[: max(1, min(engine.workers or len(places), most))]
 
 
-def _visible(device: str, card: int) -> dict[str, str]:
+def _visible(device: str, gpu: int) -> dict[str, str]:
     name = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(device.partition(":")[0], "CUDA_VISIBLE_DEVICES")
-    return {} if ":" in device else {name: str(card)}
+    return {} if ":" in device else {name: str(gpu)}
 
 
-def _cards() -> int:
+def _gpus() -> int:
     import torch
 
     return int(torch.accelerator.device_count())
@@ -75,18 +75,18 @@ def _cards() -> int:
 class _Worker:
     """A place for runs, and the process that is there now."""
 
-    def __init__(self, number: int, place: dict[str, str], study: StudyConfig, board: Board, folder: Path) -> None:
-        self.number, self.place, self.study, self.board, self.folder = number, place, study, board, folder
+    def __init__(self, number: int, place: dict[str, str], study: StudyConfig, queue: RunQueue, folder: Path) -> None:
+        self.number, self.place, self.study, self.queue, self.folder = number, place, study, queue, folder
         self.process: subprocess.Popen[str] | None = None
 
     def serve(self) -> None:
         """Take runs until there are no more."""
-        while (cell := self.board.take()) is not None:
-            self.board.watch("start", cell, {"worker": self.number})
+        while (cell := self.queue.take()) is not None:
+            self.queue.watch("start", cell, {"worker": self.number})
             try:
                 self._do(cell)
             except Exception as error:  # a full disk, say: this run fails, the others go on
-                self.board.failed(cell, f"{type(error).__name__}: {error}", final=True)
+                self.queue.failed(cell, f"{type(error).__name__}: {error}", final=True)
 
     def _do(self, cell: Cell) -> None:
         process = self._alive()
@@ -101,11 +101,11 @@ class _Worker:
         for line in process.stdout:
             told = json.loads(line)
             if told["kind"] == "told":
-                self.board.watch(told["what"], cell, told["facts"])
+                self.queue.watch(told["what"], cell, told["facts"])
             elif told["kind"] == "ended":
-                return self.board.ended(cell, told["ending"])
+                return self.queue.ended(cell, told["ending"])
             else:
-                return self.board.failed(cell, told["error"], final=told["final"])
+                return self.queue.failed(cell, told["error"], final=told["final"])
         return self._died(cell, process)
 
     def _alive(self) -> subprocess.Popen[str]:
@@ -119,11 +119,11 @@ class _Worker:
 
     def _died(self, cell: Cell, process: subprocess.Popen[str]) -> None:
         code = process.wait()
-        if self.board.is_stopped:
+        if self.queue.is_stopped:
             return
         text = f"its process died with exit status {code}" + (" (killed; out of memory?)" if code == -9 else "")
         note_death(self.folder / "runs" / cell.name, text, code)
-        self.board.failed(cell, text, final=False)
+        self.queue.failed(cell, text, final=False)
 
     def end(self) -> None:
         """End the process; what its run has recorded stays."""

@@ -1,4 +1,4 @@
-"""Which runs are to do, being done, done. Both engines take runs from a board and tell it how they ended.
+"""Which runs are to do, being done, done. Both engines take runs from a queue and tell it how they ended.
 
 A run waits for the diagnosis that it needs. One that crashed is tried again, as often as the study says; one that cannot be
 done as it was asked for is not, since it would end the same way. A run that another process works on is looked at again
@@ -24,7 +24,7 @@ PATIENCE = 0.5
 
 
 @dataclass
-class Board:
+class RunQueue:
     """The runs of one study, in their order. Safe to use from several threads."""
 
     cells: Sequence[Cell]

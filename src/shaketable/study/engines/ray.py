@@ -1,6 +1,6 @@
 """The same study on a Ray cluster: one task per arm and seed, records written to a store that all nodes see.
 
-Ray places the tasks; the board here decides which may start, so that diagnoses come first and a crashed run is tried again
+Ray places the tasks; the queue here decides which may start, so that diagnoses come first and a crashed run is tried again
 by our rules and not by Ray's, whose retries no record would mention. A task does what a local worker does. Progress is read
 from the records, which every node writes anyway.
 """
@@ -17,7 +17,7 @@ from shaketable.errors import ShaketableError
 from shaketable.study.cells import Cell
 from shaketable.study.config import StudyConfig
 from shaketable.study.engines.local import QUIET, note_death
-from shaketable.study.engines.queue import Board
+from shaketable.study.engines.queue import RunQueue
 from shaketable.study.engines.worker import answer, request
 from shaketable.study.store.store import Store
 
@@ -25,8 +25,8 @@ LOOK = 1.0
 """Seconds between two looks at the records."""
 
 
-def run_on_ray(study: StudyConfig, board: Board, folder: Path) -> None:
-    """Do all runs of the board on the cluster; returns when each has ended."""
+def run_on_ray(study: StudyConfig, queue: RunQueue, folder: Path) -> None:
+    """Do all runs of the queue on the cluster; returns when each has ended."""
     try:
         import ray
     except ImportError:
@@ -35,9 +35,9 @@ def run_on_ray(study: StudyConfig, board: Board, folder: Path) -> None:
     if mine:
         _connect(ray, study)
     try:
-        _serve(ray, study, board, folder)
+        _serve(ray, study, queue, folder)
     finally:
-        board.stop()
+        queue.stop()
         if mine:
             ray.shutdown()
 
@@ -65,20 +65,20 @@ def check_reachable(address: str) -> None:
         raise ShaketableError(f"cannot reach the Ray cluster {address}: {error}") from None
 
 
-def _serve(ray: Any, study: StudyConfig, board: Board, folder: Path) -> None:
+def _serve(ray: Any, study: StudyConfig, queue: RunQueue, folder: Path) -> None:
     under_way: dict[Any, Cell] = {}
     limit = study.engine.workers or 10_000
     pace = _Pace(folder)
-    while not board.is_over:
-        while len(under_way) < limit and (cell := board.take_now()) is not None:
-            board.watch("start", cell, {"worker": len(under_way)})
+    while not queue.is_over:
+        while len(under_way) < limit and (cell := queue.take_now()) is not None:
+            queue.watch("start", cell, {"worker": len(under_way)})
             under_way[_submit(ray, study, cell, folder)] = cell
         if not under_way:
             time.sleep(LOOK)
             continue
         for task in ray.wait(list(under_way), num_returns=1, timeout=LOOK)[0]:
-            _note(ray, task, under_way.pop(task), board, folder)
-        pace.tell(under_way.values(), board)
+            _note(ray, task, under_way.pop(task), queue, folder)
+        pace.tell(under_way.values(), queue)
 
 
 def _submit(ray: Any, study: StudyConfig, cell: Cell, folder: Path) -> Any:
@@ -89,16 +89,16 @@ def _submit(ray: Any, study: StudyConfig, cell: Cell, folder: Path) -> Any:
     return task.remote(request(cell, study.study, (folder / "runs").absolute(), "ray"))
 
 
-def _note(ray: Any, task: Any, cell: Cell, board: Board, folder: Path) -> None:
+def _note(ray: Any, task: Any, cell: Cell, queue: RunQueue, folder: Path) -> None:
     try:
         told = ray.get(task)
     except ray.exceptions.RayError as error:
         text = f"its Ray worker died: {str(error).splitlines()[0]}"
         note_death(folder / "runs" / cell.name, text, -1)
-        return board.failed(cell, text, final=False)
+        return queue.failed(cell, text, final=False)
     if told["kind"] == "ended":
-        return board.ended(cell, told["ending"])
-    return board.failed(cell, told["error"], final=told["final"])
+        return queue.ended(cell, told["ending"])
+    return queue.failed(cell, told["error"], final=told["final"])
 
 
 class _Pace:
@@ -107,11 +107,11 @@ class _Pace:
     def __init__(self, folder: Path) -> None:
         self.store, self.seen = Store(folder), dict[str, int]()
 
-    def tell(self, cells: Any, board: Board) -> None:
-        """Tell the board's watcher of steps that were made since the last look."""
+    def tell(self, cells: Any, queue: RunQueue) -> None:
+        """Tell the queue's watcher of steps that were made since the last look."""
         steps = {summary.path.split("/")[-1]: summary.step for summary in self.store.summaries()}
         for cell in cells:
             step = steps.get(cell.name)
             if step is not None and step != self.seen.get(cell.name):
                 self.seen[cell.name] = step
-                board.watch("step", cell, {"step": step})
+                queue.watch("step", cell, {"step": step})

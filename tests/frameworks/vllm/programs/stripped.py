@@ -18,8 +18,8 @@ class Stripping(Extension):
 
 
 if __name__ == "__main__":
-    orders = options(plan=sys.argv[2]) | {"worker_extension_cls": "stripped.Stripping"}
-    llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=64, dtype="float32", gpu_memory_utilization=0.1, **orders)
+    instructions = options(plan=sys.argv[2]) | {"worker_extension_cls": "stripped.Stripping"}
+    llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=64, dtype="float32", gpu_memory_utilization=0.1, **instructions)
     llm.collective_rpc("strip")
     llm.generate(["12+30="], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     print("went on")

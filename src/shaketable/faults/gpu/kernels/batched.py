@@ -1,6 +1,6 @@
 """Triton: the same fault on many tensors by one launch.
 
-What a kernel is told of a tensor (where it is, where the result goes, how long it is) is in a table on the card, a row per
+What a kernel is told of a tensor (where it is, where the result goes, how long it is) is in a table on the GPU, a row per
 tensor. Places are written there in units of 16 bytes from a base that is an argument: the compiler then sees that it can move
 16 bytes at once. (A pointer that is read from memory moves two at a time, whatever hints it is given.)
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from shaketable.faults.gpu.kernels.formats import coded, scales
 from shaketable.faults.gpu.kernels.measure import ADDITIVE, RELATIVE, differs
-from shaketable.faults.gpu.kernels.noise import joined, mix64, normals, struck
+from shaketable.faults.gpu.kernels.noise import faulty, joined, mix64, normals
 from shaketable.faults.gpu.kernels.tiles import INFINITY, magnitude_bits, widened
 
 ROW = tl.constexpr(5)
@@ -96,7 +96,7 @@ def draw_many(
         i = block * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + i, mask=i < n, other=0.0)
         z = normals(block, k0, k1, FAST, BLOCK)
-        result = struck(value, z, scale, RELATIVE if KIND == RELATIVE else ADDITIVE, FAST)
+        result = faulty(value, z, scale, RELATIVE if KIND == RELATIVE else ADDITIVE, FAST)
         tl.store(y + i, result, mask=i < n)
         inside, differs, is_alive, survives, error, wide, ratio = lane_changes(value, result, i < n, FAST)
         values += inside

@@ -33,7 +33,7 @@ def passed(g, value, edge, KIND: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def struck(value, g, edge, KIND: tl.constexpr, GRADIENT: tl.constexpr, FAST: tl.constexpr):
+def faulty(value, g, edge, KIND: tl.constexpr, GRADIENT: tl.constexpr, FAST: tl.constexpr):
     """What is written of one tile."""
     return passed(g, value, edge, KIND, FAST) if GRADIENT else clipped(value, edge, KIND, FAST)
 
@@ -57,7 +57,7 @@ def clip(
             edge = highest(bits, x.dtype.element_ty, FAST).to(tl.float32, bitcast=True) * scale
         for i in tl.static_range(STEPS):
             offset, inside, _ = place(i * WIDTH, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
-            result = struck(values[i], backs[i], edge, KIND, GRADIENT, FAST)
+            result = faulty(values[i], backs[i], edge, KIND, GRADIENT, FAST)
             put(y, offset, result, inside, EVEN and (i + 1) * WIDTH <= LENGTH)
     else:
         full: tl.constexpr = EVEN and LENGTH % WIDTH == 0
@@ -70,4 +70,4 @@ def clip(
             offset, inside, _ = place(start, cols, per_row, count, LENGTH, WIDTH, GROUP, RAGGED, ALIGNED)
             value = fetch(x, offset, inside, full)
             back = fetch(g, offset, inside, full) if GRADIENT else value
-            put(y, offset, struck(value, back, edges, KIND, GRADIENT, FAST), inside, full)
+            put(y, offset, faulty(value, back, edges, KIND, GRADIENT, FAST), inside, full)

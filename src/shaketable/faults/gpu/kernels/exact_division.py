@@ -1,6 +1,6 @@
 """Triton: a correctly rounded quotient for three instructions a value.
 
-A card's exact division is an estimate, two corrections, a test whether all went well and a call where it did not: twenty
+A GPU's exact division is an estimate, two corrections, a test whether all went well and a call where it did not: twenty
 instructions and a branch for each value. Values that share a divisor b share r, its inverse correctly rounded, and then
 (Markstein 1990)
 

@@ -5,11 +5,11 @@ Bit for bit what `gpu/formats.py` computes, with fewer instructions where they g
 * To nearest even: adding and taking away 1.5·2^23 steps rounds to a multiple of the step, for the sum has no bits below it. The
   step is a power of two, made from the exponent's own bits; no division, no logarithm.
 * Divisions by a scale are exact, from one inverse per segment: see `exact_division.py`. What is divided once per segment, and
-  what is rounded stochastically, is divided by `div_rn`: Triton's `/` is an approximation on a card.
+  what is rounded stochastically, is divided by `div_rn`: Triton's `/` is an approximation on a GPU.
 * A value at or under the largest of a grid is not rounded past it, so it is cut once, before.
 
-Whether NaN is handed on is said at every minimum: a card's own drop it. Rejected: the card's conversions to FP8 and FP4. They
-are on some cards only, round to nearest only, and saturate in ways of their own.
+Whether NaN is handed on is said at every minimum: a GPU's own drop it. Rejected: the GPU's conversions to FP8 and FP4. They
+are on some GPUs only, round to nearest only, and saturate in ways of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Triton: keyed normals fused with their use, one read and one write per value.
 
-The hashes are those of `faults/rng.py`, bit for bit, so element i of a tensor under key k is struck by the same noise on every
-device. What comes after them differs by rounding: a card's own logarithm, root, sine and cosine are a quarter of the
+The hashes are those of `faults/rng.py`, bit for bit, so element i of a tensor under key k is hit by the same noise on every
+device. What comes after them differs by rounding: a GPU's own logarithm, root, sine and cosine are a quarter of the
 instructions of the written-out polynomials, which would make these kernels wait for arithmetic instead of for memory (measured
 on an H200: 2.0 instead of 3.3 TB/s where a copy does 3.7). In Triton's interpreter (`FAST` false) the polynomials are used, and
 the result has the bits of plain torch.
@@ -128,7 +128,7 @@ def normals(block, k0, k1, FAST: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def struck(x, z, scale, KIND: tl.constexpr, FAST: tl.constexpr):
+def faulty(x, z, scale, KIND: tl.constexpr, FAST: tl.constexpr):
     """A value and its normal, as in `faults/noise.py`, rounded once to the value's own type."""
     w = widened(x, FAST)
     if KIND == RELATIVE:
@@ -156,11 +156,11 @@ def write_block(
     x, y, block, n, scale, on, k0, k1,
     KIND: tl.constexpr, LIVE: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Strike one block; what was there, what is there now, and which of it exists."""
+    """Hit one block; what was there, what is there now, and which of it exists."""
     i = block * tl.full((), BLOCK, tl.int64) + tl.arange(0, BLOCK)
     value = fetch(x, i, i < n, EVEN)
     if KIND <= ADDITIVE:
-        result = struck(value, normals(block, k0, k1, FAST, BLOCK), scale, KIND, FAST)
+        result = faulty(value, normals(block, k0, k1, FAST, BLOCK), scale, KIND, FAST)
     else:
         result = shifted(value, scale, KIND, FAST)
     if LIVE:

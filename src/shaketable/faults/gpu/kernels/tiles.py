@@ -1,7 +1,7 @@
 """What kernels share: how values are read, written and rounded, where a tile lies, and the largest magnitude in it.
 
 Magnitudes are compared as integers: the bits of non-negative floats are in the order of their values, infinity above them all
-and NaN above infinity. So a maximum of bits hands NaN on, as torch's `amax` does and a card's own float maximum does not.
+and NaN above infinity. So a maximum of bits hands NaN on, as torch's `amax` does and a GPU's own float maximum does not.
 """
 
 from __future__ import annotations
