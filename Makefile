@@ -39,6 +39,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # The other tools are installed without what they would drag in.
 bench: $(STAMP)

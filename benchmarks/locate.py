@@ -36,12 +36,13 @@ from torch import Tensor, nn
 
 import shaketable as st
 from shaketable.locate.capture.prompts import token_batch
-from shaketable.locate.capture.recorder import Recording, same, tensors_of
+from shaketable.locate.capture.recorder import Recording, same
 from shaketable.locate.capture.trace import LayerCall, forward, record_layer, trace
 from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport
 from shaketable.locate.locate import Locator
 from shaketable.locate.srdd import srdd_verdict
 from shaketable.models import load_model
+from shaketable.sites.nested_tensors import tensors_of
 
 HERE = Path(__file__).parent
 TOKENS = 32

@@ -9,7 +9,8 @@ from architectures import build, tokens
 from torch import nn
 
 import shaketable as st
-from shaketable.locate.capture.recorder import Recorder, function_name, map_tensors, same, tensors_of
+from shaketable.locate.capture.recorder import Recorder, function_name, same
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 
 def draw(*shape, seed=0):

@@ -24,7 +24,7 @@ from shaketable.errors import ModelError, ShaketableError
 from shaketable.locate import srdd
 from shaketable.locate.capture.foreign_code import foreign_code, unmade
 from shaketable.locate.capture.prompts import token_batch
-from shaketable.locate.capture.recorder import Recording, same, tensors_of
+from shaketable.locate.capture.recorder import Recording, same
 from shaketable.locate.capture.reference import Reference, check_model
 from shaketable.locate.capture.trace import LayerCall, Trace, forward, record_layer, trace
 from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
@@ -33,6 +33,7 @@ from shaketable.locate.probes.checksums import check_products
 from shaketable.locate.probes.documented_precision import device_precision
 from shaketable.locate.probes.replay import judge
 from shaketable.locate.probes.wiring import circuit_of
+from shaketable.sites.nested_tensors import tensors_of
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")

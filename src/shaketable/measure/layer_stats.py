@@ -49,10 +49,10 @@ from shaketable.faults.noise import wide
 from shaketable.inject import Ledger, inject
 from shaketable.inject.attach import forget_compiled
 from shaketable.ledger.spot import Measured
-from shaketable.locate.capture.recorder import tensors_of
 from shaketable.measure.decoding.dynamic import batches
 from shaketable.measure.evaluation import in_phases
 from shaketable.plan import Plan
+from shaketable.sites.nested_tensors import tensors_of
 from shaketable.sites.phases import phase
 from shaketable.sites.structure import find_layers
 

@@ -120,10 +120,10 @@ def _evaluate(record: RunRecord, begun: bool, tell: Tell) -> None:
 def _locate(record: RunRecord, begun: bool, tell: Tell) -> None:
     import torch
 
-    from shaketable.locate.capture.model_identity import weights_hash
     from shaketable.locate.locate import locate
     from shaketable.models import load_model
     from shaketable.plan import Plan
+    from shaketable.records.weight_hash import weights_hash
 
     config = record.config
     tell("stage", {"text": f"loading {config['model']}"})

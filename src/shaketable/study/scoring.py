@@ -13,13 +13,13 @@ import torch
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.grpo.plans import conditions_of
 from shaketable.inject import Injection
-from shaketable.locate.capture.model_identity import weights_hash
 from shaketable.measure.evaluation import Evaluator, arithmetic
 from shaketable.measure.score_layer_stats import readings
 from shaketable.measure.tasks import load_task, sample
 from shaketable.measure.tasks.task import digest, examples
 from shaketable.models import load_model, load_skeleton
 from shaketable.records.record import RunRecord
+from shaketable.records.weight_hash import weights_hash
 
 
 def score(record: RunRecord, tell: Any) -> None:

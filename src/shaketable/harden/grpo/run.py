@@ -34,7 +34,6 @@ from shaketable.harden.grpo.plans import aqn_of, conditions_of, train_plan
 from shaketable.harden.grpo.trainer import ShakenGRPO, grpo_config
 from shaketable.harden.grpo.warm_start import warm_start
 from shaketable.inject import Injection, Ledger, inject
-from shaketable.locate.capture.model_identity import weights_hash
 from shaketable.measure.decoding.dynamic import Decoder, probe_batch_size
 from shaketable.measure.decoding.static import StaticDecoding
 from shaketable.measure.evaluation import Condition, Evaluation, Evaluator, arithmetic
@@ -43,6 +42,7 @@ from shaketable.measure.tasks import Problem, Task, load_task, sample
 from shaketable.measure.tasks.task import digest, examples, reward_of
 from shaketable.models import load_model
 from shaketable.records.record import RunRecord
+from shaketable.records.weight_hash import weights_hash
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Called with what happens: `stage`, `step`, `evaluation`, `warning`."""

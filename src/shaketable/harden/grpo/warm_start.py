@@ -36,11 +36,12 @@ from shaketable.errors import ShaketableError
 from shaketable.faults.rng import key_of
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.io.cache_folder import cache_folder
-from shaketable.locate.capture.model_identity import device_name, weights_hash
+from shaketable.locate.capture.model_identity import device_name
 from shaketable.measure.decoding.dynamic import Decoder, padded, positions
 from shaketable.measure.evaluation import arithmetic, prompt_tokens
 from shaketable.measure.tasks import Problem, Task, sample
 from shaketable.measure.tasks.task import digest, score_of
+from shaketable.records.weight_hash import weights_hash
 
 Tell = Callable[[str, dict[str, Any]], None]
 SEED, BATCH, SCHEMA = 20_261_115, 64, 1

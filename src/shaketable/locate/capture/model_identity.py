@@ -10,9 +10,10 @@ from importlib import metadata as packages
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shaketable.locate.probes.documented_precision import device_precision
+from shaketable.records.weight_hash import weights_hash
 from shaketable.sites.structure import find_layers
 
 _LOCAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "_attn_implementation"}
@@ -66,18 +67,3 @@ def _without_local(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _without_local(v) for k, v in value.items() if k not in _LOCAL}
     return value
-
-
-def weights_hash(model: nn.Module) -> str:
-    """sha256 of all parameters as they are on the device."""
-    return digest("", {name: p.detach() for name, p in model.named_parameters()})
-
-
-def digest(text: str, tensors: dict[str, Tensor]) -> str:
-    """sha256 of a text and of tensors with their names, dtypes and shapes."""
-    whole = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        whole.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        whole.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return whole.hexdigest()

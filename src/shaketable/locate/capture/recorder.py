@@ -17,8 +17,6 @@ as correct: the definition has to come from the model's config, and that lives a
 
 from __future__ import annotations
 
-import copy
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"}
 
@@ -289,34 +289,6 @@ class _Room:
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal in every value; values that are no numbers are equal to each other."""
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside of nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for member in value:
-            yield from tensors_of(member)
-    elif isinstance(value, dict | UserDict):
-        for member in value.values():
-            yield from tensors_of(member)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(v, change) for v in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(v, change) for v in value)
-    if isinstance(value, dict | UserDict):
-        mapped = copy.copy(value)
-        for key, member in value.items():
-            mapped[key] = map_tensors(member, change)
-        return mapped
-    return value
 
 
 def snapshot(value: Any) -> Any:

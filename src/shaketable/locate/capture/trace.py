@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import ModelError
-from shaketable.locate.capture.recorder import Recorder, Recording, snapshot, tensors_of
+from shaketable.locate.capture.recorder import Recorder, Recording, snapshot
 from shaketable.locate.capture.reference import Reference
+from shaketable.sites.nested_tensors import tensors_of
 from shaketable.sites.structure import find_layers
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.locate.capture.model_identity import describe
-from shaketable.locate.capture.recorder import Record, Recording, tensors_of
+from shaketable.locate.capture.recorder import Record, Recording
 from shaketable.locate.capture.reference import Reference
 from shaketable.locate.capture.trace import LayerCall, record_layer, trace
 from shaketable.locate.compare.fingerprint import Fingerprint, Progress
@@ -42,6 +42,7 @@ from shaketable.locate.probes.documented_precision import device_precision
 from shaketable.locate.probes.float64_ops import Call
 from shaketable.locate.probes.replay import Judgement, judge
 from shaketable.locate.probes.rounding import ACCUMULATION, TINY, UNIT, Precision
+from shaketable.sites.nested_tensors import tensors_of
 from shaketable.sites.structure import Anatomy
 
 SHOWN = ("model", "device", "dtype", "attention", "tokens", "versions", "date", "switches")

@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 from shaketable.errors import ShaketableError
 from shaketable.locate.capture.model_identity import describe
-from shaketable.locate.capture.recorder import Record, Recording, tensors_of
+from shaketable.locate.capture.recorder import Record, Recording
 from shaketable.locate.capture.reference import Reference, check_model
 from shaketable.locate.capture.trace import LayerCall, Trace, record_layer, trace
+from shaketable.sites.nested_tensors import tensors_of
 
 FORMAT = "shaketable-fingerprint"
 SCHEMA = 1

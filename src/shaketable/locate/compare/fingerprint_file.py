@@ -15,9 +15,10 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from shaketable.locate.capture.model_identity import describe, digest
+from shaketable.locate.capture.model_identity import describe
 from shaketable.locate.capture.reference import check_model
 from shaketable.locate.compare.fingerprint import FORMAT, SCHEMA, Fingerprint, FingerprintError, Metadata, op_name
+from shaketable.records.weight_hash import digest
 
 
 def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:

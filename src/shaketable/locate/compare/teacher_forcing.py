@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.locate.capture.recorder import map_tensors, tensors_of
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 
 class Forcing:

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shaketable.locate.capture.leaf_modules import Leaf
-from shaketable.locate.capture.recorder import Recording, tensors_of
+from shaketable.locate.capture.recorder import Recording
 from shaketable.locate.capture.reference import Reference
 from shaketable.locate.probes.documented_precision import host_arithmetic
 from shaketable.locate.probes.rounding import ACCUMULATION, UNIT, Precision
+from shaketable.sites.nested_tensors import tensors_of
 
 THRESHOLD = 6.0
 BLOCK = 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shaketable.locate.capture.recorder import Recording, same, tensors_of
+from shaketable.locate.capture.recorder import Recording, same
 from shaketable.locate.capture.reference import Reference
 from shaketable.locate.capture.trace import LayerCall, record_layer
 from shaketable.locate.diagnosis import Evidence, Result
@@ -18,6 +18,7 @@ from shaketable.locate.probes.documented_precision import moved_tolerance, toler
 from shaketable.locate.probes.replay import Judgement, Violation, rows_of
 from shaketable.locate.probes.rounding import Precision
 from shaketable.locate.probes.wiring import Circuit
+from shaketable.sites.nested_tensors import tensors_of
 
 Finding = tuple[Result, list[Evidence]]
 EXAMPLES = 6

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from shaketable.locate.capture.leaf_modules import WIDENED, Leaf, Weight
-from shaketable.locate.capture.recorder import Record, Recording, function_name, map_tensors, tensors_of
+from shaketable.locate.capture.recorder import Record, Recording, function_name
 from shaketable.locate.capture.reference import Reference
 from shaketable.locate.probes import float64_ops
 from shaketable.locate.probes.checksums import row_scores
 from shaketable.locate.probes.documented_precision import host_arithmetic
 from shaketable.locate.probes.float64_ops import Call
 from shaketable.locate.probes.rounding import Allowed, Interval, Precision
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 ROWS = 128
 """How many tokens of a float32 product are replayed, at least; a quarter of them where there are more channels than HEAD."""

@@ -28,8 +28,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from shaketable.locate.capture.recorder import Recording, map_tensors, same, tensors_of
+from shaketable.locate.capture.recorder import Recording, same
 from shaketable.locate.probes.wiring import Circuit, Map
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 LARGEST_EXPONENT = 3
 ENOUGH = 32

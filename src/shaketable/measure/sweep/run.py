@@ -24,7 +24,6 @@ import torch
 
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.inject import inject
-from shaketable.locate.capture.model_identity import weights_hash
 from shaketable.measure.sweep.config import Setting, SweepConfig
 from shaketable.measure.sweep.solve import Solving
 from shaketable.measure.sweep.text_loss import Reading
@@ -33,6 +32,7 @@ from shaketable.measure.tasks.task import digest
 from shaketable.measure.tasks.text import TextTask
 from shaketable.models import load_model, load_skeleton
 from shaketable.records.record import RunRecord
+from shaketable.records.weight_hash import weights_hash
 
 if TYPE_CHECKING:
     from shaketable.measure.sweep.vllm import VllmSolving
