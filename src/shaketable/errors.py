@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,9 +47,17 @@ def nearest(name: str, valid: Iterable[str], shown: int = 8) -> str:
     return f"{hint}valid: {', '.join(names[:shown])}{more}"
 
 
-def first_problem(error: ValidationError) -> str:
-    """What pydantic minds first, as an error line: the field, why, and what it was given."""
+def first_problem(error: ValidationError, skip: Container[object] = ()) -> str:
+    """What pydantic minds first, as an error line: the field, without the parts to `skip`, why, and what it was given."""
     first = error.errors(include_url=False)[0]
-    where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-    got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
+    where = ".".join(str(part) for part in first["loc"] if part not in skip)
+    why = first["msg"].removeprefix("Value error, ")
+    got = "" if first["type"] in ("value_error", "missing") else f" (got {_shown(first['input'])})"
     return f"{where}: {why}{got}" if where else why
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer of more than 4300 digits
+        return "a huge number"

@@ -38,7 +38,7 @@ from pydantic import (
     model_validator,
 )
 
-from shaketable.errors import PlanError, nearest
+from shaketable.errors import PlanError, first_problem, nearest
 from shaketable.faults import KINDS, Fault, FaultBase, Format, MagnitudeFault, make_fault
 from shaketable.io.yaml_file import LONGEST, read_yaml
 from shaketable.layer_ranges import Layers, join_layers, parse_layers
@@ -294,7 +294,7 @@ def _fault(kind: str, params: dict[str, Any]) -> FaultBase:
     try:
         return make_fault({"kind": kind, **params})
     except ValidationError as error:
-        raise PlanError(f"{kind}: {_why(error)}") from None
+        raise PlanError(f"{kind}: {first_problem(error, skip=('fault', *KINDS))}") from None
 
 
 def _site(place: str, keys: dict[str, Any]) -> Site:
@@ -317,19 +317,4 @@ def _checked(model: type[T], fields: dict[str, Any], name: str) -> T:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise PlanError(f"{name}: {_why(error)}") from None
-
-
-def _why(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(p) for p in first["loc"] if p != "fault" and p not in KINDS)
-    message = first["msg"].removeprefix("Value error, ")
-    got = "" if where == "" or first["type"] == "value_error" else f" (got {_shown(first['input'])})"
-    return f"{where}: {message}{got}" if where else message
-
-
-def _shown(value: object) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # an integer of more than 4300 digits
-        return "a huge number"
+        raise PlanError(f"{name}: {first_problem(error, skip=('fault', *KINDS))}") from None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 from shaketable.errors import ShaketableError
+from shaketable.io.replacing import replacing
 
 
 def check_free(files: list[Path], inputs: list[Path], force: bool) -> None:
@@ -34,13 +33,8 @@ def _problem(file: Path, taken: list[Path], force: bool) -> str:
 
 def write(path: Path, text: str) -> None:
     """All of the file or nothing: written beside its place, then moved there."""
-    place = path.resolve()
-    draft = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(place)
+        with replacing(path.resolve()) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ShaketableError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)

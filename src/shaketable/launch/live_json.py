@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shaketable.io.replacing import replacing
+
 PAUSE = 0.05
 SHARE = 20
 """A write is followed by a pause of so many times what it took."""
@@ -57,9 +59,8 @@ class KeptFile:
             seen = self._news() if self._news is not None else None  # before the content, which may be newer and never older
             text = json.dumps(self._asked())
             if text != self._written:
-                draft = self.path.with_suffix(".draft")
-                draft.write_text(text, encoding="utf-8")
-                draft.replace(self.path)
+                with replacing(self.path) as draft:
+                    draft.write_text(text, encoding="utf-8")
                 self._written = text
             self._seen = seen
 

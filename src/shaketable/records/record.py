@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
+from shaketable.io.replacing import replacing
 from shaketable.records.chain import SCHEMA, UNCHAINED, Reading, is_seal, last_lines, link, linked, object_of, parted
 
 FILE = "record.jsonl"
@@ -258,20 +259,8 @@ def _cut_torn_line(path: Path) -> None:
 
 def put_in_place(path: Path, text: str) -> None:
     """Put a file in its place at once: whoever looks sees all of it, or none."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with replacing(path, lasting=True) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def _strict(value: Any) -> Any:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shaketable.errors import ShaketableError, nearest
+from shaketable.errors import ShaketableError, first_problem, nearest
 
 Sigma = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -45,16 +45,7 @@ class Described(BaseModel):
         try:
             super().__init__(**dict(zip(names, values, strict=False)), **fields)
         except ValidationError as error:
-            raise ShaketableError(f"{type(self).__name__}: {reason(error)}") from None
-
-
-def reason(error: ValidationError) -> str:
-    """Where the first error is, and what it is."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    got = "" if first["type"] == "missing" else f" (got {first['input']!r})"
-    return f"{where}: {message}{got}" if where else message
+            raise ShaketableError(f"{type(self).__name__}: {first_problem(error)}") from None
 
 
 class ScheduleBase(Described):

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shaketable.errors import ShaketableError
+from shaketable.errors import ShaketableError, first_problem
 from shaketable.io.yaml_file import read_yaml
 
 T = TypeVar("T", bound=BaseModel)
@@ -106,7 +106,4 @@ def checked(model: type[T], data: object, name: str) -> T:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(p) for p in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ShaketableError(f"{name}: {where}: {message}" if where else f"{name}: {message}") from None
+        raise ShaketableError(f"{name}: {first_problem(error)}") from None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from shaketable.errors import ShaketableError
+from shaketable.io.replacing import replacing, sync
 from shaketable.records.record import RunRecord
 
 SEAL = "shaketable.json"
@@ -49,16 +49,11 @@ def writing(what: str, out: Path) -> Iterator[None]:
 
 def seal(folder: Path, content: dict[str, Any]) -> None:
     """Declare a checkpoint whole."""
-    draft = folder / f".{SEAL}"
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    for path in folder.iterdir():
-        if path.is_file():
-            with path.open("rb") as written:
-                os.fsync(written.fileno())
-    draft.replace(folder / SEAL)
+    with replacing(folder / SEAL, lasting=True) as draft:
+        draft.write_text(json.dumps(content), encoding="utf-8")
+        for path in folder.iterdir():
+            if path.is_file():
+                sync(path)
 
 
 def hashes(folder: Path) -> dict[str, str]:

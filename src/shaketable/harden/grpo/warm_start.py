@@ -19,7 +19,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from shaketable.errors import ShaketableError
 from shaketable.faults.rng import key_of
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.io.cache_folder import cache_folder
+from shaketable.io.replacing import sync
 from shaketable.locate.capture.model_identity import device_name
 from shaketable.measure.decoding.dynamic import Decoder, padded, positions
 from shaketable.measure.evaluation import arithmetic, prompt_tokens
@@ -197,8 +197,7 @@ def _publish(model: Any, facts: dict[str, Any], folder: Path) -> None:
             whole = {**facts, "file": _file_hash(made / WEIGHTS)}
             (made / FACTS).write_text(json.dumps(whole, indent=1), encoding="utf-8")
             for path in made.iterdir():
-                with path.open("rb") as written:
-                    os.fsync(written.fileno())
+                sync(path)
             made.rename(folder)
     except OSError as error:
         raise ShaketableError(f"cannot keep the warm start in {folder}: {error.strerror or error}; make room") from error

@@ -16,8 +16,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shaketable.errors import ShaketableError, nearest
-from shaketable.harden.aqn.schedules import reason
+from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.harden.aqn.spec import AQN
 from shaketable.plan import Plan
 
@@ -76,7 +75,7 @@ class Instructions(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as error:
-            raise ShaketableError(f"shaketable: {reason(error)}") from None
+            raise ShaketableError(f"shaketable: {first_problem(error)}") from None
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str]) -> Instructions | None:

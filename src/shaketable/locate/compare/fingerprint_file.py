@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from shaketable.io.replacing import replacing
 from shaketable.locate.capture.model_identity import describe
 from shaketable.locate.capture.reference import check_model
 from shaketable.locate.compare.fingerprint import FORMAT, SCHEMA, Fingerprint, FingerprintError, Metadata, op_name
@@ -26,16 +26,12 @@ def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:
     from safetensors.torch import save_file
 
     about = fingerprint.about.model_dump_json(by_alias=True)
-    draft = path.resolve().with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(fingerprint.tensors, draft, metadata={"shaketable": about, "sha256": digest(about, fingerprint.tensors)})
-        os.chmod(draft, 0o666 & ~_umask())
-        draft.replace(path.resolve())
+        with replacing(path.resolve()) as draft:
+            save_file(fingerprint.tensors, draft, metadata={"shaketable": about, "sha256": digest(about, fingerprint.tensors)})
+            os.chmod(draft, 0o666 & ~_umask())
     except OSError as error:
         raise FingerprintError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
 
 
 def _umask() -> int:

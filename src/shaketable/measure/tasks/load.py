@@ -28,7 +28,7 @@ from typing import Any
 from pydantic import ValidationError
 from typing_extensions import TypeIs
 
-from shaketable.errors import ShaketableError, nearest
+from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.measure.tasks.arithmetic import Arithmetic
 from shaketable.measure.tasks.gsm8k import GSM8K
 from shaketable.measure.tasks.jsonl import JsonlTask
@@ -74,11 +74,7 @@ def _made(task: type[Task], fields: dict[str, Any], name: str) -> Task:
     try:
         return task.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        got = "" if first["type"] in ("missing", "value_error") else f" (got {first['input']!r})"
-        message = first["msg"].removeprefix("Value error, ")
-        raise ShaketableError(f"task {name}: {where}: {message}{got}" if where else f"task {name}: {message}") from None
+        raise ShaketableError(f"task {name}: {first_problem(error)}") from None
 
 
 def _built_in(name: str) -> type[Task]:
