@@ -19,7 +19,6 @@ from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.study.config import StudyConfig
 from shaketable.yaml_file import read_yaml
 
-
 SHIPPED = Path(__file__).parents[1] / "data" / "studies"
 
 
