@@ -135,7 +135,9 @@ def test_a_shell_completes_verbs_and_options():
     def completed(line):
         asked = {"_SHAKETABLE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
         program = "import sys; sys.argv = ['shaketable']\nfrom shaketable.cli import main\nmain()"
-        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | asked).stdout.split()
+        return subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | asked
+        ).stdout.split()
 
     assert completed("shaketable lo") == ["locate"]
     assert completed("shaketable sweep --magn") == ["--magnitudes"]
