@@ -34,7 +34,8 @@ LlamaForCausalLM(LlamaConfig(**shape))(ids, labels=ids).loss.backward()
 def commands(page):
     blocks = re.findall(r"```bash\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
     elsewhere = (DOCS.parent / "README.md").read_text().splitlines()
-    return [line for block in blocks for line in block.splitlines() if line.startswith("shaketable") and line not in elsewhere]
+    lines = [line for block in blocks for line in re.sub(r"\\\n +", "", block).splitlines()]
+    return [line for line in lines if line.startswith("shaketable") and line not in elsewhere]
 
 
 @pytest.mark.parametrize("page", PAGES)
