@@ -9,7 +9,7 @@ FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHO
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store numbers nano example-ledger example-harden format clean
+.PHONY: help demo test test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store validate validate-sample mutants numbers nano example-ledger example-harden format clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
@@ -68,6 +68,16 @@ bench-locate: $(STAMP) ## Thousands of planted faults; about an hour on one core
 
 bench-locate-sample: $(STAMP) ## A sample of them; fails on a false alarm or a miss
 	$(BIN)/python benchmarks/locate.py --sample 200 --prompts 2 --whole 4
+
+# A run that was stopped goes on. CI runs a sample.
+validate: $(STAMP) ## Every architecture, the attacks and simulated studies; half an hour on one core
+	$(BIN)/python validation/validate.py
+
+validate-sample: $(STAMP) ## A sample of the architectures; may fail only where docs/validation.md says so
+	$(BIN)/python validation/validate.py --sample 24
+
+mutants: $(STAMP) ## Bugs planted one at a time: which of them no test catches
+	$(BIN)/python scripts/mutants.py
 
 bench-train: $(STAMP) ## Training and sweeping on a CPU, beside plain TRL
 	$(BIN)/python benchmarks/train.py

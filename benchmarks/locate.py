@@ -375,6 +375,9 @@ UNRESOLVED = {"float32": 1e-6, "tf32": 1e-6, "bfloat16": 2.0**-8 / 1000, "float1
 change that moves only values that lie on the edge of their rounding."""
 
 
+EXACT_ON_DEVICE = {"repeat", "twin", "links", "causal"}
+
+
 def is_live(outcome: Outcome, dtype: str) -> bool:
     """Whether a fault is to be scored: it changed something, and by more than the accuracy of a correct kernel."""
     return not outcome.inert and outcome.effect >= UNRESOLVED[dtype]
@@ -385,8 +388,8 @@ def table(outcomes: list[Outcome], dtype: str) -> list[dict[str, object]]:
     live = [o for o in outcomes if is_live(o, dtype)]
     tests = {
         "repeat": lambda o: "repeat" in o.failed,
-        "+ exact twin": lambda o: {"repeat", "twin", "links"} & set(o.failed),
-        "device mode, with suspicions": lambda o: {"repeat", "twin", "links"} & set(o.failed) or "permutation" in o.suspected,
+        "+ exact twin, causal": lambda o: EXACT_ON_DEVICE & set(o.failed),
+        "device mode, with suspicions": lambda o: EXACT_ON_DEVICE & set(o.failed) or "permutation" in o.suspected,
         "checksums": lambda o: "checksum" in o.suspected,
         "host mode: layer": lambda o: {"repeat", "links", "weights", "replay"} & set(o.failed),
         "host mode: layer and op": lambda o: o.op_right,
@@ -411,7 +414,7 @@ def problems(outcomes: list[Outcome], healthy: list[dict[str, object]], dtype: s
             found.append(
                 f"host mode missed {o.case.plan if o.case.kind in MAGNITUDES else o.case} (named {o.op}, failed {o.failed})"
             )
-        seen = {"repeat", "twin", "links"} & set(o.failed) or "permutation" in o.suspected
+        seen = EXACT_ON_DEVICE & set(o.failed) or "permutation" in o.suspected
         lucky = 0 < o.lanes <= 2 and o.case.sparsity == SPARSITIES[1]
         if not seen and not lucky and not o.case.is_symmetric(dtype):
             found.append(

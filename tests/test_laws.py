@@ -139,6 +139,20 @@ def test_law_3_same_key_same_noise_other_key_other_noise(tiny_llama, plan):
     assert not same(two_steps(seed=1, rank=1)[0], first)
 
 
+def test_law_3_phases_steps_and_places_have_noise_of_their_own():
+    """Two linears of one shape, given the same: whatever differs is their noise."""
+    model, x = torch.nn.Sequential(torch.nn.Identity()), torch.ones(2, 8)
+    model.a, model.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    model.b.load_state_dict(model.a.state_dict())
+    model.forward = lambda x: torch.stack([model.a(x), model.b(x)])
+    drawn = []
+    for step in (0, 1):
+        for name in ("train", "eval", "rollout"):
+            with st.inject(model, "relative_gaussian:0.1@module.linear", step=step), st.phase(name):
+                drawn += [y.detach() for y in model(x)]
+    assert len({tuple(y.flatten().tolist()) for y in drawn}) == 12
+
+
 def test_law_3_a_resumed_run_draws_what_an_uninterrupted_one_drew(tiny_llama):
     with st.inject(tiny_llama, LEVELS[4], seed=1) as _:
         pass_through = st.inject(tiny_llama, LEVELS[0], seed=1, allow_inert=True)

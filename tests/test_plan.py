@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from shaketable.errors import PlanError
 from shaketable.faults import KINDS, Format
-from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan, join_layers, parse_layers
+from shaketable.layers import Layers, join_layers, parse_layers
+from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan
 
 often = settings(derandomize=True, deadline=None, database=None, max_examples=200)
 
@@ -87,7 +88,12 @@ def test_fields_of_a_clause():
     (clause,) = Plan.parse("dead_zone:0.01,scope=token,sparsity=0.1@module.q_proj+k_proj,layers=3-5,phase=rollout").clauses
     fault, site = clause.fault, clause.site
     assert (fault.kind, fault.magnitude, fault.scope, fault.sparsity) == ("dead_zone", 0.01, "token", 0.1)
-    assert (site.level, site.names, site.layers, site.phase) == ("module", ("q_proj", "k_proj"), (3, 4, 5), ("rollout",))
+    assert (site.level, site.names, site.layers, site.phase) == (
+        "module",
+        ("q_proj", "k_proj"),
+        Layers((range(3, 6),)),
+        ("rollout",),
+    )
     assert (clause.points, site.directions) == (("output",), ("forward",))
 
 
@@ -112,7 +118,7 @@ def test_a_sweep_fills_in_missing_magnitudes_only():
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_layers_round_trip(layers):
     chosen = tuple(sorted(layers))
-    assert parse_layers(join_layers(chosen)) == chosen
+    assert tuple(parse_layers(join_layers(chosen))) == chosen
 
 
 # YAML
@@ -138,6 +144,16 @@ def test_yaml_and_text_make_the_same_plan(tmp_path):
     )
     assert Plan.load(str(tmp_path / "plan.yaml"), seed=9) == Plan.load(plan, seed=9) != plan
     assert Plan.load(plan) is plan
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_seed_that_is_given_wins_over_the_plans_own_and_zero_is_a_seed(tmp_path, seed):
+    file = tmp_path / "plan.yaml"
+    file.write_text("seed: 7\nplan: gain:1@op.matmul\n")
+    plan = Plan.load(file)
+    assert plan.seed == 7 and Plan.load(plan).seed == 7
+    assert Plan.load(file, seed=seed).seed == Plan.load(plan, seed=seed).seed == seed
+    assert Plan.load(str(file), seed=seed).seed == Plan.load("gain:1@op.matmul", seed=seed).seed == seed
 
 
 def test_yaml_may_be_a_bare_list_or_one_line(tmp_path):
@@ -245,6 +261,7 @@ BAD = [
     ("mxfp4,rounding=evn@module.linear", "'evn'", "'even'"),
     ("gain:0.1@module.linear,layers=5-2", "5-2", "backwards"),
     ("gain:0.1@layer.5-2", "5-2", "backwards"),
+    ("gain:0.1@layer.5-4", "5-4", "backwards"),
     ("gain:0.1@module.linear,layers=-1", "'-1'", "0+4-6+29"),
     ("gain:0.1@layer.-1", "'-1'", "0+4-6+29"),
     ("gain:0.1@layer.last", "'last'", "0+4-6+29"),
@@ -276,6 +293,8 @@ BAD = [
     ("gain:0.1,sparsity=0.1,sparsity=0.2@module.linear", "sparsity", "twice"),
     ("gain:0.1,point=input@module.linear,point=output", "point", "twice"),
     ("gain:0.1,magnitude=0.2@module.linear", "magnitude", "twice"),
+    ("gain:0.1,magnitude=0.1@module.linear", "magnitude", "twice"),
+    ("gain:0.1@module.linear,point=input,point=input", "point", "twice"),
     ("gain:0.1,fault=spike@module.linear", "fault", ""),
     ("gain:0.1@module.linear,site=op.matmul", "site", ""),
     ("gain:0.1,kind=spike@module.linear", "'kind'", "valid: "),
@@ -284,6 +303,8 @@ BAD = [
     ("gain:0.1@module.linear,", "''", "key=value"),
     ("mxfp4@op.matmul", "mxfp4", "works on modules"),
     ("gain:0.1@op.matmul,point=input", "point", "operator sites"),
+    ("gain:0.1@op.matmul,point=weight", "point", "operator sites"),
+    ("gain:0.1@op.matmul,point=input+output", "point", "operator sites"),
     ("gain:0.1@layer.3,point=weight", "layer sites", "module"),
     ("gain:0.1@layer.3,layers=3", "layers", "already"),
     ("gain:0.1@layer.3;gian:0.1@layer.3", "'gian'", "did you mean 'gain'"),

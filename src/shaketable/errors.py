@@ -10,11 +10,16 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+LONGEST = 2000
+"""Characters of a message: a line that can be read, whatever it quotes."""
+
+
 class ShaketableError(Exception):
     """Base of all errors raised on purpose. A message is one line, whatever it quotes."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(" ".join(str(message).split()))
+        text = " ".join(str(message).split())
+        super().__init__(text if len(text) <= LONGEST else f"{text[: LONGEST - 300]} … {text[-300:]}")
 
 
 class PlanError(ShaketableError, ValueError):
@@ -36,7 +41,7 @@ class ModelError(ShaketableError, ValueError):
 def nearest(name: str, valid: Iterable[str], shown: int = 8) -> str:
     """Ends an error line: the nearest valid name and the valid ones."""
     names = sorted(set(valid))
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     more = f", … ({len(names)} in all)" if len(names) > shown else ""
     return f"{hint}valid: {', '.join(names[:shown])}{more}"

@@ -40,7 +40,8 @@ from pydantic import (
 
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import KINDS, Fault, FaultBase, Format, MagnitudeFault, make_fault
-from shaketable.yaml_file import read_yaml
+from shaketable.layers import Layers, join_layers, parse_layers
+from shaketable.yaml_file import LONGEST, read_yaml
 
 T = TypeVar("T", bound=BaseModel)
 Level = Literal["module", "layer", "op"]
@@ -56,7 +57,7 @@ SITE_KEYS = ("point", "direction", "layers", "phase", "include")
 class Site(BaseModel):
     """Where and when: names at one level, which tensor, which way, which layers, which phases."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     level: Level
     names: tuple[str, ...]
@@ -65,12 +66,17 @@ class Site(BaseModel):
     """input, output, weight; what the fault prefers when empty."""
     direction: str = ""
     """forward, backward or both; both for operators and forward for the rest when empty."""
-    layers: tuple[int, ...] | None = None
+    layers: Layers | None = None
     """Only these decoder layers."""
     phase: tuple[str, ...] = ()
     """Only these phases; all when empty."""
     include: tuple[str, ...] = ()
     """What is left out by default and wanted here: lm_head, embedding, router, lora."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _as_ranges(cls, layers: object) -> object:
+        return Layers.of(layers) if isinstance(layers, list | tuple) else layers
 
     @field_validator("names")
     @classmethod
@@ -177,6 +183,8 @@ class Plan(BaseModel):
             seed: Keys all randomness.
             magnitude: For faults written without one (a sweep fills it in).
         """
+        if len(text) > LONGEST:
+            raise PlanError(f"the plan has {len(text):,} characters, and may have {LONGEST:,}")
         clauses = tuple(_clause(part, magnitude) for part in text.split(";") if part.strip())
         return _checked(cls, {"clauses": clauses, "seed": seed}, "plan")
 
@@ -207,31 +215,6 @@ class Plan(BaseModel):
         clauses = tuple(c for item in items for c in _item(item))
         chosen = body.get("seed", 0) if seed is None else seed
         return _checked(cls, {"clauses": clauses, "seed": chosen}, name)
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """`3`, `10-19`, `0+4-6+29` to sorted layer indices."""
-    found: set[int] = set()
-    for part in text.split("+"):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part)
-        if not match:
-            raise PlanError(f"layers {text!r} is not a list of indices and ranges such as 0+4-6+29")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise PlanError(f"layers {text!r}: the range {first}-{last} runs backwards")
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
-
-
-def join_layers(layers: tuple[int, ...]) -> str:
-    """The inverse of `parse_layers`: consecutive indices become ranges."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return "+".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _join(key: str, value: Any) -> str:

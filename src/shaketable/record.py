@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.record_chain import SCHEMA, UNCHAINED, Reading, last_lines, link, linked, object_of, parted
+from shaketable.record_chain import SCHEMA, UNCHAINED, Reading, is_seal, last_lines, link, linked, object_of, parted
 
 FILE = "record.jsonl"
 SEAL = "record.seal"
+UNVERIFIED = "unverified: the record has no chain, and nobody can say whether its numbers were changed"
 _PATIENCE = 20
 """How often `alone` asks again, 10 ms apart: whoever asks `busy` holds the lock for a moment."""
 
@@ -94,6 +95,11 @@ class RunRecord:
         """The resolved configuration that the run began with."""
         return dict(self.head["config"])
 
+    @property
+    def verified(self) -> bool:
+        """Whether its lines are chained: of an old record nobody can say whether it was changed."""
+        return bool(self.head["schema"] == SCHEMA)
+
     # ---- writing
 
     def append(self, event: str, **facts: Any) -> None:
@@ -116,7 +122,7 @@ class RunRecord:
             facts = {"lines": reading.lines, "bytes": reading.size, "sha": reading.sha, "attempts": events.count("attempt")}
             with self._writing(SEAL):
                 _cut_torn_line(self.folder / FILE)
-                _replace(self.folder / SEAL, json.dumps(facts) + "\n")
+                put_in_place(self.folder / SEAL, json.dumps(facts) + "\n")
 
     def _write(self, event: dict[str, Any]) -> None:
         body = json.dumps(_strict(event), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
@@ -170,7 +176,7 @@ class RunRecord:
             return None
         except OSError as error:
             raise ShaketableError(f"cannot read {path}: {error.strerror or error}") from None
-        if found is None or not {"lines", "bytes", "sha"} <= found.keys():
+        if found is None or not is_seal(found):
             raise ShaketableError(f"{path} is damaged: it is no seal")
         return found
 
@@ -250,7 +256,7 @@ def _cut_torn_line(path: Path) -> None:
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
-def _replace(path: Path, text: str) -> None:
+def put_in_place(path: Path, text: str) -> None:
     """Put a file in its place at once: whoever looks sees all of it, or none."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -3,8 +3,8 @@
 Each line ends in `"sha"`, the first 16 digits of the SHA-256 of the sha before it and of its own bytes. So a line that was
 edited, dropped, put in or moved breaks the chain where it happened, and reading stops there with its number.
 
-This finds accidents and quiet edits. Who makes up a whole new chain and a new seal is found only by comparing the sha in the
-seal with one that was noted elsewhere: a study's report notes it. Rejected: signatures, for the key would lie beside it.
+This finds accidents and quiet edits. Who makes up a whole new chain and a new seal is accepted: that is found by a signature
+(`study/signing.py`), or by comparing the digest of the study (`study/verifying.py`) with one that was noted elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shaketable.errors import ShaketableError
 
 SCHEMA = "shaketable.run/2"
 UNCHAINED = "shaketable.run/1"
-"""Written before there was a chain. Still read, and resumed without one."""
+"""Written before there was a chain. Still read, and resumed without one; nothing says that its numbers are those of the run, so
+it is called unverified wherever they are shown."""
 _LINK = re.compile(rb', "sha": "([0-9a-f]{16})"}\n')
 _LINK_BYTES = 29
 
@@ -43,7 +44,8 @@ class Reading:
         if first:  # a link in the head of an old record: a new one, whose schema was changed
             self.chained = bool(carried) or (event is not None and event.get("schema") == SCHEMA)
         broken = self.chained and carried != self.sha
-        if event is None or ("event" not in event and not first):
+        foreign = first and event is not None and event.get("schema") not in (SCHEMA, UNCHAINED)
+        if event is None or not (foreign or is_event(event)):
             what = f"was changed at line {self.lines}" if broken else "is damaged"
             raise ShaketableError(f"{self.path} {what}: line {self.lines} is no event")
         if broken:
@@ -56,6 +58,18 @@ class Reading:
             raise ShaketableError(f"{self.path} was truncated: it ends after line {self.lines} of {seal['lines']}")
         if (self.lines, self.size + torn, self.sha) != (seal["lines"], seal["bytes"], seal["sha"]):
             raise ShaketableError(f"{self.path} was changed after it was finished")
+
+
+def is_event(line: dict[str, Any]) -> bool:
+    """Whether an object is an event: it has a kind, and its step is a number, which one that goes on must have."""
+    kind, step = line.get("event"), line.get("step")
+    return isinstance(kind, str) and isinstance(step, int if kind == "resumed" else int | None)
+
+
+def is_seal(found: dict[str, Any]) -> bool:
+    """Whether an object is what `RunRecord.seal` writes."""
+    kinds = {"lines": int, "bytes": int, "sha": str, "attempts": int | None}
+    return all(isinstance(found.get(name), kind) for name, kind in kinds.items())
 
 
 def link(previous: str, body: bytes) -> str:

@@ -127,3 +127,21 @@ def test_nan_weights_are_reported_before_anything_else(folder, tmp_path):
 def test_help_does_not_import_torch():
     code = "import sys, shaketable.cli; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("flags", "code"), [([], 0), (["--strict"], 4)])
+def test_strict_does_not_believe_a_hook(folder, monkeypatch, flags, code):
+    """In this process, as a saved model has no hooks."""
+    import importlib
+
+    from typer.testing import CliRunner
+
+    from shaketable.cli import app
+
+    verb = importlib.import_module("shaketable.cli.locate")
+    model, tokenizer = verb.load(str(folder), "cpu", None, None)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, y: y * 2)
+    monkeypatch.setattr(verb, "load", lambda *options: (model, tokenizer))
+    done = CliRunner().invoke(app, ["locate", str(folder), "--mode", "host", "--tokens", "16", *flags])
+    assert done.exit_code == code, done.output
+    assert "the hook <lambda> of model.layers.1.mlp" in done.output.replace("\n", " ")

@@ -14,11 +14,12 @@ import time
 import pytest
 import torch
 from command_server import shaketable
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shaketable.harden.checkpoints import sealed, step_of
 from shaketable.record import RunRecord
 
+pytestmark = pytest.mark.attack("kills")
 RUN = [
     "train", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--prompts", "4", "--samples", "4",
     "--lr", "1e-3", "--temperature", "1.3", "--eval-n", "8", "--eval-every", "3", "--save-every", "2", "--micro-batch", "8",
@@ -96,7 +97,11 @@ def facts(folder):
         name: [(s["forward"], s["backward"], s["phases"], s["layers"]) for s in ledger["sites"]]
         for name, ledger in finished["ledgers"].items()
     }
-    return steps, scores, fires
+    measured = {
+        name: [f"{s[key]:.9g}" for s in ledger["sites"] for key in ("measured_error", "changed_fraction", "measured_magnitude")]
+        for name, ledger in finished["ledgers"].items()
+    }
+    return steps, scores, fires, measured
 
 
 def assert_same_run(folder, whole):
@@ -130,6 +135,33 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(tmp_path, whole):
     done = shaketable(tmp_path, "train", "--resume", "run")
     assert done.code == 0, done.stderr
     assert_same_run(tmp_path, whole)
+
+
+def test_a_changed_checkpoint_is_one_line_and_nothing_of_it_is_opened(tmp_path, whole):
+    assert shaketable(tmp_path, *RUN, "--out", "run", first=at_event("step", 3)).code == -signal.SIGKILL
+    folder = tmp_path / "run" / "checkpoint-2"
+    weights = load_file(folder / "model.safetensors")
+    name = min(weights)
+    weights[name].view(-1)[0] += 1e-3
+    kept = (folder / "model.safetensors").read_bytes()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    told = refused(tmp_path)
+    assert "checkpoint-2 is not what this run saved: model.safetensors was changed; move the folder away" in told
+    (folder / "model.safetensors").write_bytes(kept)
+    (folder / "optimizer.pt").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    assert "optimizer.pt was changed" in refused(tmp_path)
+    assert not (tmp_path / "opened").exists()
+    folder.rename(tmp_path / "away")
+    done = shaketable(tmp_path, "train", "--resume", "run")
+    assert done.code == 0, done.stderr
+    assert_same_run(tmp_path, whole)
+
+
+def refused(folder):
+    done = shaketable(folder, "train", "--resume", "run")
+    assert done.code == 2
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stderr.split())
 
 
 @pytest.mark.slow

@@ -283,12 +283,46 @@ def test_a_random_bit_flip_flips_one_bit_and_reaches_every_bit(dtype):
     assert min(counts) > 0.5 * x.numel() / width
 
 
+@every_dtype
+@pytest.mark.parametrize("magnitude", [0.01, 0.5])
+def test_which_bit_is_flipped_does_not_depend_on_how_rarely_one_is(dtype, magnitude):
+    x = gaussian(512, 1024, dtype=dtype)
+    changed = bits(make_fault({"kind": "bit_flip", "magnitude": magnitude}).apply(x, Draw(5))) ^ bits(x)
+    width, flips = 8 * dtype.itemsize, x.numel() * magnitude
+    counts = [int(((changed >> b) & 1).sum()) for b in range(width)]
+    assert sum(counts) == pytest.approx(flips, rel=0.1)
+    assert all(0.5 * flips / width < count < 2 * flips / width for count in counts)
+
+
 @pytest.mark.parametrize("kind", ["stuck_bit", "truncation"])
 def test_mantissa_faults_leave_nan_and_infinity_alone(kind):
     """A mantissa bit more makes an infinity NaN; one less makes the NaN of the lowest payload an infinity."""
     x = torch.tensor([0x7F800000, -0x800000, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
     assert x.isinf().tolist() == [True, True, False, False]
     assert same(sample(kind).apply(x, Draw(5)), x)
+
+
+@pytest.mark.parametrize("mode", ["amplified", "inconsistent"])
+def test_a_variance_that_grows_by_a_factor_of_one_is_off(mode):
+    assert make_fault({"kind": "non_determinism", "magnitude": 1, "mode": mode}).is_off
+    assert not make_fault({"kind": "non_determinism", "magnitude": 1.01, "mode": mode}).is_off
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 1.0])
+def test_spikes_are_as_frequent_as_their_rate(rate):
+    x = gaussian(512, 1024)
+    hit = make_fault({"kind": "spike", "magnitude": 8, "rate": rate}).apply(x, Draw(5)) != x
+    assert float(hit.double().mean()) == pytest.approx(rate, rel=0.15)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "token", "block"])
+def test_what_is_at_a_threshold_is_left_as_it_is(scope):
+    x = torch.tensor([[1.0, -2.0, 4.0, -4.0]])
+    dead, cut = (make_fault({"kind": k, "magnitude": 0.5, "scope": scope}) for k in ("dead_zone", "saturation"))
+    assert dead.apply(x, Draw(5)).tolist() == [[0.0, -2.0, 4.0, -4.0]]
+    assert cut.apply(x, Draw(5)).tolist() == [[1.0, -2.0, 2.0, -2.0]]
+    assert dead.gradient(torch.ones_like(x), x, Draw(5)).tolist() == [[0.0, 1.0, 1.0, 1.0]]
+    assert cut.gradient(torch.ones_like(x), x, Draw(5)).tolist() == [[1.0, 1.0, 0.0, 0.0]]
 
 
 def test_bits_that_do_not_exist_are_refused():

@@ -34,6 +34,28 @@ def test_measured_equals_asked_for_every_fault(fault, sparsity, rows, dtype):
     assert 0 < site["changed_fraction"] <= (0.26 if sparsity else 1)
 
 
+@pytest.mark.parametrize(
+    "plan", ["relative_gaussian:0.05@module.linear", "mxfp4@module.linear,point=input", "gain:0.1@op.matmul"]
+)
+def test_a_process_that_goes_on_measures_what_one_alone_would_have(tiny_llama, plan):
+    def part(steps, counted=None):
+        model = tiny_llama.to(DEVICE)
+        injection = st.inject(model, plan, seed=1).enable()
+        if counted is not None:
+            injection.go_on(counted)
+        for number in steps:
+            injection.step = number
+            model(ids())
+        counted = injection.counted()
+        injection.close(check=False)
+        return [(s.forward, s.measured().fires) for s in injection.ledger.sites], counted
+
+    whole, _ = part(range(20))
+    first, counted = part(range(7))
+    second, _ = part(range(7, 20), counted)
+    assert [tuple(map(sum, zip(a, b, strict=True))) for a, b in zip(first, second, strict=True)] == whole
+
+
 @pytest.mark.parametrize("scale", [1e-3, 0.05, 0.5])
 @pytest.mark.parametrize("site", ["module.linear", "module.linear,point=weight", "layer.all", "op.matmul"])
 def test_measured_equals_asked_at_every_level(tiny_llama, scale, site):

@@ -9,7 +9,8 @@ from safetensors import SafetensorError
 
 from shaketable.errors import InertError, ShaketableError
 from shaketable.harden import checkpoints
-from shaketable.harden.checkpoints import content, drop_old, seal, sealed, step_of, writing
+from shaketable.harden.checkpoints import bound, check, content, drop_old, hashes, seal, sealed, step_of, writing
+from shaketable.record import RunRecord
 
 
 def checkpoint(out, step, whole=True):
@@ -37,6 +38,35 @@ def test_only_sealed_ones_are_found_in_the_order_of_their_steps(tmp_path):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 200, whole=False)
     assert [step_of(p) for p in sealed(tmp_path)] == [9, 10, 100]
+
+
+def test_only_what_the_record_knows_is_resumed_from(tmp_path):
+    record = RunRecord.create(tmp_path / "run", "train", {}, {})
+    first, second = checkpoint(record.folder, 2), checkpoint(record.folder, 4)
+    assert bound(record) == {}
+    record.append("checkpoint", step=2, files=hashes(first))
+    assert bound(record) == {first: hashes(first)}
+    record.append("checkpoint", step=4, files=hashes(second))
+    assert list(bound(record)) == [first, second]
+    record.resumed(2)
+    assert list(bound(record)) == [first], "what was done after that step is void"
+
+
+@pytest.mark.parametrize("fate", ["changed", "removed", "put there"])
+def test_a_checkpoint_that_is_not_what_was_saved_is_one_line(tmp_path, fate):
+    folder = checkpoint(tmp_path, 2)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "state.pt").write_bytes(b"state")
+    files = hashes(folder)
+    check(folder, files)
+    if fate == "put there":
+        (folder / "deep" / "more.pt").write_bytes(b"")
+    elif fate == "changed":
+        (folder / "deep" / "state.pt").write_bytes(b"State")
+    else:
+        (folder / "deep" / "state.pt").unlink()
+    with pytest.raises(ShaketableError, match=rf"checkpoint-2 is not what this run saved: deep/\w+.pt was {fate}"):
+        check(folder, files)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

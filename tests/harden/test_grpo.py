@@ -118,6 +118,14 @@ def test_what_is_sampled_depends_on_key_and_step_and_not_on_the_global_generator
     assert sampled(0, 1, 5) != sampled(0, 1, 6)
 
 
+def test_processes_sample_by_keys_of_their_own(trainer, monkeypatch):
+    seeds = []
+    for index in (0, 1, 2, 1):
+        monkeypatch.setattr(type(trainer.accelerator), "process_index", index)
+        seeds.append(trainer._generator().initial_seed())
+    assert len(set(seeds)) == 3 and seeds[1] == seeds[3]
+
+
 def test_a_step_sets_all_randomness_by_its_number(trainer):
     states = []
     for step in (1, 2, 1):

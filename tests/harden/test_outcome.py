@@ -50,6 +50,12 @@ def test_everything_is_read_from_the_record(record):
     json.dumps(found)
 
 
+def test_every_time_that_a_run_went_on_is_counted(record):
+    record.resumed(2)
+    record.resumed(2)
+    assert finished(record)["resumed"] == 3
+
+
 def test_clean_and_faulty_scores_are_apart_and_without_their_answers(record):
     found = finished(record)
     assert {name: c["accuracy"] for name, c in found["final"].items()} == {"clean": 0.9, "plan": 0.3}

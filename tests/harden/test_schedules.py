@@ -75,6 +75,18 @@ def test_default_boundaries_are_geometric(ends, epochs):
     assert (found[0][0], found[-1][1]) == ends
 
 
+@pytest.mark.parametrize(
+    "schedule", [st.EpochAware([(0.05, 0.01), (0.01, 0.0005)]), st.GlobalDecay(0.05, 0.0005), st.Constant(0.1)]
+)
+def test_after_the_run_sigma_stays_where_it_ended(schedule):
+    assert schedule.sigma(10, 10) == schedule.sigma(11, 10) == schedule.sigma(1000, 10)
+
+
+def test_the_peak_is_the_largest_sigma_wherever_it_is():
+    rising = st.EpochAware([(0.01, 0.005), (0.05, 0.02)])
+    assert rising.peak() == 0.05 == max(rising.sigma(step, 40) for step in range(41))
+
+
 def test_constant():
     assert {st.Constant(0.02).sigma(step, 7) for step in range(9)} == {0.02}
 

@@ -61,6 +61,21 @@ def tabled(net, plan=NOISE, **more):
     return injection
 
 
+def test_the_counters_of_a_table_go_on():
+    first, second = (tabled(model(), allow_inert=True) for _ in range(2))
+    table = first.tables.first
+    table.sums.copy_(torch.rand(table.sums.shape, dtype=torch.float64))
+    second.go_on(first.counted())
+    again = second.tables.first
+    assert torch.equal(again.sums, table.sums)
+    again.is_used = True
+    assert second.ledger.forward == 0, "what another process had counted is not told again"
+    again.sums[0, 0] += 3
+    assert second.ledger.forward == 3
+    for injection in (first, second):
+        injection.close(check=False)
+
+
 def model(**how):
     torch.manual_seed(0)
     return Stack(**how).eval()

@@ -53,6 +53,19 @@ def test_one_weight_per_rollout_and_another_for_the_next(held):
     assert injection.rollouts.total == 2
 
 
+def test_training_takes_the_noise_of_the_newest_rollout_of_its_step(held):
+    model, injection = held
+    with torch.no_grad():
+        rollouts = [model.generate()[0] for _ in range(3)]
+    model.train()
+    assert torch.equal(model(torch.eye(8)).detach(), rollouts[2])
+    injection.step = 1
+    first = model(torch.eye(8)).detach()
+    assert not any(torch.equal(first, seen) for seen in rollouts)
+    with torch.no_grad():
+        assert torch.equal(model.generate()[0], first), "before the first rollout of a step, what that one will see"
+
+
 @torch.no_grad()
 def test_a_draw_is_counted_and_measured_once(held):
     model, injection = held

@@ -12,6 +12,7 @@ from shaketable.faults.sums import SAMPLE, plain_sums, sums
 from shaketable.inject import counters
 from shaketable.inject.counters import measure
 from shaketable.inject.injection import Injection
+from shaketable.inject.ledger import Ledger
 from shaketable.plan import Plan
 
 
@@ -82,10 +83,60 @@ def test_merging_adds_counts_and_keeps_sites():
         st.Ledger.merge([one, shaken(seed=1)])
 
 
+def test_merging_keeps_directions_phases_and_what_was_measured_apart():
+    """Ledgers of processes that did unlike things: forward here, backward there, in other phases."""
+
+    def did(passes, trains):
+        model = nn.Linear(4, 4)
+        with st.inject(model, "gain:0.5@module.linear,direction=both") as ledger:
+            for i in range(passes):
+                y = model(torch.ones(1, 4))
+                if i < trains:
+                    y.sum().backward()
+            with st.phase("eval"):
+                model(torch.ones(1, 4))
+        return ledger
+
+    one, two = did(3, 1), did(2, 2)
+    merged = st.Ledger.merge([one, two])
+    assert (merged.forward, merged.backward) == (7, 3)
+    assert merged.sites[0].by("phase") == {"train": {"forward": 5, "backward": 3}, "eval": {"forward": 2, "backward": 0}}
+    again = st.Ledger.from_dict(merged.to_dict())
+    assert (again.forward, again.backward) == (7, 3) and again.sites[0].by("layer") == merged.sites[0].by("layer")
+    sums = [x.sites[0].measured("backward").fires for x in (one, two, merged)]
+    assert sums[2] == sums[0] + sums[1] > 0
+
+
 def test_measuring_thins_out_but_counting_does_not():
     ledger = shaken(plan="relative_gaussian:0.05@module.linear", calls=100)
     assert ledger.forward == 200
     assert ledger.sites[0].measured().fires == 2 * len([1, 2, 4, 8, 16, 32, 64])
+
+
+@pytest.mark.parametrize("plan", ["relative_gaussian:0.05@module.linear", "gain:0.1@op.matmul"])
+def test_a_process_that_goes_on_measures_what_one_alone_would_have(plan):
+    def part(steps, counted=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        injection = st.inject(net, plan, seed=1).enable()
+        if counted is not None:
+            injection.go_on(json.loads(json.dumps(counted)))
+        for step in steps:
+            injection.step = step
+            net(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).sum().backward()
+        counted = injection.counted()
+        injection.close(check=False)
+        return injection.ledger, counted
+
+    def told(ledger):
+        return [(s.forward, s.backward, s.measured().fires, f"{s.measured().error:.9g}") for s in ledger.sites]
+
+    whole, _ = part(range(20))
+    first, counted = part(range(7))
+    second, counted = part(range(7, 9), counted)
+    third, _ = part(range(9, 20), counted)
+    assert told(Ledger.merge([first, second, third])) == told(whole)
+    assert told(Ledger.merge([first, part(range(7, 20))[0]])) != told(whole), "the counters make the difference"
 
 
 def test_the_ledger_says_who_drew_the_noise(monkeypatch):

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import pickle
 import threading
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import shaketable as st
+from shaketable.launch.process import Seen
 
 
 def ids(n=8):
@@ -74,6 +76,34 @@ def test_only_the_first_tensor_of_an_output_is_changed(shape):
     assert torch.equal(members[0], torch.full((3,), 2.0))
     assert type(out) is type(wrap(torch.ones(3)))
     assert all(torch.equal(m, torch.ones(3)) for m in members[1:])
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+@pytest.mark.parametrize(("direction", "value", "slope"), [("forward", 3.0, 3.0), ("backward", 1.0, 3.0), ("both", 3.0, 9.0)])
+def test_a_point_is_struck_in_the_directions_that_are_asked_for(point, direction, value, slope):
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False)), torch.ones(1, 1, requires_grad=True)
+    nn.init.ones_(model[1].weight)
+    with st.inject(model, f"gain:2@module.linear,point={point},direction={direction}") as ledger:
+        y = model(x)
+        y.sum().backward()
+    assert (y.item(), x.grad.item()) == (value, slope)
+    assert (ledger.forward, ledger.backward) == (int(direction != "backward"), int(direction != "forward"))
+
+
+def test_two_models_of_one_injection_have_places_and_noise_of_their_own():
+    from shaketable.inject.injection import Injection
+    from shaketable.plan import Plan
+
+    models, x = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)], torch.ones(2, 4)
+    models[1].load_state_dict(models[0].state_dict())
+    injection = Injection(Plan.parse("relative_gaussian:0.1@module.linear"))
+    for model in models:
+        injection.attach(model)
+    injection.enable()
+    first, second = (model(x) for model in models)
+    injection.close()
+    assert not torch.equal(first, second)
+    assert list(injection.ledger.sites[0].spots) == ["0", "model1.0"] and injection.ledger.forward == 2
 
 
 def test_faults_act_in_the_order_written():
@@ -158,6 +188,35 @@ def test_generate_is_a_rollout_by_itself_and_an_explicit_phase_wins(tiny_llama):
     assert tiny_llama.generate.__func__ is before
 
 
+class Sampler(nn.Module):
+    """A model with a `generate` of its own, in a class that no other test has marked."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def generate(self, x):
+        return self(x)
+
+
+def test_generate_is_the_original_after_the_last_plan_is_closed():
+    original, model, x = Sampler.__dict__["generate"], Sampler(), torch.ones(1, 4)
+    plans = [st.inject(model, "gain:0.1@module.linear").enable() for _ in range(2)]
+    assert Sampler.__dict__["generate"] is not original
+    model.generate(x)
+    plans[0].close()
+    model.generate(x)
+    plans[1].close()
+    assert Sampler.__dict__["generate"] is original
+    assert [p.ledger.sites[0].by("phase") for p in plans] == [{"rollout": {"forward": n, "backward": 0}} for n in (1, 2)]
+    with st.inject(model, "gain:0.1@module.linear"):
+        model.generate(x)
+    assert Sampler.__dict__["generate"] is original
+
+
 def test_a_phase_filter_leaves_other_phases_clean(tiny_llama):
     clean = tiny_llama(ids()).logits
     with st.inject(tiny_llama, "gain:0.1@module.linear,phase=rollout+train") as ledger:
@@ -239,6 +298,38 @@ def test_models_of_every_type(tiny_llama, dtype):
     assert all(p.grad.dtype == dtype for p in model.parameters())
 
 
+def traces(module):
+    """Names of a module's attributes, and its hooks."""
+    return set(vars(module)), {name: dict(found) for name, found in vars(module).items() if "hooks" in name and found}
+
+
+def test_hooks_of_others_are_copied_and_their_handles_work(tiny_llama):
+    called = []
+    plain = nn.Module.__getstate__
+    handle = tiny_llama.lm_head.register_forward_hook(functools.partial(count_call, called), always_call=True)
+    with st.inject(tiny_llama, "gain:1@module.lm_head"), st.inject(tiny_llama, "gain:1@layer.all"):
+        tiny_llama(ids())
+        twin = copy.deepcopy(tiny_llama)
+    assert nn.Module.__getstate__ is plain
+    twin(ids())
+    assert len(called) == 1
+    assert len(twin.lm_head._forward_hooks) == len(twin.lm_head._forward_hooks_always_called) == 1
+    handle.remove()
+    assert not tiny_llama.lm_head._forward_hooks
+
+
+def test_a_mark_of_ours_is_not_copied(tiny_llama):
+    tiny_llama.lm_head.__dict__["_shaketable_seen"] = Seen()
+    with st.inject(tiny_llama, "gain:1@layer.all"):
+        tiny_llama(ids())
+        assert "_shaketable_seen" not in vars(copy.deepcopy(tiny_llama).lm_head)
+        assert b"shaketable" not in pickle.dumps(tiny_llama)
+
+
+def count_call(called, *_):
+    called.append(1)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -250,7 +341,7 @@ def test_models_of_every_type(tiny_llama, dtype):
 )
 def test_a_copy_made_meanwhile_is_clean_and_so_is_a_pickle(tiny_llama, plan):
     clean = tiny_llama(ids()).logits
-    kinds = [type(m) for m in tiny_llama.modules()]
+    kinds, without = [type(m) for m in tiny_llama.modules()], [traces(m) for m in tiny_llama.modules()]
     with st.inject(tiny_llama, plan) as ledger:
         tiny_llama(ids())
         fires = ledger.forward
@@ -259,6 +350,8 @@ def test_a_copy_made_meanwhile_is_clean_and_so_is_a_pickle(tiny_llama, plan):
         assert twin.generate.__self__ is twin
         assert torch.equal(pickle.loads(pickle.dumps(tiny_llama))(ids()).logits, clean)
         assert [type(m) for m in twin.modules()] == kinds
+        assert [traces(m) for m in twin.modules()] == without
+        assert b"shaketable" not in pickle.dumps(tiny_llama)
         assert ledger.forward == fires
     assert torch.equal(tiny_llama(ids()).logits, clean)
     assert torch.equal(twin(ids()).logits, clean)

@@ -124,6 +124,119 @@ def test_every_gradient_has_an_error_of_its_own():
     assert ledger.backward == 2
 
 
+def test_gradients_of_other_arguments_and_of_other_products_have_errors_that_are_unlike():
+    """All four gradients are ones, so what differs is the error: by argument, and by product of the same layer."""
+    given = [torch.ones(32, requires_grad=True) for _ in range(4)]
+    model = Body(lambda a, b, c, d: torch.inner(a, b) + torch.inner(c, d))
+    with st.inject(model, "relative_gaussian:0.1@op.matmul,direction=backward") as ledger:
+        found = torch.autograd.grad(model(*given), given)
+    assert ledger.backward == 4
+    assert len({tuple(g.tolist()) for g in found}) == 4
+    errors = torch.stack(found) - 1
+    assert float(errors.std()) == pytest.approx(0.1, rel=0.2)
+    assert float(torch.corrcoef(errors).fill_diagonal_(0).abs().max()) < 0.6
+
+
+def test_products_of_one_layer_have_errors_that_are_unlike_and_repeat_with_the_seed():
+    model = Body(lambda a: torch.stack([a @ a, a @ a]))
+
+    def twice():
+        with st.inject(model, "relative_gaussian:0.1@op.matmul", seed=5):
+            return model(A)
+
+    first = twice()
+    assert not torch.equal(first[0], first[1]) and torch.equal(first, twice())
+
+
+class Nested(nn.Module):
+    """A stack of two layers, each with one product, and one before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(Body(lambda x: x @ x)) for _ in range(2)])
+
+    def forward(self, x):
+        x = x @ x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "spots"), [("", ["matmul", "layer.0.matmul", "layer.1.matmul"]), (",layers=1", ["layer.1.matmul"])]
+)
+def test_an_operator_belongs_to_the_layer_that_calls_it(layers, spots):
+    model = Nested()
+    with st.inject(model, f"relative_gaussian:0.1@op.matmul,direction=forward{layers}") as ledger:
+        model(A)
+    found = ledger.sites[0].to_dict()["spots"]
+    assert list(found) == spots and ledger.forward == len(spots)
+
+
+class Calling(nn.Module):
+    """A layer that calls a block which is not its own."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.own, self.other = nn.Sequential(nn.Identity()), [block]
+
+    def forward(self, x):
+        return self.own(self.other[0](x))
+
+
+def test_a_block_that_layers_share_belongs_to_the_layer_that_calls_it():
+    model = nn.Module()
+    model.block = nn.Sequential(Body(lambda x: x @ x))
+    model.layers = nn.ModuleList([Calling(model.block) for _ in range(2)])
+    model.forward = lambda x: model.layers[1](model.layers[0](x))
+    with st.inject(model, "relative_gaussian:0.1@op.matmul,direction=forward") as ledger:
+        model(A)
+    assert list(ledger.sites[0].by("layer")) == ["0", "1"] and ledger.forward == 2
+
+
+@pytest.mark.parametrize("kind", [nn.SiLU, nn.ReLU])
+def test_a_module_that_writes_into_its_input_is_struck_and_differentiable(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), kind(inplace=True))
+    clean = torch.autograd.grad(model(A).sum(), list(model.parameters()))
+    with st.inject(model, "relative_gaussian:0.5@op.silu+matmul") as ledger:
+        found = torch.autograd.grad(model(A).sum(), list(model.parameters()))
+    assert (ledger.forward, ledger.backward) == ((2, 3) if kind is nn.SiLU else (1, 2))
+    assert not torch.allclose(found[0], clean[0])
+
+
+def test_modes_of_the_user_above_ours_keep_their_order():
+    from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+    class Theirs(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model = Body(torch.mm)
+    injection = st.inject(model, PLAN).enable()
+    with Theirs() as first, Theirs() as second, Theirs() as third:
+        model(A, A)
+        injection.close()
+        assert _get_current_function_mode_stack() == [first, second, third]
+
+
+def test_a_head_is_left_out_by_its_weight_however_that_was_cast(tiny_llama):
+    """Trainers multiply by the weight of a head outside of its module, and cast it before."""
+    ids = torch.arange(6)[None]
+    with st.inject(tiny_llama, "gain:0.1@op.matmul,direction=forward") as ledger:
+        hidden = tiny_llama.model(ids).last_hidden_state
+        inside = ledger.forward
+    shape, weight = nn.Module(), tiny_llama.lm_head.weight
+    shape.lm_head = tiny_llama.lm_head
+    shape.forward = lambda x: (x @ weight.T + x @ weight.double().float().T) @ torch.ones(64, 2)
+    with st.inject(shape, "gain:0.1@op.matmul,direction=forward") as ledger:
+        shape(hidden)
+    assert inside == 4 * 7 and ledger.forward == 1
+    with st.inject(shape, "gain:0.1@op.matmul,direction=forward,include=lm_head") as ledger:
+        shape(hidden)
+    assert ledger.forward == 3
+
+
 def test_one_family_alone():
     model = Body(lambda a: F.softmax(F.silu(a @ a), -1))
     for family in ("matmul", "softmax", "silu"):

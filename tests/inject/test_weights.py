@@ -112,6 +112,61 @@ def test_lanes_of_a_weight_are_its_outputs():
     assert int(doubled.sum()) == 2
 
 
+class TwoExperts(nn.Module):
+    """Two stacked weights in one module, as the experts of a mixture have."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.eye(4)[None] + 0.1) for _ in range(2))
+
+    def forward(self, x):
+        return x @ self.up[0] @ self.down[0]
+
+
+def test_each_weight_of_a_module_is_struck_once_and_by_itself():
+    model, x = TwoExperts(), torch.ones(1, 4)
+    clean = model(x)
+    with st.inject(model, "gain:1@module.linear,point=weight") as ledger:
+        assert torch.allclose(model(x), 4 * clean)
+    assert ledger.forward == 2 and {s.split(".")[-1] for s in ledger.sites[0].spots} == {"up:weight", "down:weight"}
+    with st.inject(model, "relative_gaussian:0.1@module.linear,point=weight", seed=1) as ledger:
+        seen = []
+        model.register_forward_pre_hook(lambda m, _: seen.extend([m.up.detach(), m.down.detach()]))
+        model(x)
+    assert not torch.equal(*seen), "the noise of one is not that of the other"
+
+
+def test_lanes_of_a_transposed_weight_are_its_outputs_too():
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    layer, x = Conv1D(10, 16), torch.randn(5, 16)
+    with torch.no_grad(), st.inject(layer, "gain:1,sparsity=0.2@module.Conv1D,point=weight"):
+        doubled = torch.isclose(layer(x), 2 * (x @ layer._parameters["weight"]) + layer.bias, atol=1e-5).all(0)
+    assert int(doubled.sum()) == 2
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_the_gradient_of_a_weight_can_be_faulty(direction):
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    with st.inject(layer, f"gain:1@module.linear,point=weight,direction={direction}") as ledger:
+        y = layer(x)
+        y.sum().backward()
+    assert (ledger.forward, ledger.backward) == (int(direction == "both"), 1)
+    assert torch.allclose(y, torch.nn.functional.linear(x, layer.weight) * (2 if direction == "both" else 1))
+    assert torch.allclose(layer.weight.grad, torch.full((4, 4), 4.0 if direction == "both" else 2.0))
+
+
+def test_a_call_in_another_phase_reads_the_clean_weight():
+    layer, x = nn.Linear(4, 4), torch.ones(1, 4)
+    clean = layer(x)
+    with st.inject(layer, "gain:1@module.linear,point=weight,phase=rollout"):
+        assert torch.equal(layer(x), clean)
+        with st.phase("rollout"):
+            assert not torch.equal(layer(x), clean)
+        assert torch.equal(layer(x), clean)
+
+
 def test_two_plans_on_one_weight_chain_and_come_off_in_any_order():
     layer = nn.Linear(4, 4, bias=False)
     x = torch.ones(1, 4)

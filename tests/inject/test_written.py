@@ -206,6 +206,22 @@ def test_a_second_injection_begins_from_the_clean_weights(tiny_llama):
     gained.close()
 
 
+def test_an_explicit_phase_wins_over_what_the_engine_was_told(tiny_llama):
+    injection = put_on(tiny_llama, "gain:0.1@layer.0,phase=rollout;gain:0.1@layer.1,phase=eval", allow_inert=True)
+    ids = torch.arange(6)[None]
+    tiny_llama(ids)
+    with st.phase("eval"):
+        assert injection.phase_now() == "eval"
+        tiny_llama(ids)
+        tiny_llama(ids)
+    assert injection.phase_now() == "rollout"
+    injection.close()
+    assert [site.by("phase") for site in injection.ledger.sites] == [
+        {"rollout": {"forward": 1, "backward": 0}},
+        {"eval": {"forward": 2, "backward": 0}},
+    ]
+
+
 def test_only_a_sampler_is_told_its_phase(tiny_llama):
     injection = st.inject(tiny_llama, NORMS, allow_inert=True)
     with pytest.raises(PlanError, match="sampling engine"):

@@ -124,6 +124,12 @@ def test_workers_are_shaken_and_write_their_own_ledger(tmp_path, kind, fires, sh
     assert sum(1 for w in ledger["workers"] if w["forward"]) == shaken
 
 
+def test_what_a_parent_did_before_it_forked_is_not_counted_again_in_the_child(tmp_path):
+    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("workers.py", "forked-late"))
+    assert code == 0, printed
+    assert sorted((w["forked"], w["forward"]) for w in ledger["workers"]) == [(False, 3), (True, 4)]
+
+
 @pytest.mark.parametrize(
     ("package", "start"), [("multiprocessing", "fork"), ("multiprocessing", "spawn"), ("torch.multiprocessing", "fork")]
 )

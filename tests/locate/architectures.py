@@ -34,13 +34,14 @@ def build(
     seed: int = 0,
     positions: int = 128,
     hidden: int = 32,
+    vocabulary: int = 96,
 ) -> torch.nn.Module:
     """A random model in eval mode; biases and norms get values too, so that nothing is trivially right."""
     import transformers
 
     prefix, extra = ARCHITECTURES[name]
     config = getattr(transformers, f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config")(
-        **SIZES | {"max_position_embeddings": positions, "hidden_size": hidden} | extra
+        **SIZES | {"max_position_embeddings": positions, "hidden_size": hidden, "vocab_size": vocabulary} | extra
     )
     config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):

@@ -242,3 +242,24 @@ def test_hooks_are_gone_afterwards(good, tiny_llama):
 def test_another_model_is_refused(good, tinier_llama):
     with pytest.raises(FingerprintError, match="another model"):
         compare(good, tinier_llama)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("there", "here"), [("sdpa", "eager"), ("eager", "sdpa")])
+def test_what_the_dtype_explains_is_no_clause(dtype, there, here):
+    """Another attention kernel differs, noise describes it best, and it is no error to train against."""
+    found = compare(make_fingerprint(build("llama", dtype, there), tokens(n=64)), build("llama", dtype, here))
+    assert found.sentence.startswith("EXPLAINED")
+    assert any(row.injectable is not None for row in found.rows)
+    assert found.plan_text() is None
+    assert found.to_dict()["plan"] == []
+
+
+def test_products_of_rounded_factors_are_a_clause_though_they_are_documented(good, tiny_llama):
+    """TF32 is no dtype: whoever trains in float32 has to learn of it."""
+    found = under("gain:0.01@module.q_proj,layers=1", good, tiny_llama)
+    for row in found.rows:
+        row.here = row.stored = 0
+    assert found.plan_text() is None
+    found.rounds_factors = True
+    assert "q_proj" in found.plan_text()

@@ -103,7 +103,7 @@ def test_before_and_behind_the_layers():
     found.evidence = [evidence(0, "replay"), evidence(None, "replay", "model.embed_tokens", place=-1.0)]
     decided(found)
     assert (found.layer, found.op) == (None, "model.embed_tokens")
-    assert str(found) == "FAULT: outside of the layers, model.embed_tokens: replay failed (gain)."
+    assert str(found) == "FAULT: outside of the layers, model.embed_tokens: replay failed (gain). Also faulty: layer 0."
 
 
 def test_the_sentence_says_layer_operator_function_and_class():
@@ -260,3 +260,19 @@ def test_the_record_says_what_it_is():
 def test_no_torch_is_imported():
     program = "import sys, shaketable.locate.diagnosis; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ([1], ""),
+        ([1, 2], " Also faulty: layer 2."),
+        ([1, 2, 4], " Also faulty: layers 2, 4."),
+        ([1, 1, None], " Also faulty: outside of the layers."),
+        ([0, 1, 2, 3, 4, 5, 6, None], " Also faulty: layers 1, 2, 3, 4 and 3 more places."),
+    ],
+)
+def test_the_sentence_says_how_many_more_are_faulty(places, says):
+    found = passing(layers=8)
+    found.evidence = [evidence(layer, "replay", place=8 if layer is None else layer) for layer in places]
+    assert str(decided(found)).partition("(gain).")[2] == says

@@ -358,3 +358,26 @@ def test_tolerances_grow_with_the_unit_roundoff():
         assert moved_tolerance(EXACT, torch.float16, place)[2] == 2.0**-11
         value, lane, unit = moved_tolerance(Precision(product_input=2.0**-10), torch.float32, place)
         assert (value, lane) == moved_tolerance(EXACT, torch.bfloat16, place)[:2] and unit == 2.0**-10
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("wrong", [0.0, 0.004, 0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_host_float32_product_only_saves_time(dtype, wrong, bias):
+    """Few values or many moved by one or two steps: the same answer as float64 everywhere, which it falls back to."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((1, 24, 200), (700, 200), (700,)))
+    got = torch.nn.functional.linear(x, w, b if bias else None)
+    steps = torch.rand(got.shape, generator=generator) < wrong
+    got = torch.where(steps, moved(got, dtype, 1), got)
+    product = Product(x.double(), w, b if bias else None, dtype, EXACT)
+    assert product._can_compare()
+    fast = product.outside(got)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert not product._can_compare()
+        slow = product.outside(got)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(fast, slow)
+    assert bool(fast.any()) == bool(wrong)

@@ -114,6 +114,54 @@ def test_two_faults_the_first_in_the_order_of_computation_is_named():
     )
     assert (diagnosis.layer, diagnosis.op) == (1, "self_attn.v_proj")
     assert {e.layer for e in diagnosis.evidence} == {1, 2}
+    assert diagnosis.sentence.endswith(" Also faulty: layer 2.")
+
+
+def every_second_sum(first, change=lambda y: y * 1.01):
+    """A mode that makes every second residual addition wrong, from the first or from the second on."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        count = first
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            shapes = [a.shape for a in args[:2] if isinstance(a, torch.Tensor)]
+            if "add.Tensor" not in str(func) or shapes != [(1, 24, 32)] * 2:
+                return result
+            self.count += 1
+            return change(result) if self.count % 2 else result
+
+    return Mode()
+
+
+RESIDUALS = {"llama": ("self_attn", "mlp"), "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm")}
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.parametrize("second", [0, 1])
+def test_the_two_residual_additions_are_told_apart(name, second):
+    with every_second_sum(second):
+        diagnosis = found(build(name, attention="eager"), "host")
+    part = RESIDUALS[name][second]
+    assert {(e.layer, e.op, e.function, e.after) for e in diagnosis.evidence} == {(i, None, "add", part) for i in range(3)}
+    assert f"layer 0, output (add after {part})" in diagnosis.sentence
+    assert diagnosis.sentence.endswith("Also faulty: layers 1, 2.")
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_twins_tell_them_apart_too(second):
+    with every_second_sum(second, lambda y: y + 0.1):
+        diagnosis = found(build("llama", attention="eager"), "device")
+    assert (diagnosis.layer, diagnosis.op, diagnosis.after) == (0, None, RESIDUALS["llama"][second])
+    assert f"layer 0, output (after {RESIDUALS['llama'][second]})" in diagnosis.sentence
+
+
+def test_a_residual_addition_that_changes_from_call_to_call_is_told_apart_too():
+    noise = torch.Generator().manual_seed(0)
+    with every_second_sum(1, lambda y: y * (1 + 0.1 * torch.rand(y.shape, generator=noise))):
+        diagnosis = found(build("llama", attention="eager"), "device")
+    assert (diagnosis.layer, diagnosis.op, diagnosis.function, diagnosis.after) == (0, None, "add", "mlp")
 
 
 def test_faults_outside_of_the_layers_are_named_too():
@@ -152,6 +200,32 @@ def test_results_that_change_from_call_to_call_are_found_in_every_mode(plan, mod
     assert diagnosis.fault_class in ("noise", "spike")
     repeat = diagnosis.probes[1].results["repeat"]
     assert repeat.status == "fail"
+
+
+class Sometimes:
+    """A hook that changes the last token's results at some of its calls."""
+
+    def __init__(self, *calls):
+        self.calls, self.count = calls, 0
+
+    def __call__(self, module, args, y):
+        self.count += 1
+        if self.count not in self.calls:
+            return y
+        y = y.clone()
+        y[:, -1] = 0
+        return y
+
+
+@pytest.mark.parametrize("mode", ["device", "host", "all"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_head_that_is_wrong_in_one_forward_only_is_suspect(mode, call):
+    """The two plain forwards are compared with the traced one, logit by logit."""
+    model = build("llama")
+    model.lm_head.register_forward_hook(Sometimes(call))
+    diagnosis = found(model, mode)
+    assert diagnosis.verdict == "INCONCLUSIVE"
+    assert "differ in the logits of 1 of 24 tokens" in diagnosis.sentence
 
 
 def test_another_eps_than_the_config_says_is_found_even_if_the_module_says_so_too():
@@ -197,6 +271,30 @@ def test_device_mode_finds_what_does_not_commute(plan):
     assert (diagnosis.verdict, diagnosis.layer) == ("FAULT", 1)
     assert diagnosis.fault_class == "asymmetric"
     assert "deterministic" in diagnosis.assumption
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_device_mode_sees_a_mask_that_leaks(name, dtype, monkeypatch):
+    """Every token sees the next one. It does so in every gauge, and twins agree."""
+    softmax = torch.nn.functional.softmax
+    model = build(name, dtype, "eager")
+    inside = []
+    layer = dict(model.named_modules())["transformer.h.1" if name == "gpt2" else "model.layers.1"]
+    layer.register_forward_pre_hook(lambda m, a: inside.append(True))
+    layer.register_forward_hook(lambda m, a, y: inside.clear())
+
+    def leaking(scores, *args, **kwargs):
+        if inside:
+            scores = scores.clone()
+            scores.diagonal(1, -2, -1).fill_(0)
+        return softmax(scores, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", leaking)
+    diagnosis = found(model, "device")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.fault_class) == ("FAULT", 1, "leak"), diagnosis.sentence
+    assert diagnosis.op == ("attn" if name == "gpt2" else "self_attn")
+    assert diagnosis.probes[1].results["twin"].status == "pass"
 
 
 def test_device_mode_only_suspects_what_a_permutation_shows():
@@ -379,6 +477,8 @@ def test_numbers_and_buffers_are_those_of_the_config(name, path, attribute, laye
     diagnosis = found(model, "host")
     assert (diagnosis.verdict, diagnosis.layer, diagnosis.fault_class) == ("FAULT", layer, "attribute")
     assert attribute in diagnosis.sentence
+    assert "other values" not in diagnosis.sentence
+    assert "the config" in diagnosis.sentence
 
 
 def test_one_dominating_channel_is_no_fault():

@@ -161,7 +161,7 @@ def device_mode():
     """Two layers, and the probes that need nothing but the device."""
     made = healthy(2, model="nano", device="cuda:0", mode="device", attention="eager", suspicions=[], detectable_rate=None)
     made |= {
-        "probes": rows(2, ("repeat", "links", "twin", "permutation")),
+        "probes": rows(2, ("repeat", "links", "twin", "causal", "permutation")),
         "cost": {"repeat": 1.0, "twins": 1.2, "permutation": 2.1},
     }
     made |= {
@@ -430,3 +430,31 @@ def test_page_reads_what_json_gives_back_and_needs_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page_says_what_was_judged_and_what_was_believed():
+    made = healthy(2, foreign=["the hook <b>louder</b> of model.layers.1.self_attn"], strict=False)
+    for row in made["probes"][:2]:
+        row["coverage"] = {
+            "mlp.down_proj": {"rows": 256, "replayed": 129, "checksums": 127},
+            "add": {"rows": 256, "replayed": 256, "checksums": 0},
+        }
+    text = page(made)
+    assert '<th scope="row" class="mono">mlp.down_proj</th>' in text
+    assert all(f'<td class="n">{n}</td>' in text for n in (2, 512, 258, 254))
+    assert '<th scope="row" class="mono">add</th>' not in text
+    assert "not replayed at every row. The other operators (1) were." in text
+    assert "and was believed" in text and "&lt;b&gt;louder" in text
+
+
+def test_a_diagnosis_from_before_coverage_still_makes_a_page():
+    assert "This diagnosis does not say." in page(healthy(2))
+    whole = healthy(1)
+    whole["probes"][0]["coverage"] = {"add": {"rows": 8, "replayed": 8, "checksums": 0}}
+    assert "Every row of every operator was replayed." in page(whole)
+
+
+def test_an_addition_of_the_layer_is_named_after_its_part():
+    made = fault()
+    made["evidence"][0] |= {"op": None, "function": "add", "after": "self_attn"}
+    assert "add after self_attn" in page(made)

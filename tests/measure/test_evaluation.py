@@ -1,5 +1,6 @@
 """A score under a condition: its faults proven, nothing else leaking in, the model left as it was."""
 
+import copy
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from scipy.stats import binomtest
 from torch.nn.functional import kl_div
 
 import shaketable as st
-from shaketable.errors import InertError, NoMatchError, ShaketableError
+from shaketable.errors import InertError, ModelError, NoMatchError, ShaketableError
 from shaketable.measure.evaluation import Condition, Evaluator, drift, in_phases, prompt_tokens
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import load_model
@@ -141,6 +142,29 @@ def test_the_training_flag_is_left_as_it_was_on_every_way_out(evaluator, nano, t
 def test_a_task_without_problems_is_refused(nano):
     with pytest.raises(ShaketableError, match="sweeps only"):
         Evaluator(*nano, load_task("text"), [], 1)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('only system turns\\n\\nplease') }}",
+        "{{ messages[7].content.x }}",
+        "{% include 'other' %}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{{ 'x' * 10 ** 15 }}",
+    ],
+)
+def test_a_chat_template_that_does_not_work_is_one_line(nano, template):
+    _, tokenizer = nano
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    task = load_task("arithmetic")
+    with pytest.raises(ModelError, match=r"^the model's chat template cannot be used: \w+(: .*\S)?$") as caught:
+        prompt_tokens(tokenizer, task, task.problems("test")[0])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_chat_model_gets_a_chat_turn(nano):

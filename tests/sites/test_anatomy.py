@@ -99,6 +99,9 @@ def test_shared_modules_are_counted_once():
         ("_orig_mod.model.layers.0", "model.layers.0"),
         ("base_model.model.model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
         ("module._orig_mod.base_model.model.lm_head", "lm_head"),
+        ("base_model.layers.0.q_proj", "base_model.layers.0.q_proj"),
+        ("module.module.model.layers.0", "model.layers.0"),
+        ("model.module.layers.0", "model.module.layers.0"),
         ("model.layers.0._checkpoint_wrapped_module.mlp", "model.layers.0.mlp"),
     ],
 )
@@ -116,11 +119,15 @@ def test_globs_roles_classes_and_ranges():
     assert len(matched("gain:1@module.*_proj", model)) == 21
     assert len(matched("gain:1@module.mlp.down_proj", model)) == 3
     assert len(matched("gain:1@module.rmsnorm+down_proj", model)) == 10
+    assert len(matched("gain:1@module.linear+down_proj", model)) == 21, "what two names mean is hit once"
     assert len(matched("gain:1@module.LlamaRMSNorm,layers=0-1", model)) == 4
     assert len(matched("gain:1@module.model.layers.1.self_attn.?_proj", model)) == 4
     assert matched("gain:1@module.lm_head", model) == ["lm_head"]
     assert len(matched("gain:1@module.linear,include=lm_head", model)) == 22
     assert len(matched("gain:1@module.all", model)) == 28
+    assert len(matched("gain:1@module.linear,include=embedding", model)) == 21, "a lookup is no product"
+    assert "" not in matched("gain:1@module.*", model), "the model itself is named by its class alone"
+    assert matched("gain:1@module.LlamaForCausalLM", model) == [""]
     assert len(matched("gain:1@module.router", skeleton("Mixtral"))) == 3
     assert len(matched("gain:1@module.linear,include=router", skeleton("Mixtral"))) == 18
 
@@ -128,3 +135,49 @@ def test_globs_roles_classes_and_ranges():
 def test_what_is_left_out_by_default_says_how_to_get_it():
     with pytest.raises(st.NoMatchError, match="include=router"):
         matched("gain:1@module.mlp.gate", skeleton("Mixtral"))
+
+
+def test_a_layer_of_an_encoder_decoder_is_one_of_its_decoder_though_the_encoder_is_larger():
+    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "vocab_size": 64, "d_ff": 64}
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, num_layers=6, num_decoder_layers=2))
+    sizes = [sum(p.numel() for p in stack.block.parameters()) for stack in (model.encoder, model.decoder)]
+    assert sizes[0] > sizes[1]
+    anatomy = Anatomy.of(model)
+    (found,) = targets(Plan.parse("gain:0.1@layer.1").clauses[0], anatomy)
+    assert found.part.module is model.decoder.block[1] and len(anatomy.layers) == 2
+    assert {p.layer for p in anatomy.parts if p.name.startswith("encoder.")} == {None}
+
+
+class Gated(nn.Module):
+    """A dense block in which a product is called gate, as in many a gated MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+def test_adapters_are_adapters_and_blocks_beside_each_other_are_two():
+    model = nn.Module()
+    model.mlp, model.mlp_of_images = Gated(), Gated()
+    model.mlp.mlp = Gated()
+    model.q_proj = nn.Linear(4, 4)
+    model.q_proj.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2)})
+    model.q_proj.lora_norm = nn.LayerNorm(4)
+    model.mlp_of_images.__class__ = type("SomeMLP", (Gated,), {})
+    roles = {p.name: p.role for p in Anatomy.of(model).parts if p.role not in (None, "linear")}
+    assert roles == {"mlp": "mlp", "mlp_of_images": "mlp", "q_proj.lora_A.default": "lora", "q_proj.lora_norm": "lora"}
+
+
+def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
+    anatomy = Anatomy.of(Gated())
+    assert not anatomy.is_moe and anatomy.role_counts() == {"linear": 3}
+    model = Gated()
+    with st.inject(model, "gain:0.1@module.linear;gain:0.1@op.matmul") as ledger:
+        model(torch.ones(1, 4))
+    assert [site.forward for site in ledger.sites] == [3, 3]
+    model.experts = nn.ModuleList([nn.Linear(4, 4)])
+    assert Anatomy.of(model).role_counts() == {"linear": 3, "router": 1}, "where there are experts, it is"

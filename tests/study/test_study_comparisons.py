@@ -5,9 +5,11 @@ import pytest
 from scipy import stats
 
 from shaketable.measure.statistics import over_seeds
+from shaketable.study.arms import scores
 from shaketable.study.comparisons import compare
 from shaketable.study.config import Comparing
 from shaketable.study.runs import Run
+from shaketable.study.verdict import verdict
 
 FAULTY = Comparing(a="AQN", b="none", condition="faulty")
 
@@ -108,6 +110,50 @@ def test_numbers_of_a_run_are_compared_by_a_paired_t():
     assert (found["ci_low"], found["ci_high"]) == (pytest.approx(interval.low), pytest.approx(interval.high))
     assert found["detectable"] > 0
     assert "seconds per step: +" in found["sentence"] and " s, 95 % CI" in found["sentence"]
+
+
+def test_the_final_reward_is_the_mean_of_the_last_tenth_and_times_are_medians():
+    steps = [
+        {"event": "step", "step": i, "reward": float(i), "seconds": 1.0 + 99 * (i == 0), "aqn_seconds": 0.5} for i in range(30)
+    ]
+    one = Run("a-0", "train", "a", 0, "done", {}, steps)
+    assert one.value("reward") == (27 + 28 + 29) / 3
+    assert one.value("seconds_per_step") == 1.0
+    assert one.value("aqn_share") == pytest.approx(15 / 129)
+    few = Run("a-0", "train", "a", 0, "done", {}, steps[:3])
+    assert few.value("reward") == 2.0 and Run("a-0", "train", "a", 0, "done", {}, []).value("reward") is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "headline"), [((0.9, 0.4), "above none"), ((0.4, 0.9), "below none"), ((0.6, 0.6), "Not shown")]
+)
+def test_the_headline_says_which_side_is_better(rates, headline):
+    a, b = drawn(rates[0]), drawn(rates[1], key=1)
+    runs = arms(a, b)
+    said = verdict(compare([FAULTY], FAULTY, runs), runs, [])
+    assert headline in said["headline"]
+    partial = verdict(compare([FAULTY], FAULTY, runs), [*runs, run("AQN", 9, status="failed")], [])
+    assert partial["headline"].startswith("So far (1 of 11 runs are missing): ")
+    unlike = verdict(compare([FAULTY], FAULTY, runs), runs, ["other weights"])
+    assert unlike["kind"] == "nothing" and unlike["headline"] == "Nothing can be concluded: other weights"
+
+
+def test_numbers_that_differ_by_the_same_in_every_seed_have_the_p_of_a_sign_test():
+    times = Comparing(a="AQN", b="none", endpoint="seconds_per_step")
+    runs = [run(arm, s, seconds=1.0 + s + (arm == "AQN")) for arm in ("AQN", "none") for s in range(6)]
+    [found] = compare([times], times, runs)
+    assert found["difference"] == 1.0 and found["p"] == pytest.approx(stats.binomtest(6, 6).pvalue)
+    [same] = compare([times], times, [run(arm, s) for arm in ("AQN", "none") for s in range(6)])
+    assert same["p"] == 1.0 and same["verdict"] == "not shown"
+
+
+@pytest.mark.parametrize(("steps", "first"), [((0, 4), 0.25), ((2, 4), None), ((4,), None)])
+def test_the_score_before_training_is_that_of_step_zero(steps, first):
+    answers = [{"correct": True, "formatted": True}] * 4
+    conditions = [[{"name": "faulty", "answers": answers, "accuracy": 0.25 if i == 0 else 1.0}] for i in range(len(steps))]
+    events = [{"event": "evaluation", "step": s, "conditions": c} for s, c in zip(steps, conditions, strict=True)]
+    [found] = scores([Run("a-0", "train", "a", 0, "done", {}, events)], ["faulty"])
+    assert found["first"] == first and found["mean"] == 1.0
 
 
 def test_one_number_of_a_run_is_no_comparison():

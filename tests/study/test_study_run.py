@@ -32,10 +32,11 @@ TIMES = ("cost",)
 def numbers(found):
     """Findings without the clock and the identity of runs."""
     arms = [{k: v for k, v in arm.items() if k not in TIMES} for arm in found["arms"]]
-    for arm in arms:  # of faults in training each process measures its first fires
-        arm["proof"] = [{k: row[k] for k in ("where", "fault", "site", "verdict")} for row in arm["proof"]]
-    rest = {k: found[k] for k in ("study", "complete", "verdict", "comparisons", "robustness", "diagnoses", "notes")}
-    return json.loads(json.dumps({"arms": arms, **rest}))
+    for arm in arms:  # sums are added in another order after a kill
+        arm["proof"] = [{k: f"{v:.9g}" if isinstance(v, float) else v for k, v in row.items()} for row in arm["proof"]]
+    rest = {k: found[k] for k in ("complete", "verdict", "comparisons", "robustness", "diagnoses", "notes")}
+    study = {k: v for k, v in found["study"].items() if k != "digest"}  # records have times in them
+    return json.loads(json.dumps({"arms": arms, "study": study, **rest}))
 
 
 def by_hand(asked, store):
@@ -142,7 +143,9 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
     compare = {"primary": {"a": "one", "b": "other", "endpoint": "seconds_per_step"}}
     asked = data(arms=arms, compare=compare, seeds=1)
     store = tmp_path / "store"
-    out = finished(start(file_of(tmp_path, arms=arms, compare=compare, seeds=1), store, "--workers", "1"), code=1)
+    out = finished(
+        start(file_of(tmp_path, arms=arms, compare=compare, seeds=1), store, "--workers", "1", "--allow-code"), code=1
+    )
     runs = {r["arm"]: r for r in progress(study(**asked), store / "small")["runs"]}
     assert runs["one"]["status"] == runs["other"]["status"] == "done"
     assert runs["wrong"]["status"] == "failed" and "no longer finite" in runs["wrong"]["error"]
@@ -154,7 +157,9 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
     assert "tries again" in out or "died with exit status -9" in out
 
     (tmp_path / "always").touch()
-    again = finished(start(file_of(tmp_path, arms=arms, compare=compare, seeds=2), store, "--workers", "1"), code=1)
+    again = finished(
+        start(file_of(tmp_path, arms=arms, compare=compare, seeds=2), store, "--workers", "1", "--allow-code"), code=1
+    )
     runs = {(r["arm"], r["seed"]): r for r in progress(study(**asked | {"seeds": 2}), store / "small")["runs"]}
     assert runs["one", 1]["status"] == "failed" and runs["other", 1]["status"] == "done", again
     assert runs["one", 0]["status"] == "done"

@@ -41,6 +41,9 @@ def locate(
     plan: Annotated[str | None, typer.Option(help="Plant this plan first, hidden from the probes.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="For gauges, permutations and the planted plan.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="On the host, replay only the products whose checksum fires.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Hooks and replaced methods of the model make it inconclusive instead of healthy.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the diagnosis as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis as one page.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
@@ -73,6 +76,7 @@ def locate(
             plan=planted,
             seed=seed,
             quick=quick,
+            strict=strict,
             progress=tell,
         )
     show(diagnosis)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.outputs import check_free, write
+from shaketable.cli.study_verify import end_of_study, key_for_signing, verify
 from shaketable.errors import ShaketableError, nearest
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ study = typer.Typer(
 )
 
 
+study.command()(verify)
+
+
 @study.command()
 def run(
     file: Annotated[Path, typer.Argument(help="The study, YAML; or the name of one that ships.")],
@@ -45,6 +49,12 @@ def run(
     ] = None,
     json_file: Annotated[Path | None, JSON] = None,
     force: Annotated[bool, FORCE] = False,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign the records in the end: an ed25519 key, PEM.")
+    ] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run the Python that the file names as a task, my_tasks.py:Class.")
+    ] = False,
 ) -> None:
     """Do what is missing of a study. After an interruption, the same command goes on.
 
@@ -60,12 +70,16 @@ def run(
     format_of(report_file, None)
     chosen = [f"engine.{k}={v}" for k, v in {"kind": engine, "address": address, "workers": workers}.items() if v is not None]
     asked = load_study(file, [*(replaced or ()), *chosen])
+    _check_code(asked, file, allow_code)
+    key = key_for_signing(sign)
     if dry_run:
         from shaketable.cli.study_live import show_forecast
+        from shaketable.study.verifying import asked_digest
 
         forecast = show_forecast(asked, store)
         if json_file is not None:
             write(json_file, json.dumps(forecast, indent=1, ensure_ascii=False) + "\n")
+        typer.echo(f"asked   sha256:{asked_digest(asked)}")
         return
     failed = _do(asked, store)
     found = _findings(asked, store, _command(file, replaced or [], store))
@@ -76,7 +90,21 @@ def run(
     from shaketable.cli.study_table import show
 
     show(found, files)
+    end_of_study(store / asked.study, found["study"]["digest"], key)
     raise typer.Exit(1 if failed else 0)
+
+
+def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:
+    """A task that is a class of somebody's is a program; a file from elsewhere may not run one unasked."""
+    if (code := _code_of(asked)) is not None and not allowed:
+        raise ShaketableError(f"{file} names the task {code}, which runs Python code; read it, and allow it with --allow-code")
+
+
+def _code_of(asked: StudyConfig) -> str | None:
+    from shaketable.measure.tasks.load import code_in
+
+    tasks = [asked.task, *(arm.task for arm in asked.arms.values() if arm.task is not None)]
+    return next((code for task in tasks if (code := code_in(task)) is not None), None)
 
 
 def _do(asked: StudyConfig, store: Path) -> int:
@@ -100,7 +128,7 @@ def _findings(asked: StudyConfig, store: Path, command: str) -> dict[str, Any]:
     from shaketable.study.findings import findings
 
     found = findings(asked, store / asked.study)
-    found["study"]["command"] = command
+    found["study"]["command"] = f"{command} --allow-code" if command and _code_of(asked) else command
     return found
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shaketable.harden.training import Tell
     from shaketable.record import RunRecord
 
-TASK = "arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class; options after commas, e.g. arithmetic,level=2."
+TASK = "arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class, whose code is run; options after commas: arithmetic,level=2."
 
 
 RESUME_TAKES = ("resume", "json_file", "force")

@@ -27,7 +27,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shaketable.errors import NoMatchError, ShaketableError, nearest
 from shaketable.harden.schedules import Described, Schedule, ScheduleBase
-from shaketable.plan import join_layers, parse_layers
+from shaketable.layers import join_layers, parse_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -133,7 +133,7 @@ class AQN(Described):
         if layers is None or layers == "all":
             return None
         if isinstance(layers, str):
-            return parse_layers(layers)
+            return parse_layers(layers).indices()
         if isinstance(layers, Sequence) and not layers:
             raise ValueError("layers names no layer; leave it out for all")
         return sorted(set(layers)) if isinstance(layers, list | tuple | range | set) else layers

@@ -25,7 +25,7 @@ from shaketable.errors import ShaketableError, nearest
 from shaketable.harden.aqn import AQN, Zones
 from shaketable.harden.mapping import checked
 from shaketable.harden.schedules import SCHEDULES, AnySchedule, Constant, EpochAware, GlobalDecay, like_the_origin, number
-from shaketable.plan import join_layers, parse_layers
+from shaketable.layers import join_layers, parse_layers
 from shaketable.yaml_file import read_yaml
 
 KEYS = tuple(name for name in AQN.model_fields if name != "schedule")
@@ -139,7 +139,7 @@ def _factors(text: str) -> dict[str, float]:
 
 _READ: dict[str, Any] = {
     "roles": lambda text: tuple(part.strip() for part in text.split("+")),
-    "layers": lambda text: None if text == "all" else parse_layers(text),
+    "layers": lambda text: None if text == "all" else parse_layers(text).indices(),
     "multipliers": _factors,
     "zones": lambda text: Zones(**({} if text == "on" else _factors(text))),
     "seed": lambda text: _whole("seed", text) if len(text) < 10 else text,

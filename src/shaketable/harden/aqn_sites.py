@@ -13,6 +13,7 @@ from typing import Any
 from shaketable.errors import ShaketableError
 from shaketable.faults import make_fault
 from shaketable.harden.aqn import AQN, Group
+from shaketable.layers import Layers
 from shaketable.plan import Clause, Plan, Site
 from shaketable.sites.anatomy import Anatomy
 from shaketable.sites.match import targets
@@ -51,7 +52,7 @@ def _sites(aqn: AQN, group: Group, anatomy: Anatomy, alone: bool) -> list[Site]:
     here: dict[str, Any] = {"level": "module", "point": ("weight",), "phase": phase}
     if alone and group.outside:
         return [Site(names=_names(aqn, anatomy), **here)]
-    inside = [Site(names=_names(aqn, anatomy), layers=group.layers, **here)] if group.layers else []
+    inside = [Site(names=_names(aqn, anatomy), layers=Layers.of(group.layers), **here)] if group.layers else []
     beyond = _beyond(aqn, anatomy) if group.outside else ()
     return [*inside, *([Site(names=beyond, **here)] if beyond else [])]
 

@@ -2,12 +2,20 @@
 
 TRL writes `checkpoint-N` file by file. Only when all of it is there does `seal` write `shaketable.json` into it, by renaming
 a finished file: a folder with the seal is whole, one without was cut off and is never resumed from. The seal carries the
-ledgers up to that step, so that a resumed run can still prove what happened before it was killed. Older checkpoints go only
-after a newer one is sealed. A full disk is one line that says how to go on; each library has its own exception for it.
+ledgers up to that step, so that a resumed run can still prove what happened before it was killed, and the counters that decide
+which fires are measured next.
+
+A checkpoint belongs to the record of its run: once it is sealed, the record has the SHA-256 of each of its files (`bound`).
+What the record does not know is not resumed from, and what is not as it was saved is refused (`check`), before anything of it
+is opened: Transformers keeps optimizer and random states in pickles.
+
+Older checkpoints go only after a newer one is sealed. A full disk is one line that says how to go on; each library has its own
+exception for it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +27,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from shaketable.errors import ShaketableError
+from shaketable.record import RunRecord
 
 SEAL = "shaketable.json"
 KEEP = 2
@@ -50,6 +59,35 @@ def seal(folder: Path, content: dict[str, Any]) -> None:
             with path.open("rb") as written:
                 os.fsync(written.fileno())
     draft.replace(folder / SEAL)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def bound(record: RunRecord) -> dict[Path, dict[str, str]]:
+    """The whole checkpoints that a record knows, oldest first, with the hashes of their files."""
+    known = {event["step"]: event["files"] for event in record.events("checkpoint")}
+    return {folder: known[step_of(folder)] for folder in sealed(record.folder) if step_of(folder) in known}
+
+
+def check(folder: Path, files: dict[str, str]) -> None:
+    """Raise unless a checkpoint is what was saved."""
+    now = hashes(folder)
+    if names := sorted(name for name in {*files, *now} if files.get(name) != now.get(name)):
+        raise ShaketableError(
+            f"{folder} is not what this run saved: {names[0]} was {_fate(names[0], files, now)}; "
+            "move the folder away to go on from an earlier checkpoint, or from the start"
+        )
+
+
+def _fate(name: str, files: dict[str, str], now: dict[str, str]) -> str:
+    return "put there" if name not in files else "changed" if name in now else "removed"
 
 
 def sealed(out: Path) -> list[Path]:

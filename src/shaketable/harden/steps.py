@@ -82,5 +82,6 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         """The checkpoint is written: declare it whole, and let older ones go."""
         out, name = self.training.record.folder, f"checkpoint-{state.global_step}"
         with checkpoints.writing(name, out):
-            checkpoints.seal(out / name, self.training.ledgers())
+            checkpoints.seal(out / name, {**self.training.ledgers(), "counted": self.training.counted()})
+            self.training.record.append("checkpoint", step=state.global_step, files=checkpoints.hashes(out / name))
             checkpoints.drop_old(out)

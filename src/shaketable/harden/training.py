@@ -148,6 +148,8 @@ class Training:
         self._switch_on()
         if self.noise is not None:
             self.noise.enable()
+        for name, injection in self._injections().items() if checkpoint is not None else ():
+            injection.go_on(self.before["counted"][name])
         try:
             self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         except BaseException:
@@ -157,13 +159,12 @@ class Training:
         self._finish()
 
     def _last_checkpoint(self) -> Path | None:
-        whole = checkpoints.sealed(self.record.folder)
-        step = checkpoints.step_of(whole[-1]) if whole else 0
-        self.record.resumed(step if whole else -1)
-        if not whole:
-            return None
-        self.before = checkpoints.content(whole[-1])
-        return whole[-1]
+        folder, files = next(reversed(checkpoints.bound(self.record).items()), (None, {}))
+        if folder is not None:
+            checkpoints.check(folder, files)
+            self.before = checkpoints.content(folder)
+        self.record.resumed(-1 if folder is None else checkpoints.step_of(folder))
+        return folder
 
     def _first_look(self) -> None:
         """Scores before the first step; warns when noise has already taken the model down."""
@@ -235,6 +236,14 @@ class Training:
             lines += self.noise.inert(trained=True)
         if lines:
             raise InertError(f"{lines[0]} in the first step; the run ends here")
+
+    def _injections(self) -> dict[str, Injection]:
+        noise = None if self.noise is None else self.noise.injection
+        return {name: found for name, found in {"plan": self.injection, "aqn": noise}.items() if found is not None}
+
+    def counted(self) -> dict[str, Any]:
+        """What plan and AQN have counted, for the process that goes on from a checkpoint."""
+        return {name: injection.counted() for name, injection in self._injections().items()}
 
     def ledgers(self) -> dict[str, Any]:
         """What plan and AQN did in the whole run, before a resume too."""

@@ -22,7 +22,7 @@ from shaketable.inject.calls import Entry
 from shaketable.inject.dressed import LayerFrame, reaches_gpu
 from shaketable.inject.fast.inputs import FastInput, fast_input
 from shaketable.inject.fast.linear import FastLinear, fast_linear
-from shaketable.inject.hooks import Hook
+from shaketable.inject.hooks import Hook, end_clean_copies, keep_copies_clean
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.operator_taps import families
 from shaketable.inject.residuals import PairTaps, carries_pair
@@ -135,11 +135,12 @@ class Attached(Hook):
         """
         operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
         met = {family for site in operator_sites for family in families(site.names)}
+        layers = set(self.anatomy.layers)
         for part in self.anatomy.parts:
             family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part) or is_rotary(part.module))
-            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in self.anatomy.layers
+            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in layers
             wanted = part.module is self.model or special or (inside and not self._is_held)
             if wanted and part.module not in self.skip:
                 yield part, atomic
@@ -176,6 +177,7 @@ class Attached(Hook):
             if not self.points and not self.injection.has_operators:
                 return
         operators.cover_transformers()
+        keep_copies_clean()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
         entries, tapped = [], {module for module, _ in self.points}
@@ -269,6 +271,7 @@ class Attached(Hook):
             hook.remove()
         for home in self.generators:
             unmark_generate(home)
+        end_clean_copies()
         self.hooks, self.generators = [], []
         forget_compiled()
 

@@ -225,6 +225,16 @@ class DeviceTable:
         self.mirror.zero_()
         self._told = [[0.0] * WIDTH for _ in self._told]
 
+    def saved(self) -> list[list[float]]:
+        """As `HostTable.saved`."""
+        rows: list[list[float]] = self.sums.tolist()
+        return rows
+
+    def go_on(self, rows: list[list[float]]) -> None:
+        """As `HostTable.go_on`."""
+        self.sums.copy_(torch.tensor(rows, dtype=torch.float64))
+        self._told = [list(row) for row in rows[: len(self._told)]]
+
     def settle(self) -> None:
         """Tell the ledger what happened since it was last told.
 

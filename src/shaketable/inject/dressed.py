@@ -17,6 +17,7 @@ keep their hooks, as nobody has measured them; so do engines, which trace a forw
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from shaketable.inject.calls import Entry
     from shaketable.inject.injection import Injection
 
+_REBUILD: Any = vars(copyreg)["_reconstructor"]
+"""Python's own: a pickle that named a function of ours could not be read without us."""
 _SLOT = "_shaketable_frames"
 _ALWAYS = "_shaketable_frames_always"
 """Those that are opened also where no gradient is wanted: a compiled graph guards every list that its code looks into."""
@@ -124,7 +127,7 @@ def dressed(original: Any, slot: str, body: dict[str, Any]) -> Any:
 
     def reduce(self: Any, protocol: Any) -> Any:
         state: Any = original.__reduce_ex__(self, protocol)[2]
-        return _new, (plain,), {k: v for k, v in state.items() if not k.startswith(slot)}
+        return _REBUILD, (plain, object, None), {k: v for k, v in state.items() if not k.startswith(slot)}
 
     plain = original.__dict__.get("_shaketable_plain", original)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
@@ -140,7 +143,3 @@ def on_gpu(module: nn.Module) -> bool:
 def reaches_gpu(module: nn.Module) -> bool:
     """The same, or those of a module in it."""
     return any(p.is_cuda for p in module.parameters())
-
-
-def _new(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)

@@ -273,6 +273,20 @@ class Injection:
         for model in self.models:
             model.note_heads(self.early.phases)
 
+    def counted(self) -> dict[str, Any]:
+        """What was counted so far, for a process that goes on: which fires are measured follows from the fires before."""
+        self.settle()
+        return {"host": self.counters.saved(), "gpus": [table.saved() for table in self.tables.all]}
+
+    def go_on(self, counted: dict[str, Any]) -> None:
+        """Count on from what another process of this run had counted, with the same plan on the same model, once enabled.
+
+        A GPU that the other process did not have counts from zero.
+        """
+        self.counters.go_on(counted["host"])
+        for table, rows in zip(self.tables.all, counted["gpus"], strict=False):
+            table.go_on(rows)
+
     def forget(self) -> None:
         """Count from zero again."""
         self.counters.forget()

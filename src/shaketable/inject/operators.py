@@ -53,7 +53,7 @@ _WHOLE = ("", "multi_head_attention_forward")
 """Not an operator: a function that is opened, so that those inside are met."""
 _CAST = ("", "to")
 """Not an operator either: what is cast of the weight of a head is still the head's."""
-_CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as)
+_CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as)
 _IN_PLACE = {f"{name}_": getattr(torch, name) for name in ("addmm", "baddbmm", "addbmm", "addmv")}
 """What an operator in place computes, elsewhere."""
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from shaketable.errors import ShaketableError, nearest
 from shaketable.integrations.origin_keys import FALSE, LEFT_OUT, TRUE, Found, Keys, as_number, naming, shown
-from shaketable.plan import Plan, join_layers
+from shaketable.layers import join_layers
+from shaketable.plan import Plan
 
 HARDWARE = "trainer.hw_error_injection"
 OPERATORS = "trainer.noisy_ops"

@@ -71,6 +71,8 @@ class Circuit:
     head_norms: tuple[str, ...] = ()
     """Norms of the queries and keys, one weight for all heads."""
     routed: bool = False
+    causal: bool = False
+    """Whether a token sees none of those behind it."""
     others: tuple[str, ...] = ()
     """Leaves without weights: activations and dropouts."""
 
@@ -145,7 +147,8 @@ def _build(b: _Builder, wiring: str) -> Circuit:
     others = _check_explained(b)
     attention = b.layer.get_submodule("attn" if wiring == "gpt2" else "self_attn")
     head_norms = tuple(n for n in ("q_norm", "k_norm") if n in dict(attention.named_children()))
-    return Circuit(b.sizes, tuple(b.maps), tuple(b.norms), head, heads // pairs, rotary, head_norms, routed, others)
+    causal = getattr(attention, "is_causal", False) is True
+    return Circuit(b.sizes, tuple(b.maps), tuple(b.norms), head, heads // pairs, rotary, head_norms, routed, causal, others)
 
 
 def _attention(b: _Builder, post: str) -> None:

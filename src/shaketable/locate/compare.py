@@ -91,7 +91,8 @@ class _Replay:
             after = [self._outside(label) for label in about.after]
         stored = about.model_dump()
         pair = [{key: side[key] for key in SHOWN} for side in (stored, here)]
-        return Comparison(pair[0], pair[1], before, layers, after, self.notes)
+        rounds = bool(self.precision.product_input or self.stored_precision.product_input)
+        return Comparison(pair[0], pair[1], before, layers, after, self.notes, rounds)
 
     def _note_conditions(self, here: dict[str, Any]) -> None:
         about = self.file.about

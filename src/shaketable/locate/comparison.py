@@ -134,6 +134,8 @@ class Comparison:
     layers: list[LayerRow]
     after: list[Row]
     notes: list[str] = field(default_factory=list)
+    rounds_factors: bool = False
+    """Whether one of the devices rounds the factors of its products below their dtype, as TF32 does."""
 
     @property
     def rows(self) -> Iterator[Row]:
@@ -192,9 +194,10 @@ class Comparison:
         }
 
     def clauses(self) -> Iterator[tuple[Row, Fit]]:
-        """Sites with an error that can be injected."""
+        """Sites with an error that can be injected, and that the dtype does not explain."""
         for row in self.rows:
-            if (fit := row.injectable) is not None:
+            explained = not row.beyond and row.here is not None and not self.rounds_factors
+            if not explained and (fit := row.injectable) is not None:
                 yield row, fit
 
     def plan_text(self) -> str | None:

@@ -1,9 +1,10 @@
 """What locate says: the verdict, what it rests on, and every probe of every layer. Imports no torch.
 
 A verdict is FAULT only on exact evidence: results that change when nothing changed, a broken link, weights that are not
-the file's, a twin with other bits, a value outside of its rounding interval. Tests with a tolerance only raise a
-suspicion, which makes the verdict INCONCLUSIVE. HEALTHY needs the deciding probe of the mode to have judged every
-layer: replay on the host, the exact twin on the device.
+the file's, a twin with other bits, a token that changes with a later one, a value outside of its rounding interval. Tests
+with a tolerance only raise a suspicion, which makes the verdict INCONCLUSIVE. HEALTHY needs the deciding probe of the
+mode to have judged every layer: replay on the host, the exact twin on the device. Whatever it did not look at, or not as
+closely, stands in the sentence.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 SCHEMA = 1
 MODES = ("device", "host", "all")
-PROBES = ("weights", "repeat", "links", "twin", "permutation", "checksum", "replay")
+PROBES = ("weights", "repeat", "links", "twin", "causal", "permutation", "checksum", "replay")
 EXIT = {"HEALTHY": 0, "FAULT": 1, "INCONCLUSIVE": 4}
 ASSUMPTIONS = {
     "device": "the device is deterministic, and exact where IEEE arithmetic is",
@@ -29,6 +30,9 @@ NOT_SEEN_BY_TWINS = (
     "any deterministic fault on all channels of the MLP's gate or activation, which has no gauge",
     "an operator that computes another function with the same symmetries: another eps, a fast activation, another scale",
     "a wrong weight",
+    "a fault of whole tokens that is the same for all channels: a residual row that is left out, another rotation of a token, "
+    "a mask that hides what it should show",
+    "anything outside of the layers that is wrong at every call: embeddings, rotation, last norm, head",
 )
 NOT_SEEN_IN_FEW_BITS = (
     "in this dtype: a fault on few channels that commutes with signs and powers of two, and is as small as what another "
@@ -65,6 +69,8 @@ class Evidence:
     lanes: list[int] = field(default_factory=list)
     lanes_of: int | None = None
     examples: list[dict[str, Any]] = field(default_factory=list)
+    after: str | None = None
+    """For a function of the layer itself, such as a residual addition: the part of the layer whose result it takes."""
     place: float = 0.0
     """Order of computation: the layer's index, -1 before the layers, their number after them."""
 
@@ -76,6 +82,8 @@ class LayerReport:
     layer: int | None
     name: str
     results: dict[str, Result] = field(default_factory=dict)
+    coverage: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each operator: how many rows it made, and how many of them were judged by what."""
     statistics: dict[str, Any] | None = None
 
 
@@ -95,12 +103,17 @@ class Diagnosis:
     sequences: int
     tokens: int
     seed: int
+    strict: bool = False
+    """Whether foreign code keeps a verdict from being HEALTHY."""
+    foreign: list[str] = field(default_factory=list)
+    """Code in the model that is not the model's, and was believed."""
     planted: dict[str, Any] | None = None
     verdict: str = "INCONCLUSIVE"
     sentence: str = ""
     layer: int | None = None
     op: str | None = None
     function: str | None = None
+    after: str | None = None
     lanes: list[int] = field(default_factory=list)
     lanes_of: int | None = None
     fault_class: str | None = None
@@ -114,6 +127,8 @@ class Diagnosis:
     detectable_rate: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     suspicions: list[dict[str, Any]] = field(default_factory=list)
+    coverage: dict[str, int] = field(default_factory=dict)
+    """The sums of every operator's coverage, and how many operators those are."""
     probes: list[LayerReport] = field(default_factory=list)
     srdd: dict[str, Any] | None = None
     evidence: list[Evidence] = field(default_factory=list)
@@ -124,6 +139,7 @@ class Diagnosis:
         self.not_covered = list(NOT_SEEN_BY_TWINS if self.mode == "device" else NOT_SEEN_BY_REPLAY)
         if self.mode == "device" and self.dtype != "float32":
             self.not_covered.append(NOT_SEEN_IN_FEW_BITS)
+        self.coverage = self._covered()
         self.suspicions = self._suspicions()
         if self.evidence:
             self._blame()
@@ -134,31 +150,63 @@ class Diagnosis:
             self.sentence += " Host mode decides." if self.mode == "device" else ""
         elif gaps := self._gaps():
             self.verdict = "INCONCLUSIVE"
-            more = f" and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-            self.sentence = f"INCONCLUSIVE: {gaps[0]}{more}; nothing that was judged is wrong."
+            self.sentence = f"INCONCLUSIVE: {_first(gaps)}; nothing that was judged is wrong."
         else:
             self.verdict = "HEALTHY"
             self.sentence = (
-                f"HEALTHY: all {self.num_layers} layers compute what they should, as far as {self._seen_by()} can see."
+                f"HEALTHY: all {self.num_layers} layers compute what they should, as far as {self._seen_by()} can see"
             )
+            self.sentence += self._not_replayed() + "."
+            self.sentence += f" Code that is not the model's was believed: {_first(self.foreign)}." if self.foreign else ""
 
     def _seen_by(self) -> str:
         return "twins on the device" if self.mode == "device" else "a replay on the host"
 
+    def _covered(self) -> dict[str, int]:
+        operators = [counts for probe in self.probes for counts in probe.coverage.values()]
+        names = dict.fromkeys(name for counts in operators for name in counts)
+        return {"operators": len(operators)} | {name: sum(c.get(name, 0) for c in operators) for name in names}
+
+    def _not_replayed(self) -> str:
+        """What the deciding probe did not look at, or not as closely."""
+        operators = [(op, counts) for probe in self.probes for op, counts in probe.coverage.items()]
+        text = "; embeddings, rotation, last norm and head were only repeated" if self.mode == "device" else ""
+        for name, words in (("checksums", "passed by checksums alone"), ("permuted", "were compared with a permuted pair")):
+            some = [c for _, c in operators if 0 < c.get(name, 0) < c["rows"] or (name == "checksums" and c.get(name))]
+            rows, seen = (sum(c[key] for c in some) for key in ("rows", name))
+            what = "products" if name == "checksums" else "operators"
+            text += f"; of {len(some)} {what}, {seen:,} of {rows:,} rows {words}" if some else ""
+        agreed = sorted({op.rpartition(":")[2] for op, counts in operators if counts.get("agreed")})
+        return text + (f"; of {', '.join(agreed)} only that the host makes the same bits is known" if agreed else "")
+
     def _blame(self) -> None:
         """The first layer in the order of computation; there, the strongest kind of evidence."""
-        strength = {"weights": 0, "replay": 1, "links": 2, "repeat": 3, "twin": 4}
+        strength = {"weights": 0, "replay": 1, "links": 2, "repeat": 3, "twin": 4, "causal": 5}
         self.evidence.sort(key=lambda e: (e.place, strength[e.probe]))
         first = self.evidence[0]
         self.verdict = "FAULT"
-        self.layer, self.op, self.function = first.layer, first.op, first.function
+        self.layer, self.op, self.function, self.after = first.layer, first.op, first.function, first.after
         self.lanes, self.lanes_of, self.fault_class = first.lanes, first.lanes_of, first.fault_class
         unstable = next((e for e in self.evidence if e.place == first.place and e.probe == "repeat"), None)
         if unstable is not None:
             self.fault_class = unstable.fault_class
         where = self.op or ("output" if self.layer is not None else "the model")
-        where += f" ({self.function})" if self.function else ""
+        function = " ".join(part for part in (self.function, f"after {self.after}" if self.after else "") if part)
+        where += f" ({function})" if function else ""
         self.sentence = f"FAULT: {_place(self.layer)}, {where}: {self._channels()}{first.text} ({self.fault_class})."
+        self.sentence += self._also_faulty()
+
+    def _also_faulty(self) -> str:
+        """Where else there is evidence; four layers by name."""
+        others = list(dict.fromkeys(e.layer for e in self.evidence if e.layer != self.layer))
+        named = [layer for layer in others if layer is not None][:4]
+        words = f"layer{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}" if named else ""
+        left = len(others) - len(named)
+        if not named or (left == 1 and None in others):
+            words += (" and " if named else "") + "outside of the layers" if None in others else ""
+        elif left:
+            words += f" and {left} more places"
+        return f" Also faulty: {words}." if others else ""
 
     def _channels(self) -> str:
         if not self.lanes or not self.lanes_of:
@@ -185,6 +233,7 @@ class Diagnosis:
                     gaps.append(f"{_place(p.layer)} was not judged by {name}")
                 if result is not None and result.status == "inconclusive":
                     gaps.append(f"{_place(p.layer)}, {name}: {result.reason}")
+        gaps += [f"{code} is not the model's code" for code in self.foreign] if self.strict else []
         return gaps if self.probes else ["nothing was probed"]
 
     @property
@@ -213,6 +262,11 @@ class Diagnosis:
 
 def _place(layer: int | None) -> str:
     return "outside of the layers" if layer is None else f"layer {layer}"
+
+
+def _first(items: list[str]) -> str:
+    """The first, and how many more."""
+    return items[0] + (f" and {len(items) - 1} more" if len(items) > 1 else "")
 
 
 def _plain(value: Any) -> Any:

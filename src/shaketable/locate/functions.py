@@ -36,7 +36,7 @@ _MOVING = """
     triu zeros_like ones_like new_zeros new_ones zeros ones full full_like arange one_hot topk sort argsort nonzero
     __setitem__ copy_ fill_ zero_ index_copy_ scatter_ detach masked_scatter maximum minimum max min clamp clip relu
     eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ logical_not logical_and logical_or __and__ __or__
-    __invert__
+    __invert__ pad tensor
 """
 _ARITHMETIC = """
     add sub rsub mul div true_divide multiply subtract divide neg abs __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__

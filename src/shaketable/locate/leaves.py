@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from shaketable.locate import functions
 from shaketable.locate.functions import Call
 from shaketable.locate.intervals import ACCUMULATION as UA
-from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Product
+from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Precision, Product
 
 WIDENED = 1 << 24
-"""Weights up to this size are kept in float64 for the time of one layer; a head is widened block by block."""
+"""float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
 Weight = Callable[[str], Tensor]
 """A parameter of the module, from the file, in the device's dtype, on the host."""
 
@@ -56,8 +56,8 @@ def _kind(module: nn.Module) -> str | None:
         return _PLAIN[type(module)]
     if name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
         return _activation(type(module), name, str(module.__dict__.get("act", "")))
-    if "rmsnorm" in name.lower() and not any(module.children()):
-        return _norm_kind(type(module))  # type: ignore[arg-type]
+    if "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
+        return _bare_kind(module) if module._parameters.get("weight") is None else _norm_kind(type(module))  # type: ignore[arg-type]
     return None
 
 
@@ -99,6 +99,19 @@ def _norm_kind(kind: type[nn.Module]) -> str | None:
     return "rmsnorm_one" if torch.allclose(got, normed * (1 + w), rtol=1e-5, atol=1e-6) else None
 
 
+def _bare_kind(module: nn.Module) -> str | None:
+    """Whether a norm without a weight does what the formula says: it is run on the host itself."""
+    size = int(getattr(module, "normalized_shape", (8,))[-1])
+    x = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
+    call = Call(None, (x,), {}, x.dtype, Precision(), lambda tensor: tensor.double())
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            got = type(module).forward(module, x)
+    except (TypeError, RuntimeError, AttributeError):
+        return None
+    return "rmsnorm_bare" if torch.allclose(got.double(), _normalised(module, call), rtol=1e-5, atol=1e-6) else None
+
+
 def _rounds_first(module: nn.Module, x: Tensor, w: Tensor) -> bool:
     """Whether the normalised value is rounded to the dtype before the weight multiplies, or only after it."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -118,7 +131,7 @@ def _input(call: Call) -> Tensor:
 
 def _linear(module: nn.Module, call: Call, weight: Weight) -> Product:
     w = weight("weight")
-    w = call.wide(w) if w.numel() <= WIDENED else w
+    w = call.wide(w) if w.numel() <= WIDENED and w.dtype == torch.float32 else w
     bias = weight("bias") if module._parameters.get("bias") is not None else None
     return Product(call.wide(_input(call)), w if isinstance(module, nn.Linear) else w.T, bias, call.dtype, call.precision)
 
@@ -146,6 +159,11 @@ def _rmsnorm_one(module: nn.Module, call: Call, weight: Weight) -> Around:
     """Gemma's: times 1 + weight, in float32, rounded once."""
     y = _normalised(module, call) * (1 + weight("weight").double())
     return Around.relative(y, 16, call.dtype)
+
+
+def _rmsnorm_bare(module: nn.Module, call: Call, weight: Weight) -> Around:
+    """No weight: rounded once."""
+    return Around.relative(_normalised(module, call), 12, call.dtype)
 
 
 def _normalised(module: nn.Module, call: Call) -> Tensor:
@@ -179,6 +197,7 @@ _DEFINITIONS: dict[str, Callable[[Any, Call, Weight], Allowed]] = {
     "rmsnorm": _rmsnorm,
     "rmsnorm_late": _rmsnorm_late,
     "rmsnorm_one": _rmsnorm_one,
+    "rmsnorm_bare": _rmsnorm_bare,
     "layernorm": _layernorm,
     "embedding": _embedding,
     "silu": lambda module, call, weight: functions.silu(call.wide(_input(call)), call.dtype),

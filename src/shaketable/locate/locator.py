@@ -25,6 +25,7 @@ from shaketable.locate import probes, statistics
 from shaketable.locate.checksums import check_products
 from shaketable.locate.circuits import circuit_of
 from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
+from shaketable.locate.foreign import foreign_code, unmade
 from shaketable.locate.precision import device_precision
 from shaketable.locate.prompts import token_batch
 from shaketable.locate.record import Recording, same, tensors_of
@@ -49,6 +50,7 @@ def locate(
     plan: Any = None,
     seed: int = 0,
     quick: bool = False,
+    strict: bool = False,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Find out whether a device computes a model correctly, and where it does not.
@@ -65,6 +67,7 @@ def locate(
         seed: For gauges, permutations, the probes of the statistics, and the planted plan.
         quick: On the host, judge products by checksums, and replay only those whose checksum fires. Half the cost; blind
             to errors that drown in the rounding of a sum.
+        strict: Believe only the model's own code: hooks and replaced methods of composite modules make HEALTHY INCONCLUSIVE.
         progress: Called with (layers done, layers, what is being done).
 
     Returns:
@@ -82,7 +85,7 @@ def locate(
     try:
         with _still(model):
             locator = Locator(model, mode, source, seed, progress)
-            locator.quick = quick
+            locator.quick, locator.strict = quick, strict
             return locator.run(ids, plan)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
@@ -122,9 +125,11 @@ class Locator:
         precision = device_precision(self.device, self.dtype)
         self.bench = probes.Bench(self.reference, precision, seed)
         self.spent: dict[str, float] = {}
+        self.unmade: list[str] = []
         self.on_host = mode in ("host", "all")
         self.on_device = mode in ("device", "all")
         self.quick = False
+        self.strict = False
         self.thorough = False
         """Run tests with a tolerance also where an exact one has decided; for benchmarks."""
 
@@ -133,6 +138,7 @@ class Locator:
         diagnosis = self._blank(ids)
         if plan is None:
             self._probe(ids.to(self.device), diagnosis)
+            diagnosis.foreign += dict.fromkeys(self.unmade)
         else:
             injection = shaketable.inject(self.model, plan, seed=self.seed, allow_inert=True)
             with injection as ledger:
@@ -146,12 +152,13 @@ class Locator:
     def _probe(self, ids: Tensor, diagnosis: Diagnosis) -> None:
         total = diagnosis.num_layers
         self.tell(0, total, "a plain forward")
-        logits, unit = self._plain_forward(ids)
+        logits, unit = self._plain_forwards(ids)
         self.tell(0, total, "trace")
         traced = self._timed("trace", lambda: trace(self.model, ids, self.reference))
         found: list[statistics.LayerStatistics] = []
         for call in traced.calls:
             recording = self._timed("repeat", functools.partial(record_layer, call, self.reference))
+            self.unmade += unmade(recording, call.name)
             report, own = self.layer(call, recording, diagnosis.evidence)
             diagnosis.probes.append(report)
             if own is not None:
@@ -159,6 +166,7 @@ class Locator:
                 report.statistics = own.as_dict()
             self.reference.forget()
             self.tell(call.index + 1, total, f"layer {call.index}")
+        self.unmade += unmade(traced.outside)
         diagnosis.probes.append(self._outside(traced, logits, diagnosis.evidence))
         self.reference.forget()
         diagnosis.srdd = dict(statistics.srdd_verdict(found)) if found else None
@@ -167,17 +175,17 @@ class Locator:
         diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
 
     def _device_forwards(self, diagnosis: Diagnosis) -> int:
-        """One traced and one recorded; a twin, a permuted pair, and the two of the statistics, where they ran."""
+        """One traced and one recorded; where they ran, a twin, another token, a permuted pair, and two of the statistics."""
         ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
-        return 2 + ("twin" in ran) + 2 * ("permutation" in ran) + 2 * (diagnosis.srdd is not None)
+        return 2 + ("twin" in ran) + ("causal" in ran) + 2 * ("permutation" in ran) + 2 * (diagnosis.srdd is not None)
 
-    def _plain_forward(self, ids: Tensor) -> tuple[Tensor, float]:
+    def _plain_forwards(self, ids: Tensor) -> tuple[list[Tensor], float]:
         """The unit of cost: the faster of two plain forwards. They are not counted themselves."""
-        times = []
+        times, logits = [], []
         try:
             for _ in range(2):
                 start = self._now()
-                logits = forward(self.model, ids)
+                logits.append(forward(self.model, ids))
                 times.append(self._now() - start)
         except (torch.OutOfMemoryError, ShaketableError):
             raise
@@ -207,15 +215,19 @@ class Locator:
         again = self._run("repeat", keep, lambda: probes.repeat(call, recording, self.bench))
         self._run("links", keep, lambda: probes.links(call.index, recording))
         if self.on_device:
-            self._twin(call, recording, keep, again)
+            report.coverage = self._twin(call, recording, keep, again)
         decided = False
         if self.on_host:
             report.results["checksum"], passed = self._checksum(call, recording)
             judgement = self._timed("replay", lambda: judge(recording, self.reference, call.name, self.bench.precision, passed))
-            decided = keep("replay", probes.replay(judgement, call.index)).status != "inconclusive"
+            decided = keep("replay", probes.replay(judgement, recording, call.index)).status != "inconclusive"
+            report.coverage = judgement.coverage | probes.by_checksums(recording, passed)
             self._excuse(call, recording, report, evidence)
         if self.on_device:
+            self._causal(call, recording, keep, again, decided and not self.thorough)
             report.results["permutation"] = self._permutation(call, recording, again, decided and not self.thorough)
+            if self.mode == "device" and report.results["permutation"].status in ("pass", "suspect"):
+                probes.by_permutation(report.coverage)
         own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if self.on_device else None
         return report, own
 
@@ -236,16 +248,29 @@ class Locator:
             again.reason += ", no more than another order of summation explains"
             evidence[:] = [e for e in evidence if not (e.layer == call.index and e.probe == "repeat")]
 
-    def _twin(self, call: LayerCall, recording: Recording, keep: Any, again: Result) -> None:
+    def _twin(self, call: LayerCall, recording: Recording, keep: Any, again: Result) -> dict[str, dict[str, int]]:
+        """The exact twin, and what it covers."""
         if again.status != "pass":
             keep("twin", (Result("inconclusive", reason="the layer's results change from call to call"), []))
-            return
+            return {}
         circuit = self._circuit(call)
         try:
             finding, _ = self._timed("twin", lambda: probes.twin(call, recording, circuit, self.bench))
         except FAILURES as error:
             finding = Result("inconclusive", reason=_failed("the twin", error)), []
-        keep("twin", finding)
+        return {} if keep("twin", finding).status == "inconclusive" else probes.by_twin(recording, circuit)
+
+    def _causal(self, call: LayerCall, recording: Recording, keep: Any, again: Result, decided: bool) -> None:
+        finding: probes.Finding = Result("skipped", reason="replay has judged this layer, and sees more"), []
+        if not decided and again.status != "pass":
+            finding = Result("inconclusive", reason="the layer's results change from call to call"), []
+        elif not decided:
+            try:
+                circuit = self._circuit(call)
+                finding = self._timed("causal", lambda: probes.causal(call, recording, circuit, self.bench))
+            except FAILURES as error:
+                finding = Result("inconclusive", reason=_failed("the layer with another token", error)), []
+        keep("causal", finding)
 
     def _permutation(self, call: LayerCall, recording: Recording, again: Result, decided: bool) -> Result:
         if decided:
@@ -276,7 +301,7 @@ class Locator:
         except FAILURES:
             return [next(tensors_of(call.again(x))) for x in inputs]
 
-    def _outside(self, traced: Trace, logits: Tensor, evidence: list[Evidence]) -> LayerReport:
+    def _outside(self, traced: Trace, logits: list[Tensor], evidence: list[Evidence]) -> LayerReport:
         """Embeddings, rotation, last norm, head."""
         report = LayerReport(None, "")
         layers = {call.name for call in traced.calls}
@@ -297,7 +322,8 @@ class Locator:
         if self.on_host:
             work = lambda: judge(traced.outside, self.reference, "", self.bench.precision, layers)  # noqa: E731
             judgement = self._timed("replay", work)
-            report.results["replay"], more = probes.replay(judgement, None)
+            report.results["replay"], more = probes.replay(judgement, traced.outside, None)
+            report.coverage = judgement.coverage
             found += more
         last = max(i for i, r in enumerate(traced.outside.records) if r.path in layers)
         orders = {r.path: i for i, r in enumerate(traced.outside.records)}
@@ -309,12 +335,15 @@ class Locator:
         evidence.extend(found)
         return report
 
-    def _logits(self, logits: Tensor, traced: Trace) -> Result:
-        """Two whole forwards. A difference is found in its layer, or nowhere."""
-        if same(logits, traced.logits):
+    def _logits(self, logits: list[Tensor], traced: Trace) -> Result:
+        """Three whole forwards. A difference is found in its layer, or nowhere."""
+        others = [one for one in logits if not same(one, traced.logits)]
+        if not others:
             return Result("pass", 0.0)
-        share = float((logits != traced.logits).double().mean())
-        return Result("suspect", share, reason="two forwards of the whole model give other logits")
+        differs = torch.stack([one != traced.logits for one in others]).any(0)
+        rows = int(differs.reshape(-1, differs.shape[-1]).any(1).sum())
+        text = f"three forwards of the whole model differ in the logits of {rows} of {differs.shape[-2]} tokens"
+        return Result("suspect", float(differs.double().mean()), reason=text)
 
     # ---- time
 
@@ -348,6 +377,8 @@ class Locator:
             sequences=ids.shape[0],
             tokens=ids.shape[1],
             seed=self.seed,
+            strict=self.strict,
+            foreign=foreign_code(self.model, self.reference),
         )
         text = "a fault that changes a layer's result in a share p of its calls is seen with probability 1-(1-p)^2"
         diagnosis.detectable_rate = {"repeats": 2, "text": text}

@@ -23,7 +23,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-PROBES = ("weights", "repeat", "links", "twin", "permutation", "checksum", "replay")
+PROBES = ("weights", "repeat", "links", "twin", "causal", "permutation", "checksum", "replay")
 MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
 MEANING = {
     "fail": "exact evidence of a fault",
@@ -32,6 +32,13 @@ MEANING = {
     "skipped": "not needed",
     "pass": "nothing wrong",
     "absent": "not run here",
+}
+JUDGED_BY = {
+    "replayed": "replayed",
+    "checksums": "by checksums alone",
+    "agreed": "the host's same bits",
+    "twin": "compared with a twin",
+    "permuted": "with a permuted pair",
 }
 STATUS_OF = {"FAULT": "fail", "HEALTHY": "pass", "INCONCLUSIVE": "inconclusive"}
 STATISTICS = {
@@ -65,6 +72,9 @@ def page(diagnosis: dict[str, Any]) -> str:
         place=place,
         counts=Counter(result["status"] for row in diagnosis["probes"] for result in row["results"].values()),
         evidence=[item | {"columns": _columns(item)} for item in diagnosis["evidence"]],
+        judged_by=JUDGED_BY,
+        covered=covered(diagnosis["probes"]),
+        foreign=diagnosis.get("foreign") or [],
         outside=_outside,
         shade=shade,
         tile=tile_width(diagnosis["lanes_of"] or 1),
@@ -136,7 +146,19 @@ def place(item: dict[str, Any]) -> list[str]:
     """Where something is, from the outside in: layer, op, function."""
     layer, op, function = item["layer"], item.get("op"), item.get("function")
     head = "outside of the layers" if layer is None else f"layer {layer}"
-    return [head, *([op] if op else []), *([function] if function else [])]
+    own = " ".join(part for part in (function, f"after {item['after']}" if item.get("after") else None) if part)
+    return [head, *([op] if op else []), *([own] if own else [])]
+
+
+def covered(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was judged of each operator, over all layers: those of which not every row was replayed, and how many others."""
+    sums: dict[str, Counter[str]] = {}
+    for row in rows:
+        for op, counts in (row.get("coverage") or {}).items():
+            sums.setdefault(op, Counter()).update({"places": 1, **counts})
+    some = {op: counts for op, counts in sums.items() if counts["replayed"] < counts["rows"]}
+    names = [name for name in JUDGED_BY if any(c[name] for c in some.values())]
+    return {"some": some, "whole": len(sums) - len(some), "names": names}
 
 
 def reasons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

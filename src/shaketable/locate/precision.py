@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shaketable.locate.intervals import Precision
 
@@ -40,3 +44,10 @@ def moved_tolerance(precision: Precision, dtype: torch.dtype, place: str) -> tup
     if precision.product_input:
         return (*MOVED[torch.bfloat16][place], precision.product_input)
     return (*MOVED[dtype][place], TOLERANCE[dtype][1])
+
+
+@contextmanager
+def host_arithmetic() -> Iterator[None]:
+    """The host's own arithmetic, whatever mode of torch is active around: one may be how a faulty device is emulated."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield

@@ -16,7 +16,7 @@ from shaketable.locate.intervals import Precision
 from shaketable.locate.precision import moved_tolerance, tolerance
 from shaketable.locate.record import Recording, same, tensors_of
 from shaketable.locate.reference import Reference
-from shaketable.locate.replay import Judgement, Violation
+from shaketable.locate.replay import Judgement, Violation, rows_of
 from shaketable.locate.trace import LayerCall, record_layer
 
 Finding = tuple[Result, list[Evidence]]
@@ -77,8 +77,7 @@ def attributes(
     wrong = list(bench.reference.other_numbers(module, prefix, skip))
     if not wrong:
         return so_far, []
-    path, name, got, expected = wrong[0]
-    text = f"its {name} is {got} where the config says {expected}"
+    path, text = wrong[0]
     found = Evidence(layer, path or None, None, "weights", text, "attribute")
     return (so_far if so_far.status == "fail" else Result("fail", 1.0, path or None, text)), [found]
 
@@ -94,13 +93,15 @@ def repeat(call: LayerCall, recording: Recording, bench: Bench) -> Finding:
     if same(first, second):
         return Result("pass", 0.0), []
     share = float((first != second).double().mean())
-    path, function, a, b = _first_change(call, recording, bench, second)
+    order, a, b = _first_change(call, recording, bench, second)
+    path, function = ("", None) if order is None else (recording.records[order].path, recording.records[order].function)
     text = f"{share:.1%} of the layer's results change from call to call"
     if function in BY_DESIGN:
         return Result("inconclusive", share, path or None, f"{text}: {function} adds in any order, by design"), []
     differs = a != b
     kind, size = unstable_class(a, b), differs.shape[-1]
-    evidence = Evidence(call.index, path or None, function, "repeat", text, kind, _lanes(differs), size)
+    after = recording.part_before(order) if order is not None and not path else None
+    evidence = Evidence(call.index, path or None, function, "repeat", text, kind, _lanes(differs), size, after=after)
     return Result("fail", share, path or None, text), [evidence]
 
 
@@ -109,15 +110,15 @@ def is_within_summation(call: LayerCall, recording: Recording, bench: Bench) -> 
     return _beyond(call.y, next(tensors_of(recording.output)), call.x, bench.precision) <= 1
 
 
-def _first_change(call: LayerCall, one: Recording, bench: Bench, y: Tensor) -> tuple[str, str | None, Tensor, Tensor]:
+def _first_change(call: LayerCall, one: Recording, bench: Bench, y: Tensor) -> tuple[int | None, Tensor, Tensor]:
     """The first operator whose result differs between two recordings of the same call; a rare fault needs a few calls."""
     for _ in range(PATIENCE):
         two = record_layer(call, bench.reference)
-        for r, s in zip(one.records, two.records, strict=False):
+        for order, (r, s) in enumerate(zip(one.records, two.records, strict=False)):
             for a, b in zip(tensors_of(r.output), tensors_of(s.output), strict=False):
                 if a.shape == b.shape and not same(a, b):
-                    return r.path, r.function, a, b
-    return "", None, call.y, y
+                    return order, a, b
+    return None, call.y, y
 
 
 def links(layer: int | None, recording: Recording) -> Finding:
@@ -147,7 +148,7 @@ def twin(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: B
         return (Result("pass", 0.0), []), powers
     text = f"a twin in another gauge differs in {found.share:.1%} of the values"
     size = call.x.shape[-1] if found.path is None else None
-    evidence = Evidence(call.index, found.path, None, "twin", text, "asymmetric", found.lanes, size)
+    evidence = Evidence(call.index, found.path, None, "twin", text, "asymmetric", found.lanes, size, after=found.after)
     return (Result("fail", found.share, found.path, text), [evidence]), powers
 
 
@@ -158,6 +159,26 @@ def _gauged(
     with twins.gauged(call.module, circuit, gauge):
         other = record_layer(call, bench.reference, call.x * gauge.spaces["stream"].to(call.x))
     return twins.first_difference(circuit, gauge, recording, other), other
+
+
+def causal(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: Bench) -> Finding:
+    """One token in the middle changes: the tokens before it must keep every bit, as a causal mask hides it from them."""
+    if isinstance(circuit, str):
+        return Result("inconclusive", reason=circuit), []
+    if circuit.routed or not circuit.causal:
+        reason = "experts compute other groups of tokens then" if circuit.routed else "this attention is not causal"
+        return Result("skipped", reason=reason), []
+    middle = call.x.shape[1] // 2
+    x = call.x.clone()
+    x[:, middle] = -x[:, middle]
+    other = record_layer(call, bench.reference, x)
+    same_basis = twins.Gauge({name: torch.ones(size) for name, size in circuit.sizes.items()})
+    found = twins.first_difference(circuit, same_basis, twins.until(recording, middle), twins.until(other, middle))
+    if found is None:
+        return Result("pass", 0.0), []
+    text = f"tokens before {middle} change when token {middle} does, which they must not see"
+    evidence = Evidence(call.index, found.path, None, "causal", text, "leak", found.lanes, after=found.after)
+    return Result("fail", found.share, found.path, text), [evidence]
 
 
 def permutation(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: Bench) -> Result:
@@ -220,9 +241,33 @@ def checksum(scores: dict[str, float]) -> Result:
     return Result("suspect", worst, path, f"a checksum is off by {worst:.3g} times its threshold")
 
 
-def replay(judgement: Judgement, layer: int | None) -> Finding:
+def by_checksums(recording: Recording, passed: Collection[str]) -> dict[str, dict[str, int]]:
+    """What the products that passed by checksums have made."""
+    return {
+        record.path: {"rows": rows, "replayed": 0, "checksums": rows}
+        for record in recording.records
+        if record.func is None and record.path in passed and (rows := rows_of(next(tensors_of(record.output))))
+    }
+
+
+def by_twin(recording: Recording, circuit: Circuit) -> dict[str, dict[str, int]]:
+    """What the operators that a twin compares have made: all of it is compared."""
+    return {
+        record.path: {"rows": rows, "twin": rows}
+        for record in recording.records
+        if record.func is None and record.path in circuit.outputs() and (rows := rows_of(next(tensors_of(record.output))))
+    }
+
+
+def by_permutation(coverage: dict[str, dict[str, int]]) -> None:
+    """Add how many rows a permuted pair compares of the operators that a twin has compared."""
+    for counts in coverage.values():
+        counts["permuted"] = len(range(0, counts["rows"], twins.compared_step(counts["rows"])))
+
+
+def replay(judgement: Judgement, recording: Recording, layer: int | None) -> Finding:
     """Every operator inside of its rounding interval."""
-    evidence = [_violation(v, layer) for v in judgement.violations]
+    evidence = [_violation(v, recording, layer) for v in judgement.violations]
     if evidence:
         first = evidence[0]
         worst = max(v.share for v in judgement.violations)
@@ -234,11 +279,12 @@ def replay(judgement: Judgement, layer: int | None) -> Finding:
     return Result("pass", 0.0), []
 
 
-def _violation(v: Violation, layer: int | None) -> Evidence:
+def _violation(v: Violation, recording: Recording, layer: int | None) -> Evidence:
     text = f"{int(v.outside.sum()):,} of {v.got.numel():,} values lie outside of their rounding interval"
     kind = fault_class(v.got, v.low, v.high, v.outside)
     size = v.got.shape[-1] if v.got.dim() else 1
-    return Evidence(layer, v.path or None, v.function, "replay", text, kind, v.lanes, size, _examples(v))
+    after = recording.part_before(v.order) if layer is not None and not v.path else None
+    return Evidence(layer, v.path or None, v.function, "replay", text, kind, v.lanes, size, _examples(v), after)
 
 
 def _examples(v: Violation) -> list[dict[str, float | int]]:

@@ -17,6 +17,8 @@ as correct: the definition has to come from the model's config, and that lives a
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,6 +76,13 @@ class Recording:
     def leaf(self, path: str) -> Record | None:
         """The record of a leaf module."""
         return next((r for r in self.records if r.func is None and r.path == path), None)
+
+    def part_before(self, order: int) -> str | None:
+        """Which part of the layer made what one of the layer's own functions takes: its attention, its MLP, a norm."""
+        given = {id(t) for t in tensors_of((self.records[order].args, self.records[order].kwargs))}
+        inner = [r for r in self.records[:order] if r.path]
+        makers = [r for r in inner if any(id(t) in given for t in tensors_of(r.output))]
+        return next((r.path.partition(".")[0] for r in reversed(makers or inner)), None)
 
 
 class Recorder(TorchFunctionMode):
@@ -195,18 +204,21 @@ class _Leaf:
         self.recorder = recorder
         self.path = path
         self.arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.strange: tuple[str, ...] = ()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.recorder._depth == 0:
             overwrites = getattr(module, "inplace", False) is True
-            self.arguments.append(map_tensors((args, kwargs), torch.clone) if overwrites else (args, kwargs))
+            self.strange = self.recorder.strangers(args, kwargs)
+            self.arguments.append(map_tensors((args, kwargs), torch.clone) if overwrites else snapshot((args, kwargs)))
         self.recorder._depth += 1
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.recorder._depth -= 1
         if self.recorder._depth == 0 and self.arguments:
-            args, kwargs = self.arguments.pop()
-            self.recorder.note(Record(self.path, None, args, kwargs, output, self.recorder.strangers(args, kwargs)))
+            self.recorder.learn((args, kwargs))
+            given, named = self.arguments.pop()
+            self.recorder.note(Record(self.path, None, given, named, output, self.strange))
 
 
 class _Room:
@@ -286,7 +298,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for member in value:
             yield from tensors_of(member)
-    elif isinstance(value, dict):
+    elif isinstance(value, dict | UserDict):
         for member in value.values():
             yield from tensors_of(member)
 
@@ -299,9 +311,17 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(value)(*(map_tensors(v, change) for v in value))
     if isinstance(value, tuple | list):
         return type(value)(map_tensors(v, change) for v in value)
-    if isinstance(value, dict):
-        return {k: map_tensors(v, change) for k, v in value.items()}
+    if isinstance(value, dict | UserDict):
+        mapped = copy.copy(value)
+        for key, member in value.items():
+            mapped[key] = map_tensors(member, change)
+        return mapped
     return value
+
+
+def snapshot(value: Any) -> Any:
+    """The same nest in containers of its own: what a layer writes into them does not show here."""
+    return map_tensors(value, lambda tensor: tensor)
 
 
 def function_name(func: Any) -> str:

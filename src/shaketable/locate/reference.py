@@ -89,8 +89,8 @@ class Reference:
             return None
         return whole.contiguous().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - own.storage_offset())
 
-    def other_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str, str, str]]:
-        """Numbers and buffers of a module's parts that are not what the config gives: path, name, value, expected value.
+    def other_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+        """Numbers and buffers of a module's parts that are not what the config gives: the path, and what is wrong.
 
         Args:
             module: A layer, or the model.
@@ -106,11 +106,11 @@ class Reference:
             for name, value in vars(part).items():
                 given = vars(expected).get(name)
                 if isinstance(value, float) and isinstance(given, float) and value != given and "dropout" not in name:
-                    yield path, name, f"{value:g}", f"{given:g}"
+                    yield path, f"its {name} is {value:g} where the config says {given:g}"
             for name, buffer in part._buffers.items():
                 given = expected._buffers.get(name)
                 if buffer is not None and given is not None and self._is_static(part) and not _agree(buffer, given):
-                    yield path, name, "other values", "others"
+                    yield path, _unlike(name, buffer, given)
 
     def _is_static(self, module: nn.Module) -> bool:
         """Whether a module's buffers stay what they were made: rotations that follow the length do not."""
@@ -129,6 +129,16 @@ def _agree(buffer: Tensor, given: Tensor) -> bool:
     if not buffer.is_floating_point():
         return torch.equal(got, expected)
     return torch.allclose(got.double(), expected.double(), rtol=8 * UNIT.get(buffer.dtype, 2.0**-24), atol=0.0, equal_nan=True)
+
+
+def _unlike(name: str, buffer: Tensor, given: Tensor) -> str:
+    """In words: how a buffer differs from the one that the config gives."""
+    if buffer.shape != given.shape:
+        return f"its {name} has the shape {tuple(buffer.shape)} where the config gives {tuple(given.shape)}"
+    got, expected = buffer.detach().cpu(), given.to(buffer.dtype)
+    at = tuple(int(i) for i in (got != expected).nonzero()[0])
+    count = f"{int((got != expected).sum()):,} of {got.numel():,} values of its {name} are not what the config gives"
+    return f"{count}, the first is {float(got[at]):g} and should be {float(expected[at]):g}"
 
 
 @contextmanager

@@ -17,11 +17,12 @@ from shaketable.locate.checksums import row_scores
 from shaketable.locate.functions import Call
 from shaketable.locate.intervals import Allowed, Interval, Precision
 from shaketable.locate.leaves import WIDENED, Leaf, Weight
+from shaketable.locate.precision import host_arithmetic
 from shaketable.locate.record import Record, Recording, function_name, map_tensors, tensors_of
 from shaketable.locate.reference import Reference
 
 ROWS = 128
-"""How many tokens of a product are replayed, at least; a quarter of them where there are more channels than HEAD."""
+"""How many tokens of a float32 product are replayed, at least; a quarter of them where there are more channels than HEAD."""
 HEAD = 8192
 _CANNOT = (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, StopIteration)
 """What a definition raises when it does not fit the call: then nobody can judge it."""
@@ -65,6 +66,19 @@ class Judgement:
     unknown: dict[str, str] = field(default_factory=dict)
     """Operators nobody can judge, with the reason."""
     judged: int = 0
+    coverage: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each operator: how many rows it made, how many were replayed, and how many passed by checksums alone. `agreed` are
+    rows of a function without a definition, of which host and device have made the same bits."""
+
+    def cover(self, label: str, rows: int, replayed: int, defined: bool) -> None:
+        """Count what was looked at of one result."""
+        counts = self.coverage.setdefault(label, {"rows": 0, "replayed": 0, "checksums": 0})
+        counts["rows"] += rows
+        if not defined:
+            counts["agreed"] = counts.get("agreed", 0) + rows
+            return
+        counts["replayed"] += replayed
+        counts["checksums"] += rows - replayed
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,8 @@ class Expected:
     got: Tensor
     allowed: Allowed
     tokens: list[int] | None = None
+    rows: int | None = None
+    """How many rows there are, when these are not all."""
 
 
 class Host:
@@ -102,7 +118,7 @@ def judge(
         skip: Leaves that are judged elsewhere.
     """
     judgement, host = Judgement(), Host(reference)
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with host_arithmetic():
         for order, record in enumerate(recording.records):
             if record.func is None and skip and record.path in skip:
                 continue
@@ -115,7 +131,7 @@ def _judge_record(
 ) -> None:
     if record.func is not None and _is_view(record):
         return
-    label = record.path if record.func is None else f"{record.path}:{record.function}"
+    label = ":".join(part for part in (record.path, record.function) if part)
     try:
         expected = _expected(host, record, reference, prefix, precision)
     except _CANNOT as error:
@@ -124,16 +140,24 @@ def _judge_record(
         )
         return
     judgement.judged += 1
+    defined = record.func is None or _is_defined(record)
     for item in expected:
         got, allowed = item.got, item.allowed
         outside = allowed.outside(got)
-        if bool(outside.any()):
-            if record.func is not None and not _is_defined(record):
-                judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
-                continue
+        wrong = bool(outside.any())
+        if wrong and not defined:
+            judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
+            continue
+        judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), defined)
+        if wrong:
             judgement.violations.append(
                 Violation(record.path, record.function, order, outside, got, *allowed.ends(outside), item.tokens)
             )
+
+
+def rows_of(tensor: Tensor) -> int:
+    """How many rows of channels a tensor has."""
+    return tensor.shape[:-1].numel() if tensor.numel() else 0
 
 
 def _is_view(record: Record) -> bool:
@@ -170,33 +194,34 @@ def _expected(host: Host, record: Record, reference: Reference, prefix: str, pre
 
 
 def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
-    """A leaf by its definition. Of a long sequence some tokens of a product are replayed, and those whose checksum fires."""
+    """A leaf by its definition. Of a long float32 product some tokens are replayed, and those whose checksum fires."""
     leaf = reference.leaf(full)
     assert leaf is not None
 
     def weight(name: str) -> Tensor:
         return reference.weight(f"{full}.{name}")
 
+    rows = rows_of(got)
     kept = _tokens(call, got, leaf, weight) if leaf.kind in ("linear", "conv1d") and got.dim() == 3 else None
     if kept is not None:
         x = next(tensors_of((call.args, call.kwargs)))
         call, got = replace(call, args=(x[:, kept],), kwargs={}), got[:, kept]
-    return Expected(got, leaf.allowed(call, weight), kept)
+    return Expected(got, leaf.allowed(call, weight), kept, rows)
 
 
 def _tokens(call: Call, got: Tensor, leaf: Leaf, weight: Weight) -> list[int] | None:
-    """Which tokens of a product to replay; None for all."""
+    """Which tokens of a product to replay; None for all. The others pass by their checksums."""
     tokens = got.shape[1]
     step = tokens // (ROWS if got.shape[-1] <= HEAD else ROWS // 4)
-    if step <= 1 or got.shape[0] > 1:
+    if step <= 1 or got.shape[0] > 1 or got.dtype != torch.float32:
         return None
-    if got.shape[-1] > HEAD:
-        return list(range(0, tokens, step))
+    kept = {*range(0, tokens, step), tokens - 1}
+    rest = sorted(set(range(tokens)) - kept)
     x, w = next(tensors_of((call.args, call.kwargs))), weight("weight")
     w = call.wide(w) if w.numel() <= WIDENED else w
     bias = weight("bias") if leaf.module._parameters.get("bias") is not None else None
-    scores = row_scores(x, got, w if leaf.kind == "linear" else w.T, bias, call.precision)
-    return sorted({*range(0, tokens, step), tokens - 1, *(scores > 1).nonzero().flatten().tolist()})
+    scores = row_scores(x[:, rest], got[:, rest], w if leaf.kind == "linear" else w.T, bias, call.precision)
+    return sorted({*kept, *(rest[i] for i in (scores > 1).nonzero().flatten().tolist())})
 
 
 def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:

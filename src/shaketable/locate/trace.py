@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import ModelError
-from shaketable.locate.record import Recorder, Recording, tensors_of
+from shaketable.locate.record import Recorder, Recording, snapshot, tensors_of
 from shaketable.locate.reference import Reference
 from shaketable.sites.anatomy import find_layers
 
@@ -43,8 +43,12 @@ class LayerCall:
         return next(tensors_of(self.output))
 
     def again(self, x: Tensor | None = None) -> Any:
-        """Call the layer with the same arguments, and other hidden states if given."""
-        args, kwargs = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, x)
+        """Call the layer with the same arguments, and other hidden states if given.
+
+        Layers may write into a container they are given, keys and values for later layers: each call gets its own.
+        """
+        given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, x)
+        args, kwargs = snapshot(given)
         with torch.no_grad():
             return self.module(*args, **kwargs)
 

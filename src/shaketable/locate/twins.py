@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from shaketable.locate.circuits import Circuit, Map
-from shaketable.locate.record import Recording, same, tensors_of
+from shaketable.locate.record import Recording, map_tensors, same, tensors_of
 
 LARGEST_EXPONENT = 3
 ENOUGH = 32
@@ -259,6 +259,8 @@ class Difference:
     """The leaf; the module around when functions between leaves disagree; None for the layer's own additions."""
     share: float
     lanes: list[int]
+    after: str | None = None
+    """For the layer's own additions: the part of the layer that is added."""
 
 
 def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: Recording) -> Difference | None:
@@ -266,6 +268,7 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
     between it and the leaves before it is."""
     reads, writes = circuit.inputs(), circuit.outputs()
     partners = {r.path: r for r in twin.records if r.func is None}
+    last: str | None = None
     for record in original.records:
         other = partners.get(record.path)
         if record.func is not None or other is None or record.path not in writes:
@@ -274,9 +277,23 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
         if found is not None:
             given, twin_given = _tensor(record.args, record.kwargs), _tensor(other.args, other.kwargs)
             earlier = _compare(given, twin_given, (reads[record.path],), gauge)
-            return Difference(record.path, *found) if earlier is None else Difference(_between(record.path), *earlier)
+            if earlier is None:
+                return Difference(record.path, *found)
+            return Difference(_between(record.path), *earlier, None if _between(record.path) else last)
+        last = record.path.partition(".")[0]
     found = _compare(next(tensors_of(original.output)), next(tensors_of(twin.output)), ("stream",), gauge)
-    return None if found is None else Difference(None, *found)
+    return None if found is None else Difference(None, *found, last)
+
+
+def until(recording: Recording, token: int) -> Recording:
+    """What the leaves took and gave, of the tokens before one."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[:, :token] if tensor.dim() == 3 else tensor
+
+    leaves = [r for r in recording.records if r.func is None]
+    records = [replace(r, args=map_tensors(r.args, cut), kwargs={}, output=map_tensors(r.output, cut)) for r in leaves]
+    return Recording(records, [], map_tensors(recording.output, cut))
 
 
 def moved_pairs(
@@ -304,9 +321,14 @@ def _restored(a: Tensor, b: Tensor, circuit: Circuit, shuffle: Shuffle, spaces: 
     back = _order(spaces, circuit, shuffle).argsort().to(b.device)
     b = b[: a.shape[0]]
     if a.dim() == 3:
-        step = max(1, a.shape[1] // ENOUGH)
+        step = compared_step(a.shape[1])
         a, b = a[:, ::step], b[:, ::step]
     return a, b.index_select(-1, back)
+
+
+def compared_step(tokens: int) -> int:
+    """Every how many tokens one is compared where a tolerance is needed."""
+    return max(1, tokens // ENOUGH)
 
 
 def _tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:

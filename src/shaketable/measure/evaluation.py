@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.errors import ShaketableError
+from shaketable.errors import ModelError, ShaketableError
 from shaketable.inject import Ledger, inject
 from shaketable.measure.generation import Completion, Decoder, Progress, batches, decode_all
 from shaketable.measure.statistics import Interval, wilson
@@ -167,7 +167,11 @@ def prompt_tokens(tokenizer: Any, task: Task, problem: Problem) -> list[int]:
         found: list[int] = tokenizer(task.prompt(problem, chat=False))["input_ids"]
         return found
     messages = [{"role": "user", "content": task.prompt(problem, chat=True)}]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    try:
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:  # a template is a program, and raises what it likes
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ModelError(f"the model's chat template cannot be used: {what}") from error
     return list(rendered["input_ids"])
 
 

@@ -25,7 +25,7 @@ from scipy import stats
 from shaketable.measure.comparison import Comparison, Interval, corrected
 from shaketable.measure.statistics import bootstrap, mcnemar, paired, wilson
 from shaketable.measure.sweep_config import SweepConfig, depends_on_seed
-from shaketable.record import RunRecord
+from shaketable.record import UNVERIFIED, RunRecord
 
 SCHEMA = "shaketable.sweep/1"
 Event = dict[str, Any]
@@ -72,13 +72,14 @@ def results(record: RunRecord) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "id": record.head["id"],
+        "verified": record.verified,
         "folder": str(record.folder),
         "started": record.head["started"],
         "complete": len(points) == wanted,
         "config": config.model_dump(mode="json"),
         "environment": record.head["environment"],
         "models": [{k: v for k, v in e.items() if k not in ("event", "time")} for e in record.events("model")],
-        "notes": _notes(config, points),
+        "notes": [*([] if record.verified else [UNVERIFIED]), *_notes(config, points)],
         "points": points,
     }
 

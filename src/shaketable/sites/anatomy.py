@@ -67,7 +67,7 @@ class Anatomy:
         for module, name, raw in named:
             role = _role(module, name, self.is_moe, head)
             if role in ("attention", "mlp"):
-                if any(name.startswith(f"{above}.") and outer[above] == role for above in outer):
+                if any(outer.get(above) == role for above in _above(name)):
                     role = None
                 else:
                     outer[name] = role
@@ -82,6 +82,12 @@ class Anatomy:
     def excluded(self, part: Part) -> str | None:
         """The reason a part is left out unless `include=` names it: lm_head, embedding, router or lora."""
         return part.role if part.role in ("lm_head", "embedding", "router", "lora") else None
+
+
+def _above(name: str) -> Iterator[str]:
+    """The paths above a module's, the root excepted."""
+    words = name.split(".")
+    return (".".join(words[:i]) for i in range(1, len(words)))
 
 
 def canonical(name: str) -> str:
@@ -197,17 +203,13 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], str | None]:
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{above}.") for above in found)
+        inside = any(above in found for above in _above(name))
         if not inside and _looks_like_layers(name, module):
             found[name] = module
     if not found:
         return [], None
     best = max(found, key=lambda n: (_preference(n), sum(p.numel() for p in found[n].parameters())))
-    layers: list[nn.Module] = []
-    for layer in found[best].children():
-        if not any(layer is seen for seen in layers):
-            layers.append(layer)
-    return layers, best
+    return list(found[best].children()), best
 
 
 def _looks_like_layers(name: str, module: nn.Module) -> bool:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shaketable.errors import NoMatchError, PlanError, nearest
-from shaketable.plan import Clause, Site, join_layers, parse_layers
+from shaketable.layers import Layers, parse_layers
+from shaketable.plan import Clause, Site
 from shaketable.sites.anatomy import ROLES, Anatomy, Part, class_name
 from shaketable.sites.engines import is_engine_module, is_packed, reads_weight_of, why_not_experts
 from shaketable.sites.fused import FUSED
@@ -41,26 +42,25 @@ def check_layers(site: Site, anatomy: Anatomy) -> None:
     """Raise when the site names layers that the model does not have."""
     asked = site.layers
     if site.level == "layer":
-        asked = () if site.names == ("all",) else parse_layers("+".join(site.names))
+        asked = Layers(()) if site.names == ("all",) else parse_layers("+".join(site.names))
     if asked is None:
         return
     count = len(anatomy.layers)
     if count == 0:
         raise NoMatchError(f"{site.text()}: {type(anatomy.model).__name__} has no decoder layers")
-    if asked and asked[-1] >= count:
-        raise NoMatchError(f"{site.text()}: layer {asked[-1]} is out of range; this model has layers 0-{count - 1}")
+    if asked and asked.last >= count:
+        raise NoMatchError(f"{site.text()}: layer {asked.last} is out of range; this model has layers 0-{count - 1}")
 
 
 def is_wanted(part: Part, site: Site, anatomy: Anatomy) -> bool:
-    """Whether layers=, include= and the default exclusions let this part in."""
+    """Whether include= and the default exclusions let this part in."""
     reason = anatomy.excluded(part)
-    inside = site.layers is None or part.layer in site.layers
-    return inside and (reason is None or reason in site.include)
+    return reason is None or reason in site.include
 
 
 def _layer_parts(site: Site, anatomy: Anatomy) -> list[Part]:
     every = range(len(anatomy.layers))
-    chosen = tuple(every) if site.names == ("all",) else parse_layers("+".join(site.names))
+    chosen = every if site.names == ("all",) else parse_layers("+".join(site.names))
     if not chosen:
         raise NoMatchError(f"{site.text()}: {type(anatomy.model).__name__} has no decoder layers")
     by_id = {id(p.module): p for p in anatomy.parts}
@@ -73,14 +73,14 @@ def _layer_parts(site: Site, anatomy: Anatomy) -> list[Part]:
 
 
 def _module_parts(site: Site, anatomy: Anatomy) -> list[Part]:
-    found: list[Part] = []
+    found: dict[int, Part] = {}
     for name in site.names:
         wanted = [p for p in anatomy.parts if _matches(p, name, site)]
         hits = [p for p in wanted if is_wanted(p, site, anatomy) or _is_named(p, name)]
         if not hits:
             raise NoMatchError(_nothing(site, name, anatomy, wanted))
-        found.extend(p for p in hits if not any(p is q for q in found))
-    return found
+        found.update((id(p), p) for p in hits)
+    return list(found.values())
 
 
 def _is_named(part: Part, name: str) -> bool:
@@ -110,7 +110,7 @@ def _nothing(site: Site, name: str, anatomy: Anatomy, wanted: list[Part]) -> str
     fused = FUSED.get(name)
     if fused is not None and any(is_engine_module(p.module) and p.name.endswith(f".{fused}") for p in anatomy.parts):
         return f"{site.text()}: {model} computes {name} inside of {fused}, for which write module.{fused}"
-    where = f" in layers {join_layers(site.layers)}" if site.layers else ""
+    where = f" in layers {site.layers}" if site.layers else ""
     names = {n for n in names if not n.isdigit()}
     return f"{site.text()}: nothing in {model} matches {name!r}{where}; {nearest(name, names | classes, shown=12)}"
 

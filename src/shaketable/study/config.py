@@ -27,6 +27,7 @@ comparable and are not.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -227,7 +228,7 @@ class StudyConfig(_Data):
     @field_validator("seeds")
     @classmethod
     def _seeds_differ(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if twice := [s for s in seeds if seeds.count(s) > 1]:
+        if twice := [s for s, n in Counter(seeds).items() if n > 1]:
             raise ValueError(f"seed {twice[0]} is given twice")
         return seeds
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.study.config import StudyConfig
-from shaketable.yaml_file import read_yaml
+from shaketable.yaml_file import Loader, read_yaml
 
 SHIPPED = Path(__file__).parents[1] / "data" / "studies"
 
@@ -115,6 +115,6 @@ def _index(at: list[Any], key: str, text: str) -> int:
 
 def _value(text: str, whole: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ShaketableError(f"--set {whole}: the value is not YAML: {error}") from None

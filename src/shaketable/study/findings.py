@@ -1,7 +1,8 @@
 """What a study found: all that its report says, as data. From records alone, so the same at any time and on any machine.
 
-An undisturbed study and one that was killed and went on have the same scores and comparisons, to the bit. Times differ, and so
-do the last digits of what was measured of faults in training: each process measures its first fires, and then ever fewer.
+An undisturbed study and one that was killed and went on have the same scores and comparisons, to the bit, and the same
+measured errors but for the rounding of sums: which fires are measured follows from the fires before, also those of another
+process. Times differ.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shaketable.study.diagnoses import diagnosis
 from shaketable.study.history import changes
 from shaketable.study.runs import Run
 from shaketable.study.verdict import verdict
+from shaketable.study.verifying import digest
 
 SCHEMA = "shaketable.study/1"
 MADE_OF = {"weights": "weights", "tests": "test problems"}
@@ -30,21 +32,23 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
     cells = cells_of(study)
     runs = [Run.of(cell, folder / "runs") for cell in cells]
     unlike, late = _not_the_same(runs), changes(study, folder, runs)
-    compared = compare(study.comparisons, study.compare.primary, runs)
+    unverified = [run for run in runs if run.is_done and not run.verified]
+    compared = [_marked(c, unverified) for c in compare(study.comparisons, study.compare.primary, runs)]
     complete = all(run.is_done for run in runs)
     return {
         "schema": SCHEMA,
         "kind": "study",
-        "study": {**_study(study), "named_before": late.named_before},
+        "study": {**_study(study), "named_before": late.named_before, "digest": digest(folder)},
         "complete": complete,
         "runs": [run_facts(run) for run in runs],
+        "unverified": [run.name for run in unverified],
         "verdict": verdict(compared, runs, unlike),
         "arms": [_arm(study, name, runs) for name in study.arms],
         "comparisons": compared,
         "robustness": robustness(study.conditions, {name: _done(runs, name) for name in study.arms}),
         "diagnoses": [diagnosis(run, cells) for run in runs if run.kind == "locate" and run.is_done],
         "environments": environments(runs),
-        "notes": [*unlike, *late.notes, *_damage(runs)],
+        "notes": [*_unverified(unverified, runs), *unlike, *late.notes, *_damage(runs)],
     }
 
 
@@ -75,13 +79,14 @@ def run_findings(folder: Path) -> dict[str, Any]:
         },
         "complete": run.is_done,
         "runs": [run_facts(run) | {"folder": "."}],
+        "unverified": [] if run.verified else [run.name],
         "verdict": {"kind": "nothing", "headline": "One training run", "sentence": sentence},
         "arms": [{**facts, **own, **_measured([run], conditions)}],
         "comparisons": [],
         "robustness": robustness(conditions, {name: [run]}),
         "diagnoses": [],
         "environments": environments([run]),
-        "notes": [],
+        "notes": _unverified([] if run.verified else [run], [run]),
     }  # fmt: skip
 
 
@@ -142,6 +147,7 @@ def _aqn(arm: Arm, done: Sequence[Run]) -> str | None:
 
 def _measured(done: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
     return {
+        "unverified": any(not run.verified for run in done),
         "scores": arms.scores(done, conditions),
         "curves": arms.curves(done, conditions),
         "sigma": arms.sigmas(done[0]) if done else [],
@@ -163,6 +169,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "status": run.status,
         "id": run.head.get("id"),
         "sha": run.sha,
+        "verified": run.verified,
         "folder": f"runs/{run.name}",
         "attempts": len(run.of_kind("attempt")),
         "resumed": len(run.of_kind("resumed")),
@@ -226,6 +233,19 @@ def _not_the_same(runs: Sequence[Run]) -> list[str]:
         for (what, name), hashes in found.items()
         if len(hashes) > 1
     ]
+
+
+def _marked(comparison: dict[str, Any], unverified: Sequence[Run]) -> dict[str, Any]:
+    """A comparison whose sentence says that records without a chain are in it."""
+    if not {comparison["a"], comparison["b"]} & {run.arm for run in unverified}:
+        return comparison
+    return comparison | {"sentence": f"{comparison['sentence']} (From unverified records.)"}
+
+
+def _unverified(found: Sequence[Run], runs: Sequence[Run]) -> list[str]:
+    some = ", ".join(run.name for run in found[:12]) + (f", and {len(found) - 12} more" if len(found) > 12 else "")
+    why = "their records have no chain, and nobody can say whether their numbers were changed"
+    return [f"{len(found)} of {len(runs)} runs are unverified, {why}: {some}"] if found else []
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:

@@ -37,6 +37,8 @@ def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> Changes:
     if not (folder / DEFINITION / FILE).is_file():
         return Changes(False, ["the study was never run from its file: nothing says when its comparison was named"])
     try:
+        if not RunRecord.open(folder / DEFINITION, "study").verified:
+            return Changes(False, ["the study's definition has no chain: nothing says when its comparison was named"])
         versions = definitions(folder)
     except ShaketableError as error:
         return Changes(False, [f"when the comparison was named cannot be told: {error}"])

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 FILE = ".index.sqlite"
-VERSION = 1
+VERSION = 2
 """To be raised whenever a row means something else."""
 _WAIT = 0.25
 _NOT_OURS_TO_MEND = {

@@ -18,6 +18,7 @@ from shaketable.study.figures.proof import proof_rows
 from shaketable.study.figures.scale import amount, known, signed
 from shaketable.study.reading import (
     METHOD,
+    arm_name,
     badge,
     chance,
     counted,
@@ -28,8 +29,10 @@ from shaketable.study.reading import (
     percent,
     place,
     proof_summary,
+    run_status,
     strength_unit,
     unit_of,
+    unverified,
 )
 from shaketable.study.shape import complete
 
@@ -70,6 +73,7 @@ def _verdict(f: Findings) -> list[str]:
     return [
         f"# {b['mark']} {b['words'].upper()}: {plain(b['headline'])}",
         "" if f["complete"] else f"**PARTIAL**{gap}.",
+        f"**UNVERIFIED**: {plain(unverified(f))}." if f["unverified"] else "",
         plain(f["study"]["question"]),
         f"**{plain(f['verdict']['sentence'])}**" if f["verdict"]["sentence"] else "",
         f"Proof of injection: {proof['words']}.",
@@ -104,7 +108,7 @@ def _design(f: Findings) -> list[str]:
 
 
 def _scores(f: Findings) -> list[str]:
-    rows = [_score(arm["name"], s) for arm in f["arms"] for s in arm["scores"]]
+    rows = [_score(arm_name(arm), s) for arm in f["arms"] for s in arm["scores"]]
     made = table(("arm", "condition", "endpoint", "mean", "95 % interval", "by seed", "before training"), rows)
     return ["## Scores", made] if made else []
 
@@ -173,7 +177,7 @@ def _diagnoses(f: Findings) -> list[str]:
 
 def _proof(f: Findings) -> list[str]:
     head = ("arm", "verdict", "where", "fault", "site", "asked", "measured", "changed, %", "forward", "backward", "remark")
-    rows = [[plain(arm["name"]), *_place(row)] for arm in f["arms"] for row in proof_rows(arm["proof"])]
+    rows = [[plain(arm_name(arm)), *_place(row)] for arm in f["arms"] for row in proof_rows(arm["proof"])]
     return ["## Proof of injection", table(head, rows) or "No injection was recorded."]
 
 
@@ -217,17 +221,18 @@ def _runs(f: Findings) -> list[str]:
 
 def _run(run: Findings) -> list[str]:
     remarks = "; ".join(plain(text) for text in [run["error"], *run["warnings"]] if text)
-    facts = [plain(run["name"]), plain(run["status"]), duration(run["seconds"]), number(run["attempts"])]
+    facts = [plain(run["name"]), plain(run_status(run)), duration(run["seconds"]), number(run["attempts"])]
     return [*facts, code(run["folder"]), remarks]
 
 
 def _end(f: Findings) -> list[str]:
     told = [", ".join(f"{plain(k)} {plain(fact(v))}" for k, v in e["facts"].items()) for e in f["environments"]]
     facts = [f"- {counted(e['runs'], 'run')}: {text}" for e, text in zip(f["environments"], told, strict=True)]
-    notes = [f"- {plain(note)}" for note in f["notes"]]
+    notes, digest = [f"- {plain(note)}" for note in f["notes"]], f["study"]["digest"]
     return [
         *(["## Environment", "\n".join(facts)] if facts else []),
         *(["## Notes", "\n".join(notes)] if notes else []),
+        f"Records: {code('sha256:' + digest)}, as `shaketable study verify` prints it." if digest else "",
         "## Method",
         "\n".join(f"{i}. {sentence}" for i, sentence in enumerate(METHOD, 1)),
     ]

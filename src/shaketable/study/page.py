@@ -44,8 +44,10 @@ from shaketable.study.reading import (
     percent,
     place,
     proof_summary,
+    run_status,
     strength_unit,
     unit_of,
+    unverified,
 )
 from shaketable.study.shape import complete
 
@@ -86,6 +88,7 @@ def page(findings: Findings) -> str:
         swatch=swatch,
         badge=badge(f),
         missing=missing_runs(f["runs"]),
+        unverified=unverified(f),
         counts=Counter(run["status"] for run in f["runs"]),
         statuses=STATUSES,
         marks=MARKS,
@@ -123,6 +126,7 @@ def _template() -> Template:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters = {"number": number, "signed": signed, "amount": amount, "chance": chance, "percent": percent}
     environment.filters |= filters | {"duration": duration, "link": link, "raw": raw, "fact": fact, "counted": counted}
+    environment.filters["run_status"] = run_status
     return environment.get_template("page.html.jinja")
 
 

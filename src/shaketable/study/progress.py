@@ -12,6 +12,7 @@ from shaketable.study.locks import is_held
 from shaketable.study.store import Store
 
 SCHEMA = "shaketable.status/1"
+SHOWN = ("status", "step", "steps", "attempts", "error", "updated", "id", "verified")
 
 
 def progress(study: StudyConfig, folder: Path) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def progress(study: StudyConfig, folder: Path) -> dict[str, Any]:
         if found["status"] == "missing" and is_held(folder / "runs", cell.name):
             found = {"status": "running"}
         place = {"name": cell.name, "kind": cell.kind, "arm": cell.arm, "seed": cell.seed, "title": cell.title}
-        rows.append({**place, **{k: found.get(k) for k in ("status", "step", "steps", "attempts", "error", "updated", "id")}})
+        rows.append({**place, **{name: found.get(name) for name in SHOWN}})
     counts = dict(Counter(str(row["status"]) for row in rows))
     return {
         "schema": SCHEMA,

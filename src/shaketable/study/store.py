@@ -29,7 +29,7 @@ from typing import Any
 
 from shaketable.errors import ShaketableError
 from shaketable.record import FILE, SEAL, RunRecord
-from shaketable.record_chain import SCHEMA, UNCHAINED, Reading, last_lines, parted
+from shaketable.record_chain import SCHEMA, UNCHAINED, Reading, last_lines, object_of, parted
 from shaketable.study.index import Index
 
 WINDOW = 1 << 16
@@ -42,6 +42,8 @@ DEFINES = "study"
 _TURNS = ("attempt", "resumed", "failed", "finished")
 """Events after which a run stands otherwise than before."""
 _SCHEMAS = (SCHEMA, UNCHAINED)
+_KINDS: dict[str, type] = {"seed": int, "steps": int}
+"""What the head of a record says, where it is not a text."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Summary:
     """The steps that its configuration asks for."""
     attempts: int | None = None
     """How often it was begun by a study; None where only the middle of a long record, not yet sealed, could tell."""
+    verified: bool = True
+    """Whether its lines are chained. A record of an old schema is not, and any of its numbers may have been changed."""
 
     @property
     def name(self) -> str:
@@ -90,6 +94,8 @@ class StudySummary:
     """Relative to the store."""
     counts: dict[str, int]
     """Runs by status; a run that has not begun is in none."""
+    unverified: int
+    """How many of those that are done have records without a chain."""
     wanted: int | None
     """How many runs the study has; None where `study.json` does not list them."""
     started: str | None
@@ -111,6 +117,10 @@ class Store:
     def summaries(self, under: Path | None = None) -> list[Summary]:
         """Every run in the store, in the order of their paths; or only those in `under`, a folder of it."""
         return [summary for summary in self._records(under) if not _defines(summary)]
+
+    def paths(self) -> list[str]:
+        """The folders of all records, definitions too, relative to the store."""
+        return sorted(path for path, _ in _runs(str(self.root), "", DEPTH))
 
     def _records(self, under: Path | None) -> list[Summary]:
         top = "" if under is None else self._relative(under)
@@ -211,10 +221,17 @@ def look(folder: Path) -> dict[str, Any]:
         return {"status": "partial", "error": "it ended before its first line was written", "attempts": 0}
     if head.get("schema") not in _SCHEMAS:
         return {"status": "damaged", "error": f"it is of another version: schema {head.get('schema')!r}"}
-    about, config = head.get("about") or {}, head.get("config") or {}
+    facts = _of_head(head)
+    if any(not isinstance(value, _KINDS.get(name, str) | None) for name, value in facts.items()):
+        return {"status": "damaged", "error": "its first line does not say what it is"}
+    return facts | {"attempts": _attempts(events, seal), "verified": head["schema"] == SCHEMA} | _standing(events)
+
+
+def _of_head(head: dict[str, Any]) -> dict[str, Any]:
+    parts = [head.get(name) or {} for name in ("about", "config")]
+    about, config = (part if isinstance(part, dict) else {} for part in parts)
     facts = {name: about.get(name) for name in ("study", "arm", "seed", "key")}
-    facts |= {name: head.get(name) for name in ("id", "verb", "started")}
-    return facts | {"steps": config.get("steps"), "attempts": _attempts(events, seal)} | _standing(events)
+    return facts | {name: head.get(name) for name in ("id", "verb", "started")} | {"steps": config.get("steps")}
 
 
 def _ends(folder: Path, seal: dict[str, Any] | None) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
@@ -283,6 +300,7 @@ def _study(folder: Path, found: list[Summary]) -> StudySummary:
         key=content.get("key") or about.get("key"),
         folder=folder.name,
         counts=dict(Counter(run.status for run in runs)),
+        unverified=sum(run.status == "done" and not run.verified for run in runs),
         wanted=len(wanted) if isinstance(wanted, list) else None,
         started=min((s.started for s in found if s.started), default=None),
         updated=max((s.updated for s in found), default=None),
@@ -292,8 +310,11 @@ def _study(folder: Path, found: list[Summary]) -> StudySummary:
 
 def _study_file(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
-        return dict(json.loads(path.read_bytes())), None
+        found = object_of(path.read_bytes())
     except FileNotFoundError:
         return {}, None
-    except (OSError, ValueError, TypeError):
+    except OSError:
+        found = None
+    if found is None or not all(isinstance(found.get(name), str | None) for name in ("name", "key")):
         return {}, f"{path.name} cannot be read"
+    return found, None

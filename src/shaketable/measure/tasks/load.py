@@ -6,6 +6,9 @@
     my_tasks.py:Riddles,path=riddles.txt    a user's own Task subclass, from a file
     my_package.tasks:Riddles                or from a module that Python can import
 
+The last two run the code that they name, with all that it does when it is imported: `code_in` tells them from the others, and
+`study run` wants `--allow-code` for a study file with one.
+
 Keys are the task's fields, checked by pydantic; values hold no comma. The name before the comma decides, and the classes in
 `BUILT_IN` are all there is: rejected are entry points, through which a package that merely is installed could change what a
 name means.
@@ -35,6 +38,12 @@ from shaketable.measure.tasks.text import TextTask
 BUILT_IN: dict[str, type[Task]] = {c.name: c for c in (Arithmetic, GSM8K, TextTask, JsonlTask)}
 
 
+def code_in(text: str) -> str | None:
+    """The file or module that `load_task` would run for this task; None for those that are only data."""
+    name = text.partition(",")[0].strip()
+    return name if ":" in name and not name.endswith(".jsonl") else None
+
+
 def load_task(text: str) -> Task:
     """The task that a line of text names; one clear line when there is none."""
     name, *rest = (part.strip() for part in text.split(","))
@@ -43,7 +52,7 @@ def load_task(text: str) -> Task:
         if "path" in fields:
             raise ShaketableError(f"{name} is the path already: drop path=")
         return _made(JsonlTask, {"path": name, **fields}, name)
-    return _made(_own(name) if ":" in name else _built_in(name), fields, name)
+    return _made(_own(name) if code_in(name) else _built_in(name), fields, name)
 
 
 def _fields(name: str, parts: list[str]) -> dict[str, str]:

@@ -1,0 +1,261 @@
+"""Plant bugs one at a time, and see which of them no test catches (`make mutants`).
+
+    python scripts/mutants.py [LIST …] [--only TEXT] [--survivors] [--again]
+
+A bug is one line of `src/shaketable` that is replaced by another, in a copy, and the tests that ought to notice. The
+lists are in scripts/mutants, in the order in which they were made: the bugs of `first` and `second` that nothing caught got
+tests, so their rates show what those tests bought. `fresh` was made last, by a look at the package and none at the tests, and
+nothing was written for it afterwards: its rate is the honest one. A line that the package has no more is not planted.
+
+A bug is caught when a named test fails. Only the named tests are run, so a bug that survives here may still be caught by
+another test: the rates are lower bounds. The same tests are run on the unchanged copy first, because a test that fails
+anyway catches nothing. A bug that keeps the tests from being collected is an error in the list and no catch.
+
+Results are kept in benchmarks/mutants.json after every bug, and are used again as long as the changed file, the line and
+the tests are what they were; so a run that was stopped goes on where it was. Rejected: mutmut, which makes thousands of
+mutants here (a run would take days on the two cores of CI), most of them in messages and defaults; a list that a person
+wrote is short and has the bugs that people write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTS = ROOT / "scripts" / "mutants"
+NAMES = ("first", "second", "fresh")
+RESULTS = ROOT / "benchmarks" / "mutants.json"
+PAGE = RESULTS.with_suffix(".md")
+PATIENCE = 300
+"""Seconds after which tests that still run count as failed: a bug may well be an endless loop."""
+PASSED, FAILED, NOT_COLLECTED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug."""
+
+    list: str
+    file: str
+    """Below src/shaketable."""
+    old: str
+    """A line, or a part of one, that is there exactly once."""
+    new: str
+    tests: tuple[str, ...]
+    """Files below tests, or tests in them (`file::name`)."""
+    note: str = ""
+
+    @property
+    def room(self) -> str:
+        """The folder of the package that it is in."""
+        return self.file.split("/")[0].removesuffix(".py")
+
+    @property
+    def clean(self) -> str:
+        """The file without the bug; nothing when there is no such file any more."""
+        path = ROOT / "src" / "shaketable" / self.file
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the line is still in the package, once."""
+        return self.clean.count(self.old) == 1
+
+    def text(self) -> str:
+        """The file with the bug in it."""
+        return self.clean.replace(self.old, self.new)
+
+    def key(self) -> str:
+        """Names the bug, the file it is in, and the tests as they are now."""
+        parts = [self.file, self.text(), *self.tests, *(_content(ROOT / "tests" / t.split("::")[0]) for t in self.tests)]
+        return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _content(path: Path) -> str:
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def read(name: str) -> list[Mutant]:
+    """The bugs of one list; a line that the package has no more is left out by who plants them."""
+    data = yaml.safe_load((LISTS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return [Mutant(name, **(row | {"tests": tuple(row["tests"].split())})) for row in data]
+
+
+class Copy:
+    """A copy of the package in which bugs are planted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def write(self, file: str, text: str) -> None:
+        """Replace a file. Python takes a compiled file for new that was written in the same second: it is deleted."""
+        path = self.folder / "src" / "shaketable" / file
+        path.write_text(text, encoding="utf-8")
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def test(self, tests: tuple[str, ...], patience: float = PATIENCE) -> tuple[int, str]:
+        """Run tests against the copy: exit code, and the first that failed."""
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
+        environment = os.environ | {"PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                [*words, *(f"tests/{t}" for t in tests)],
+                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return FAILED, f"still running after {patience:g} s"
+        found = re.search(r"^(?:FAILED|ERROR) tests/(\S+::.*?)(?: - |$)", done.stdout, re.MULTILINE)
+        if done.returncode == FAILED and found is None:
+            return NOT_COLLECTED, done.stdout[-400:]
+        return done.returncode, found[1] if found else done.stdout[-400:]
+
+
+class Results:
+    """What is known of every bug, on disk."""
+
+    def __init__(self) -> None:
+        self.body: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": []}
+
+    def of(self, mutant: Mutant) -> dict[str, Any] | None:
+        """What was found of this bug the last time."""
+        return next((r for r in self.body["rows"] if _name(r) == _name(vars(mutant))), None)
+
+    def is_known(self, mutant: Mutant) -> bool:
+        """Whether that was found in exactly this file by exactly these tests."""
+        found = self.of(mutant)
+        return found is not None and found["key"] == mutant.key()
+
+    def survived(self, mutant: Mutant) -> bool:
+        """Whether no test is known to catch it."""
+        found = self.of(mutant)
+        return found is None or found["caught_by"] is None
+
+    def add(self, mutant: Mutant, by: str | None, seconds: float) -> None:
+        """Keep what was found, in the place of what was known of the same bug before."""
+        rows = [r for r in self.body["rows"] if _name(r) != _name(vars(mutant))]
+        new = {"list": mutant.list, "file": mutant.file, "old": mutant.old, "new": mutant.new, "note": mutant.note}
+        rows.append(new | {"key": mutant.key(), "caught_by": by, "seconds": round(seconds, 1)})
+        self.body |= {"date": time.strftime("%Y-%m-%d"), "versions": _versions(), "rows": rows}
+        self.save()
+
+    def keep(self, known: list[Mutant]) -> None:
+        """Forget bugs that are in no list any more, and put the others in the order of the lists."""
+        order = [_name(vars(m)) for m in known]
+        self.body["rows"] = sorted((r for r in self.body["rows"] if _name(r) in order), key=lambda r: order.index(_name(r)))
+        self.save()
+
+    def save(self) -> None:
+        """Write the file."""
+        RESULTS.write_text(json.dumps(self.body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _name(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["list"], row["file"], row["old"], row["new"]
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers", "pytest")}
+
+
+def page(body: dict[str, Any]) -> str:
+    """The results for people."""
+    versions = ", ".join(f"{name} {number}" for name, number in body["versions"].items())
+    lines = [
+        "# Planted bugs", "",
+        f"{body['date']}, {versions}; `make mutants` writes this page and says in `scripts/mutants.py` what is counted.", "",
+        "| list | bugs | caught | rate |", "|---|---|---|---|",
+    ]  # fmt: skip
+    names = list(dict.fromkeys(r["list"] for r in body["rows"]))
+    for name in names:
+        rows = [r for r in body["rows"] if r["list"] == name]
+        caught = sum(r["caught_by"] is not None for r in rows)
+        lines.append(f"| {name} | {len(rows)} | {caught} | {100 * caught / len(rows):.0f} % |")
+    for name in names:
+        lines += ["", f"## {name}", "", "| file | bug | caught by |", "|---|---|---|"]
+        for r in (r for r in body["rows"] if r["list"] == name):
+            lines.append(f"| {r['file']} | {_code(r['old'])} → {_code(r['new'])} | {r['caught_by'] or '**nothing**'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    shown = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+    return f"`{shown}`" if shown else "(deleted)"
+
+
+def check(copy: Copy, mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> None:
+    """The tests that are named pass on the unchanged copy; asked once for every state of package and tests."""
+    state = hashlib.blake2b(_content(ROOT / "src").encode(), digest_size=8)
+    known = results.body.setdefault("clean", {})
+    now = {t: state.hexdigest() + _short(t) for m in mutants for t in m.tests}
+    if unknown := tuple(sorted(t for t in now if known.get(t) != now[t])):
+        say(f"the tests named, without a bug ({len(unknown)} files or tests)")
+        code, said = copy.test(unknown, PATIENCE * len(unknown))
+        if code != PASSED:
+            raise SystemExit(f"tests fail without any bug planted: {said}")
+        known |= {t: now[t] for t in unknown}
+
+
+def _short(test: str) -> str:
+    return hashlib.blake2b(_content(ROOT / "tests" / test.split("::")[0]).encode(), digest_size=8).hexdigest()
+
+
+def run(mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> None:
+    """Plant what is not known yet."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder))
+        check(copy, mutants, results, say)
+        for i, mutant in enumerate(mutants):
+            start = time.monotonic()
+            copy.write(mutant.file, mutant.text())
+            code, by = copy.test(mutant.tests)
+            copy.write(mutant.file, mutant.clean)
+            if code not in (PASSED, FAILED):
+                raise SystemExit(f"{mutant.list}: {mutant.new!r} in {mutant.file} is no bug that a test could catch: {by}")
+            results.add(mutant, by if code == FAILED else None, time.monotonic() - start)
+            say(f"{i + 1}/{len(mutants)} {mutant.file}: {mutant.new.strip()}: {by if code == FAILED else 'NOT CAUGHT'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lists", nargs="*", help="first, fresh; all by default")
+    parser.add_argument("--only", default="", help="bugs whose file or line has this text")
+    parser.add_argument("--survivors", action="store_true", help="only those that no test is known to catch")
+    parser.add_argument("--again", action="store_true", help="also those that are known")
+    parser.add_argument("--least", type=float, help="exit 1 when a smaller share (0 to 1) of what was chosen is caught")
+    given = parser.parse_args()
+    every = [m for name in NAMES for m in read(name) if m.is_there]
+    chosen = [m for m in every if (not given.lists or m.list in given.lists) and given.only in f"{m.file} {m.old} {m.new}"]
+    results = Results()
+    unknown = [m for m in chosen if given.again or not results.is_known(m)]
+    asked = [m for m in unknown if results.survived(m)] if given.survivors else unknown
+    run(asked, results, lambda line: print(line, flush=True))
+    results.keep(every)
+    PAGE.write_text(page(results.body), encoding="utf-8")
+    caught = [m for m in chosen if not results.survived(m)]
+    print(f"{len(caught)} of {len(chosen)} caught; {PAGE.relative_to(ROOT)}")
+    if given.least is not None and len(caught) < given.least * len(chosen):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

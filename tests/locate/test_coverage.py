@@ -1,0 +1,137 @@
+"""Every row of every operator is judged at the default length, the head's too, and what was not replayed is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import build, tokens
+
+import shaketable as st
+from shaketable.locate import functions
+
+DTYPES = [torch.float32, torch.bfloat16]
+LENGTH = 256
+
+
+def long(dtype=torch.float32, vocabulary=96):
+    return build("llama", dtype, "sdpa", positions=512, vocabulary=vocabulary)
+
+
+def judged(model, **options):
+    return st.locate(model, mode="host", input_ids=tokens(n=LENGTH), **options)
+
+
+def with_fault(model, path, change):
+    """The model with some values of a module's result changed in place."""
+
+    def broken(module, args, y):
+        y = y.clone()
+        change(y)
+        return y
+
+    model.get_submodule(path).register_forward_hook(broken)
+    return model
+
+
+# ---- the head
+
+
+def last_is_zero(y):
+    y[:, -1] = 0
+
+
+def negated_but_every_eighth(y):
+    kept = y[:, ::8].clone()
+    y.neg_()
+    y[:, ::8] = kept
+
+
+def two_words_swapped(y):
+    y[:, 101, [17, 8000]] = y[:, 101, [8000, 17]]
+
+
+@pytest.mark.parametrize("fault", [last_is_zero, negated_but_every_eighth, two_words_swapped])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_row_of_a_large_head_is_judged(dtype, fault):
+    found = judged(with_fault(long(dtype, 9001), "lm_head", fault))
+    assert (found.verdict, found.layer, found.op) == ("FAULT", None, "lm_head"), found.sentence
+
+
+# ---- rows of products
+
+
+@pytest.mark.parametrize("leaf", ["self_attn.q_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_swapped_channels_are_found_in_any_row(dtype, leaf):
+    model = long(dtype)
+    pairs = torch.randperm(32, generator=torch.Generator().manual_seed(0)).view(-1, 2).tolist()
+    for row, (a, b) in zip(range(1, LENGTH, 32), pairs, strict=False):
+
+        def swap(y, at=row, pair=(a, b)):
+            y[:, at, list(pair)] = y[:, at, list(reversed(pair))]
+
+        hook = (
+            model.model.layers[1].get_submodule(leaf).register_forward_hook(lambda m, x, y, s=swap: (y := y.clone(), s(y))[0])
+        )
+        found = judged(model)
+        hook.remove()
+        assert (found.layer, found.op) == (1, leaf), (row, a, b, found.sentence)
+        assert {example["token"] for example in found.evidence[0].examples} == {row}
+
+
+def test_one_value_beside_its_interval_is_found_in_any_row_of_a_reduced_dtype():
+    """One unit in the last place of bfloat16, in one value of the whole model: what 32 tokens show, 256 show too."""
+
+    def next_value(y):
+        y.view(torch.int16)[0, 133, 7] += 2
+
+    found = judged(with_fault(long(torch.bfloat16), "model.layers.1.mlp.up_proj", next_value))
+    assert (found.layer, found.op, found.lanes) == (1, "mlp.up_proj", [7]), found.sentence
+
+
+# ---- what was judged is said
+
+
+def coverage(diagnosis, layer, op):
+    return next(p for p in diagnosis.as_dict()["probes"] if p["layer"] == layer)["coverage"][op]
+
+
+def test_what_passed_by_checksums_alone_is_said():
+    found = judged(long(vocabulary=9001))
+    assert coverage(found, 1, "mlp.down_proj") == {"rows": 256, "replayed": 129, "checksums": 127}
+    assert coverage(found, None, "lm_head") == {"rows": 256, "replayed": 33, "checksums": 223}
+    assert coverage(found, 1, "mlp.act_fn") == {"rows": 256, "replayed": 256, "checksums": 0}
+    assert found.coverage["checksums"] == 3 * 7 * 127 + 223
+    assert found.coverage["rows"] == found.coverage["replayed"] + found.coverage["checksums"]
+    assert "22 products" in found.sentence and "checksums alone" in found.sentence
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.float32, 32), (torch.bfloat16, 256)])
+def test_nothing_is_said_where_everything_was_replayed(dtype, length):
+    found = st.locate(long(dtype, 9001), mode="host", input_ids=tokens(n=length))
+    assert found.coverage["rows"] == found.coverage["replayed"] > 0
+    assert found.coverage["checksums"] == 0
+    assert found.sentence.endswith("as far as a replay on the host can see.")
+
+
+def test_quick_says_that_products_were_not_replayed():
+    found = st.locate(long(), mode="host", input_ids=tokens(n=32), quick=True)
+    assert coverage(found, 1, "mlp.down_proj") == {"rows": 32, "replayed": 0, "checksums": 32}
+    assert "checksums alone" in found.sentence
+
+
+def test_device_mode_says_what_it_only_repeated_and_that_it_is_blind_to_tokens():
+    found = st.locate(long(), mode="device", input_ids=tokens(n=64))
+    assert "embeddings, rotation, last norm and head were only repeated" in found.sentence
+    assert any("residual" in line and "rotation" in line for line in found.not_covered)
+    assert coverage(found, 1, "mlp.down_proj") == {"rows": 64, "twin": 64, "permuted": 32}
+    assert "of 27 operators, 864 of 1,728 rows were compared with a permuted pair" in found.sentence
+
+
+def test_a_function_without_a_definition_is_named(monkeypatch):
+    """Host and device make the same bits: on one CPU that is little, and the sentence says so."""
+    monkeypatch.delitem(functions.BOUNDED, "scaled_dot_product_attention")
+    found = st.locate(long(), mode="host", input_ids=tokens())
+    assert found.verdict == "HEALTHY"
+    assert "of scaled_dot_product_attention only that the host makes the same bits is known" in found.sentence
+    assert found.coverage["agreed"] == 3 * 24 * 4

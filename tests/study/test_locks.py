@@ -1,0 +1,22 @@
+"""The lock of a run: one worker at a time, and any number who look."""
+
+import fcntl
+
+from shaketable.study.locks import FOLDER, held, is_held
+
+
+def test_a_run_is_held_while_somebody_works_on_it(tmp_path):
+    assert not is_held(tmp_path, "one"), "nobody ever did"
+    with held(tmp_path, "one") as mine:
+        assert mine and is_held(tmp_path, "one") and not is_held(tmp_path, "two")
+        with held(tmp_path, "one") as theirs:
+            assert not theirs
+    assert not is_held(tmp_path, "one")
+
+
+def test_looking_at_a_lock_is_not_working_on_the_run(tmp_path):
+    with held(tmp_path, "one"):
+        pass
+    with (tmp_path / FOLDER / "one").open("r") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # another process looks at this moment
+        assert not is_held(tmp_path, "one")

@@ -1,0 +1,175 @@
+"""Small inputs that once cost much: each is one clear line now, soon, and in little memory."""
+
+import cProfile
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+from torch import nn
+
+import shaketable as st
+from shaketable.errors import PlanError, ShaketableError
+from shaketable.harden.aqn import AQN
+from shaketable.layers import Layers, parse_layers
+from shaketable.plan import Plan
+from shaketable.study.file import load_study
+from shaketable.yaml_file import read_yaml
+
+SECONDS = 5.0
+"""For what takes a second on a free machine, and took a minute or more."""
+
+
+@pytest.fixture(autouse=True)
+def _soon():
+    began = time.process_time()
+    yield
+    assert time.process_time() - began < SECONDS
+
+
+def refused(function, *arguments):
+    with pytest.raises(ShaketableError) as caught:
+        function(*arguments)
+    text = str(caught.value)
+    assert len(text) < 2100
+    assert "\n" not in text
+    return text
+
+
+def written(folder, text):
+    path = folder / "file.yaml"
+    path.write_text(text)
+    return path
+
+
+def bomb(key):
+    """Nine aliases of nine aliases, ten deep: 3.5 billion values in 400 bytes."""
+    lines = ["a0: &a0 [" + ", ".join(["x"] * 9) + "]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    return "\n".join([*lines, f"{key}: *a9"]) + "\n"
+
+
+@pytest.mark.parametrize("read", [Plan.load, load_study, AQN.load])
+def test_a_file_of_aliases_is_one_line(tmp_path, read):
+    path = written(tmp_path, bomb("plan"))
+    assert "more than 100,000 values" in refused(read, path)
+
+
+def test_a_file_that_holds_itself_is_one_line(tmp_path):
+    assert "more than 100,000 values" in refused(read_yaml, written(tmp_path, "a: &a [*a]"), "the file")
+
+
+def test_few_aliases_and_merges_mean_what_they_name(tmp_path):
+    text = "outer:\n  base: &base {x: 1}\n  inner: &inner {<<: *base, x: 2, y: 3}\nagain: {<<: *inner, z: 4}\nlist: [*base, *base]\n"
+    found = read_yaml(written(tmp_path, text), "the file")
+    assert found["outer"]["inner"] == {"x": 2, "y": 3}
+    assert found["again"] == {"x": 2, "y": 3, "z": 4}
+    assert found["list"] == [{"x": 1}, {"x": 1}]
+
+
+def test_many_keys_are_compared_once(tmp_path):
+    keys = "".join(f"k{i}: 1\n" for i in range(30_000))
+    assert "k29999 is given twice" in refused(read_yaml, written(tmp_path, f"{keys}k29999: 2\n"), "the file")
+
+
+def test_many_seeds_are_compared_once(tmp_path):
+    seeds = ", ".join(map(str, [*range(50_000), 7]))
+    text = f"study: s\nmodel: nano\ntask: arithmetic\narms: {{a: {{}}}}\nseeds: [{seeds}]\n"
+    assert "seed 7 is given twice" in refused(load_study, written(tmp_path, text))
+
+
+def test_a_long_file_is_not_read(tmp_path):
+    path = written(tmp_path, f'plan: "{"x" * 100_000_000}"\n')
+    assert "more than 1,000,000 characters" in refused(Plan.load, path)
+
+
+@pytest.mark.parametrize("text", ["{}", "gain:0.1@module.x,{}=1", "{}:0.1@module.x", "gain:0.1@{}.x"])
+def test_a_long_line_is_not_read(text):
+    assert "may have 1,000,000" in refused(Plan.parse, text.replace("{}", "x" * 60_000_000))
+    refused(Plan.parse, text.replace("{}", "x" * 900_000))
+
+
+def test_ranges_of_layers_are_not_expanded():
+    body = (
+        "import resource\n"
+        "from shaketable.plan import Plan\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "plan = Plan.parse(';'.join(f'gain:0.1@{s}' for s in ['module.linear,layers=0-999999', 'layer.0-999999'] * 100))\n"
+        "assert plan.text() == Plan.parse(plan.text()).text()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    grown = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
+    assert int(grown.stdout) < 50_000, "kB"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime < 60
+
+
+def test_aqn_refuses_more_layers_than_any_model_has():
+    assert "1,000,000 layers" in refused(AQN.load, "constant:0.01,layers=0-999999")
+    assert AQN.load("constant:0.01,layers=0-9").layers == tuple(range(10))
+
+
+@pytest.mark.parametrize("text", ["3", "10-19", "0+4-6+29"])
+def test_a_set_of_layers_is_what_it_lists(text):
+    found = parse_layers(text)
+    assert str(found) == text
+    assert found == Layers.of(found)
+    assert [i for i in range(40) if i in found] == list(found)
+    assert (len(found), found.last) == (len(list(found)), max(found))
+    assert None not in found
+
+
+def test_ranges_that_touch_or_overlap_are_one():
+    assert str(parse_layers("4-9+0-3+8-12+20")) == "0-12+20"
+    assert str(parse_layers("0-9+2")) == "0-9"
+
+
+def test_a_layer_that_no_range_has_is_a_plan_error():
+    with pytest.raises(PlanError):
+        parse_layers("5-3")
+
+
+class CountedLinear(nn.Linear):
+    """A linear that counts how often it is compared with another module."""
+
+    compared = 0
+
+    def __eq__(self, other):
+        CountedLinear.compared += 1
+        return self is other
+
+    def __hash__(self):
+        return id(self)
+
+
+class Attention(nn.ModuleDict):
+    """Known by its name."""
+
+
+def stack(layers):
+    """A model with attention and MLP parts, each of two linears."""
+
+    def pair():
+        return {name: CountedLinear(2, 2) for name in ("a_proj", "b_proj")}
+
+    blocks = [nn.ModuleDict({"attention": Attention(pair()), "mlp": nn.ModuleDict(pair())}) for _ in range(layers)]
+    return nn.ModuleDict({"layers": nn.ModuleList(blocks)})
+
+
+def calls(layers, plan):
+    """Function calls and comparisons that attaching, hooking and closing take."""
+    model, profile = stack(layers), cProfile.Profile()
+    CountedLinear.compared = 0
+    injection = profile.runcall(st.inject, model, plan, allow_inert=True)
+    profile.runcall(injection.enable)
+    profile.runcall(injection.close)
+    return sum(row.callcount for row in profile.getstats()) + CountedLinear.compared
+
+
+@pytest.mark.parametrize(
+    "plan", ["module.linear", "module.linear+mlp,point=input", "module.linear,point=weight", "op.all", "layer.all"]
+)
+def test_attaching_is_linear_in_the_number_of_layers(plan):
+    calls(2, f"gain:0.1@{plan}")
+    few, many = (calls(n, f"gain:0.1@{plan}") for n in (40, 160))
+    assert many / few < 4.5

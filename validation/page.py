@@ -1,0 +1,162 @@
+"""docs/validation.md, from docs/validation.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from shaketable.measure.statistics import wilson
+
+Row = dict[str, Any]
+
+
+def page(body: dict[str, Any]) -> str:
+    """The whole page, in Markdown."""
+    zoo = list(body["zoo"].values())
+    built = [r for r in zoo if not r["refused"]]
+    versions = ", ".join(f"{name} {number}" for name, number in body["versions"].items())
+    parts = [
+        "# Validation",
+        "",
+        "Written by `make validate`; `docs/validation.json` has every number. " + f"{body['date']}, {versions}.",
+        "",
+        *([f"**{body['note']}**", ""] if "note" in body else []),
+        *_summary(zoo, built, body),
+        *_failures(zoo, body),
+        *_statistics(body.get("statistics", [])),
+        *_attacks(body.get("attacks", [])),
+        *_zoo(built),
+        *_refused(zoo),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _summary(zoo: list[Row], built: list[Row], body: dict[str, Any]) -> list[str]:
+    names = {r["name"] for r in built}
+    verdicts = Counter(_verdict(r["locate"].get(mode, "")) for r in built for mode in ("device", "host", "all"))
+    planted = [r["planted"] for r in built if r["planted"]]
+    found = sum(p["found"] for p in planted)
+    healthy, attacks = sum(verdicts.values()), body.get("attacks", [])
+    return [
+        "| what | counted |", "|---|---|",
+        f"| architectures and variants built | {len(names)} of {len({r['name'] for r in zoo})} |",
+        f"| models (× float32, bfloat16 × sdpa, eager) | {len(built)}, {sum(bool(r['fails']) for r in built)} with a failure |",
+        f"| injections whose fires are those counted without us | {_counts(built)} |",
+        f"| locate on healthy models | {healthy}: {verdicts['HEALTHY']} HEALTHY, {verdicts['INCONCLUSIVE']} INCONCLUSIVE, "
+        f"{verdicts['FAULT']} FAULT (false alarms), {verdicts['refused']} refused |",
+        f"| planted faults of one linear | {len(planted)}: {found} found, layer and operator; "
+        f"{sum(not p['found'] and p['sentence'].startswith('INCONCLUSIVE') for p in planted)} INCONCLUSIVE |",
+        f"| simulated studies | {sum(r['studies'] for r in body.get('statistics', []))} |",
+        f"| attacks | {sum(r['passed'] + r['failed'] for r in attacks)} tests in {len(attacks)} suites |",
+        "",
+    ]  # fmt: skip
+
+
+def _counts(built: list[Row]) -> str:
+    pairs = [pair for r in built for pair in r["counts"].values()]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+
+
+def _verdict(text: str) -> str:
+    return "refused" if text.startswith("refused") or not text else text.split(":")[0]
+
+
+def _failures(zoo: list[Row], body: dict[str, Any]) -> list[str]:
+    """One line for each thing that fails, however many rows of one model it fails in."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for row in zoo:
+        for text in row["fails"]:
+            where.setdefault((row["name"], _cell(text, 200)), []).append(f"{row['dtype']} {row['attention']}")
+    lines = [f"- **{name}** ({_places(places)}): {text}" for (name, text), places in where.items()]
+    for part in ("statistics", "attacks"):
+        lines += [f"- **{r['name']}**: {_cell('; '.join(r['fails']), 300)}" for r in body.get(part, []) if r["fails"]]
+    return ["## What fails", "", *(lines or ["Nothing."]), ""]
+
+
+def _places(where: list[str]) -> str:
+    return ", ".join(where) if len(where) < 4 else "everywhere"
+
+
+def _statistics(rows: list[Row]) -> list[str]:
+    lines = [
+        "## Statistics", "",
+        "Studies that were drawn, judged as real ones are (`validation/simulated.py`), at a level of 5 %.", "",
+        "| drawn | studies | true difference | false positives | true ones seen | intervals that hold the truth |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for r in rows:
+        n = r["studies"]
+        shown = [_rate(r[key], n) for key in ("false", "seen", "covered")]
+        lines.append(f"| {r['name']} | {n} | {100 * r['truth']:.1f} points | {' | '.join(shown)} |")
+    return [*lines, ""] if rows else []
+
+
+def _rate(rate: float | None, n: int) -> str:
+    if rate is None:
+        return "–"
+    ends = wilson(rate, n)
+    return f"{100 * rate:.1f} % ({100 * ends.low:.1f}–{100 * ends.high:.1f})"
+
+
+def _attacks(rows: list[Row]) -> list[str]:
+    lines = [
+        "## Attacks",
+        "",
+        'Tests with `@pytest.mark.attack("suite")`.',
+        "",
+        "| suite | passed | failed | skipped |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {r['name']} | {r['passed']} | {r['failed']} | {r['skipped']} |" for r in rows]
+    return [*lines, ""] if rows else ["## Attacks", "", "No suite was run.", ""]
+
+
+def _zoo(built: list[Row]) -> list[str]:
+    lines = [
+        "## The zoo", "",
+        "Fires of one forward under a plan at modules, layers and operators, with the number counted without us where that is "
+        "another one; off is bit-identical in every row that does not fail. Locate on the healthy model in the modes device / "
+        "host / all: H is HEALTHY, I is INCONCLUSIVE, F is FAULT, – is refused. Planted: a gain of 5 % in that linear of the "
+        "second layer.", "",
+        "| model | dtype | attention | module | layer | op | locate | planted | found | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for r in built:
+        counts = [_count(r["counts"].get(level)) for level in ("module", "layer", "op")]
+        modes = " / ".join(_letter(r["locate"].get(mode, "")) for mode in ("device", "host", "all"))
+        planted = r["planted"] or {"leaf": "–", "found": None}
+        found = {True: "yes", False: "no", None: "–"}[planted["found"]]
+        remark = "**fails**" if r["fails"] else _cell("; ".join([*r.get("notes", []), *_why_not(r)]), 110)
+        cells = [r["name"], r["dtype"], r["attention"], *counts, modes, planted["leaf"], found, remark]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _why_not(row: Row) -> list[str]:
+    said = row["locate"].get("host", "")
+    return [said.partition(": ")[2]] if _verdict(said) == "INCONCLUSIVE" else []
+
+
+def _count(pair: list[int] | None) -> str:
+    if pair is None:
+        return "–"
+    return str(pair[0]) if pair[0] == pair[1] else f"**{pair[0]}** of {pair[1]}"
+
+
+def _letter(text: str) -> str:
+    return {"HEALTHY": "H", "INCONCLUSIVE": "I", "FAULT": "F"}.get(_verdict(text), "–")
+
+
+def _refused(zoo: list[Row]) -> list[str]:
+    lines = ["## Refused", "", "| model | where | why |", "|---|---|---|"]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for r in zoo:
+        if r["refused"]:
+            reasons.setdefault((r["name"], r["refused"]), []).append(f"{r['dtype']} {r['attention']}")
+    lines += [f"| {name} | {_places(where)} | {_cell(why, 160)} |" for (name, why), where in reasons.items()]
+    return lines
+
+
+def _cell(text: str, most: int) -> str:
+    shown = " ".join(text.split()).replace("|", "\\|")
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
