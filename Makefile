@@ -8,97 +8,111 @@ STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum |
 FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHON) scripts/checkout_metadata.py .frameworks && \
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
 
-.PHONY: demo test test-vllm test-verl test-frameworks compatibility check bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store validate validate-sample mutants nano example-ledger example-harden format clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store validate validate-sample mutants numbers nano example-ledger example-harden format clean
 
-# The whole guided-AQN study on nano: plant a dead zone, locate it, guide, train the arms over seeds, compare, report.
-demo: $(STAMP)
+help: ## Print this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
+
+demo: $(STAMP) ## A whole study of nano in a few minutes; writes its report, demo.html
 	@$(BIN)/shaketable study run studies/guided-aqn.yaml --store demo-runs --report demo.html --force
 
-test: $(STAMP)
+test: $(STAMP) ## The tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-vllm:
-	@$(call FRAMEWORK,vllm,tests/frameworks/vllm)
-
-test-verl:
-	@$(call FRAMEWORK,verl,tests/frameworks/verl)
-
-# What CI has time for: the fastest tests of each that really run it.
-test-frameworks:
-	@$(call FRAMEWORK,vllm,$(addprefix tests/frameworks/vllm/,test_vllm_eager.py test_vllm_aqn.py test_vllm_run.py))
-	@$(call FRAMEWORK,verl,tests/frameworks/verl/test_verl_noise.py)
-
-# Runs the tests of all frameworks, and writes the table of docs/frameworks.md from what they say.
-compatibility: $(STAMP)
-	$(BIN)/python -m pytest tests/integrations tests/launch tests/sites --covers tests/frameworks/results/core.json
-	@$(call FRAMEWORK,vllm,tests/frameworks/vllm --covers tests/frameworks/results/vllm.json)
-	@$(call FRAMEWORK,verl,tests/frameworks/verl --covers tests/frameworks/results/verl.json)
-	$(BIN)/python scripts/compatibility.py
-
-check: $(STAMP)
+check: $(STAMP) ## Lint, formatting, types, and which package may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+format: $(STAMP) ## Format the code, and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP) ## The documentation site, in build/site; a warning is an error
+	$(BIN)/python scripts/site.py
+
+coverage: $(STAMP) ## The tests with their coverage measured; writes docs/coverage.md
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=json:build/coverage.json
+	$(BIN)/python scripts/coverage_page.py
+
+dist: $(STAMP) ## Wheel and sdist in dist/; the wheel is tried in a clean environment
+	rm -rf dist
+	$(BIN)/python -m build
+	PYTHON=$(PYTHON) scripts/try_wheel.sh
+
+test-vllm: ## The tests in vLLM, in an environment of their own
+	@$(call FRAMEWORK,vllm,tests/frameworks/vllm)
+
+test-verl: ## The tests in verl, in an environment of their own
+	@$(call FRAMEWORK,verl,tests/frameworks/verl)
+
+# What CI has time for: the fastest tests of each that really run it.
+test-frameworks: ## The fastest tests in vLLM and verl
+	@$(call FRAMEWORK,vllm,$(addprefix tests/frameworks/vllm/,test_vllm_eager.py test_vllm_aqn.py test_vllm_run.py))
+	@$(call FRAMEWORK,verl,tests/frameworks/verl/test_verl_noise.py)
+
+compatibility: $(STAMP) ## All tests of frameworks; writes the table of docs/frameworks.md
+	$(BIN)/python -m pytest tests/integrations tests/launch tests/sites --covers tests/frameworks/results/core.json
+	@$(call FRAMEWORK,vllm,tests/frameworks/vllm --covers tests/frameworks/results/vllm.json)
+	@$(call FRAMEWORK,verl,tests/frameworks/verl --covers tests/frameworks/results/verl.json)
+	$(BIN)/python scripts/compatibility.py
+
 # The other tools are installed without what they would drag in.
-bench: $(STAMP)
+bench: $(STAMP) ## Speed on a CPU, beside other tools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/rivals-requirements.txt
 	$(BIN)/python benchmarks/speed.py
 
-# All faults take about an hour on one core; CI runs a sample, and fails on a false alarm or a miss.
-bench-locate: $(STAMP)
+bench-locate: $(STAMP) ## Thousands of planted faults; about an hour on one core
 	$(BIN)/python benchmarks/locate.py --out benchmarks/locate.json
 
-bench-locate-sample: $(STAMP)
+bench-locate-sample: $(STAMP) ## A sample of them; fails on a false alarm or a miss
 	$(BIN)/python benchmarks/locate.py --sample 200 --prompts 2 --whole 4
 
-# Every architecture, the attacks and simulated studies: half an hour on one core; a run that was stopped goes on. CI runs a sample.
-validate: $(STAMP)
+# A run that was stopped goes on. CI runs a sample.
+validate: $(STAMP) ## Every architecture, the attacks and simulated studies; half an hour on one core
 	$(BIN)/python validation/validate.py
 
-validate-sample: $(STAMP)
+validate-sample: $(STAMP) ## A sample of the architectures; may fail only where docs/validation.md says so
 	$(BIN)/python validation/validate.py --sample 24
 
-# Bugs planted one at a time: which of them no test catches.
-mutants: $(STAMP)
+mutants: $(STAMP) ## Bugs planted one at a time: which of them no test catches
 	$(BIN)/python scripts/mutants.py
 
-# The model that ships with the package; half an hour on two cores, two minutes with DEVICE=cuda.
-nano: $(STAMP)
-	$(BIN)/python scripts/make_nano.py --device $(or $(DEVICE),cpu)
-
-example-ledger: $(STAMP)
-	@$(BIN)/python examples/ledger.py
-
-example-harden: $(STAMP)
-	$(BIN)/python examples/harden.py
-
-bench-train: $(STAMP)
+bench-train: $(STAMP) ## Training and sweeping on a CPU, beside plain TRL
 	$(BIN)/python benchmarks/train.py
 
 # On a machine with a CUDA device and a torch that knows it; not through the environment of this file.
-bench-gpu:
+bench-gpu: ## Speed on a GPU, with the python3 of the path
 	python3 benchmarks/gpu.py
 
-bench-train-gpu:
+bench-train-gpu: ## Training on a GPU, with the python3 of the path
 	python3 benchmarks/train_gpu.py
 
-bench-scale: $(STAMP)
+bench-scale: $(STAMP) ## Ledgers of up to a thousand processes
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python scripts/roofline.py
 
-bench-store: $(STAMP)
+bench-store: $(STAMP) ## A store of 10,000 records
 	$(BIN)/python benchmarks/store.py
 
-format: $(STAMP)
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+numbers: ## Write the numbers of README.md from benchmarks/
+	$(PYTHON) scripts/readme_numbers.py
+
+nano: $(STAMP) ## Train the model that ships; half an hour on two cores, two minutes with DEVICE=cuda
+	$(BIN)/python scripts/make_nano.py --device $(or $(DEVICE),cpu)
+
+example-ledger: $(STAMP) ## Four faults at once, and their ledger
+	@$(BIN)/python examples/ledger.py
+
+example-harden: $(STAMP) ## The worked example of docs/harden.md; twenty minutes on two cores
+	$(BIN)/python examples/harden.py
 
 $(STAMP):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-clean:
-	rm -rf $(VENV)
+clean: ## Remove the environment, and what was built
+	rm -rf $(VENV) build dist

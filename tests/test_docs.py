@@ -1,4 +1,4 @@
-"""Every snippet of the README and of docs/plans.md is executed."""
+"""Every snippet of the README, of docs/plans.md and of the first pages is executed; see also cli/test_journeys.py."""
 
 import re
 import runpy
@@ -18,7 +18,7 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/plans.md", "docs/locate.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/plans.md", "docs/locate.md", "docs/api.md", "docs/journeys/training.md"])
 def test_python_snippets_run(page, capsys):
     snippets = blocks(page, "python")
     assert snippets
@@ -48,18 +48,21 @@ SMALL = "seeds=1 train.steps=4 train.prompts=2 train.samples=2 evaluate.n=6 eval
 
 def test_commands_of_the_readme_run(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nm = torch.nn.Linear(4, 4)\nm(torch.ones(2, 4)).sum().backward()\n")
-    (tmp_path / "studies").symlink_to(ROOT / "studies")
     commands = [c for block in blocks("README.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
-    verbs = ["run", "inspect", "locate", "sweep", "train", "study", "study", "study"]
+    verbs = ["run", "inspect", "locate", "sweep", "train", "study"]
     assert [c.split()[1] for c in commands] == verbs
     for command in commands:
         words = [sys.executable, "-m", "shaketable", *shlex.split(command)[1:]]
         words = [sys.executable if w == "python" else w for w in words]
-        if "study" in words and "list" not in words:
+        if "study" in words:
             words += [word for small in SMALL.split() for word in ("--set", small)]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == ("locate" in command), done.stderr
-        assert "locate" not in command or "FAULT: layer 12, mlp.down_proj" in done.stdout
+        if "locate" in command:
+            (told,) = [
+                line for block in blocks("README.md", "console") for line in block.splitlines() if line.startswith("FAULT")
+            ]
+            assert all(part in " ".join(done.stdout.split()) for part in told.split(" … "))
     assert "there is one seed" in (tmp_path / "guided.html").read_text().lower()
 
 

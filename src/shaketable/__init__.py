@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from shaketable.inject import Injection, Ledger, inject
     from shaketable.locate.diagnosis import Diagnosis
     from shaketable.locate.locate import locate
+    from shaketable.measure.tasks import Problem, Score, Task, load_task
+    from shaketable.models import load_model
     from shaketable.plan import Plan
     from shaketable.sites.phases import phase
 
@@ -32,6 +34,11 @@ _HOMES = {
     "GlobalDecay": "shaketable.harden.aqn.schedules",
     "EpochAware": "shaketable.harden.aqn.schedules",
     "Constant": "shaketable.harden.aqn.schedules",
+    "load_model": "shaketable.models",
+    "load_task": "shaketable.measure.tasks",
+    "Task": "shaketable.measure.tasks",
+    "Problem": "shaketable.measure.tasks",
+    "Score": "shaketable.measure.tasks",
     "ShaketableError": "shaketable.errors",
     "PlanError": "shaketable.errors",
     "NoMatchError": "shaketable.errors",
@@ -63,8 +70,13 @@ __all__ = [
     "NoMatchError",
     "Plan",
     "PlanError",
+    "Problem",
+    "Score",
     "ShaketableError",
+    "Task",
     "inject",
+    "load_model",
+    "load_task",
     "locate",
     "phase",
 ]

@@ -1,10 +1,13 @@
 """The command line as its users meet it."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+
+import shaketable as shaketable_package
 
 
 def shaketable(*words):
@@ -115,3 +118,26 @@ def test_env(tmp_path):
     facts = json.loads((tmp_path / "env.json").read_text())
     assert facts["noise kernels"] in ("native", "torch")
     assert facts["torch"].startswith("2.")
+
+
+def test_version_answers_without_torch():
+    done = shaketable("--version")
+    assert (done.returncode, done.stdout.split()) == (0, ["shaketable", shaketable_package.__version__])
+    program = "import sys; sys.argv = ['shaketable', '--version']\nfrom shaketable.cli import main\n"
+    program += "try: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "False"
+
+
+def test_a_shell_completes_verbs_and_options():
+    """What bash asks for when somebody presses the tab key."""
+
+    def completed(line):
+        asked = {"_SHAKETABLE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+        program = "import sys; sys.argv = ['shaketable']\nfrom shaketable.cli import main\nmain()"
+        return subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | asked
+        ).stdout.split()
+
+    assert completed("shaketable lo") == ["locate"]
+    assert completed("shaketable sweep --magn") == ["--magnitudes"]

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -28,6 +29,20 @@ def test_a_file_is_read_without_torch(file):
         "assert len(cells_of(s)) == 9; assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_shipped_study_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_study(Path("guided-aqn"), ["seeds=2"]).seeds == (0, 1)
+    assert load_study(Path("gpu/pilot")).device == "cuda"
+    with pytest.raises(ShaketableError, match=r"^cannot read the study guided-agn: .*; did you mean 'guided-aqn'\?"):
+        load_study(Path("guided-agn"))
+
+
+def test_a_file_of_that_name_comes_before_the_shipped_study(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file.rename("guided-aqn")
+    assert load_study(Path("guided-aqn")).study == data()["study"]
 
 
 def test_plans_and_noise_are_resolved_to_one_line():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from shaketable import __version__
 from shaketable.cli.compare import compare
 from shaketable.cli.environment import env
 from shaketable.cli.fingerprint import fingerprint
@@ -24,11 +26,27 @@ app = typer.Typer(
     name="shaketable",
     help="Shake a model with the numerical errors of other hardware, and prove that the errors were there.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shaketable {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
 app.command()(inspect)
 app.command()(locate)

@@ -37,7 +37,7 @@ study.command()(verify)
 
 @study.command()
 def run(
-    file: Annotated[Path, typer.Argument(help="The study, YAML.")],
+    file: Annotated[Path, typer.Argument(help="The study, YAML; or the name of one that ships.")],
     replaced: Annotated[list[str] | None, SET] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, how long, and what it can show.")] = False,
     engine: Annotated[str | None, typer.Option(help="local or ray, in place of the file's.")] = None,
@@ -61,7 +61,7 @@ def run(
     Runs that are finished are not done again; one that was killed goes on from its last checkpoint; two processes that run
     the same study share its runs. Exits 1 when a run failed.
 
-    shaketable study run studies/guided-aqn.yaml --set seeds=5 --report guided.html
+    shaketable study run guided-aqn --set seeds=5 --report guided.html
     """
     from shaketable.study.file import load_study
 
@@ -183,7 +183,7 @@ def report(
 ) -> None:
     """Report what a study shows: one page with no network, Markdown, or JSON. Made from the records alone.
 
-    shaketable study report studies/guided-aqn.yaml -o report.html
+    shaketable study report guided-aqn -o report.html
     """
     chosen = format_of(output, style)
     check_free([f for f in (output,) if f is not None], [], force)

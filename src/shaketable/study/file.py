@@ -19,15 +19,28 @@ from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.io.yaml_file import Loader, read_yaml
 from shaketable.study.config import StudyConfig
 
+SHIPPED = Path(__file__).parents[1] / "data" / "studies"
+
 
 def load_study(path: Path, replaced: Iterable[str] = ()) -> StudyConfig:
-    """The study of a file, with `a.b=c` replacements."""
-    data = read_yaml(path, "the study")
+    """The study of a file, or the shipped one of that name, with `a.b=c` replacements."""
+    data = read_yaml(_found(path), "the study")
     if not isinstance(data, dict):
         raise ShaketableError(f"the study {path} must hold a mapping, not {type(data).__name__}")
     for text in replaced:
         _replace(data, text)
     return parse_study(data, str(path))
+
+
+def _found(path: Path) -> Path:
+    """The file itself, or for a name without an ending the study that ships under it."""
+    if path.suffix or path.exists():
+        return path
+    shipped = {file.relative_to(SHIPPED).with_suffix("").as_posix(): file for file in sorted(SHIPPED.rglob("*.yaml"))}
+    if path.as_posix() not in shipped:
+        missing = f"cannot read the study {path}: No such file or directory, and none of that name ships"
+        raise ShaketableError(f"{missing}; {nearest(path.as_posix(), shipped)}")
+    return shipped[path.as_posix()]
 
 
 def parse_study(data: Mapping[str, Any], name: str = "the study") -> StudyConfig:
