@@ -2,12 +2,12 @@
 
 import errno
 import fcntl
+import gzip
 import hashlib
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import threading
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from shaketable.errors import ShaketableError
 from shaketable.records.environment import gather
 from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord, unique_folder
 
-OLD = Path(__file__).parents[1] / "results" / "harden" / "records.tar.gz"
+OLD = Path(__file__).with_name("record_without_chain.jsonl.gz")
 
 
 def record_in(folder, **config):
@@ -356,8 +356,7 @@ def test_a_seal_that_is_none_is_named(tmp_path, text):
 
 def old_record(folder):
     """One that was published before there was a chain."""
-    with tarfile.open(OLD) as archive:
-        (folder / FILE).write_bytes(archive.extractfile("20noise-0/record.jsonl").read())
+    (folder / FILE).write_bytes(gzip.decompress(OLD.read_bytes()))
     return RunRecord.open(folder, "train")
 
 
