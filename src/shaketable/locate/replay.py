@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.locate import functions
+from shaketable.locate import complex_functions, functions
 from shaketable.locate.checksums import row_scores
 from shaketable.locate.functions import Call
 from shaketable.locate.intervals import Allowed, Interval, Precision
@@ -171,6 +171,8 @@ def _is_view(record: Record) -> bool:
 
 def _is_defined(record: Record) -> bool:
     name = record.function or ""
+    if any(t.is_complex() for t in tensors_of((record.args, record.kwargs, record.output))):
+        return complex_functions.is_defined(name)
     floating = any(t.is_floating_point() for t in tensors_of(record.output))
     return name in functions.ROUNDED_ONCE or name in functions.BOUNDED or not floating
 
@@ -186,11 +188,21 @@ def _expected(host: Host, record: Record, reference: Reference, prefix: str, pre
         return [Expected(results[0], functions.BOUNDED[name](call))]
     if name in ("empty", "empty_like", "new_empty", "empty_strided", "argsort"):  # no values yet; ties in any order
         return []
+    if len(results) == 1 and results[0].is_complex():
+        return [_complex(call, results[0], name)]
     if len(results) == 1:
         return [Expected(results[0], functions.rounded_once(call, name))]
     pairs = zip(results, tensors_of(record.func(*args, **kwargs)), strict=True)
     ordered = name in ("topk", "sort", "max", "min", "mode", "kthvalue")
     return [Expected(got, Interval.exactly(value)) for got, value in pairs if got.is_floating_point() or not ordered]
+
+
+def _complex(call: Call, got: Tensor, name: str) -> Expected:
+    """A complex result, judged by its real and imaginary parts."""
+    parts = complex_functions.parts
+    if name in complex_functions.BOUNDED:
+        return Expected(parts(got), complex_functions.BOUNDED[name](call))
+    return Expected(parts(got), Interval.exactly(parts(functions.rounded_once(call, name).low)))
 
 
 def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
