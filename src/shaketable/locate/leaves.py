@@ -1,15 +1,15 @@
 """Modules that are one operator by definition, judged by the definition that the model's config gives.
 
 The modules come from the *reference*: the model's class built anew from its config, so that an eps, an activation or a
-scale that was changed on the device is not believed. Which of the known RMSNorms a class is is not read from its name:
-a small one is run on the host, and only a class that does what the formula says is a leaf. Whatever is not a leaf is
+scale that was changed on the device is not believed. Which of the known RMSNorms a module is is not read from its name:
+its code is run on the host, and only a module that does what the formula says is a leaf. Whatever is not a leaf is
 recorded function by function.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shaketable.locate import functions
 from shaketable.locate.functions import Call
 from shaketable.locate.intervals import ACCUMULATION as UA
-from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Precision, Product
+from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Product
 
 WIDENED = 1 << 24
 """float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
@@ -57,7 +57,7 @@ def _kind(module: nn.Module) -> str | None:
     if name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
         return _activation(type(module), name, str(module.__dict__.get("act", "")))
     if "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
-        return _bare_kind(module) if module._parameters.get("weight") is None else _norm_kind(type(module))  # type: ignore[arg-type]
+        return _norm_kind(module)
     return None
 
 
@@ -77,46 +77,47 @@ def _activation(kind: type, name: str, function: str) -> str | None:
     return {"SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}[name]
 
 
-@functools.cache
-def _norm_kind(kind: type[nn.Module]) -> str | None:
-    """Which formula an RMSNorm class follows, by running one of eight channels on the host. One that takes a gate is none."""
-    if len(inspect.signature(kind.forward).parameters) > 2:
+def _norm_kind(module: nn.Module) -> str | None:
+    """Which formula an RMSNorm follows; one that takes a gate, or has parameters besides its weight, follows none.
+
+    It is this module that is run, not its class: one of Qwen 4 takes its mean over groups of channels where it is told to. The
+    input is so small that eps counts.
+    """
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]
+    eps = float(getattr(module, _eps_name(module) or ""))
+    if own not in ([], ["weight"]) or len(inspect.signature(type(module).forward).parameters) > 2:
         return None
+    shape = module._parameters["weight"].shape if own else (int(getattr(module, "normalized_shape", (8,))[-1]),)  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(4, 8, generator=generator), torch.randn(8, generator=generator)
+    x = torch.randn(4, *shape, generator=generator) * math.sqrt(eps or 1.0)
+    w = torch.randn(shape, generator=generator) if own else None
     try:
-        module = kind(8, eps=0.125)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            module.weight.copy_(w)  # type: ignore[operator]
-            got = module(x)
+        got, normed = _run(module, x, w), _normalised(module, x.double())
     except (TypeError, RuntimeError, AttributeError):
         return None
-    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.125)
-    if _eps_name(module) is None:
-        return None
-    if torch.allclose(got, normed * w, rtol=1e-5, atol=1e-6):
+    if w is None:
+        return "rmsnorm_bare" if _close(got, normed) else None
+    if _close(got, normed * w):
         return "rmsnorm" if _rounds_first(module, x.bfloat16(), w.bfloat16()) else "rmsnorm_late"
-    return "rmsnorm_one" if torch.allclose(got, normed * (1 + w), rtol=1e-5, atol=1e-6) else None
+    return "rmsnorm_one" if _close(got, normed * (1 + w)) else None
 
 
-def _bare_kind(module: nn.Module) -> str | None:
-    """Whether a norm without a weight does what the formula says: it is run on the host itself."""
-    size = int(getattr(module, "normalized_shape", (8,))[-1])
-    x = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
-    call = Call(None, (x,), {}, x.dtype, Precision(), lambda tensor: tensor.double())
-    try:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            got = type(module).forward(module, x)
-    except (TypeError, RuntimeError, AttributeError):
-        return None
-    return "rmsnorm_bare" if torch.allclose(got.double(), _normalised(module, call), rtol=1e-5, atol=1e-6) else None
+def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
+    """What the code of a norm makes of another weight: on a copy, and without hooks."""
+    probe = type(module).__new__(type(module))
+    probe.__dict__.update(module.__dict__, _parameters={"weight": weight})
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        got: Tensor = type(module).forward(probe, x)
+    return got
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def _rounds_first(module: nn.Module, x: Tensor, w: Tensor) -> bool:
     """Whether the normalised value is rounded to the dtype before the weight multiplies, or only after it."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        got = module.bfloat16()(x)
-    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 0.125)
+    got, normed = _run(module, x, w), _normalised(module, x.double()).float()
     first, late = normed.bfloat16() * w, (normed * w.float()).bfloat16()
     return int((got != first).sum()) < int((got != late).sum())
 
@@ -141,7 +142,7 @@ def _rmsnorm(module: nn.Module, call: Call, weight: Weight) -> Allowed:
 
     In float32 the two are of a size with the error of the square root, and one bound covers all.
     """
-    normed, dtype = _normalised(module, call), _input(call).dtype
+    normed, dtype = _normalised(module, call.wide(_input(call))), _input(call).dtype
     if dtype == torch.float32:
         return Around.relative(normed.mul_(weight("weight").double()), 16, call.dtype)
     inner = Around.relative(normed, 12, dtype).interval()
@@ -152,22 +153,21 @@ def _rmsnorm(module: nn.Module, call: Call, weight: Weight) -> Allowed:
 
 def _rmsnorm_late(module: nn.Module, call: Call, weight: Weight) -> Around:
     """Weight and all in float32, rounded once."""
-    return Around.relative(_normalised(module, call).mul_(weight("weight").double()), 16, call.dtype)
+    return Around.relative(_normalised(module, call.wide(_input(call))).mul_(weight("weight").double()), 16, call.dtype)
 
 
 def _rmsnorm_one(module: nn.Module, call: Call, weight: Weight) -> Around:
     """Gemma's: times 1 + weight, in float32, rounded once."""
-    y = _normalised(module, call) * (1 + weight("weight").double())
+    y = _normalised(module, call.wide(_input(call))) * (1 + weight("weight").double())
     return Around.relative(y, 16, call.dtype)
 
 
 def _rmsnorm_bare(module: nn.Module, call: Call, weight: Weight) -> Around:
     """No weight: rounded once."""
-    return Around.relative(_normalised(module, call), 12, call.dtype)
+    return Around.relative(_normalised(module, call.wide(_input(call))), 12, call.dtype)
 
 
-def _normalised(module: nn.Module, call: Call) -> Tensor:
-    x = call.wide(_input(call))
+def _normalised(module: nn.Module, x: Tensor) -> Tensor:
     name = _eps_name(module)
     assert name is not None
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(getattr(module, name)))
