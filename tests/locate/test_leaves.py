@@ -216,8 +216,8 @@ class GroupedRMSNorm(nn.Module):
         self.group, self.eps = group, eps
 
     def forward(self, x):
-        y = x.unflatten(-1, (-1, self.group or x.shape[-1]))
-        return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)
+        y = x.float().unflatten(-1, (-1, self.group or x.shape[-1]))
+        return (self.weight.float() * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)).type_as(x)
 
 
 class BiasedRMSNorm(LlamaRMSNorm):
@@ -229,6 +229,17 @@ class BiasedRMSNorm(LlamaRMSNorm):
 
     def forward(self, x):
         return super().forward(x) + self.bias
+
+
+class TwiceRoundedRMSNorm(nn.Module):
+    """Rounds the root to the dtype before it multiplies, as DeepSeek-V4's: in float32 nobody sees that."""
+
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
 
 
 class LateEpsRMSNorm(RMSNorm):
@@ -260,7 +271,7 @@ class LoraLinear(nn.Linear):
     "make",
     [
         lambda: RMSNorm(8), lambda: OffsetRMSNorm(8), lambda: NoEpsRMSNorm(8), lambda: GroupedRMSNorm(8, 4),
-        lambda: BiasedRMSNorm(8), lambda: LateEpsRMSNorm(8), lambda: HouseRMSNorm(8), lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU, nn.GELU, nn.Tanh,
+        lambda: BiasedRMSNorm(8), TwiceRoundedRMSNorm, lambda: LateEpsRMSNorm(8), lambda: HouseRMSNorm(8), lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU, nn.GELU, nn.Tanh,
         lambda: GELUActivation(use_gelu_python=True), lambda: GELUTanh(use_gelu_tanh_python=True), lambda: ACT2FN["gelu_new"],
         lambda: nn.Sequential(nn.Linear(2, 2)),
     ],

@@ -2,7 +2,7 @@
 
 The modules come from the *reference*: the model's class built anew from its config, so that an eps, an activation or a
 scale that was changed on the device is not believed. Which of the known RMSNorms a module is is not read from its name:
-its code is run on the host, and only a module that does what the formula says is a leaf. Whatever is not a leaf is
+its code is run on the host, and only a module whose results the formula allows is a leaf. Whatever is not a leaf is
 recorded function by function.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shaketable.locate import functions
 from shaketable.locate.functions import Call
 from shaketable.locate.intervals import ACCUMULATION as UA
-from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Product
+from shaketable.locate.intervals import TINY, Allowed, Around, Interval, Precision, Product
 
 WIDENED = 1 << 24
 """float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
@@ -80,26 +80,30 @@ def _activation(kind: type, name: str, function: str) -> str | None:
 def _norm_kind(module: nn.Module) -> str | None:
     """Which formula an RMSNorm follows; one that takes a gate, or has parameters besides its weight, follows none.
 
-    It is this module that is run, not its class: one of Qwen 4 takes its mean over groups of channels where it is told to. The
-    input is so small that eps counts.
+    It is this module that is run, not its class: one of Qwen 4 takes its mean over groups of channels where it is told to.
     """
     own = [name for name, parameter in module._parameters.items() if parameter is not None]
-    eps = float(getattr(module, _eps_name(module) or ""))
     if own not in ([], ["weight"]) or len(inspect.signature(type(module).forward).parameters) > 2:
         return None
-    shape = module._parameters["weight"].shape if own else (int(getattr(module, "normalized_shape", (8,))[-1]),)  # type: ignore[union-attr]
+    kinds = ("rmsnorm_late", "rmsnorm", "rmsnorm_one") if own else ("rmsnorm_bare",)
+    return next(
+        (kind for kind in kinds if all(_follows(module, kind, dtype) for dtype in (torch.float32, torch.bfloat16))), None
+    )
+
+
+def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
+    """Whether the formula allows what a norm makes on the host: its roundings too, at values so small that eps counts."""
+    weight, eps = module._parameters.get("weight"), float(getattr(module, _eps_name(module) or ""))
+    shape = (int(getattr(module, "normalized_shape", (8,))[-1]),) if weight is None else tuple(weight.shape)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, *shape, generator=generator) * math.sqrt(eps or 1.0)
-    w = torch.randn(shape, generator=generator) if own else None
+    x = torch.randn(max(4, 512 // shape[-1]), *shape, generator=generator).mul_(math.sqrt(eps or 1.0)).to(dtype)
+    w = None if weight is None else torch.randn(shape, generator=generator).to(dtype)
     try:
-        got, normed = _run(module, x, w), _normalised(module, x.double())
+        got = _run(module, x, w)
     except (TypeError, RuntimeError, AttributeError):
-        return None
-    if w is None:
-        return "rmsnorm_bare" if _close(got, normed) else None
-    if _close(got, normed * w):
-        return "rmsnorm" if _rounds_first(module, x.bfloat16(), w.bfloat16()) else "rmsnorm_late"
-    return "rmsnorm_one" if _close(got, normed * (1 + w)) else None
+        return False
+    call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
+    return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())  # type: ignore[arg-type,return-value]
 
 
 def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -109,17 +113,6 @@ def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
     with torch.no_grad(), torch._C.DisableTorchFunction():
         got: Tensor = type(module).forward(probe, x)
     return got
-
-
-def _close(got: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def _rounds_first(module: nn.Module, x: Tensor, w: Tensor) -> bool:
-    """Whether the normalised value is rounded to the dtype before the weight multiplies, or only after it."""
-    got, normed = _run(module, x, w), _normalised(module, x.double()).float()
-    first, late = normed.bfloat16() * w, (normed * w.float()).bfloat16()
-    return int((got != first).sum()) < int((got != late).sum())
 
 
 def _eps_name(module: nn.Module) -> str | None:
@@ -142,7 +135,7 @@ def _rmsnorm(module: nn.Module, call: Call, weight: Weight) -> Allowed:
 
     In float32 the two are of a size with the error of the square root, and one bound covers all.
     """
-    normed, dtype = _normalised(module, call.wide(_input(call))), _input(call).dtype
+    normed, dtype = _normalised(module, call), _input(call).dtype
     if dtype == torch.float32:
         return Around.relative(normed.mul_(weight("weight").double()), 16, call.dtype)
     inner = Around.relative(normed, 12, dtype).interval()
@@ -153,21 +146,22 @@ def _rmsnorm(module: nn.Module, call: Call, weight: Weight) -> Allowed:
 
 def _rmsnorm_late(module: nn.Module, call: Call, weight: Weight) -> Around:
     """Weight and all in float32, rounded once."""
-    return Around.relative(_normalised(module, call.wide(_input(call))).mul_(weight("weight").double()), 16, call.dtype)
+    return Around.relative(_normalised(module, call).mul_(weight("weight").double()), 16, call.dtype)
 
 
 def _rmsnorm_one(module: nn.Module, call: Call, weight: Weight) -> Around:
     """Gemma's: times 1 + weight, in float32, rounded once."""
-    y = _normalised(module, call.wide(_input(call))) * (1 + weight("weight").double())
+    y = _normalised(module, call) * (1 + weight("weight").double())
     return Around.relative(y, 16, call.dtype)
 
 
 def _rmsnorm_bare(module: nn.Module, call: Call, weight: Weight) -> Around:
     """No weight: rounded once."""
-    return Around.relative(_normalised(module, call.wide(_input(call))), 12, call.dtype)
+    return Around.relative(_normalised(module, call), 12, call.dtype)
 
 
-def _normalised(module: nn.Module, x: Tensor) -> Tensor:
+def _normalised(module: nn.Module, call: Call) -> Tensor:
+    x = call.wide(_input(call))
     name = _eps_name(module)
     assert name is not None
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(getattr(module, name)))
