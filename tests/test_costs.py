@@ -11,11 +11,11 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.harden.aqn import AQN
-from shaketable.layers import Layers, parse_layers
+from shaketable.harden.aqn.spec import AQN
+from shaketable.io.yaml_file import read_yaml
+from shaketable.layer_ranges import Layers, parse_layers
 from shaketable.plan import Plan
 from shaketable.study.file import load_study
-from shaketable.yaml_file import read_yaml
 
 SECONDS = 5.0
 """For what takes a second on a free machine, and took a minute or more."""

@@ -7,8 +7,8 @@ import torch
 from architectures import tokens
 
 import shaketable as st
-from shaketable.locate.reference import Reference
-from shaketable.locate.trace import trace
+from shaketable.locate.capture.reference import Reference
+from shaketable.locate.capture.trace import trace
 
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip

@@ -2,7 +2,7 @@
 
 import fcntl
 
-from shaketable.study.locks import FOLDER, held, is_held
+from shaketable.io.locks import FOLDER, held, is_held
 
 
 def test_a_run_is_held_while_somebody_works_on_it(tmp_path):
