@@ -201,10 +201,52 @@ class NoEpsRMSNorm(RMSNorm):
 
 
 class StubbornRMSNorm(LlamaRMSNorm):
-    """Cannot be built like the others."""
+    """Cannot be built like the others, and does the same."""
 
     def __init__(self, size, groups):
         super().__init__(size)
+
+
+class GroupedRMSNorm(nn.Module):
+    """A mean over groups of channels where it is given a size of them, as Qwen 4's, and over all where not."""
+
+    def __init__(self, size, group=None, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.group, self.eps = group, eps
+
+    def forward(self, x):
+        y = x.float().unflatten(-1, (-1, self.group or x.shape[-1]))
+        return (self.weight.float() * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)).type_as(x)
+
+
+class BiasedRMSNorm(LlamaRMSNorm):
+    """Has one parameter more, which is nothing as long as it is zero."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
+class TwiceRoundedRMSNorm(nn.Module):
+    """Rounds the root to the dtype before it multiplies, as DeepSeek-V4's: in float32 nobody sees that."""
+
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+class LateEpsRMSNorm(RMSNorm):
+    """Adds its eps to the root, and not to what is under it."""
+
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
 
 
 class HouseRMSNorm(nn.Module):
@@ -228,14 +270,28 @@ class LoraLinear(nn.Linear):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: RMSNorm(8), lambda: OffsetRMSNorm(8), lambda: NoEpsRMSNorm(8), lambda: StubbornRMSNorm(8, 2),
-        lambda: HouseRMSNorm(8), lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU, nn.GELU, nn.Tanh,
+        lambda: RMSNorm(8), lambda: OffsetRMSNorm(8), lambda: NoEpsRMSNorm(8), lambda: GroupedRMSNorm(8, 4),
+        lambda: BiasedRMSNorm(8), TwiceRoundedRMSNorm, lambda: LateEpsRMSNorm(8), lambda: HouseRMSNorm(8), lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU, nn.GELU, nn.Tanh,
         lambda: GELUActivation(use_gelu_python=True), lambda: GELUTanh(use_gelu_tanh_python=True), lambda: ACT2FN["gelu_new"],
         lambda: nn.Sequential(nn.Linear(2, 2)),
     ],
 )  # fmt: skip
 def test_whatever_has_no_definition_is_looked_into(make):
     assert leaf_of(make()) is None
+
+
+@pytest.mark.parametrize("make", [lambda: StubbornRMSNorm(8, 2), lambda: GroupedRMSNorm(8), lambda: GroupedRMSNorm(8, 8)])
+def test_a_norm_is_known_by_what_it_does_however_it_is_built(make):
+    first, second = GroupedRMSNorm(8, 4), make()
+    assert leaf_of(first) is None and leaf_of(second).kind.startswith("rmsnorm"), "one of a class says nothing of another"
+
+
+def test_the_model_under_test_keeps_its_weights_and_its_hooks_are_not_run():
+    norm, calls = filled(LlamaRMSNorm(8), torch.float32), []
+    before = norm.weight.clone()
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    assert leaf_of(norm).kind == "rmsnorm"
+    assert torch.equal(norm.weight, before) and not calls and norm.weight.dtype == torch.float32
 
 
 def test_a_norm_is_known_on_the_meta_device_too():

@@ -76,7 +76,69 @@ def test_layers_are_found_wherever_people_put_them(path):
 
 
 def test_a_vision_tower_is_not_the_language_model():
-    assert find_layers(tree("language_model.layers", extra="vision_tower"))[1] == "language_model.layers"
+    assert find_layers(tree("language_model.layers", extra="vision_tower"))[1] == [
+        "language_model.layers.0",
+        "language_model.layers.1",
+    ]
+
+
+def stacks(*paths, kind=None):
+    """A model with a stack of two layers at each path; the last of another class if one is given."""
+    root = nn.Module()
+    for path in paths:
+        here = root
+        *names, last = path.split(".")
+        for name in names:
+            setattr(here, name, getattr(here, name, nn.Module()))
+            here = getattr(here, name)
+        made = kind if kind and path == paths[-1] else block
+        setattr(here, last, nn.ModuleList([made(), made()]))
+    return root
+
+
+def test_two_stacks_of_one_model_are_its_layers_one_after_another():
+    layers, paths = find_layers(model := stacks("model.low.layers", "model.high.layers"))
+    assert layers == [*model.model.low.layers, *model.model.high.layers]
+    assert paths == [f"model.{stack}.layers.{i}" for stack in ("low", "high") for i in (0, 1)]
+    assert {p.layer for p in Anatomy.of(model).parts if p.name.startswith("model.high.layers.1")} == {3}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        stacks("policy.model.layers", "judge.model.layers"), stacks("decoder.layers", "encoder.layers"),
+        stacks("model.low.layers", "model.high.blocks"), stacks("layers", "draft.layers"),
+        stacks("model.low.layers", "model.high.layers", kind=lambda: nn.TransformerEncoderLayer(2, 1, 2)),
+    ],
+)  # fmt: skip
+def test_stacks_of_two_models_or_of_two_kinds_are_not_put_together(other):
+    assert len(find_layers(other)[0]) == 2
+
+
+def test_stacks_of_two_lengths_are_not_put_together():
+    model = stacks("model.patcher.layers", "model.latent.layers")
+    model.model.latent.layers.append(block())
+    assert find_layers(model)[1] == [f"model.latent.layers.{i}" for i in range(3)]
+
+
+def test_a_plan_on_layers_shakes_every_call_of_a_hierarchical_model():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.HrmTextConfig(**sizes, num_hidden_layers=3)).eval()
+    with st.inject(model, "relative_gaussian:0.01@layer.all") as ledger, torch.no_grad():
+        model(torch.arange(8)[None], use_cache=False)
+    assert ledger.forward == model.config.num_hidden_layers == 3 * 2 * (3 + 1)
+    assert len(Anatomy.of(model).layers) == 6
+
+
+def test_a_list_of_layers_may_be_the_whole_model():
+    model = nn.ModuleList([block(), block()])
+    assert find_layers(model)[1] == ["0", "1"] and {p.layer for p in Anatomy.of(model).parts if p.name.startswith("1")} == {1}
+
+
+def test_a_layer_behind_one_that_is_shared_has_the_number_of_its_place():
+    one, last, looped = block(), block(), nn.Module()
+    looped.layers = nn.ModuleList([one, one, last])
+    assert {p.layer for p in Anatomy.of(looped).parts if p.module is last} == {1}
 
 
 def test_shared_modules_are_counted_once():

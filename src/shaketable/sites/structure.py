@@ -58,7 +58,8 @@ class Anatomy:
     @classmethod
     def of(cls, model: nn.Module) -> Anatomy:
         """Read a model's anatomy."""
-        layers, prefix = find_layers(model)
+        layers, paths = find_layers(model)
+        places = {path: i for i, path in enumerate(paths)}
         self = cls(model=model, layers=layers)
         named = list(_canonical_modules(model))
         self.is_moe = any(_MOE.search(name) for _, name, _ in named)
@@ -71,7 +72,7 @@ class Anatomy:
                     role = None
                 else:
                     outer[name] = role
-            self.parts.append(Part(module, name, _layer_of(raw, prefix, layers), role, _weights(module, role)))
+            self.parts.append(Part(module, name, _layer_of(raw, places), role, _weights(module, role)))
         return self
 
     def role_counts(self) -> dict[str, int]:
@@ -195,11 +196,12 @@ def _weights(module: nn.Module, role: str | None) -> tuple[str, ...]:
     return ("weight",) if "weight" in own else ()
 
 
-def find_layers(model: nn.Module) -> tuple[list[nn.Module], str | None]:
-    """The decoder layers and the raw path of their list; an empty list when the model has none.
+def find_layers(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
+    """The decoder layers and their raw paths; nothing when the model has none.
 
     Among all lists that look like a stack of layers, and are not inside another, language models win over vision
-    towers, decoders over encoders, then the one with the most parameters.
+    towers, decoders over encoders, then the one with the most parameters. Stacks of the same shape beside it count too, one
+    after another: a hierarchical model (HRM) has two, which it calls in turn.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -207,9 +209,26 @@ def find_layers(model: nn.Module) -> tuple[list[nn.Module], str | None]:
         if not inside and _looks_like_layers(name, module):
             found[name] = module
     if not found:
-        return [], None
+        return [], []
     best = max(found, key=lambda n: (_preference(n), sum(p.numel() for p in found[n].parameters())))
-    return list(found[best].children()), best
+    stacks = [name for name in found if name == best or _are_beside(name, best, found)]
+    layers = {f"{name}.{key}".lstrip("."): layer for name in stacks for key, layer in found[name].named_children()}
+    return list(layers.values()), list(layers)
+
+
+def _are_beside(one: str, other: str, found: dict[str, nn.Module]) -> bool:
+    """Whether two lists of one name, in two modules of one module, are the same stack but for the values of its parameters.
+
+    BLT has four stacks of one class and of four lengths: two that read and write bytes, one that cuts them into patches, and
+    the model between them, whose layers alone are meant.
+    """
+    (*above, _, name), (*above_other, _, name_other) = (["", *path.split(".")] for path in (one, other))
+    alike = (above, name, _preference(one)) == (above_other, name_other, _preference(other))
+    return alike and _shape(found[one]) == _shape(found[other])
+
+
+def _shape(stack: nn.Module) -> list[tuple[str, int]]:
+    return [(class_name(layer), sum(p.numel() for p in layer.parameters())) for layer in stack.children()]
 
 
 def _looks_like_layers(name: str, module: nn.Module) -> bool:
@@ -228,8 +247,6 @@ def _preference(name: str) -> int:
     return 1 if "encoder" in path and "decoder" not in path else 2
 
 
-def _layer_of(raw: str, prefix: str | None, layers: list[nn.Module]) -> int | None:
-    if prefix is None or not raw.startswith(f"{prefix}." if prefix else ""):
-        return None
-    index = raw[len(prefix) + 1 if prefix else 0 :].split(".", 1)[0]
-    return int(index) if index.isdigit() else None
+def _layer_of(raw: str, places: dict[str, int]) -> int | None:
+    """Which layer a raw path is, or is inside of."""
+    return next((places[path] for path in (*_above(raw), raw) if path in places), None)

@@ -1,15 +1,15 @@
 """Modules that are one operator by definition, judged by the definition that the model's config gives.
 
 The modules come from the *reference*: the model's class built anew from its config, so that an eps, an activation or a
-scale that was changed on the device is not believed. Which of the known RMSNorms a class is is not read from its name:
-a small one is run on the host, and only a class that does what the formula says is a leaf. Whatever is not a leaf is
+scale that was changed on the device is not believed. Which of the known RMSNorms a module is is not read from its name:
+its code is run on the host, and only a module whose results the formula allows is a leaf. Whatever is not a leaf is
 recorded function by function.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +57,7 @@ def _kind(module: nn.Module) -> str | None:
     if name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
         return _activation(type(module), name, str(module.__dict__.get("act", "")))
     if "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
-        return _bare_kind(module) if module._parameters.get("weight") is None else _norm_kind(type(module))  # type: ignore[arg-type]
+        return _norm_kind(module)
     return None
 
 
@@ -77,48 +77,42 @@ def _activation(kind: type, name: str, function: str) -> str | None:
     return {"SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}[name]
 
 
-@functools.cache
-def _norm_kind(kind: type[nn.Module]) -> str | None:
-    """Which formula an RMSNorm class follows, by running one of eight channels on the host. One that takes a gate is none."""
-    if len(inspect.signature(kind.forward).parameters) > 2:
+def _norm_kind(module: nn.Module) -> str | None:
+    """Which formula an RMSNorm follows; one that takes a gate, or has parameters besides its weight, follows none.
+
+    It is this module that is run, not its class: one of Qwen 4 takes its mean over groups of channels where it is told to.
+    """
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if own not in ([], ["weight"]) or len(inspect.signature(type(module).forward).parameters) > 2:
         return None
+    kinds = ("rmsnorm_late", "rmsnorm", "rmsnorm_one") if own else ("rmsnorm_bare",)
+    return next(
+        (kind for kind in kinds if all(_follows(module, kind, dtype) for dtype in (torch.float32, torch.bfloat16))), None
+    )
+
+
+def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
+    """Whether the formula allows what a norm makes on the host: its roundings too, at values so small that eps counts."""
+    weight, eps = module._parameters.get("weight"), float(getattr(module, _eps_name(module) or ""))
+    shape = (int(getattr(module, "normalized_shape", (8,))[-1]),) if weight is None else tuple(weight.shape)
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(4, 8, generator=generator), torch.randn(8, generator=generator)
+    x = torch.randn(max(4, 512 // shape[-1]), *shape, generator=generator).mul_(math.sqrt(eps or 1.0)).to(dtype)
+    w = None if weight is None else torch.randn(shape, generator=generator).to(dtype)
     try:
-        module = kind(8, eps=0.125)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            module.weight.copy_(w)  # type: ignore[operator]
-            got = module(x)
+        got = _run(module, x, w)
     except (TypeError, RuntimeError, AttributeError):
-        return None
-    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.125)
-    if _eps_name(module) is None:
-        return None
-    if torch.allclose(got, normed * w, rtol=1e-5, atol=1e-6):
-        return "rmsnorm" if _rounds_first(module, x.bfloat16(), w.bfloat16()) else "rmsnorm_late"
-    return "rmsnorm_one" if torch.allclose(got, normed * (1 + w), rtol=1e-5, atol=1e-6) else None
+        return False
+    call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
+    return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())  # type: ignore[arg-type,return-value]
 
 
-def _bare_kind(module: nn.Module) -> str | None:
-    """Whether a norm without a weight does what the formula says: it is run on the host itself."""
-    size = int(getattr(module, "normalized_shape", (8,))[-1])
-    x = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
-    call = Call(None, (x,), {}, x.dtype, Precision(), lambda tensor: tensor.double())
-    try:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            got = type(module).forward(module, x)
-    except (TypeError, RuntimeError, AttributeError):
-        return None
-    return "rmsnorm_bare" if torch.allclose(got.double(), _normalised(module, call), rtol=1e-5, atol=1e-6) else None
-
-
-def _rounds_first(module: nn.Module, x: Tensor, w: Tensor) -> bool:
-    """Whether the normalised value is rounded to the dtype before the weight multiplies, or only after it."""
+def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
+    """What the code of a norm makes of another weight: on a copy, and without hooks."""
+    probe = type(module).__new__(type(module))
+    probe.__dict__.update(module.__dict__, _parameters={"weight": weight})
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        got = module.bfloat16()(x)
-    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 0.125)
-    first, late = normed.bfloat16() * w, (normed * w.float()).bfloat16()
-    return int((got != first).sum()) < int((got != late).sum())
+        got: Tensor = type(module).forward(probe, x)
+    return got
 
 
 def _eps_name(module: nn.Module) -> str | None:

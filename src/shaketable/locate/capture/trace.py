@@ -85,7 +85,7 @@ def forward(model: nn.Module, ids: Tensor) -> Tensor:
 
 def trace(model: nn.Module, ids: Tensor, reference: Reference) -> Trace:
     """Run the model once and keep what each layer was given and returned."""
-    layers, prefix = find_layers(model)
+    layers, paths = find_layers(model)
     places = {id(layer): i for i, layer in enumerate(layers)}
     recorder = Recorder(model, lambda path, module: id(module) in places or reference.leaf(path) is not None)
     with recorder.watching() as recording:
@@ -99,8 +99,8 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference) -> Trace:
                 raise ModelError(f"{record.path} is called more than once in a forward; locate follows one call per layer")
             calls[index] = LayerCall(index, record.path, module, record.args, record.kwargs, record.output)
     if len(calls) != len(layers):
-        missing = next(i for i in range(len(layers)) if i not in calls)
-        raise ModelError(f"{prefix}.{missing} was not called in a forward")
+        missing = next(path for i, path in enumerate(paths) if i not in calls)
+        raise ModelError(f"{missing} was not called in a forward")
     return Trace([calls[i] for i in range(len(layers))], recording, logits)
 
 
