@@ -27,6 +27,8 @@ from shaketable.study.signing import SIGNATURE
 from shaketable.study.verifying import asked_digest, digest, verify
 from shaketable.study.work import do
 
+pytestmark = pytest.mark.attack("tampered records")
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
