@@ -57,11 +57,14 @@ def test_records_are_read_where_nothing_can_be_written(folder):
     assert sorted(path.name for path in (folder / "store").iterdir()) == ["begun", "run"]
 
 
-@pytest.mark.parametrize("words", [["study", "list", "--store", "store"], ["study", "verify", "store"]])
-def test_commands_that_only_read_work(folder, words):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["study", "list", "--store", "store"], "begun"), (["study", "verify", "store"], "2 records, unchanged")],
+)
+def test_commands_that_only_read_work(folder, words, said):
     done = shaketable(folder, *words, first=AS_NOBODY)
     assert done.code == 0, done.stderr
-    assert "begun" in done.stdout + done.stderr
+    assert said in done.stdout
 
 
 RUN = ["run", "--plan", "gain:0.1@module.linear"]
