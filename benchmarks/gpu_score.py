@@ -28,9 +28,9 @@ import torch
 
 from first_pass import Row, spread
 from gpu_models import build
-from shaketable.cache import cache_folder
+from shaketable.io.cache_folder import cache_folder
+from shaketable.measure.decoding.dynamic import batches, probe_batch_size
 from shaketable.measure.evaluation import Condition, Evaluation, Evaluator, arithmetic
-from shaketable.measure.generation import batches, probe_batch_size
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import load_model
 from shaketable.plan import Plan

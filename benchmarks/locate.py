@@ -35,12 +35,12 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import shaketable as st
+from shaketable.locate.capture.prompts import token_batch
+from shaketable.locate.capture.recorder import Recording, same, tensors_of
+from shaketable.locate.capture.trace import LayerCall, forward, record_layer, trace
 from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport
-from shaketable.locate.locator import Locator
-from shaketable.locate.prompts import token_batch
-from shaketable.locate.record import Recording, same, tensors_of
-from shaketable.locate.statistics import srdd_verdict
-from shaketable.locate.trace import LayerCall, forward, record_layer, trace
+from shaketable.locate.locate import Locator
+from shaketable.locate.srdd import srdd_verdict
 from shaketable.models import load_model
 
 HERE = Path(__file__).parent

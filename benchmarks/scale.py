@@ -42,13 +42,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.inject.ledger import Ledger
-from shaketable.integrations.orders import Orders
-from shaketable.integrations.reports import merged, read_reports
-from shaketable.integrations.verl_crew import Crew
-from shaketable.integrations.verl_tally import Span
-from shaketable.launch.kept_file import PAUSE, SHARE
-from shaketable.launch.runner import collect
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.worker_report import merged, read_reports
+from shaketable.integrations.verl.tally import Span
+from shaketable.integrations.verl.workers import Crew
+from shaketable.launch.live_json import PAUSE, SHARE
+from shaketable.launch.run import collect
+from shaketable.ledger.ledger import Ledger
 
 HERE = Path(__file__).parent
 PLAN = "relative_gaussian:0.05@module.linear,direction=both"

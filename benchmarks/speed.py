@@ -34,8 +34,8 @@ import rivals
 import shaketable as st
 from first_pass import PASSES, Row, opened_rows, spread
 from shaketable.measure.evaluation import Condition, proof_of
-from shaketable.measure.sweep import default_n, draw
-from shaketable.measure.sweep_solving import Solving
+from shaketable.measure.sweep.run import default_n, draw
+from shaketable.measure.sweep.solve import Solving
 from shaketable.measure.tasks import load_task
 from shaketable.models import load_model
 from shaketable.plan import Plan

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from shaketable.record import RunRecord
-from shaketable.study import store as store_module
-from shaketable.study.index import FILE, Index
-from shaketable.study.store import Store
+from shaketable.records.record import RunRecord
+from shaketable.study.store import store as store_module
+from shaketable.study.store.index import FILE, Index
+from shaketable.study.store.store import Store
 
 HERE = Path(__file__).parent
 ROUNDS = 5

@@ -29,7 +29,7 @@ def main(picture: str | None = None) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import shaketable as st
-    from shaketable.inject.ledger_text import build_table, remarks
+    from shaketable.ledger.table import build_table, remarks
 
     torch.manual_seed(0)
     config = LlamaConfig(

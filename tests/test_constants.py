@@ -9,7 +9,7 @@ import importlib
 import pytest
 import torch
 
-from shaketable.faults.generator import key_of, mix64
+from shaketable.faults.rng import key_of, mix64
 
 CONSTANTS = {
     # locate: no false alarm, and what is missed
@@ -57,7 +57,7 @@ def test_a_number_that_a_guarantee_rests_on_is_what_it_was(name):
 @pytest.mark.parametrize(("terms", "units"), [(1, 1), (25, 25), (64, 44), (4096, 576)])
 def test_the_slack_of_a_sum_is_the_documented_one(terms, units):
     """In units of float32: all terms where they are few, 5√K + K/16 where they are many."""
-    from shaketable.locate.intervals import summation
+    from shaketable.locate.probes.rounding import summation
 
     assert summation(terms) == units * 2.0**-24
 

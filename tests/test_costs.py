@@ -11,11 +11,11 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.harden.aqn import AQN
-from shaketable.layers import Layers, parse_layers
+from shaketable.harden.aqn.spec import AQN
+from shaketable.io.yaml_file import read_yaml
+from shaketable.layer_ranges import Layers, parse_layers
 from shaketable.plan import Plan
 from shaketable.study.file import load_study
-from shaketable.yaml_file import read_yaml
 
 pytestmark = pytest.mark.attack("hostile inputs")
 

@@ -69,7 +69,7 @@ def test_the_demo_is_a_study_that_is_shipped():
 
 
 def test_the_ledger_example_runs_and_every_clause_of_it_changes_values(capsys):
-    space = runpy.run_path(str(ROOT / "examples" / "ledger.py"))
+    space = runpy.run_path(str(ROOT / "examples" / "ledger/ledger.py"))
     space["main"]()
     shown = capsys.readouterr().out
     assert "bit-identical: True" in shown

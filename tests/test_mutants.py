@@ -33,7 +33,9 @@ def test_nearly_every_bug_is_a_line_that_is_there_and_leaves_python_behind(mutan
 
 def test_a_caught_bug_a_missed_one_and_a_run_that_goes_on(mutants, tmp_path):
     def plant(new):
-        return mutants.Mutant("tried", "launch/places.py", "if self.label else", new, ("launch/test_process_keys.py::" + TEST,))
+        return mutants.Mutant(
+            "tried", "launch/process_identity.py", "if self.label else", new, ("launch/test_process_keys.py::" + TEST,)
+        )
 
     results, said = mutants.Results(), []
     caught, missed = plant("if not self.label else"), plant("if bool(self.label) else")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.sites.anatomy import Anatomy
+from shaketable.sites.structure import Anatomy
 
 NOISE = "relative_gaussian:0.05"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shaketable.errors import PlanError
 from shaketable.faults import KINDS, Format
-from shaketable.layers import Layers, join_layers, parse_layers
+from shaketable.layer_ranges import Layers, join_layers, parse_layers
 from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan
 
 often = settings(derandomize=True, deadline=None, database=None, max_examples=200)

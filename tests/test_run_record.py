@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from shaketable.environment import gather
 from shaketable.errors import ShaketableError
-from shaketable.record import FILE, SCHEMA, SEAL, RunRecord, unique_folder
+from shaketable.records.environment import gather
+from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord, unique_folder
 
 OLD = Path(__file__).parents[1] / "results" / "harden" / "records.tar.gz"
 
@@ -461,7 +461,7 @@ def test_a_disk_that_is_full_when_synced_is_one_line_and_loses_nothing(tmp_path,
 def test_a_disk_that_takes_half_a_line_leaves_the_record_whole(tmp_path):
     """The kernel itself cuts the write short: a limit on the file's size stands for the disk."""
     code = (
-        "import resource, sys; from pathlib import Path; from shaketable.record import RunRecord\n"
+        "import resource, sys; from pathlib import Path; from shaketable.records.record import RunRecord\n"
         "record = RunRecord.create(Path(sys.argv[1]), 'train', {}, {}); record.append('step', step=1)\n"
         "size = (record.folder / 'record.jsonl').stat().st_size + 2000\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))\n"
@@ -487,7 +487,7 @@ def test_a_new_name_is_one_that_nobody_has_used(tmp_path):
 
 
 def test_the_record_imports_no_torch():
-    code = "import sys, shaketable.record; print('torch' in sys.modules)"
+    code = "import sys, shaketable.records.record; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False"]
 
 

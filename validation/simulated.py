@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from scipy.special import expit
 
-from shaketable.measure.statistics import paired, wilson
-from shaketable.study.comparisons import compare
+from shaketable.measure.stats.tests import paired, wilson
+from shaketable.study.analysis.comparisons import compare
+from shaketable.study.analysis.runs import Run
 from shaketable.study.config import Comparing
-from shaketable.study.runs import Run
 
 LEVEL = 0.05
 STUDIES = 2000
@@ -34,7 +34,7 @@ CASES = {
     "better by half a logit, 3 seeds": (3, 0.2, 0.4, 0.5, 1),
 }
 MOST_FALSE, LEAST_COVERED = 0.06, 0.925
-"""What the page promises of five seeds or more; three are known to be worth a little less (`measure/crossed.py`)."""
+"""What the page promises of five seeds or more; three are known to be worth a little less (`measure/stats/crossed_effects.py`)."""
 
 
 def simulate(studies: int = STUDIES, seed: int = 0) -> list[dict[str, Any]]:

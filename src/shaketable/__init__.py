@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shaketable.errors import InertError, ModelError, NoMatchError, PlanError, ShaketableError
-    from shaketable.harden.aqn import AQN
-    from shaketable.harden.schedules import Constant, EpochAware, GlobalDecay
+    from shaketable.harden.aqn.schedules import Constant, EpochAware, GlobalDecay
+    from shaketable.harden.aqn.spec import AQN
     from shaketable.inject import Injection, Ledger, inject
     from shaketable.locate.diagnosis import Diagnosis
-    from shaketable.locate.locator import locate
+    from shaketable.locate.locate import locate
     from shaketable.plan import Plan
     from shaketable.sites.phases import phase
 
@@ -24,14 +24,14 @@ _HOMES = {
     "Plan": "shaketable.plan",
     "inject": "shaketable.inject.injection",
     "Injection": "shaketable.inject.injection",
-    "Ledger": "shaketable.inject.ledger",
-    "locate": "shaketable.locate.locator",
+    "Ledger": "shaketable.ledger.ledger",
+    "locate": "shaketable.locate.locate",
     "Diagnosis": "shaketable.locate.diagnosis",
     "phase": "shaketable.sites.phases",
-    "AQN": "shaketable.harden.aqn",
-    "GlobalDecay": "shaketable.harden.schedules",
-    "EpochAware": "shaketable.harden.schedules",
-    "Constant": "shaketable.harden.schedules",
+    "AQN": "shaketable.harden.aqn.spec",
+    "GlobalDecay": "shaketable.harden.aqn.schedules",
+    "EpochAware": "shaketable.harden.aqn.schedules",
+    "Constant": "shaketable.harden.aqn.schedules",
     "ShaketableError": "shaketable.errors",
     "PlanError": "shaketable.errors",
     "NoMatchError": "shaketable.errors",

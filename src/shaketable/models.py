@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shaketable.cache import cache_folder
 from shaketable.errors import ModelError, ShaketableError, nearest
+from shaketable.io.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     import torch

@@ -40,8 +40,8 @@ from pydantic import (
 
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import KINDS, Fault, FaultBase, Format, MagnitudeFault, make_fault
-from shaketable.layers import Layers, join_layers, parse_layers
-from shaketable.yaml_file import LONGEST, read_yaml
+from shaketable.io.yaml_file import LONGEST, read_yaml
+from shaketable.layer_ranges import Layers, join_layers, parse_layers
 
 T = TypeVar("T", bound=BaseModel)
 Level = Literal["module", "layer", "op"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 SERVER = """
 import json, os, signal, sys, traceback
 import torch, transformers, trl, peft
-import shaketable.cli, shaketable.environment, shaketable.harden.rehearsal, shaketable.harden.training
-import shaketable.harden.outcome, shaketable.harden.aqn_plot, rich.progress, rich.table
+import shaketable.cli, shaketable.records.environment, shaketable.harden.grpo.dry_run, shaketable.harden.grpo.run
+import shaketable.harden.grpo.summary, shaketable.harden.aqn.plot, rich.progress, rich.table
 from shaketable.measure.tasks import load_task
 torch.set_num_threads(1)
 load_task("arithmetic").problems("test")

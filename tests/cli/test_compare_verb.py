@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from shaketable.cli import app
-from shaketable.locate.fingerprint import make_fingerprint
-from shaketable.locate.fingerprint_file import write_fingerprint
+from shaketable.locate.compare.fingerprint import make_fingerprint
+from shaketable.locate.compare.fingerprint_file import write_fingerprint
 from shaketable.plan import Plan
 
 IDS = torch.arange(32)[None] * 7 % 41

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from command_server import shaketable
 
-from shaketable.faults import native
-from shaketable.record import FILE, RunRecord
-from shaketable.study.store import Store
+from shaketable.faults.cpu import native
+from shaketable.records.record import FILE, RunRecord
+from shaketable.study.store.store import Store
 
 pytestmark = pytest.mark.attack("read-only folders")
 NOBODY = 65534
 AS_NOBODY = (
-    "import os, shaketable.cli.study_table, shaketable.study.progress, shaketable.study.verifying\n"
+    "import os, shaketable.cli.tables.study, shaketable.study.store.progress, shaketable.study.verify\n"
     f"if os.getuid() == 0: os.seteuid({NOBODY})\n"
 )
 """Run before the command: permissions do not bind root. Python itself may lie where only root can read, hence the imports."""

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from command_server import shaketable
 
-from shaketable.study.running import definitions
+from shaketable.study.run_study import definitions
 
 TINY = {
     "study": "tiny",

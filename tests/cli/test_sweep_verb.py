@@ -14,7 +14,7 @@ import typer
 
 from shaketable import cli
 from shaketable.cli.sweep import sweep
-from shaketable.record import FILE
+from shaketable.records.record import FILE
 
 ROOT = Path(__file__).parents[2]
 NOISE = ("nano", "--task", "arithmetic,level=2", "--plan", "relative_gaussian@op.matmul")

@@ -16,8 +16,8 @@ import torch
 from command_server import shaketable
 from safetensors.torch import load_file, save_file
 
-from shaketable.harden.checkpoints import sealed, step_of
-from shaketable.record import RunRecord
+from shaketable.harden.grpo.checkpoints import sealed, step_of
+from shaketable.records.record import RunRecord
 
 pytestmark = pytest.mark.attack("kills")
 RUN = [
@@ -32,7 +32,7 @@ KILL = "import os, signal\ndef kill(): os.kill(os.getpid(), signal.SIGKILL)\n"
 def at_event(kind, step, before=False):
     """Killed when the record gets an event, before or after it is written."""
     return KILL + (
-        "from shaketable.record import RunRecord\nappend = RunRecord.append\n"
+        "from shaketable.records.record import RunRecord\nappend = RunRecord.append\n"
         "def patched(self, event, **facts):\n"
         f"    now = event == {kind!r} and facts.get('step') == {step}\n"
         f"    if now and {before}: kill()\n"
@@ -46,7 +46,7 @@ def in_checkpoint(step, part):
     """Killed while a checkpoint is written: after the weights, before the seal, or with the seal as a draft only."""
     if part == "weights":
         return KILL + (
-            "from shaketable.harden.grpo import ShakenGRPO\nsave = ShakenGRPO._save_optimizer_and_scheduler\n"
+            "from shaketable.harden.grpo.trainer import ShakenGRPO\nsave = ShakenGRPO._save_optimizer_and_scheduler\n"
             f"def patched(self, *a): self.state.global_step == {step} and kill(); save(self, *a)\n"
             "ShakenGRPO._save_optimizer_and_scheduler = patched\n"
         )
@@ -188,7 +188,7 @@ def limited(size):
 
 def from_step(step, size):
     return (
-        "import resource\nfrom shaketable.record import RunRecord\nappend = RunRecord.append\n"
+        "import resource\nfrom shaketable.records.record import RunRecord\nappend = RunRecord.append\n"
         "def patched(self, event, **facts):\n"
         "    append(self, event, **facts)\n"
         f"    if event == 'step' and facts['step'] == {step}:\n"
@@ -213,7 +213,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_loses
 @pytest.mark.attack("full disks")
 def test_a_disk_that_is_full_when_the_weights_are_saved_is_one_line(tmp_path, whole):
     first = (
-        "import resource\nfrom shaketable.harden.training import Training\nfinish = Training._finish\n"
+        "import resource\nfrom shaketable.harden.grpo.run import Training\nfinish = Training._finish\n"
         "def patched(self):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, resource.RLIM_INFINITY))\n"
         "    finish(self)\n"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from command_server import shaketable
 
-from shaketable.record import RunRecord
+from shaketable.records.record import RunRecord
 
 RUN = [
     "train", "--device", "cpu", "--prompts", "4", "--samples", "4", "--lr", "1e-3", "--eval-n", "8", "--temperature", "2",

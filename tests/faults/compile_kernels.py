@@ -9,16 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shaketable.faults.gpu import (
-    clip_kernels,
-    format_kernels,
-    many_kernels,
-    measure_kernels,
-    noise_kernels,
-    statistics_kernels,
-    table_kernels,
-)
-from shaketable.faults.gpu.segments import cut, flat
+from shaketable.faults.gpu.kernels import batched, begin_pass, clipping, formats, measure, noise, reductions
+from shaketable.faults.gpu.tiling import cut, flat
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -78,7 +70,7 @@ for name, kind, scope, parts in [
 ]:
     for stochastic in (False, True):
         how = {"KIND": kind, "SCOPE": scope, "STOCHASTIC": stochastic, "FAST": True, **parts.shape}
-        say(f"{name}-{stochastic}", compiled(format_kernels.quantize, parts.warps, **how))
+        say(f"{name}-{stochastic}", compiled(formats.quantize, parts.warps, **how))
 for name, scope, parts in [
     ("absolute", 0, one),
     ("tensor", 1, one),
@@ -90,30 +82,30 @@ for name, scope, parts in [
     for kind in (0, 1):
         for gradient in (False, True):
             how = {"KIND": kind, "SCOPE": scope, "GRADIENT": gradient, "FAST": True, **parts.shape}
-            say(f"clip-{name}-{kind}-{gradient}", compiled(clip_kernels.clip, parts.warps, **how))
+            say(f"clip-{name}-{kind}-{gradient}", compiled(clipping.clip, parts.warps, **how))
 for name, parts in [("tiles", cut(64, 576, 576)), ("passes", cut(4, 24576, 24576))]:
     how = {"KIND": 0, "SCOPE": 2, "GRADIENT": True, "FAST": True, **parts.shape}
-    say(f"clip-{name}-mixed", compiled(clip_kernels.clip, parts.warps, back="fp32", **how))
+    say(f"clip-{name}-mixed", compiled(clipping.clip, parts.warps, back="fp32", **how))
 share = {"ALIGNED": True, "SHARE": 4, "BLOCK": 2048, "FAST": True}
-say("sums", compiled(statistics_kernels.sums, **share))
-say("tops", compiled(statistics_kernels.tops, FINITE=True, **share))
-say("top_of_tops", compiled(statistics_kernels.top_of_tops, FAST=True))
-say("moments", compiled(statistics_kernels.moments, FAST=True))
+say("sums", compiled(reductions.sums, **share))
+say("tops", compiled(reductions.tops, FINITE=True, **share))
+say("top_of_tops", compiled(reductions.top_of_tops, FAST=True))
+say("moments", compiled(reductions.moments, FAST=True))
 for live in (False, True):
     how = {"LIVE": live, "FAST": True, "EVEN": True, "BLOCK": 2048}
-    say(f"noise-{live}", compiled(noise_kernels.noise, KIND=0, UNIT=True, **how))
+    say(f"noise-{live}", compiled(noise.noise, KIND=0, UNIT=True, **how))
     for kind in (2, 3, 4):
-        say(f"arithmetic-{kind}-{live}", compiled(noise_kernels.arithmetic, KIND=kind, **how))
+        say(f"arithmetic-{kind}-{live}", compiled(noise.arithmetic, KIND=kind, **how))
 for moment in (0, 1, 2):
-    say(f"begin-{moment}", compiled(table_kernels.begin_pass, MOMENT=moment, MIRROR=True, TAPS=5, USES=4, BLOCK=16))
+    say(f"begin-{moment}", compiled(begin_pass.begin_pass, MOMENT=moment, MIRROR=True, TAPS=5, USES=4, BLOCK=16))
 for kind in (0, 1, 3, 4, 5):
-    say(f"tell-{kind}", compiled(measure_kernels.tell, KIND=kind, SPARSE=True, STEPS=16, BLOCK=1024, FAST=True))
+    say(f"tell-{kind}", compiled(measure.tell, KIND=kind, SPARSE=True, STEPS=16, BLOCK=1024, FAST=True))
 for dtype, unit in (("bf16", 8), ("fp32", 4)):
     for name, kind, length in (("mxfp4", 0, 32), ("e4m3", 2, 128), ("e5m2", 3, 128)):
         how = {"UNIT": unit, "KIND": kind, "LENGTH": length, "GROUP": 2048 // length, "FAST": True}
-        say(f"{name}-many-{dtype}", compiled(many_kernels.quantize_many, dtype=dtype, **how))
+        say(f"{name}-many-{dtype}", compiled(batched.quantize_many, dtype=dtype, **how))
     for kind in (0, 1, 2):
         how = {"UNIT": unit, "KIND": kind, "BLOCKS": 2, "BLOCK": 2048, "FAST": True}
-        say(f"draw-{kind}-{dtype}", compiled(many_kernels.draw_many, dtype=dtype, **how))
-say("tell-sums", compiled(measure_kernels.twelve_sums, STEPS=16, BLOCK=1024, FAST=True))
-say("heads", compiled(measure_kernels.heads, BLOCK=1024))
+        say(f"draw-{kind}-{dtype}", compiled(batched.draw_many, dtype=dtype, **how))
+say("tell-sums", compiled(measure.twelve_sums, STEPS=16, BLOCK=1024, FAST=True))
+say("heads", compiled(measure.heads, BLOCK=1024))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.quotient_kernels import fused, quotient
+from shaketable.faults.gpu.kernels.exact_division import fused, quotient
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shaketable.faults import KINDS, Draw, FaultBase, Format, MagnitudeFault, make_fault
-from shaketable.faults.generator import key_of
+from shaketable.faults.rng import key_of
 
 UNUSUAL: dict[str, dict[str, Any]] = {
     "stuck_bit": {"magnitude": 2},

@@ -14,7 +14,8 @@ import torchao.prototype.mx_formats.mx_tensor as mx
 import torchao.prototype.mx_formats.nvfp4_tensor as nv
 from torch import Tensor
 
-from shaketable.faults import Draw, FaultBase, make_fault, native
+from shaketable.faults import Draw, FaultBase, make_fault
+from shaketable.faults.cpu import native
 from shaketable.faults.formats import MXFP4, to_e2m1, to_e4m3, to_e5m2
 
 E2M1, E4M3, E5M2 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2

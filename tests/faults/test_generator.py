@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from shaketable.faults import Draw, make_fault, native
-from shaketable.faults.generator import key_of, lanes, mix64, normals, plain_normals, uniforms
+from shaketable.faults import Draw, make_fault
+from shaketable.faults.cpu import native
+from shaketable.faults.rng import key_of, lanes, mix64, normals, plain_normals, uniforms
 
 CPU = torch.device("cpu")
 KEYS = st.integers(0, 2**64 - 1)

@@ -8,7 +8,7 @@ from hypothesis import given
 from kernel_route import DEVICE, HARD, KEYS, LONG_ROWS, every_number, fused, kernels, plain, quick, same, tensors
 
 from shaketable.faults import Draw, make_fault
-from shaketable.faults.gpu.segments import cut
+from shaketable.faults.gpu.tiling import cut
 
 pytestmark = kernels
 SCOPES = ("tensor", "token", "block", "none")

@@ -7,8 +7,8 @@ import torch
 from kernel_route import DEVICE, ON_CARD, fused, kernels, same
 
 from shaketable.faults import gpu
-from shaketable.faults.generator import mix64, plain_normals
 from shaketable.faults.gpu import dispatch
+from shaketable.faults.rng import mix64, plain_normals
 from shaketable.faults.sums import plain_sums
 from shaketable.inject import counters as c
 
@@ -34,7 +34,7 @@ class Table:
         self.clock, self.own = (torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2))
 
     def begin(self, kind=CLOCK, moment=0, base=0, on=True):
-        from shaketable.faults.gpu.table_kernels import begin_pass
+        from shaketable.faults.gpu.kernels.begin_pass import begin_pass
 
         values = self.keys, self.clock, self.own, self.live, self.rows, self.sums, self.mirror
         words = *dispatch.words(moment), *dispatch.words(base), int(on)

@@ -7,8 +7,8 @@ import torch
 from kernel_route import DEVICE, HARD, fused, kernels, same
 
 from shaketable.faults import Draw, make_fault
-from shaketable.faults.generator import mix64
-from shaketable.faults.gpu import many
+from shaketable.faults.gpu import batched
+from shaketable.faults.rng import mix64
 from shaketable.inject.counters import measure
 
 pytestmark = kernels
@@ -29,8 +29,8 @@ def test_a_format_on_many_is_the_same_bits_as_on_each(fault, dtype):
     fault = make_fault({"kind": fault} | ({} if fault == "mxfp4" else {"scope": "block"}))
     both = pairs([(3, length), (70, 2 * length), (16, 128), (1, length), (2, 3, length)], dtype)
     with fused():
-        assert all(many.codes(fault, x) for x, _ in both)
-        codes = many.Coded(fault, both)
+        assert all(batched.codes(fault, x) for x, _ in both)
+        codes = batched.Coded(fault, both)
         for _ in range(2):
             codes()
             assert all(same(y, fault.apply(x, Draw(0))) for x, y in both)
@@ -51,10 +51,10 @@ def test_a_format_on_many_is_the_same_bits_as_on_each(fault, dtype):
 )
 def test_what_one_launch_cannot_do_is_refused(fault, shape):
     with fused():
-        assert not many.codes(make_fault(fault), torch.zeros(shape, device=DEVICE))
-        assert not many.codes(make_fault({"kind": "mxfp4"}), torch.zeros(64, 64, device=DEVICE).t()[:, 1:33])
-        assert not many.draws(make_fault(fault), torch.zeros(shape, device=DEVICE))
-        assert not many.draws(make_fault({"kind": "rms_gaussian", "magnitude": 1.0}), torch.zeros(2**15, device=DEVICE))
+        assert not batched.codes(make_fault(fault), torch.zeros(shape, device=DEVICE))
+        assert not batched.codes(make_fault({"kind": "mxfp4"}), torch.zeros(64, 64, device=DEVICE).t()[:, 1:33])
+        assert not batched.draws(make_fault(fault), torch.zeros(shape, device=DEVICE))
+        assert not batched.draws(make_fault({"kind": "rms_gaussian", "magnitude": 1.0}), torch.zeros(2**15, device=DEVICE))
 
 
 @every_dtype
@@ -66,8 +66,8 @@ def test_noise_on_many_is_the_noise_on_each_and_is_measured(kind, dtype, moment)
     both = both[1:] if kind == "relative_gaussian" and dtype == torch.float16 else both
     places = places[-len(both) :]
     with fused():
-        assert all(many.draws(fault, x) for x, _ in both)
-        draws = many.Drawn(fault, both, places)
+        assert all(batched.draws(fault, x) for x, _ in both)
+        draws = batched.Drawn(fault, both, places)
         draws(5, 2.0)
         sums = draws(moment, 0.25).tolist()
         keys = [mix64(place ^ moment) for place in places]
@@ -79,4 +79,4 @@ def test_noise_on_many_is_the_noise_on_each_and_is_measured(kind, dtype, moment)
             assert [round(v) for v in row[:4]] == measured[2:6]
             assert row[4] / row[5] == pytest.approx(measured[1], rel=1e-6)
             if x.isfinite().all():
-                assert many.magnitude(fault, row) == pytest.approx(measured[7], rel=1e-5)
+                assert batched.magnitude(fault, row) == pytest.approx(measured[7], rel=1e-5)

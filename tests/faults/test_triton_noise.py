@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kernel_route import DEVICE, HARD, KEYS, ON_CARD, fused, kernels, plain, quick, same, tensors
 
 from shaketable.faults import Draw, gpu, make_fault
-from shaketable.faults.generator import plain_normals
 from shaketable.faults.gpu import dispatch
+from shaketable.faults.rng import plain_normals
 
 pytestmark = kernels
 SCALES = st.sampled_from([1e-5, 0.05, 1.0, 3.0])

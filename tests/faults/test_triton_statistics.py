@@ -11,7 +11,7 @@ from kernel_route import DEVICE, HARD, NAN, fused, kernels, plain, quick, same, 
 from shaketable.faults import gpu
 from shaketable.faults.clipping import top
 from shaketable.faults.gpu import dispatch
-from shaketable.faults.gpu.statistics import PARTIALS, _share
+from shaketable.faults.gpu.reductions import PARTIALS, _share
 from shaketable.faults.noise import middle, size, spread
 
 pytestmark = kernels
@@ -105,7 +105,7 @@ def test_shares_are_powers_of_two_and_cover_everything(n):
 
 def test_several_blocks_to_a_program(monkeypatch):
     """As for tensors too large for the interpreter: a share of several blocks, and programs that are not full."""
-    monkeypatch.setattr("shaketable.faults.gpu.statistics._share", lambda n: (4, -(-n // (4 * 2048))))
+    monkeypatch.setattr("shaketable.faults.gpu.reductions._share", lambda n: (4, -(-n // (4 * 2048))))
     x = torch.randn(6 * 2048 + 5, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     x[-1] = -9.5
     with fused():

@@ -11,7 +11,7 @@ from shaken_device import DEVICE, ON_CUDA, every_dtype, on_device
 
 import faults.test_every_fault as generic
 from shaketable.faults import Draw, Format, make_fault
-from shaketable.faults.generator import key_of
+from shaketable.faults.rng import key_of
 
 pytestmark = on_device
 TESTS = {name: test for name, test in vars(generic).items() if name.startswith("test_") and "accelerator" not in name}

@@ -12,8 +12,8 @@ import torch
 from shaken_device import DEVICE, ON_CUDA, every_dtype, ids, on_device, settle
 
 import shaketable as st
-from shaketable.inject import weights
 from shaketable.inject.fast import inputs
+from shaketable.inject.weights import on_read
 
 pytestmark = on_device
 FORMATS = ["mxfp4", "fp8_e4m3,scope=block", "fp8_e4m3,scope=token", "fp8_e5m2,scope=none", "fp8_e4m3", "nvfp4"]
@@ -24,7 +24,7 @@ AQN = "rms_gaussian:0.1@module.rmsnorm,point=weight,phase=rollout"
 def ordinary():
     """Hooks everywhere."""
     shut = {"on_gpu": mock.Mock(return_value=False)}
-    with mock.patch.multiple(weights, **shut), mock.patch.multiple(inputs, **shut):
+    with mock.patch.multiple(on_read, **shut), mock.patch.multiple(inputs, **shut):
         yield
 
 

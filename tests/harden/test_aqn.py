@@ -14,7 +14,7 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.harden.aqn import Zones
+from shaketable.harden.aqn.spec import Zones
 
 ON = st.Constant(0.05)
 IDS = torch.arange(1, 9)[None]

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.harden.aqn import Zones
+from shaketable.harden.aqn.spec import Zones
 
 sigma = some.floats(min_value=1e-12, max_value=1e6)
 falling = some.tuples(sigma, sigma).map(lambda pair: (max(pair), min(pair)))
@@ -154,7 +154,7 @@ def test_a_guided_file_gives_no_noise_to_layers_it_does_not_name(tmp_path, tiny_
 
 
 def test_what_guide_writes_is_read(tmp_path):
-    from shaketable.harden.guidance import Guidance
+    from shaketable.harden.aqn.guidance import Guidance
 
     probes = [{"layer": i, "statistics": {"gain": g, "kurtosis": 800.0, "instability": 0.0}} for i, g in enumerate((1, 0.5, 1))]
     diagnosis = {"schema": 1, "kind": "diagnosis", "model": "m", "device": "d", "date": "x", "num_layers": 3, "probes": probes}

@@ -5,8 +5,8 @@ from rich.console import Console
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.harden.aqn import Zones
-from shaketable.harden.aqn_plot import ROWS, plot, sigmas
+from shaketable.harden.aqn.plot import ROWS, plot, sigmas
+from shaketable.harden.aqn.spec import Zones
 
 DECAY = st.GlobalDecay(0.05, 0.0005, stages=10)
 

@@ -8,9 +8,9 @@ import pytest
 from safetensors import SafetensorError
 
 from shaketable.errors import InertError, ShaketableError
-from shaketable.harden import checkpoints
-from shaketable.harden.checkpoints import bound, check, content, drop_old, hashes, seal, sealed, step_of, writing
-from shaketable.record import RunRecord
+from shaketable.harden.grpo import checkpoints
+from shaketable.harden.grpo.checkpoints import bound, check, content, drop_old, hashes, seal, sealed, step_of, writing
+from shaketable.records.record import RunRecord
 
 
 def checkpoint(out, step, whole=True):

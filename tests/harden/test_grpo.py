@@ -8,7 +8,7 @@ from scipy.stats import norm
 from training_runs import prepared
 
 import shaketable as st
-from shaketable.harden.grpo import Mismatch, _groups
+from shaketable.harden.grpo.trainer import Mismatch, _groups
 from shaketable.sites.phases import current_phase
 
 TEMPERATURE = 2.0

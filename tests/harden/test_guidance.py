@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.guidance import Guidance
-from shaketable.harden.mapping import ORIGIN, SigmaMapping
+from shaketable.harden.aqn.guidance import Guidance
+from shaketable.harden.aqn.sigma_rules import ORIGIN, SigmaMapping
 
 
 def make_diagnosis(gain, kurtosis, instability, verdict="HEALTHY", layer=None, fault_class=None):
@@ -341,5 +341,5 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, words):
 
 
 def test_guidance_imports_no_torch():
-    code = "import sys, shaketable.harden.guidance, shaketable.cli.guide; sys.exit('torch' in sys.modules)"
+    code = "import sys, shaketable.harden.aqn.guidance, shaketable.cli.guide; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,11 +11,11 @@ from training_runs import prepared, trained, weights
 
 import shaketable as st
 from shaketable.errors import ModelError, ShaketableError
-from shaketable.harden.outcome import outcome
+from shaketable.harden.grpo.summary import outcome
 from shaketable.measure.evaluation import Condition, Evaluator
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import NANO, load_model, load_skeleton
-from shaketable.record import RunRecord, unique_folder
+from shaketable.records.record import RunRecord, unique_folder
 
 TASK = "arithmetic"
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.outcome import outcome
-from shaketable.record import RunRecord
+from shaketable.harden.grpo.summary import outcome
+from shaketable.records.record import RunRecord
 
 
 def condition(name, right, n=40):

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import Cell, cells_of
 from shaketable.study.file import load_study
-from shaketable.study.findings import findings
-from shaketable.study.work import do
+from shaketable.study.run_cell import do
 
 FILE = Path(__file__).parents[2] / "studies" / "gpu" / "pilot.yaml"
 
@@ -41,7 +41,7 @@ def test_it_runs_and_all_arms_begin_with_one_warm_start(tmp_path, monkeypatch):
 
 
 def _made_of(folder):
-    from shaketable.record import RunRecord
+    from shaketable.records.record import RunRecord
 
     return RunRecord.open(folder, "train").events("made_of")[0]
 

@@ -3,8 +3,8 @@
 import pytest
 
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.harden.recipe import aqn_of, conditions_of, evaluation_plan, train_plan
-from shaketable.harden.train_config import TrainConfig
+from shaketable.harden.grpo.config import TrainConfig
+from shaketable.harden.grpo.plans import aqn_of, conditions_of, evaluation_plan, train_plan
 
 NOISE = "relative_gaussian:0.05@op.matmul"
 AQN = "constant:0.05"

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.harden.schedules import SCHEDULES, Schedule
+from shaketable.harden.aqn.schedules import SCHEDULES, Schedule
 
 sigma = some.floats(min_value=1e-6, max_value=10)
 falling = some.tuples(sigma, sigma).map(lambda pair: (max(pair), min(pair)))

@@ -6,11 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import prepared, small, trained, weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shaketable.harden.training import Training
-from shaketable.measure.generation import Decoder
-from shaketable.measure.static_decoding import StaticDecoding
+from shaketable.harden.grpo.run import Training
+from shaketable.measure.decoding.dynamic import Decoder
+from shaketable.measure.decoding.static import StaticDecoding
 from shaketable.models import NANO, load_model
-from shaketable.record import RunRecord
+from shaketable.records.record import RunRecord
 from shaketable.study.cells import NEWER
 
 NORMS = 17

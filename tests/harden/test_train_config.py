@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.train_config import TrainConfig
+from shaketable.harden.grpo.config import TrainConfig
 
 PLAN = "relative_gaussian:0.05@op.matmul"
 
@@ -67,6 +67,6 @@ def test_origin_16_the_first_and_the_last_step_are_always_evaluated(steps, every
 
 
 def test_it_imports_no_torch():
-    code = "import sys, shaketable.harden.train_config; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = "import sys, shaketable.harden.grpo.config; print('torch' in sys.modules, 'transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]

@@ -7,9 +7,9 @@ import torch
 from training_runs import SMALL, prepared, small, trained, weights
 
 from shaketable.errors import InertError, ShaketableError
-from shaketable.harden.checkpoints import content, sealed
-from shaketable.harden.rehearsal import rehearse
-from shaketable.harden.training import _training_problems
+from shaketable.harden.grpo.checkpoints import content, sealed
+from shaketable.harden.grpo.dry_run import rehearse
+from shaketable.harden.grpo.run import _training_problems
 from shaketable.measure.tasks import load_task
 from shaketable.models import NANO, load_model
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shaketable.harden.outcome import outcome
-from shaketable.harden.train_config import TrainConfig
-from shaketable.harden.training import Training
+from shaketable.harden.grpo.config import TrainConfig
+from shaketable.harden.grpo.run import Training
+from shaketable.harden.grpo.summary import outcome
 from shaketable.measure.evaluation import Condition, Evaluator
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import load_model
 from shaketable.plan import Plan
-from shaketable.record import RunRecord
+from shaketable.records.record import RunRecord
 
 DEVICE = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no accelerator")]

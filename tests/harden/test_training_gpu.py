@@ -5,11 +5,11 @@ import torch
 from training_runs import small
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shaketable.harden import training
-from shaketable.harden.training import Training
-from shaketable.measure.static_decoding import StaticDecoding
+from shaketable.harden.grpo import run as training
+from shaketable.harden.grpo.run import Training
+from shaketable.measure.decoding.static import StaticDecoding
 from shaketable.models import load_model
-from shaketable.record import RunRecord
+from shaketable.records.record import RunRecord
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -8,11 +8,11 @@ import torch
 from training_runs import prepared, small, trained
 
 from shaketable.errors import ShaketableError
-from shaketable.harden import warm_start as module
-from shaketable.harden.outcome import outcome
-from shaketable.harden.rehearsal import rehearse
-from shaketable.harden.warm_start import BATCH, FACTS, WEIGHTS, warm_start
-from shaketable.locate.identity import weights_hash
+from shaketable.harden.grpo import warm_start as module
+from shaketable.harden.grpo.dry_run import rehearse
+from shaketable.harden.grpo.summary import outcome
+from shaketable.harden.grpo.warm_start import BATCH, FACTS, WEIGHTS, warm_start
+from shaketable.locate.capture.model_identity import weights_hash
 from shaketable.measure.evaluation import Condition, Evaluator, prompt_tokens
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import load_model

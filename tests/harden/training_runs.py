@@ -2,9 +2,9 @@
 
 from safetensors.torch import load_file
 
-from shaketable.harden.train_config import TrainConfig
-from shaketable.harden.training import Training
-from shaketable.record import RunRecord
+from shaketable.harden.grpo.config import TrainConfig
+from shaketable.harden.grpo.run import Training
+from shaketable.records.record import RunRecord
 
 SMALL = {
     "model": "nano", "task": "arithmetic", "steps": 3, "prompts": 4, "samples": 4, "eval_n": 8, "lr": 1e-3, "report_to": (),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.inject import operator
+from shaketable.inject import fault_operator
 
 PLANS = {
     "relative_gaussian:0.05@module.linear,direction=both": (14, 14),
@@ -128,13 +128,13 @@ def test_a_function_that_calls_the_model_can_be_what_is_compiled(tinier_llama, c
 @pytest.mark.parametrize("site", ["module.linear", "op.matmul"])
 def test_activation_checkpointing_in_a_compiled_graph_sees_the_same_noise(tinier_llama, counters, site, monkeypatch):
     blows = []
-    apply = operator.apply
+    apply = fault_operator.apply
 
     def watched(x, what):
         blows.append((what.recomputing, what.backward, what.tap.name, what.key, x.sum().item()))
         return apply(x, what)
 
-    monkeypatch.setattr(operator, "apply", watched)
+    monkeypatch.setattr(fault_operator, "apply", watched)
     tinier_llama.train()
     tinier_llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     compiled = torch.compile(tinier_llama, backend="aot_eager")

@@ -7,9 +7,9 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as entries
 from torch._C._dynamo.guards import DictGuardManager
 
 import shaketable as st
-from shaketable.inject import attached
+from shaketable.inject import attach
 from shaketable.inject.compile import custom_ops
-from shaketable.inject.device_table import DeviceTable
+from shaketable.inject.device.table import DeviceTable
 from shaketable.inject.fast import linear
 
 pytest.importorskip("triton")
@@ -45,7 +45,7 @@ class Stack(nn.Module):
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(linear, "on_gpu", lambda module: True)
     monkeypatch.setattr(custom_ops, "on_gpu", lambda x: True)
-    monkeypatch.setattr(attached, "reaches_gpu", lambda module: True)
+    monkeypatch.setattr(attach, "reaches_gpu", lambda module: True)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -168,7 +168,7 @@ def test_the_noise_is_that_of_a_hooked_model(monkeypatch):
         return found
 
     whole = three()
-    monkeypatch.setattr(attached.Attached, "_is_fast_as_a_whole", False)
+    monkeypatch.setattr(attach.Attached, "_is_fast_as_a_whole", False)
     assert all(torch.equal(a, b) for a, b in zip(whole, three(), strict=True))
 
 

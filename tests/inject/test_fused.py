@@ -11,9 +11,9 @@ from shaketable.faults import Draw, gpu, make_fault
 from shaketable.faults.gpu import dispatch
 from shaketable.inject.compile import custom_ops
 from shaketable.inject.compile import fused_noise as fused
-from shaketable.inject.device_table import USES, DeviceTable
+from shaketable.inject.device.table import USES, DeviceTable
 from shaketable.inject.fast import linear
-from shaketable.inject.operator import Application
+from shaketable.inject.fault_operator import Application
 
 pytest.importorskip("triton")
 HOOKS_AND_MODEL = 3

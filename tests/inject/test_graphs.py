@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.inject.graphs import fingerprint
+from shaketable.inject.device.graph_key import fingerprint
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_plans_on_other_models_are_not_in_it(model):
 
 
 def _injections_on(model):
-    from shaketable.inject import graphs
+    from shaketable.inject.device import graph_key
 
     own = {id(p) for p in model.parameters()}
-    return [i for i in graphs._injections if not i.closed and graphs._is_on(i, own)]
+    return [i for i in graph_key._injections if not i.closed and graph_key._is_on(i, own)]

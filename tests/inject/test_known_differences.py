@@ -313,7 +313,7 @@ SKIPPED = [
 
 @pytest.mark.parametrize(("call", "site", "when"), SKIPPED)
 def test_a_pass_of_the_reference_is_left_alone(call, site, when):
-    from shaketable.integrations.trainers import reference_test
+    from shaketable.integrations.hf.trainer_state import reference_test
 
     model, x = adapted(), torch.linspace(-1, 1, 2 * 4 * 32).view(2, 4, 32).requires_grad_()
     function = compiled(model) if call == "compiled" else model

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.faults import make_fault, native
+from shaketable.faults import make_fault
+from shaketable.faults.cpu import native
 from shaketable.faults.sums import SAMPLE, plain_sums, sums
 from shaketable.inject import counters
 from shaketable.inject.counters import measure
 from shaketable.inject.injection import Injection
-from shaketable.inject.ledger import Ledger
+from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Plan
 
 

@@ -297,7 +297,7 @@ def test_the_products_of_attention_are_struck_where_the_backend_exposes_them():
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
 def test_attention_in_the_open_is_attention(mask):
-    from shaketable.inject.operators import attention_in_the_open
+    from shaketable.inject.hooks.operator_mode import attention_in_the_open
 
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     seen = torch.ones(5, 5, dtype=torch.bool).tril()

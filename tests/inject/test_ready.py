@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.faults.gpu import dispatch, many
-from shaketable.inject import attached, weights
+from shaketable.faults.gpu import batched, dispatch
+from shaketable.inject import attach
 from shaketable.inject.fast import inputs as fast_inputs
-from shaketable.inject.fast import linear, ready
+from shaketable.inject.fast import linear
 from shaketable.inject.injection import Injection
+from shaketable.inject.weights import on_read, prepared
 from shaketable.plan import Plan
 
 pytestmark = [
@@ -77,12 +78,12 @@ def kernels(monkeypatch):
 def card(monkeypatch, kernels):
     """All that asks for a card is told that there is one."""
     with monkeypatch.context() as patch:
-        for module in (linear, fast_inputs, weights):
+        for module in (linear, fast_inputs, on_read):
             patch.setattr(module, "on_gpu", lambda module: True)
-        patch.setattr(ready, "on_card", lambda parameter: True)
+        patch.setattr(prepared, "on_card", lambda parameter: True)
         patch.setattr(fast_inputs, "is_capturing", lambda: False)
         patch.setattr(fast_inputs, "_on_gpu", lambda x: type(x) is torch.Tensor)
-        patch.setattr(attached.Attached, "_is_fast", lambda self, part, entry, tapped: part.module in self.anatomy.layers)
+        patch.setattr(attach.Attached, "_is_fast", lambda self, part, entry, tapped: part.module in self.anatomy.layers)
         yield patch
 
 
@@ -546,9 +547,9 @@ def test_noisy_weights_stay_at_one_address(card):
 def test_a_step_and_its_rollout_ask_the_card_once_and_write_no_table(card, launches, monkeypatch):
     """AQN as a training has it: each wait stops a host that should run ahead, and a table would be written in Python."""
     net = Stack().eval()
-    asked, tables, tolist, laid_out = [], [], torch.Tensor.tolist, many.Drawn.__init__
+    asked, tables, tolist, laid_out = [], [], torch.Tensor.tolist, batched.Drawn.__init__
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: asked.append(1) or tolist(self))
-    monkeypatch.setattr(many.Drawn, "__init__", lambda *args: tables.append(1) or laid_out(*args))
+    monkeypatch.setattr(batched.Drawn, "__init__", lambda *args: tables.append(1) or laid_out(*args))
     with st.AQN.load("constant:0.1").attach(net, 100) as noise:
         for step in range(1, 6):
             before = len(asked)

@@ -8,7 +8,7 @@ import torch
 import shaketable as st
 from shaketable.errors import PlanError
 from shaketable.inject.injection import Injection
-from shaketable.inject.written import checksum
+from shaketable.inject.weights.in_place import checksum
 from shaketable.plan import Plan
 
 NORMS = "relative_gaussian:0.1@module.rmsnorm,point=weight"

@@ -14,8 +14,9 @@ from hypothesis import strategies as some
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.integrations import origin_aqn, origin_faults
-from shaketable.integrations.origin import Translation, translate
+from shaketable.integrations.origin_configs import aqn as origin_aqn
+from shaketable.integrations.origin_configs import faults as origin_faults
+from shaketable.integrations.origin_configs.translate import Translation, translate
 
 PAGE = Path(__file__).parents[2] / "docs" / "origin-configs.md"
 
@@ -451,5 +452,5 @@ def translated_or_message(config):
 
 
 def test_it_imports_neither_torch_nor_verl():
-    code = "import sys, shaketable.integrations.origin; print([m for m in ('torch', 'verl', 'omegaconf') if m in sys.modules])"
+    code = "import sys, shaketable.integrations.origin_configs.translate; print([m for m in ('torch', 'verl', 'omegaconf') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

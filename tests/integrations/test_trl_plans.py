@@ -9,8 +9,8 @@ from small_trainers import Spy, dpo, grpo, llama, lora, sft
 
 import shaketable as st
 from shaketable.errors import ShaketableError
+from shaketable.integrations.hf.vllm_sampler import sampler_of
 from shaketable.integrations.trl import ShaketableCallback
-from shaketable.integrations.trl_sampler import sampler_of
 
 pytestmark = pytest.mark.covers("TRL", "callback: plan and AQN in GRPO, SFT and DPO; references clean", "eager")
 

@@ -12,11 +12,11 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import InertError, ShaketableError
-from shaketable.inject import recompute
+from shaketable.inject.hooks import checkpointing
 from shaketable.inject.injection import Injection
-from shaketable.integrations.orders import Orders
-from shaketable.integrations.reports import Report, read_reports
-from shaketable.integrations.verl_crew import Crew
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.worker_report import Report, read_reports
+from shaketable.integrations.verl.workers import Crew
 
 ORDERS = Orders(plan="gain:0.1@module.linear,phase=rollout+train", seed=1)
 BACKWARD = Orders(plan="gain:0.1@op.matmul,direction=backward,phase=train")
@@ -27,7 +27,7 @@ PHASE = {"sampler": "rollout", "actor": "train"}
 def closed_in_the_end():
     """Workers are never told to stop; what they leave open would be seen by the tests of other files."""
     yield
-    for injection in list(recompute._watching):
+    for injection in list(checkpointing._watching):
         injection.close(check=False)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.verl_settings import refuse_pinned, shaking_of
+from shaketable.integrations.verl.settings import refuse_pinned, shaking_of
 
 NOISE = "relative_gaussian:0.05@op.matmul"
 EPOCHS = "epoch_aware:0.05-0.01+0.01-0.0005"
@@ -265,7 +265,7 @@ def test_the_plugin_costs_an_import_and_nothing_else():
 
 
 def test_configs_are_read_without_torch():
-    code = "import sys; import shaketable.integrations.verl_settings; print('torch' in sys.modules)"
+    code = "import sys; import shaketable.integrations.verl.settings; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -7,7 +7,7 @@ import pytest
 
 from faulty_disk import every_use
 from shaketable.errors import ShaketableError
-from shaketable.launch.runner import collect
+from shaketable.launch.run import collect
 
 pytestmark = pytest.mark.attack("full disks")
 

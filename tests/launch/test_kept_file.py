@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shaketable.launch.kept_file import PAUSE, SHARE, KeptFile, pause_after
+from shaketable.launch.live_json import PAUSE, SHARE, KeptFile, pause_after
 
 
 def test_one_slow_write_delays_nothing_and_two_do():

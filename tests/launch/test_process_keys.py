@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shaketable.inject.injection import this_rank
-from shaketable.launch import places
+from shaketable.launch import process_identity
 from shaketable.launch.process import ProcessInjection
 from shaketable.plan import Plan
 
@@ -66,7 +66,7 @@ def test_the_rank_of_a_process_is_what_its_environment_says(monkeypatch, environ
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert this_rank() == rank
-    assert places.rank_here() == (5 if "SHAKETABLE_PLACE" in environment else 0)
+    assert process_identity.rank_here() == (5 if "SHAKETABLE_PLACE" in environment else 0)
     with Process() as injection:
         assert injection.rank == rank
 
@@ -86,7 +86,7 @@ def test_a_task_has_the_noise_of_its_own_number_whatever_ran_before(monkeypatch)
     found = {}
     with Process() as injection:
         for task in (7, 8, 7, 0):
-            monkeypatch.setattr(places, "current_task", lambda task=task: task)
+            monkeypatch.setattr(process_identity, "current_task", lambda task=task: task)
             drawn = [one(X).detach() - clean for _ in range(2)]
             assert task not in found or same(found[task], drawn), "a task that is tried again sees its noise again"
             found[task] = drawn
@@ -97,7 +97,7 @@ def test_a_task_has_the_noise_of_its_own_number_whatever_ran_before(monkeypatch)
 def test_models_are_numbered_anew_in_each_task(monkeypatch):
     with Process() as injection:
         for task in (1, 2):
-            monkeypatch.setattr(places, "current_task", lambda task=task: task)
+            monkeypatch.setattr(process_identity, "current_task", lambda task=task: task)
             for _ in range(2):
                 model()(X)
         names = [tap.name for tap in injection.taps]
@@ -106,11 +106,11 @@ def test_models_are_numbered_anew_in_each_task(monkeypatch):
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_the_number_of_a_name_is_that_of_every_run_and_never_zero(size):
-    found = [places.number(text, size) for text in ("Sampler#1", "Sampler#2", "Trainer#1")]
+    found = [process_identity.number(text, size) for text in ("Sampler#1", "Sampler#2", "Trainer#1")]
     assert len(set(found)) == 3 and all(0 < n < 256**size for n in found)
-    assert places.number("Sampler#1") == 1966345626, "what an actor was given before, it is given again"
+    assert process_identity.number("Sampler#1") == 1966345626, "what an actor was given before, it is given again"
 
 
 def test_a_child_of_an_actor_says_so():
-    assert places.Place("Sampler#2", "id").child() == places.Place("child of Sampler#2")
-    assert places.Place().child() == places.Place()
+    assert process_identity.Place("Sampler#2", "id").child() == process_identity.Place("child of Sampler#2")
+    assert process_identity.Place().child() == process_identity.Place()

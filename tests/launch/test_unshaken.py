@@ -6,7 +6,7 @@ import sys
 import pytest
 from test_run import LINEAR, PROGRAMS, program, shake
 
-from shaketable.launch.runner import collect
+from shaketable.launch.run import collect
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.launch.unshaken import unshaken
+from shaketable.launch.unshaken_processes import unshaken
 
 
 def ledger(plan, acts):

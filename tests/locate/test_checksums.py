@@ -8,11 +8,11 @@ import torch
 from architectures import build, tokens
 from torch import nn
 
-from shaketable.locate.checksums import check_products
-from shaketable.locate.intervals import Precision
-from shaketable.locate.record import Recorder, tensors_of
-from shaketable.locate.reference import Reference
-from shaketable.locate.trace import record_layer, trace
+from shaketable.locate.capture.recorder import Recorder, tensors_of
+from shaketable.locate.capture.reference import Reference
+from shaketable.locate.capture.trace import record_layer, trace
+from shaketable.locate.probes.checksums import check_products
+from shaketable.locate.probes.rounding import Precision
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.locate.classify import fault_class, unstable_class
+from shaketable.locate.probes.classify import fault_class, unstable_class
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -8,10 +8,10 @@ import torch
 from architectures import ARCHITECTURES, ROUTED, build, tokens
 
 import shaketable as st
-from shaketable.locate.compare import compare
-from shaketable.locate.comparison import Difference, Row
-from shaketable.locate.fingerprint import FingerprintError, make_fingerprint
-from shaketable.locate.fit import Fit
+from shaketable.locate.compare.compare import compare
+from shaketable.locate.compare.fingerprint import FingerprintError, make_fingerprint
+from shaketable.locate.compare.fit import Fit
+from shaketable.locate.compare.result import Difference, Row
 from shaketable.plan import Plan
 
 IDS = torch.arange(48)[None] * 7 % 64

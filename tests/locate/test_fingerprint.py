@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shaketable.errors import ModelError
-from shaketable.locate.fingerprint import HEAD_TOKENS, FingerprintError, make_fingerprint
-from shaketable.locate.fingerprint_file import check_same_model, read_fingerprint, write_fingerprint
+from shaketable.locate.compare.fingerprint import HEAD_TOKENS, FingerprintError, make_fingerprint
+from shaketable.locate.compare.fingerprint_file import check_same_model, read_fingerprint, write_fingerprint
 
 IDS = torch.arange(24)[None] * 7 % 64
 

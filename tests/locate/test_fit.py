@@ -8,8 +8,8 @@ from hypothesis import strategies as some
 from scipy import special, stats
 
 from shaketable.faults import Draw, make_fault
-from shaketable.locate.fit import LIMIT, ROUNDING, distance, fit, fit_all
-from shaketable.locate.thresholds import dead_zone, saturation
+from shaketable.locate.compare.fit import LIMIT, ROUNDING, distance, fit, fit_all
+from shaketable.locate.compare.threshold_fit import dead_zone, saturation
 
 PLANTED = [
     ("relative_gaussian", 0.05, {}, 0.03),

@@ -178,8 +178,8 @@ def test_a_hook_that_says_it_is_from_transformers_is_named():
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_fresh_model_has_no_foreign_code(name):
-    from shaketable.locate.foreign import foreign_code
-    from shaketable.locate.reference import Reference
+    from shaketable.locate.capture.foreign_code import foreign_code
+    from shaketable.locate.capture.reference import Reference
 
     model = build(name, attention="eager")
     assert foreign_code(model, Reference(model)) == []

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from scipy import special
 
-from shaketable.locate.functions import ARITHMETIC, BOUNDED, ROUNDED_ONCE, Call, rounded_once
-from shaketable.locate.intervals import Precision
-from shaketable.locate.record import function_name, map_tensors
+from shaketable.locate.capture.recorder import function_name, map_tensors
+from shaketable.locate.probes.float64_ops import ARITHMETIC, BOUNDED, ROUNDED_ONCE, Call, rounded_once
+from shaketable.locate.probes.rounding import Precision
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXACT = Precision()

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from shaketable.locate.intervals import TINY, Around, Interval, Precision, Product
-from shaketable.locate.precision import device_precision, moved_tolerance, tolerance
+from shaketable.locate.probes.documented_precision import device_precision, moved_tolerance, tolerance
+from shaketable.locate.probes.rounding import TINY, Around, Interval, Precision, Product
 
 EXACT = Precision()
 NUMPY = {torch.float32: np.float32, torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}

@@ -14,10 +14,10 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from shaketable.locate import leaves
-from shaketable.locate.functions import Call
-from shaketable.locate.intervals import Precision
-from shaketable.locate.leaves import leaf_of
+from shaketable.locate.capture import leaf_modules
+from shaketable.locate.capture.leaf_modules import leaf_of
+from shaketable.locate.probes.float64_ops import Call
+from shaketable.locate.probes.rounding import Precision
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -150,7 +150,7 @@ def test_weights_are_asked_for_and_not_read_from_the_module():
 def test_a_large_weight_is_widened_block_by_block(kind, monkeypatch):
     module, x = filled(MODULES[kind](), torch.bfloat16), inputs(torch.bfloat16)
     got = module(x).detach()
-    monkeypatch.setattr(leaves, "WIDENED", 16)
+    monkeypatch.setattr(leaf_modules, "WIDENED", 16)
     assert not outside(module, got, x).any()
     assert outside(module, got * 1.05, x).double().mean() > 0.9
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from shaketable.locate.page import PROBES, curve, lane_strip, number, page, ranges, reasons
+from shaketable.report.locate_html import PROBES, curve, lane_strip, number, page, ranges, reasons
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "source", "wbr", "col"}
 
@@ -425,7 +425,7 @@ def test_page_reads_what_json_gives_back_and_needs_no_torch(tmp_path):
     path = tmp_path / "diagnosis.json"
     path.write_text(json.dumps(fault()))
     program = (
-        "import json, sys; from shaketable.locate.page import page\n"
+        "import json, sys; from shaketable.report.locate_html import page\n"
         f"text = page(json.load(open({str(path)!r})))\n"
         "assert 'torch' not in sys.modules; print(len(text))"
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.locate.prompts import TEXT, read_prompts, token_batch
+from shaketable.locate.capture.prompts import TEXT, read_prompts, token_batch
 
 
 class Words:

@@ -9,7 +9,7 @@ from architectures import build, tokens
 from torch import nn
 
 import shaketable as st
-from shaketable.locate.record import Recorder, function_name, map_tensors, same, tensors_of
+from shaketable.locate.capture.recorder import Recorder, function_name, map_tensors, same, tensors_of
 
 
 def draw(*shape, seed=0):

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shaketable.errors import ModelError
-from shaketable.locate.intervals import Precision
-from shaketable.locate.reference import Reference, check_model
-from shaketable.locate.replay import judge
-from shaketable.locate.trace import record_layer, trace
+from shaketable.locate.capture.reference import Reference, check_model
+from shaketable.locate.capture.trace import record_layer, trace
+from shaketable.locate.probes.replay import judge
+from shaketable.locate.probes.rounding import Precision
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

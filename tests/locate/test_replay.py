@@ -10,13 +10,13 @@ from architectures import ARCHITECTURES, build, tokens
 from torch import nn
 
 import shaketable as st
-from shaketable.locate import replay
-from shaketable.locate.checksums import row_scores
-from shaketable.locate.intervals import Precision
-from shaketable.locate.record import Recorder, tensors_of
-from shaketable.locate.reference import Reference
-from shaketable.locate.replay import judge
-from shaketable.locate.trace import record_layer, trace
+from shaketable.locate.capture.recorder import Recorder, tensors_of
+from shaketable.locate.capture.reference import Reference
+from shaketable.locate.capture.trace import record_layer, trace
+from shaketable.locate.probes import replay
+from shaketable.locate.probes.checksums import row_scores
+from shaketable.locate.probes.replay import judge
+from shaketable.locate.probes.rounding import Precision
 
 LEAVES = [
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",

@@ -7,8 +7,8 @@ import torch
 from architectures import tokens
 
 import shaketable as st
-from shaketable.locate.reference import Reference
-from shaketable.locate.trace import trace
+from shaketable.locate.capture.reference import Reference
+from shaketable.locate.capture.trace import trace
 
 pytestmark = pytest.mark.attack("layers that share states")
 

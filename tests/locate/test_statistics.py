@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shaketable.locate.statistics import LayerStatistics, dc_input, layer_statistics, probe_input, srdd_verdict
+from shaketable.locate.srdd import LayerStatistics, dc_input, layer_statistics, probe_input, srdd_verdict
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NOISE = torch.Generator().manual_seed(5)

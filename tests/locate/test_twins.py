@@ -6,11 +6,11 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, ROUTED, UNWIRED, build, tokens
 
-from shaketable.locate import twins
-from shaketable.locate.circuits import circuit_of
-from shaketable.locate.record import same, tensors_of
-from shaketable.locate.reference import Reference
-from shaketable.locate.trace import record_layer, trace
+from shaketable.locate.capture.recorder import same, tensors_of
+from shaketable.locate.capture.reference import Reference
+from shaketable.locate.capture.trace import record_layer, trace
+from shaketable.locate.probes import twins
+from shaketable.locate.probes.wiring import circuit_of
 
 WIRED = [name for name in ARCHITECTURES if name not in UNWIRED]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

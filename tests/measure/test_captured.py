@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from shaketable.errors import PlanError
-from shaketable.measure.captured import WARM, Captured
+from shaketable.measure.decoding.cuda_graph import WARM, Captured
 
 DEVICE = torch.device("cuda", 0)
 
 
 class Cuda:
-    """What `captured.py` asks of torch.cuda; notes what happens."""
+    """What `decoding/cuda_graph.py` asks of torch.cuda; notes what happens."""
 
     def __init__(self, monkeypatch, refuses=None):
         self.happened, self.refuses, self.capturing = [], refuses, False

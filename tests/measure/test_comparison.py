@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shaketable.errors import ShaketableError
-from shaketable.measure.comparison import Comparison, Interval, corrected, holm
+from shaketable.measure.stats.comparison import Comparison, Interval, corrected, holm
 
 
 def comparison(**changes):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.measure.crossed import MeanSquares
+from shaketable.measure.stats.crossed_effects import MeanSquares
 
 
 def table(seeds, problems, *, seed_sd, problem_sd, rest_sd, rng):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from scipy import stats
 
-from shaketable.measure.drawing import draw
+from shaketable.measure.decoding.sampling import draw
 
 
 def plainly(probabilities, u):

@@ -10,8 +10,8 @@ from scipy import stats
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.measure import generation
-from shaketable.measure.generation import Completion, Decoder, batches, decode_all, probe_batch_size
+from shaketable.measure.decoding import dynamic
+from shaketable.measure.decoding.dynamic import Completion, Decoder, batches, decode_all, probe_batch_size
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
 
@@ -247,7 +247,7 @@ def test_the_batch_size_is_a_power_of_two_that_holds_all_prompts(nano, prompts):
     assert probe_batch_size(decoder, model, prompts[:8]) == 8
     assert probe_batch_size(decoder, model, prompts[:1]) == 1
     assert probe_batch_size(decoder, model, prompts, largest=4) == 4
-    assert probe_batch_size(decoder, model, prompts * 1000) == generation.LARGEST_BATCH
+    assert probe_batch_size(decoder, model, prompts * 1000) == dynamic.LARGEST_BATCH
 
 
 def test_little_memory_makes_the_batch_smaller(nano, prompts, monkeypatch):

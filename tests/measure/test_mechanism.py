@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shaketable as st
 from shaketable.errors import InertError, ModelError, NoMatchError, ShaketableError
-from shaketable.locate.statistics import layer_statistics
-from shaketable.measure import mechanism as mechanism_module
-from shaketable.measure.mechanism import mechanism
+from shaketable.locate.srdd import layer_statistics
+from shaketable.measure import layer_stats as mechanism_module
+from shaketable.measure.layer_stats import mechanism
 from shaketable.models import load_model
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase, phase

@@ -7,7 +7,7 @@ from hypothesis import strategies as some
 from scipy import stats
 
 from shaketable.errors import ShaketableError
-from shaketable.measure.power import (
+from shaketable.measure.stats.power import (
     detectable,
     expected_discordance,
     mcnemar_detectable,
@@ -15,7 +15,7 @@ from shaketable.measure.power import (
     sign_flip_detectable,
     t_detectable,
 )
-from shaketable.measure.statistics import mcnemar, over_seeds, sign_flip
+from shaketable.measure.stats.tests import mcnemar, over_seeds, sign_flip
 
 
 def pairs(problems, discordance, difference, rng):

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.measure.generation import Decoder
-from shaketable.measure.static_decoding import BUCKET, KEPT, StaticDecoding, unfit
+from shaketable.measure.decoding.dynamic import Decoder
+from shaketable.measure.decoding.static import BUCKET, KEPT, StaticDecoding, unfit
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import load_model
 from shaketable.sites.phases import phase

@@ -5,9 +5,9 @@ import torch
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.measure.captured import WARM, Captured
-from shaketable.measure.generation import Decoder
-from shaketable.measure.static_decoding import StaticDecoding
+from shaketable.measure.decoding.cuda_graph import WARM, Captured
+from shaketable.measure.decoding.dynamic import Decoder
+from shaketable.measure.decoding.static import StaticDecoding
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from shaketable.errors import InertError, ModelError, ShaketableError
+from shaketable.measure.decoding.dynamic import Decoder
 from shaketable.measure.evaluation import drift
-from shaketable.measure.generation import Decoder
-from shaketable.measure.sweep import Sweep, check, default_n, draw
-from shaketable.measure.sweep_config import SweepConfig
-from shaketable.measure.sweep_results import results
+from shaketable.measure.sweep.config import SweepConfig
+from shaketable.measure.sweep.results import results
+from shaketable.measure.sweep.run import Sweep, check, default_n, draw
 from shaketable.measure.tasks import load_task
 from shaketable.models import NANO, load_model
 from shaketable.plan import Plan
-from shaketable.record import FILE, SEAL, RunRecord
+from shaketable.records.record import FILE, SEAL, RunRecord
 
 NOISE = "relative_gaussian@op.matmul"
 TIMES = ("seconds", "tokens_per_second")
@@ -167,7 +167,7 @@ def test_a_resumed_sweep_keeps_its_batch_size(tmp_path, monkeypatch):
         Sweep(config(), record).run()
     assert len(record.events("point")) == 2
     monkeypatch.setattr(Decoder, "decode", decode)
-    monkeypatch.setattr("shaketable.measure.sweep_solving.probe_batch_size", lambda *_: 1)
+    monkeypatch.setattr("shaketable.measure.sweep.solve.probe_batch_size", lambda *_: 1)
     assert numbers(resumed(tmp_path / "run")) == numbers(whole)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shaketable.errors import ShaketableError
-from shaketable.measure.sweep_config import SweepConfig, magnitude_name, parse_magnitudes, resolve_plan
+from shaketable.measure.sweep.config import SweepConfig, magnitude_name, parse_magnitudes, resolve_plan
 
 NOISE = "relative_gaussian@op.matmul"
 
@@ -115,5 +115,5 @@ def test_numbers_are_read():
 
 
 def test_it_imports_no_torch():
-    program = "import sys, shaketable.measure.sweep_config; sys.exit('torch' in sys.modules)"
+    program = "import sys, shaketable.measure.sweep.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

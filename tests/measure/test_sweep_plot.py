@@ -3,7 +3,7 @@
 import pytest
 from matplotlib import figure
 
-from shaketable.measure.sweep_plot import plot, short_names
+from shaketable.measure.sweep.plot import plot, short_names
 
 
 def point(model, magnitude, accuracy):

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from shaketable.errors import ShaketableError
 from shaketable.inject import inject
-from shaketable.measure.sweep_config import Setting
-from shaketable.measure.sweep_reading import Reading
+from shaketable.measure.sweep.config import Setting
+from shaketable.measure.sweep.text_loss import Reading
 from shaketable.measure.tasks import Problem, load_task
 from shaketable.models import load_model
 from shaketable.plan import Plan

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.measure.statistics import wilson
-from shaketable.measure.sweep_config import SweepConfig
-from shaketable.measure.sweep_results import results
-from shaketable.record import RunRecord
+from shaketable.measure.stats.tests import wilson
+from shaketable.measure.sweep.config import SweepConfig
+from shaketable.measure.sweep.results import results
+from shaketable.records.record import RunRecord
 
 N = 40
 RNG = np.random.default_rng(0)

@@ -7,8 +7,8 @@ from torch import nn
 
 import shaketable as st
 from shaketable.plan import Plan
-from shaketable.sites.anatomy import Anatomy, canonical, find_layers
 from shaketable.sites.match import targets
+from shaketable.sites.structure import Anatomy, canonical, find_layers
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}

@@ -7,8 +7,8 @@ from torch import nn
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
-from shaketable.sites.anatomy import Anatomy
-from shaketable.sites.engines import shard_of
+from shaketable.sites.structure import Anatomy
+from shaketable.sites.vllm_modules import shard_of
 
 
 def engine_class(name: str, base: type = nn.Module, **body) -> type:

@@ -8,15 +8,15 @@ import torch
 from small_studies import data
 
 from faulty_disk import FaultyDisk, every_use, full, killed, read_only
-from shaketable.cli.outputs import write
 from shaketable.errors import ShaketableError
-from shaketable.harden import checkpoints
-from shaketable.record import FILE, RunRecord
+from shaketable.harden.grpo import checkpoints
+from shaketable.io.output_files import write
+from shaketable.records.record import FILE, RunRecord
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
-from shaketable.study.running import define, definitions, described
-from shaketable.study.store import Store
-from shaketable.study.work import do
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define, definitions, described
+from shaketable.study.store.store import Store
 
 DISKS = pytest.mark.parametrize(
     "fails",

@@ -9,14 +9,14 @@ import pytest
 import torch
 from small_studies import data, study
 
-from shaketable.measure.statistics import over_seeds, wilson
-from shaketable.record import FILE, RunRecord
-from shaketable.study.arms import mean_interval, proof
+from shaketable.measure.stats.tests import over_seeds, wilson
+from shaketable.records.record import FILE, RunRecord
+from shaketable.study.analysis.arms import mean_interval, proof
+from shaketable.study.analysis.findings import findings, magnitudes, run_findings
+from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import cells_of
-from shaketable.study.findings import findings, magnitudes, run_findings
-from shaketable.study.running import define
-from shaketable.study.runs import Run
-from shaketable.study.work import do
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define
 
 ARMS = {"as it comes": {"train": False}, "noise + AQN": {**data()["arms"]["noise + AQN"]}}
 COMPARE = {"primary": {"a": "noise + AQN", "b": "as it comes", "condition": "noise"}}

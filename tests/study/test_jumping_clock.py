@@ -11,20 +11,20 @@ from small_studies import data
 from typer.testing import CliRunner
 
 from shaketable.cli import app
-from shaketable.launch.kept_file import KeptFile
+from shaketable.io.locks import held
+from shaketable.launch.live_json import KeptFile
 from shaketable.models import NANO
-from shaketable.record import RunRecord, unique_folder
+from shaketable.records.record import RunRecord, unique_folder
+from shaketable.report.study_html import page
+from shaketable.report.study_markdown import markdown
+from shaketable.study.analysis.findings import findings
+from shaketable.study.analysis.history import changes
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
-from shaketable.study.findings import findings
-from shaketable.study.history import changes
-from shaketable.study.locks import held
-from shaketable.study.markdown import markdown
-from shaketable.study.page import page
-from shaketable.study.running import define
-from shaketable.study.store import Store
-from shaketable.study.verifying import verify
-from shaketable.study.work import do
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define
+from shaketable.study.store.store import Store
+from shaketable.study.verify import verify
 
 pytestmark = pytest.mark.attack("a jumping clock")
 YEAR = 365 * 24 * 3600.0

@@ -4,7 +4,7 @@ import fcntl
 
 import pytest
 
-from shaketable.study.locks import FOLDER, held, is_held
+from shaketable.io.locks import FOLDER, held, is_held
 
 pytestmark = pytest.mark.attack("two processes on one study")
 

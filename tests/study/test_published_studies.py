@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shaketable.study.findings import findings
-from shaketable.study.markdown import markdown
-from shaketable.study.running import last_defined
+from shaketable.report.study_markdown import markdown
+from shaketable.study.analysis.findings import findings
+from shaketable.study.run_study import last_defined
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "guided-aqn-h200").glob("*/records.tar.gz"))
 

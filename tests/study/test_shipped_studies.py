@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from shaketable.harden.schedules import EpochAware, GlobalDecay
+from shaketable.harden.aqn.schedules import EpochAware, GlobalDecay
 from shaketable.plan import Plan
+from shaketable.study.analysis.findings import findings, magnitudes
 from shaketable.study.cells import cells_of
 from shaketable.study.config import Guide
 from shaketable.study.file import load_study
-from shaketable.study.findings import findings, magnitudes
-from shaketable.study.running import check
-from shaketable.study.work import do
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import check
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "studies").glob("*.yaml"))

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.record import FILE, SEAL, RunRecord
-from shaketable.study import index as index_module
-from shaketable.study import store as store_module
-from shaketable.study.store import Store
+from shaketable.records.record import FILE, SEAL, RunRecord
+from shaketable.study.store import index as index_module
+from shaketable.study.store import store as store_module
+from shaketable.study.store.store import Store
 
 INDEX = index_module.FILE
 ABOUT = {"study": "noise", "arm": "aqn", "seed": 3, "key": "abcd1234"}
@@ -104,7 +104,7 @@ def test_running_is_who_holds_the_lock_and_nothing_else(tmp_path):
 @pytest.mark.attack("kills")
 def test_a_killed_worker_leaves_a_partial_run(tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path; from shaketable.record import RunRecord\n"
+        "import os, signal, sys; from pathlib import Path; from shaketable.records.record import RunRecord\n"
         "record = RunRecord.create(Path(sys.argv[1]), 'train', {}, {})\n"
         "with record.alone(): record.append('step', step=1); print('up', flush=True); sys.stdin.read()\n"
     )
@@ -442,5 +442,5 @@ def test_a_study_known_by_the_record_of_its_definition(tmp_path):
 
 
 def test_the_store_imports_no_torch():
-    code = "import sys, shaketable.study.store; print('torch' in sys.modules)"
+    code = "import sys, shaketable.study.store.store; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False"]

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.measure.statistics import over_seeds
-from shaketable.study.arms import scores
-from shaketable.study.comparisons import compare
+from shaketable.measure.stats.tests import over_seeds
+from shaketable.study.analysis.arms import scores
+from shaketable.study.analysis.comparisons import compare
+from shaketable.study.analysis.runs import Run
+from shaketable.study.analysis.verdict import verdict
 from shaketable.study.config import Comparing
-from shaketable.study.runs import Run
-from shaketable.study.verdict import verdict
 
 FAULTY = Comparing(a="AQN", b="none", condition="faulty")
 

@@ -5,8 +5,8 @@ import re
 import pytest
 from findings_sample import NOISE, SAMPLES, study
 
-from shaketable.study.markdown import code, markdown, plain
-from shaketable.study.reading import METHOD
+from shaketable.report.study_markdown import code, markdown, plain
+from shaketable.report.wording import METHOD
 
 EVIL = "a|b\n## not a heading <script>x</script> *bold* `tick` [x](javascript:1) \u202e"
 

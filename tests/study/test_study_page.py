@@ -14,19 +14,19 @@ import pytest
 from findings_sample import NOISE, SAMPLES, one_run, partial, study
 
 from shaketable.errors import ShaketableError
-from shaketable.study.figures.curves import Line, curves
-from shaketable.study.figures.forest import axis_of, families, forest_row
-from shaketable.study.figures.heatmap import Shading, status_row, value_row
-from shaketable.study.figures.ink import DASHES, MARKERS, look, swatch
-from shaketable.study.figures.proof import proof_rows
-from shaketable.study.figures.robustness import robustness
-from shaketable.study.figures.scale import Scale, amount, signed
-from shaketable.study.figures.schedule import schedule
-from shaketable.study.figures.seeds import scale_of, seed_strip
-from shaketable.study.markdown import markdown
-from shaketable.study.page import link, page
-from shaketable.study.reading import METHOD, chance, duration, percent
-from shaketable.study.shape import complete, visible
+from shaketable.report.study_html import link, page
+from shaketable.report.study_markdown import markdown
+from shaketable.report.svg.curves import Line, curves
+from shaketable.report.svg.forest import axis_of, families, forest_row
+from shaketable.report.svg.heatmap import Shading, status_row, value_row
+from shaketable.report.svg.proof import proof_rows
+from shaketable.report.svg.robustness import robustness
+from shaketable.report.svg.scale import Scale, amount, signed
+from shaketable.report.svg.schedule import schedule
+from shaketable.report.svg.seeds import scale_of, seed_strip
+from shaketable.report.svg.style import DASHES, MARKERS, look, swatch
+from shaketable.report.wording import METHOD, chance, duration, percent
+from shaketable.study.analysis.report_data import complete, visible
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "source", "wbr", "col"}
 EVIL = "<script>alert(1)</script>\"'></style><img src=x onerror=alert(1)>{{ 7 * 7 }}{% raw %}"
@@ -434,7 +434,7 @@ def test_page_reads_what_json_gives_back_and_needs_no_torch(tmp_path):
     path = tmp_path / "findings.json"
     path.write_text(json.dumps(one_run()))
     program = (
-        "import json, sys; from shaketable.study.page import page; from shaketable.study.markdown import markdown\n"
+        "import json, sys; from shaketable.report.study_html import page; from shaketable.report.study_markdown import markdown\n"
         f"found = json.load(open({str(path)!r})); page(found); markdown(found)\n"
         "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
     )

@@ -15,7 +15,7 @@ from queue import Queue
 import pytest
 from findings_sample import SAMPLES, study
 
-from shaketable.study.page import page
+from shaketable.report.study_html import page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")

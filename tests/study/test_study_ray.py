@@ -9,12 +9,12 @@ import torch
 from small_studies import data, study
 
 from shaketable.errors import ShaketableError
-from shaketable.record import RunRecord
+from shaketable.records.record import RunRecord
+from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import cells_of
-from shaketable.study.engines.on_ray import check_reachable
-from shaketable.study.findings import findings
-from shaketable.study.running import define, run_study
-from shaketable.study.work import do
+from shaketable.study.engines.ray import check_reachable
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define, run_study
 
 
 def numbers(found):

@@ -18,12 +18,12 @@ import yaml
 from small_studies import data, study
 
 from shaketable.errors import ShaketableError
-from shaketable.record import FILE, SEAL, RunRecord
+from shaketable.records.record import FILE, SEAL, RunRecord
+from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import cells_of
-from shaketable.study.findings import findings
-from shaketable.study.progress import progress
-from shaketable.study.running import define
-from shaketable.study.work import do
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define
+from shaketable.study.store.progress import progress
 
 COMMAND = [sys.executable, "-m", "shaketable", "study", "run"]
 TIMES = ("cost",)

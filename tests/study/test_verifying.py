@@ -14,18 +14,18 @@ from typer.testing import CliRunner
 
 from shaketable.cli import app
 from shaketable.models import NANO
-from shaketable.record import FILE, SEAL, RunRecord
-from shaketable.record_chain import UNCHAINED, link, linked, parted
+from shaketable.records.chain import UNCHAINED, link, linked, parted
+from shaketable.records.record import FILE, SEAL, RunRecord
+from shaketable.records.signing import SIGNATURE
+from shaketable.report.study_html import page
+from shaketable.report.study_markdown import markdown
+from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import load_study
-from shaketable.study.findings import findings
-from shaketable.study.markdown import markdown
-from shaketable.study.page import page
-from shaketable.study.progress import listed, progress
-from shaketable.study.running import define
-from shaketable.study.signing import SIGNATURE
-from shaketable.study.verifying import asked_digest, digest, verify
-from shaketable.study.work import do
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define
+from shaketable.study.store.progress import listed, progress
+from shaketable.study.verify import asked_digest, digest, verify
 
 pytestmark = pytest.mark.attack("tampered records")
 

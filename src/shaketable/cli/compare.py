@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import check_free, write
+from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from shaketable.locate.comparison import Comparison, LayerRow, Row
-    from shaketable.locate.fingerprint import Fingerprint
+    from shaketable.locate.compare.fingerprint import Fingerprint
+    from shaketable.locate.compare.result import Comparison, LayerRow, Row
 
 SHOWN = 20
 SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
@@ -47,7 +47,7 @@ def compare(
     check_free([f for f in (plan_out, json_file) if f is not None], [fingerprint], force)
     planted = None if plan is None else Plan.load(plan)
 
-    from shaketable.locate.fingerprint_file import read_fingerprint
+    from shaketable.locate.compare.fingerprint_file import read_fingerprint
 
     file = read_fingerprint(fingerprint)
     _check_text(file, prompts, tokens)
@@ -63,8 +63,8 @@ def compare(
 
 
 def _check_text(file: Fingerprint, prompts: Path | None, tokens: int | None) -> None:
-    from shaketable.locate.fingerprint import FingerprintError
-    from shaketable.locate.prompts import read_prompts
+    from shaketable.locate.capture.prompts import read_prompts
+    from shaketable.locate.compare.fingerprint import FingerprintError
 
     if tokens is not None and tokens != file.about.tokens:
         raise FingerprintError(f"the fingerprint holds {file.about.tokens} tokens, not {tokens}; its own tokens are replayed")
@@ -75,7 +75,7 @@ def _check_text(file: Fingerprint, prompts: Path | None, tokens: int | None) -> 
 def _load(file: Fingerprint, model: str, device: str, dtype: str | None, attention: str | None) -> Any:
     """The model as the file's, checked; then in the dtype that was asked for."""
     from shaketable.cli.locate import load
-    from shaketable.locate.fingerprint_file import check_same_model
+    from shaketable.locate.compare.fingerprint_file import check_same_model
 
     about = file.about
     loaded, _ = load(model, device, about.dtype, attention or about.attention)
@@ -90,7 +90,7 @@ def _compare(file: Fingerprint, model: Any, planted: Any) -> Comparison:
 
     from shaketable.cli.locate import progress_bar
     from shaketable.inject import inject
-    from shaketable.locate.compare import compare as replay
+    from shaketable.locate.compare.compare import compare as replay
 
     with progress_bar() as tell, nullcontext() if planted is None else inject(model, planted):
         return replay(file, model, progress=tell)

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from shaketable.cli.outputs import write
+from shaketable.io.output_files import write
 
 
 def env(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
     """Show versions, devices and which noise kernels this machine can use."""
-    from shaketable.environment import gather
+    from shaketable.records.environment import gather
 
     facts = gather()
     if json_file is not None:

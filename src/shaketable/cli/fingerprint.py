@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shaketable.cli.outputs import check_free, write
+from shaketable.io.output_files import check_free, write
 
 
 def fingerprint(
@@ -28,14 +28,14 @@ def fingerprint(
     check_free([f for f in (output, json_file) if f is not None], [], force)
 
     from shaketable.cli.locate import load, progress_bar
-    from shaketable.locate.prompts import read_prompts, token_batch
+    from shaketable.locate.capture.prompts import read_prompts, token_batch
 
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention)
     ids = token_batch(tokenizer, texts, tokens)
 
-    from shaketable.locate.fingerprint import make_fingerprint
-    from shaketable.locate.fingerprint_file import write_fingerprint
+    from shaketable.locate.compare.fingerprint import make_fingerprint
+    from shaketable.locate.compare.fingerprint_file import write_fingerprint
 
     with progress_bar() as tell:
         made = make_fingerprint(loaded, ids, name=model, prompts=texts, progress=tell)

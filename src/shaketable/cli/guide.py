@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shaketable.cli.outputs import check_free, write
 from shaketable.errors import ShaketableError
+from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from shaketable.harden.guidance import Guidance
+    from shaketable.harden.aqn.guidance import Guidance
 
 STYLES = {"HIGH": "bold yellow", "LOW": "cyan", "BASE": ""}
 
@@ -40,8 +40,8 @@ def guide(
 
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
-    from shaketable.harden.guidance import Guidance
-    from shaketable.harden.mapping import SigmaMapping
+    from shaketable.harden.aqn.guidance import Guidance
+    from shaketable.harden.aqn.sigma_rules import SigmaMapping
 
     files = [f for f in (output, json_file) if f is not None]
     check_free(files, [f for f in (diagnosis, mapping) if f is not None], force)

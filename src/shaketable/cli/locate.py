@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import check_free, write
 from shaketable.errors import ShaketableError
+from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from shaketable.locate.diagnosis import Diagnosis, LayerReport
-    from shaketable.locate.locator import Progress
+    from shaketable.locate.locate import Progress
 
 MARKS = {
     "pass": "[green]✓[/]",
@@ -52,8 +52,8 @@ def locate(
 
     shaketable locate smollm2-135m --plan 'dead_zone:0.05,sparsity=0.01@module.*.down_proj,layers=12'
     """
+    from shaketable.locate.capture.prompts import read_prompts
     from shaketable.locate.diagnosis import MODES
-    from shaketable.locate.prompts import read_prompts
     from shaketable.plan import Plan
 
     if mode not in MODES:
@@ -63,7 +63,7 @@ def locate(
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention)
 
-    from shaketable.locate.locator import locate as find
+    from shaketable.locate.locate import locate as find
 
     with progress_bar() as tell:
         diagnosis = find(
@@ -83,7 +83,7 @@ def locate(
     if json_file is not None:
         write(json_file, diagnosis.to_json())
     if html_file is not None:
-        from shaketable.locate.page import page
+        from shaketable.report.locate_html import page
 
         write(html_file, page(diagnosis.as_dict()))
     raise typer.Exit(diagnosis.exit_code)

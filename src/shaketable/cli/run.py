@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from shaketable.cli.outputs import write
 from shaketable.errors import PlanError
+from shaketable.io.output_files import write
 from shaketable.plan import Plan
 
 
@@ -44,7 +44,7 @@ def run(
         raise PlanError(f"cannot write {json_file}: its folder does not exist")
     folder = ledger or Path("ledgers") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
-    from shaketable.launch.runner import run_program
+    from shaketable.launch.run import run_program
 
     result = run_program(resolved, command, folder, allow_inert=allow_inert)
     _print(result)
@@ -57,9 +57,9 @@ def _print(result: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from shaketable.inject.ledger_text import build_table, remarks
-    from shaketable.launch.runner import RunResult
-    from shaketable.launch.unshaken import called
+    from shaketable.launch.run import RunResult
+    from shaketable.launch.unshaken_processes import called
+    from shaketable.ledger.table import build_table, remarks
 
     assert isinstance(result, RunResult)
     console = Console(stderr=True, highlight=False)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import check_free, write
 from shaketable.cli.study_verify import end_of_study, key_for_signing, verify
 from shaketable.errors import ShaketableError, nearest
+from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from shaketable.study.config import StudyConfig
@@ -73,8 +73,8 @@ def run(
     _check_code(asked, file, allow_code)
     key = key_for_signing(sign)
     if dry_run:
-        from shaketable.cli.study_live import show_forecast
-        from shaketable.study.verifying import asked_digest
+        from shaketable.cli.tables.study_live import show_forecast
+        from shaketable.study.verify import asked_digest
 
         forecast = show_forecast(asked, store)
         if json_file is not None:
@@ -87,7 +87,7 @@ def run(
         write(json_file, rendered(found, "json", store / asked.study, json_file))
     if report_file is not None:
         write(report_file, rendered(found, format_of(report_file, None), store / asked.study, report_file))
-    from shaketable.cli.study_table import show
+    from shaketable.cli.tables.study import show
 
     show(found, files)
     end_of_study(store / asked.study, found["study"]["digest"], key)
@@ -109,9 +109,9 @@ def _code_of(asked: StudyConfig) -> str | None:
 
 def _do(asked: StudyConfig, store: Path) -> int:
     """Run it, with a live view; the number of runs that failed."""
-    from shaketable.cli.study_live import live
+    from shaketable.cli.tables.study_live import live
     from shaketable.models import quieten
-    from shaketable.study.running import check, run_study
+    from shaketable.study.run_study import check, run_study
 
     quieten()
     check(asked)
@@ -125,7 +125,7 @@ def _do(asked: StudyConfig, store: Path) -> int:
 
 
 def _findings(asked: StudyConfig, store: Path, command: str) -> dict[str, Any]:
-    from shaketable.study.findings import findings
+    from shaketable.study.analysis.findings import findings
 
     found = findings(asked, store / asked.study)
     found["study"]["command"] = f"{command} --allow-code" if command and _code_of(asked) else command
@@ -141,8 +141,8 @@ def status(
     force: Annotated[bool, FORCE] = False,
 ) -> None:
     """Show which runs of a study are done, running, partial, failed, damaged or missing."""
-    from shaketable.cli.study_table import show_status
-    from shaketable.study.progress import progress
+    from shaketable.cli.tables.study import show_status
+    from shaketable.study.store.progress import progress
 
     check_free([f for f in (json_file,) if f is not None], [what], force)
     asked, folder = _which(what, replaced or [], store)
@@ -160,8 +160,8 @@ def list_studies(
     force: Annotated[bool, FORCE] = False,
 ) -> None:
     """List the studies of a store, and single runs that lie there."""
-    from shaketable.cli.study_table import show_list
-    from shaketable.study.progress import listed
+    from shaketable.cli.tables.study import show_list
+    from shaketable.study.store.progress import listed
 
     check_free([f for f in (json_file,) if f is not None], [], force)
     found = listed(store)
@@ -198,8 +198,8 @@ def report(
 
 def _reported(what: Path, replaced: list[str], store: Path) -> tuple[dict[str, Any], Path]:
     """Findings of a study or a run, and the folder that its records lie in."""
-    from shaketable.record import FILE
-    from shaketable.study.findings import run_findings
+    from shaketable.records.record import FILE
+    from shaketable.study.analysis.findings import run_findings
 
     if (what / FILE).is_file():
         return run_findings(what), what
@@ -216,7 +216,7 @@ def _command(file: Path, replaced: list[str], store: Path) -> str:
 def _which(what: Path, replaced: list[str], store: Path) -> tuple[StudyConfig, Path]:
     """The study that is meant, and its folder."""
     from shaketable.study.file import load_study
-    from shaketable.study.running import last_defined
+    from shaketable.study.run_study import last_defined
 
     if what.is_dir():
         if replaced:
@@ -248,9 +248,9 @@ def rendered(found: dict[str, Any], style: str, folder: Path, output: Path | Non
     if style == "json":
         return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     if style == "md":
-        from shaketable.study.markdown import markdown
+        from shaketable.report.study_markdown import markdown
 
         return markdown(found)
-    from shaketable.study.page import page
+    from shaketable.report.study_html import page
 
     return page(found)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import check_free, write
+from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -29,8 +29,8 @@ def verify(
 
     shaketable study verify shaketable-runs --public-key key.pub
     """
-    from shaketable.study import signing
-    from shaketable.study.verifying import verify as verified
+    from shaketable.records import signing
+    from shaketable.study.verify import verify as verified
 
     check_free([f for f in (json_file,) if f is not None], [], force)
     if public_key is not None:
@@ -64,7 +64,7 @@ def key_for_signing(path: Path | None) -> Ed25519PrivateKey | None:
     """The key of `--sign`, read before anything is run."""
     if path is None:
         return None
-    from shaketable.study import signing
+    from shaketable.records import signing
 
     signing.need_library()
     return signing.private_key(path)
@@ -72,7 +72,7 @@ def key_for_signing(path: Path | None) -> Ed25519PrivateKey | None:
 
 def end_of_study(folder: Path, digest: str, key: Ed25519PrivateKey | None) -> None:
     """Sign what is finished, and say the digest that can be published."""
-    from shaketable.study.verifying import sign_study
+    from shaketable.study.verify import sign_study
 
     if key is not None:
         signed, wrong = sign_study(folder, key)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import check_free, write
 from shaketable.errors import ShaketableError
+from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
-    from shaketable.measure.sweep_config import SweepConfig
-    from shaketable.record import RunRecord
+    from shaketable.measure.sweep.config import SweepConfig
+    from shaketable.records.record import RunRecord
 
 
 def sweep(
@@ -81,8 +81,8 @@ def sweep(
 def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecord]:
     """A sweep that begins: all that can be known to be wrong with it is said before a folder is made."""
     from shaketable.cli.locate import load
-    from shaketable.environment import gather
-    from shaketable.measure.sweep_config import SweepConfig, parse_magnitudes, resolve_plan
+    from shaketable.measure.sweep.config import SweepConfig, parse_magnitudes, resolve_plan
+    from shaketable.records.environment import gather
 
     needed = {"models": "MODEL", "task": "--task", "plan": "--plan"}
     if missing := [name for key, name in needed.items() if key not in given]:
@@ -91,7 +91,7 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
     plan = resolve_plan(given.pop("plan"), scale)
     config = SweepConfig.checked(**{"n": 1} | given, plan=plan, magnitudes=scale)
 
-    from shaketable.measure.sweep import check, default_n
+    from shaketable.measure.sweep.run import check, default_n
     from shaketable.measure.tasks import load_task
 
     config = config.model_copy(update={"n": given.get("n") or default_n(load_task(config.task))})
@@ -103,8 +103,8 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
 
 
 def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) -> RunRecord:
-    from shaketable.measure.sweep_plot import short_names
-    from shaketable.record import RunRecord, unique_folder
+    from shaketable.measure.sweep.plot import short_names
+    from shaketable.records.record import RunRecord, unique_folder
 
     folder = out or unique_folder(Path("runs"), f"sweep-{short_names([config.models[0]])[0]}")
     return RunRecord.create(folder, "sweep", config.model_dump(mode="json"), environment)
@@ -112,9 +112,9 @@ def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) 
 
 def _old(given: dict[str, Any], out: Path | None, folder: Path) -> tuple[SweepConfig, RunRecord]:
     """A sweep that goes on, with what it began with."""
-    from shaketable.environment import gather
-    from shaketable.measure.sweep_config import SweepConfig
-    from shaketable.record import RunRecord
+    from shaketable.measure.sweep.config import SweepConfig
+    from shaketable.records.environment import gather
+    from shaketable.records.record import RunRecord
 
     if given or out is not None:
         named = ", ".join(["MODEL" if k == "models" else f"--{k.replace('_', '-')}" for k in given] + ["--out"] * bool(out))
@@ -129,7 +129,7 @@ def _run(config: SweepConfig, record: RunRecord) -> None:
     from rich.console import Console
 
     from shaketable.cli.locate import load, progress_bar
-    from shaketable.measure.sweep import Sweep
+    from shaketable.measure.sweep.run import Sweep
 
     if record.events("finished"):
         return
@@ -140,14 +140,14 @@ def _run(config: SweepConfig, record: RunRecord) -> None:
 
 
 def _finish(record: RunRecord, json_file: Path | None, png_file: Path | None) -> None:
-    from shaketable.cli.sweep_table import show
-    from shaketable.measure.sweep_results import results
+    from shaketable.cli.tables.sweep import show
+    from shaketable.measure.sweep.results import results
 
     found = results(record)
     if json_file is not None:
         write(json_file, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     if png_file is not None:
-        from shaketable.measure.sweep_plot import plot
+        from shaketable.measure.sweep.plot import plot
 
         try:
             plot(found, png_file)

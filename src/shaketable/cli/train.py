@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import check_free
-from shaketable.cli.train_table import show
+from shaketable.cli.tables.train import show
 from shaketable.errors import ShaketableError
+from shaketable.io.output_files import check_free
 
 if TYPE_CHECKING:
-    from shaketable.harden.train_config import TrainConfig
-    from shaketable.harden.training import Tell
-    from shaketable.record import RunRecord
+    from shaketable.harden.grpo.config import TrainConfig
+    from shaketable.harden.grpo.run import Tell
+    from shaketable.records.record import RunRecord
 
 TASK = "arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class, whose code is run; options after commas: arithmetic,level=2."
 
@@ -99,7 +99,7 @@ def train(
         return
     if not model or not task:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
-    from shaketable.harden.aqn import AQN
+    from shaketable.harden.aqn.spec import AQN
     from shaketable.plan import Plan
 
     text, plan_seed = _plan(plan)
@@ -114,7 +114,7 @@ def train(
         "decoding": decoding, "device": chosen,
         "dtype": dtype or ("float32" if chosen == "cpu" else "bfloat16"), "report_to": _loggers(),
     }  # fmt: skip
-    from shaketable.harden.train_config import TrainConfig
+    from shaketable.harden.grpo.config import TrainConfig
     from shaketable.models import hush
 
     hush()
@@ -159,8 +159,8 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
     """What the run would do, checked as far as it can be without weights; the picture lies beside the run folder."""
     from rich.console import Console
 
-    from shaketable.harden.aqn_plot import plot, sigmas
-    from shaketable.harden.rehearsal import rehearse
+    from shaketable.harden.aqn.plot import plot, sigmas
+    from shaketable.harden.grpo.dry_run import rehearse
     from shaketable.models import quieten
 
     picture = Path("aqn-sigma.png") if out is None else out.with_name(f"{out.name}-aqn-sigma.png")
@@ -172,7 +172,7 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     if config.aqn is not None:
-        from shaketable.harden.aqn import AQN
+        from shaketable.harden.aqn.spec import AQN
 
         aqn = AQN.load(config.aqn)
         console.print(sigmas(aqn, config.steps, skeleton).render())
@@ -181,9 +181,9 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
 
 
 def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> None:
-    from shaketable.harden.rehearsal import rehearse
+    from shaketable.harden.grpo.dry_run import rehearse
     from shaketable.models import load_model, quieten
-    from shaketable.record import RunRecord, check_new, unique_folder
+    from shaketable.records.record import RunRecord, check_new, unique_folder
 
     if out is not None:
         check_new(out)
@@ -191,7 +191,7 @@ def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> Non
     rehearse(config)
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
     folder = out or unique_folder(Path("runs"), name)
-    from shaketable.environment import gather
+    from shaketable.records.environment import gather
 
     loaded = load_model(config.model, device=config.device, dtype="float32")  # before a folder is made: it may be broken
     record = RunRecord.create(folder, "train", config.model_dump(mode="json"), gather())
@@ -199,8 +199,8 @@ def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> Non
 
 
 def _go_on(folder: Path, json_file: Path | None) -> None:
-    from shaketable.harden.train_config import TrainConfig
-    from shaketable.record import RunRecord
+    from shaketable.harden.grpo.config import TrainConfig
+    from shaketable.records.record import RunRecord
 
     record = RunRecord.open(folder, "train")
     if record.events("finished"):
@@ -210,7 +210,7 @@ def _go_on(folder: Path, json_file: Path | None) -> None:
 
 
 def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resume: bool, loaded: Any = None) -> None:
-    from shaketable.harden.training import Training
+    from shaketable.harden.grpo.run import Training
     from shaketable.models import quieten
 
     quieten()

@@ -10,7 +10,6 @@ from shaketable.faults.base import FaultBase, MagnitudeFault
 from shaketable.faults.bits import BitFlip, Spike, StuckBit, Truncation
 from shaketable.faults.clipping import DeadZone, Saturation
 from shaketable.faults.formats import FP8E4M3, FP8E5M2, MXFP4, NVFP4, Format
-from shaketable.faults.generator import Draw
 from shaketable.faults.noise import (
     AbsoluteGaussian,
     Bias,
@@ -21,6 +20,7 @@ from shaketable.faults.noise import (
     RMSGaussian,
     SystematicBias,
 )
+from shaketable.faults.rng import Draw
 
 AnyFault = (
     RelativeGaussian

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.generator import Draw
+    from shaketable.faults.rng import Draw
 
 Magnitude = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -19,7 +19,7 @@ from shaketable.faults.sums import usable_mask
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.generator import Draw
+    from shaketable.faults.rng import Draw
 
 Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 

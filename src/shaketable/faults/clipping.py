@@ -24,7 +24,7 @@ from shaketable.faults.sums import usable_mask
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.generator import Draw
+    from shaketable.faults.rng import Draw
 
 Scope = Literal["tensor", "token", "block"]
 

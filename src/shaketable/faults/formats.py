@@ -21,15 +21,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shaketable.faults import gpu, native
+from shaketable.faults import gpu
 from shaketable.faults.base import FaultBase
 from shaketable.faults.blocks import join_blocks, split_blocks
 from shaketable.faults.clipping import Scope
+from shaketable.faults.cpu import native
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.generator import Draw
+    from shaketable.faults.rng import Draw
 
 E4M3_MAX, E5M2_MAX, E2M1_MAX, E4M3_TINY = 448.0, 57344.0, 6.0, 2.0**-6
 TINY, HUGE = 2.0**-126, (2 - 2.0**-23) * 2.0**127

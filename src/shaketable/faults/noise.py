@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import field_validator
 
-from shaketable.faults import gpu, native
+from shaketable.faults import gpu
 from shaketable.faults.base import MagnitudeFault
+from shaketable.faults.cpu import native
 from shaketable.faults.sums import CROSS, DEVIATION, ERROR, FINITE, NONZERO, RATIO, SQUARE, usable_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.generator import Draw
+    from shaketable.faults.rng import Draw
 
 
 def wide(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@
 | ratio, deviation | squared relative error and absolute error of the nonzero ones |
 | cross | error times clean value of the finite ones |
 
-One pass over the data: the C++ of `native.cpp` on a CPU, `gpu/measure_kernels.py` on a GPU, plain torch elsewhere. All stay on
+One pass over the data: the C++ of `native.cpp` on a CPU, `kernels/measure.py` on a GPU, plain torch elsewhere. All stay on
 the tensor's device, so whoever asks a GPU does not wait for it.
 
 A tensor is measured by a bounded sample where its fault acts on every value by the same law (`FaultBase.tells`): whole rows,
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shaketable.faults import native
+from shaketable.faults.cpu import native
 
 if TYPE_CHECKING:
     from torch import Tensor

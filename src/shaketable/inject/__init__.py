@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 
 from shaketable.inject.injection import Injection, inject
-from shaketable.inject.ledger import Ledger
+from shaketable.ledger.ledger import Ledger
 
 
 class _CallableModule(ModuleType):

@@ -4,7 +4,7 @@ Every fire is counted. **Which fires are measured is decided by one rule**, `is_
 row's mark, which is then set to twice that number plus one (so the 1st, 2nd, 4th, 8th, … time), and always as long as none has
 changed anything. So the cost of measuring vanishes in a long run, and "this changed nothing" is a fact and never a sampling
 accident. Noise that is held for a rollout is measured at every draw: there are few, and its magnitude follows a schedule.
-On a GPU the kernel at the head of a pass applies the same rule to all rows at once (`faults/gpu/table_kernels.py`).
+On a GPU the kernel at the head of a pass applies the same rule to all rows at once (`faults/gpu/kernels/begin_pass.py`).
 
 What a measured fire adds to its row is made from the twelve sums of `faults/sums.py`, and never waits for a device.
 
@@ -26,8 +26,8 @@ from shaketable.faults.base import FaultBase
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
-    from shaketable.inject.spots import Spot
-    from shaketable.inject.taps import Tap
+    from shaketable.inject.tap import Tap
+    from shaketable.ledger.spot import Spot
 
 RECOMPUTED = len(PHASES)
 """Columns of a row: fires in each phase, those repeated by activation checkpointing, then what `Measured` holds."""

@@ -17,20 +17,22 @@ import torch
 from torch import nn
 
 from shaketable.errors import PlanError, nearest
-from shaketable.faults import FaultBase, MagnitudeFault, native
-from shaketable.inject import graphs, operators, recompute
-from shaketable.inject.attached import Attached
-from shaketable.inject.calls import Calls, Entry, Frame, Pass
+from shaketable.faults import FaultBase, MagnitudeFault
+from shaketable.faults.cpu import native
+from shaketable.inject.attach import Attached
 from shaketable.inject.compile import custom_ops, fused_noise
 from shaketable.inject.counters import HostTable
-from shaketable.inject.device_table import DeviceTables, capturing
-from shaketable.inject.early import Early
-from shaketable.inject.fast.ready import Shelf
-from shaketable.inject.held import HeldTap, Rollouts
-from shaketable.inject.ledger import Ledger, LiveLedger
-from shaketable.inject.operator_taps import OperatorTaps
-from shaketable.inject.spots import Spot
-from shaketable.inject.taps import Tap
+from shaketable.inject.device import graph_key
+from shaketable.inject.device.table import DeviceTables, capturing
+from shaketable.inject.hooks import checkpointing, operator_mode
+from shaketable.inject.hooks.operator_taps import OperatorTaps
+from shaketable.inject.inert import Early
+from shaketable.inject.pass_context import Calls, Entry, Frame, Pass
+from shaketable.inject.tap import Tap
+from shaketable.inject.weights.held_noise import HeldTap, Rollouts
+from shaketable.inject.weights.prepared import Shelf
+from shaketable.ledger.ledger import Ledger, LiveLedger
+from shaketable.ledger.spot import Spot
 from shaketable.plan import PHASES, Plan
 from shaketable.sites.phases import current_phase
 
@@ -93,7 +95,7 @@ class Injection:
         """Args:
         hold: Draw the noise of weights once per rollout instead of once per call.
         sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
-            weights are written into them (`written.py`), once per step. Engines trace once.
+            weights are written into them (`weights/in_place.py`), once per step. Engines trace once.
         traced_once: The models are compiled ahead of time, without guards: taps are in the graph also when it is traced
             while the plan is off. Elsewhere such a graph is the clean one.
         """
@@ -117,7 +119,7 @@ class Injection:
         self.handle = custom_ops.know(self)
         self.compiled_pass: Pass | None = None
         """The pass that compiled code ran last."""
-        graphs.watch(self)
+        graph_key.watch(self)
         self.calls = Calls(self, step)
         self.calls.phase = "rollout" if sampler else None
         self.enabled = False
@@ -129,7 +131,7 @@ class Injection:
         self.models: list[Attached] = []
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self.operators = OperatorTaps(self)
-        self._mode = operators.Operators(self) if self.has_operators else None
+        self._mode = operator_mode.Operators(self) if self.has_operators else None
         self._depth = 0
         self._changing = 0
         self.early = Early(self)
@@ -178,7 +180,7 @@ class Injection:
         self.drop_mode()
         for model in self.models:
             model.unhook()
-        recompute.unwatch(self)
+        checkpointing.unwatch(self)
         if check and not self.allow_inert:
             self.ledger.check()
 
@@ -198,7 +200,7 @@ class Injection:
     def step(self) -> int:
         """The training step that keys the noise. Setting it makes a resumed run draw what an uninterrupted one drew.
 
-        Setting another step raises `InertError` when a clause was on in the step before and did nothing (`early.py`).
+        Setting another step raises `InertError` when a clause was on in the step before and did nothing (`inert.py`).
         """
         return self.calls.step
 

@@ -27,14 +27,14 @@ disk. Rejected: to wait a while before Ray is shut down, which was once too shor
 What a worker did in a thread, or in a call whose result nobody waited for, is written within 0.05 seconds, or at its next
 answer; for those the driver still waits half a second.
 
-**Whose noise is whose**: see `launch/places.py`. Actors have ranks of their own, so two that do the same work see other noise
-and the same broken lanes. An actor that dies and is restarted begins again at pass 0 of the same rank: work that it does
-again, it does under the noise of the first time, as law 3 says of every resumed run. An actor that goes on from a
+**Whose noise is whose**: see `launch/process_identity.py`. Actors have ranks of their own, so two that do the same work see
+other noise and the same broken lanes. An actor that dies and is restarted begins again at pass 0 of the same rank: work that
+it does again, it does under the noise of the first time, as law 3 says of every resumed run. An actor that goes on from a
 checkpoint instead of doing its work again meets the noise of its first passes again, in new places. Both lives are in the
 ledger, which tells what happened and not what counted. A task has the noise of its id, which is made from the job and the
-number of the call: it is the same when Ray tries the task again, and in each run that starts its own cluster. On a
-cluster that stays up every job has another number, and so other noise in its tasks; noise that must repeat there belongs
-into actors. Tasks that are submitted by threads have random ids.
+number of the call: it is the same when Ray tries the task again, and in each run that starts its own cluster. On a cluster
+that stays up every job has another number, and so other noise in its tasks; noise that must repeat there belongs into actors.
+Tasks that are submitted by threads have random ids.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.launch import places, watch
+from shaketable.launch import import_hooks, process_identity
 
 if TYPE_CHECKING:
-    from shaketable.launch.runner import RunResult
+    from shaketable.launch.run import RunResult
     from shaketable.plan import Plan
 
 PLAN, LEDGER, MARK = "SHAKETABLE_PLAN", "SHAKETABLE_LEDGER", "SHAKETABLE_MARK"
 BEGIN = "shaketable.integrations.ray.begin"
 HOOK = "worker_process_setup_hook"
 WRITE_SECONDS = 0.5
-_NOT_SHIPPED = {places.PLACE, "SHAKETABLE_CACHE", "SHAKETABLE_RANK", MARK}
+_NOT_SHIPPED = {process_identity.PLACE, "SHAKETABLE_CACHE", "SHAKETABLE_RANK", MARK}
 _naming = threading.Lock()
 
 
@@ -96,7 +96,7 @@ def runtime_env(
     """
     import ray
 
-    from shaketable.launch.runner import new_folder
+    from shaketable.launch.run import new_folder
     from shaketable.plan import Plan
 
     resolved, folder = Plan.load(plan, seed=seed), Path(ledger).resolve()
@@ -115,7 +115,7 @@ def collect(folder: str | Path, *, allow_inert: bool = False) -> RunResult:
         InertError: No worker imported torch, or a clause of the plan did nothing in any of them; not with `allow_inert`.
     """
     from shaketable.errors import InertError
-    from shaketable.launch import runner
+    from shaketable.launch import run as runner
 
     result = runner.collect(Path(folder), [], 0, allow_inert=allow_inert)
     if result.exit_code == runner.NOTHING_INJECTED:
@@ -125,9 +125,9 @@ def collect(folder: str | Path, *, allow_inert: bool = False) -> RunResult:
 
 def follow(ray: Any) -> None:
     """Let `ray.init` carry the plan of the environment, number actors, and wait for ledgers. Does nothing the second time."""
-    if places.current_task is _current_task:
+    if process_identity.current_task is _current_task:
         return
-    places.current_task, places.current_place = _current_task, _current_place
+    process_identity.current_task, process_identity.current_place = _current_task, _current_place
     ray.init = _carrying(ray.init)
     ray.shutdown = _after_the_ledgers(ray.shutdown)
     ray.actor.ActorClass._remote = _numbered(ray.actor.ActorClass._remote)
@@ -192,19 +192,19 @@ def _numbered(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def _next_place(made: Counter[tuple[str, str]], kind: str, name: str | None) -> str:
     """`RANK:LABEL` of the next actor of this class. Its name is shown and keys nothing."""
-    maker = f"{places.rank_here()}.{places.current_task()}"
+    maker = f"{process_identity.rank_here()}.{process_identity.current_task()}"
     with _naming:
         made[maker, kind] += 1
         n = made[maker, kind]
-    above = f"{places.label_here()}/" if places.label_here() else ""
-    return f"{places.number(f'{maker}/{kind}#{n}')}:{above}{kind}#{n}" + (f" {name}" if name else "")
+    above = f"{process_identity.label_here()}/" if process_identity.label_here() else ""
+    return f"{process_identity.number(f'{maker}/{kind}#{n}')}:{above}{kind}#{n}" + (f" {name}" if name else "")
 
 
 def _placed(base: Any, place: str) -> Any:
     from ray.runtime_env import RuntimeEnv
 
     env = RuntimeEnv() if base is None else copy.deepcopy(base)
-    env["env_vars"] = {**env.get("env_vars", {}), places.PLACE: place}
+    env["env_vars"] = {**env.get("env_vars", {}), process_identity.PLACE: place}
     return env
 
 
@@ -225,7 +225,7 @@ def _after_my_ledger(serialize: Callable[..., Any]) -> Callable[..., Any]:
         import ray
 
         if self.worker.mode == ray.WORKER_MODE:
-            places.before_an_answer()
+            process_identity.before_an_answer()
         return serialize(self, value)
 
     return serialize_after
@@ -251,10 +251,10 @@ def begin() -> None:
     if not (folder / os.environ[MARK]).exists():
         where = socket.gethostname()
         raise ShaketableError(f"node {where} does not see the driver's ledger folder {folder}; name one that all nodes share")
-    startup = str(Path(watch.__file__).with_name("startup"))
+    startup = str(Path(import_hooks.__file__).with_name("startup"))
     path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != startup]
     os.environ["PYTHONPATH"] = os.pathsep.join([startup, *path])
-    watch.install()
+    import_hooks.install()
 
 
 def _current_task() -> int:
@@ -266,23 +266,23 @@ def _current_task() -> int:
         return 0
     if worker.actor_id.is_nil():
         return _key(worker.current_task_id.hex())
-    return 0 if places.label_here() else _key(worker.actor_id.hex())
+    return 0 if process_identity.label_here() else _key(worker.actor_id.hex())
 
 
 @lru_cache(maxsize=8)
 def _key(text: str) -> int:
-    return places.number(text, size=8)
+    return process_identity.number(text, size=8)
 
 
-def _current_place() -> places.Place:
+def _current_place() -> process_identity.Place:
     import ray
 
-    worker, label = ray._private.worker.global_worker, places.label_here()
+    worker, label = ray._private.worker.global_worker, process_identity.label_here()
     if worker.mode is None:
-        return places.Place(label).child()
+        return process_identity.Place(label).child()
     if worker.mode != ray.WORKER_MODE:
-        return places.Place("driver")
+        return process_identity.Place("driver")
     if worker.actor_id.is_nil():
-        return places.Place(f"tasks of {label}" if label else "tasks")
+        return process_identity.Place(f"tasks of {label}" if label else "tasks")
     actor = worker.actor_id.hex()
-    return places.Place(label or f"actor {actor[:8]}", actor)
+    return process_identity.Place(label or f"actor {actor[:8]}", actor)

@@ -1,4 +1,4 @@
-"""Plans and AQN in TRL's trainers, colocated vLLM included; see `integrations/transformers.py`, which does the work.
+"""Plans and AQN in TRL's trainers, colocated vLLM included; see `integrations/hf/callback.py`, which does the work.
 
 trainer = GRPOTrainer(model, ..., callbacks=[ShaketableCallback(plan="mxfp4@module.linear", aqn="constant:0.01")])
 trainer = GRPOTrainer(model, ..., callbacks=[AQNCallback("global_decay:0.05-0.0005,stages=10")])
@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shaketable.harden.aqn import AQN
-from shaketable.integrations.transformers import ShaketableCallback
+from shaketable.harden.aqn.spec import AQN
+from shaketable.integrations.hf.callback import ShaketableCallback
 
 
 class AQNCallback(ShaketableCallback):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shaketable.inject.ledger import Ledger
-from shaketable.launch import places
-from shaketable.launch.kept_file import KeptFile
+from shaketable.launch import process_identity
+from shaketable.launch.live_json import KeptFile
+from shaketable.ledger.ledger import Ledger
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class LedgerFile:
         """Rank and number of ranks, of a process group that this process has joined, also when it has left it since."""
         self._inherited = False
         """Whether the process group is that of the parent, which this process is a fork of."""
-        self.place = places.Place()
+        self.place = process_identity.Place()
         """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
         self._file.flush()  # raises where the folder cannot be written to; later it is too late to stop anybody
@@ -73,7 +73,7 @@ class LedgerFile:
         self._begin()
 
     def _record(self) -> dict[str, Any]:
-        found = self.place if self.fork else places.current_place()
+        found = self.place if self.fork else process_identity.current_place()
         self.place = found if found.label else self.place
         ledger, notices = self._whole(), self.injection.notices
         if notices is not None:

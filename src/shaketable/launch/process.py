@@ -25,16 +25,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from shaketable.faults.generator import mix64
-from shaketable.inject.attached import Attached
-from shaketable.inject.calls import Calls, Entry, Frame
-from shaketable.inject.hooks import Hook
+from shaketable.faults.rng import mix64
+from shaketable.inject.attach import Attached
+from shaketable.inject.hooks.base import Hook
+from shaketable.inject.hooks.module_tensors import change_input
+from shaketable.inject.hooks.modules import ModuleTaps
 from shaketable.inject.injection import Injection
-from shaketable.inject.modules import ModuleTaps
-from shaketable.inject.tensors import change_input
-from shaketable.launch import places
+from shaketable.inject.pass_context import Calls, Entry, Frame
+from shaketable.launch import process_identity
+from shaketable.launch.inert_notices import Notices
 from shaketable.launch.ledger_file import LedgerFile
-from shaketable.launch.notices import Notices
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
 
@@ -60,7 +60,7 @@ class ByTask(Calls):
         """Notice that another task has begun. Threads of a task do not know it, and belong to the one that was noticed last."""
         if threading.current_thread() is not threading.main_thread():
             return
-        task = places.current_task()
+        task = process_identity.current_task()
         if task != self.task:
             self.task, self.models = task, 0
             self.set_step(self.step)
@@ -215,7 +215,7 @@ def activate() -> None:
     _active = LedgerFile(injection, Path(os.environ[LEDGER]))
     injection.notices = Notices(injection, _active.folder)
     atexit.register(_active.flush)
-    places.before_an_answer = _active.catch_up
+    process_identity.before_an_answer = _active.catch_up
     os.register_at_fork(after_in_child=_active.after_fork)
     _flush_before_exit(_active)
     _note_rank_before_leaving(_active)
@@ -253,7 +253,7 @@ def _write_before_answers() -> None:
 
     def write_and_begin(self: ForkingPickler, *args: Any) -> None:
         if multiprocessing.parent_process() is not None:
-            places.before_an_answer()
+            process_identity.before_an_answer()
         begin(self, *args)
 
     ForkingPickler.__init__ = write_and_begin  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """Which layer, which operator: trace, probes, statistics, fingerprints, verdict.
 
 The room and its verb share a name, as with `inject`: `shaketable.locate(model, tokenizer)` is
-`shaketable.locate.locator.locate(model, tokenizer)`.
+`shaketable.locate.locate.locate(model, tokenizer)`.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _locate(*args: Any, **kwargs: Any) -> Any:
-    from shaketable.locate.locator import locate
+    from shaketable.locate.locate import locate
 
     return locate(*args, **kwargs)
 

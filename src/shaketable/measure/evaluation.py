@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shaketable.errors import ModelError, ShaketableError
 from shaketable.inject import Ledger, inject
-from shaketable.measure.generation import Completion, Decoder, Progress, batches, decode_all
-from shaketable.measure.statistics import Interval, wilson
+from shaketable.measure.decoding.dynamic import Completion, Decoder, Progress, batches, decode_all
+from shaketable.measure.stats.tests import Interval, wilson
 from shaketable.measure.tasks import Problem, Task
 from shaketable.measure.tasks.task import score_of
 from shaketable.plan import Plan

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shaketable.errors import NoMatchError, PlanError, nearest
-from shaketable.layers import Layers, parse_layers
+from shaketable.layer_ranges import Layers, parse_layers
 from shaketable.plan import Clause, Site
-from shaketable.sites.anatomy import ROLES, Anatomy, Part, class_name
-from shaketable.sites.engines import is_engine_module, is_packed, reads_weight_of, why_not_experts
-from shaketable.sites.fused import FUSED
+from shaketable.sites.structure import ROLES, Anatomy, Part, class_name
+from shaketable.sites.vllm_fused_names import FUSED
+from shaketable.sites.vllm_modules import is_engine_module, is_packed, reads_weight_of, why_not_experts
 
 ALL_ROLES = ("linear", "rmsnorm", "layernorm")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.train_config import TrainConfig
+from shaketable.harden.grpo.config import TrainConfig
 from shaketable.study.config import Arm, Guide, StudyConfig
 
 STEPS = 60

@@ -34,8 +34,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shaketable.errors import nearest
-from shaketable.harden.aqn import AQN
-from shaketable.harden.train_config import TrainConfig
+from shaketable.harden.aqn.spec import AQN
+from shaketable.harden.grpo.config import TrainConfig
 from shaketable.plan import Plan
 
 PER_PROBLEM = ("accuracy", "formatted")

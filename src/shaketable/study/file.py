@@ -16,8 +16,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shaketable.errors import ShaketableError, first_problem, nearest
+from shaketable.io.yaml_file import Loader, read_yaml
 from shaketable.study.config import StudyConfig
-from shaketable.yaml_file import Loader, read_yaml
 
 
 def load_study(path: Path, replaced: Iterable[str] = ()) -> StudyConfig:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shaketable.harden.train_config import TrainConfig
-from shaketable.measure.power import detectable, expected_discordance
+from shaketable.harden.grpo.config import TrainConfig
+from shaketable.measure.stats.power import detectable, expected_discordance
 from shaketable.study.cells import Cell, cells_of
 from shaketable.study.config import PER_PROBLEM, StudyConfig
 
@@ -63,7 +63,7 @@ class Forecast:
 
 def forecast(study: StudyConfig, folder: Path, tell: Callable[[str], None]) -> Forecast:
     """Look at what is there, and probe the arms that have something to do."""
-    from shaketable.study.running import finished
+    from shaketable.study.run_study import finished
 
     cells = cells_of(study)
     done = finished(folder, cells)
@@ -89,8 +89,8 @@ def probe(study: StudyConfig, left: Sequence[Cell], tell: Callable[[str], None])
 
 
 def _measured(config: dict[str, Any]) -> Speed:
-    from shaketable.harden.training import Training
-    from shaketable.record import RunRecord
+    from shaketable.harden.grpo.run import Training
+    from shaketable.records.record import RunRecord
 
     warmup = {"warmup": 0, "eval_every": 0, "mechanism": False, "save_every": STEPS}
     aqn = None if config["aqn"] is None else _constant(config)
@@ -106,8 +106,8 @@ def _measured(config: dict[str, Any]) -> Speed:
 
 def _constant(config: dict[str, Any]) -> str:
     """The arm's noise at its loudest, all the time: two steps of a schedule may have none."""
-    from shaketable.harden.aqn import AQN
-    from shaketable.harden.schedules import Constant
+    from shaketable.harden.aqn.schedules import Constant
+    from shaketable.harden.aqn.spec import AQN
 
     aqn = AQN.load(config["aqn"])
     loudest = max(aqn.schedule.sigma(step, config["steps"]) for step in range(config["steps"]))

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from shaketable.harden.recipe import conditions_of
-from shaketable.harden.train_config import TrainConfig
+from shaketable.harden.grpo.config import TrainConfig
+from shaketable.harden.grpo.plans import conditions_of
 from shaketable.inject import Injection
-from shaketable.locate.identity import weights_hash
+from shaketable.locate.capture.model_identity import weights_hash
 from shaketable.measure.evaluation import Evaluator, arithmetic
-from shaketable.measure.readings import readings
+from shaketable.measure.score_layer_stats import readings
 from shaketable.measure.tasks import load_task, sample
 from shaketable.measure.tasks.task import digest, examples
 from shaketable.models import load_model, load_skeleton
-from shaketable.record import RunRecord
+from shaketable.records.record import RunRecord
 
 
 def score(record: RunRecord, tell: Any) -> None:

@@ -10,7 +10,7 @@ import json
 import pytest
 from tiny_run import make_tiny, run_example
 
-from shaketable.integrations.reports import read_reports
+from shaketable.integrations.common.worker_report import read_reports
 
 pytestmark = pytest.mark.covers("verl + vLLM", "dead zone in sampler and actor, guided AQN", "eager, Ray, FSDP2")
 

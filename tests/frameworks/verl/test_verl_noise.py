@@ -8,7 +8,7 @@ import torch
 from tiny_run import make_tiny, run_example
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shaketable.integrations.reports import read_reports
+from shaketable.integrations.common.worker_report import read_reports
 
 pytestmark = pytest.mark.covers(
     "verl + vLLM", "operator noise in both, AQN by epochs, two workers of each", "eager, Ray, FSDP2"

@@ -7,7 +7,7 @@ import sys
 import pytest
 from tiny_run import ENVIRONMENT, HERE, make_tiny, run_example
 
-from shaketable.integrations.reports import read_reports
+from shaketable.integrations.common.worker_report import read_reports
 
 pytestmark = pytest.mark.covers("verl + vLLM", "the origin's keys", "eager, Ray, FSDP2")
 

@@ -8,8 +8,8 @@ from small_engines import PROMPTS, START, apart, same, share_within
 
 import shaketable as st
 from shaketable.errors import NoMatchError, PlanError, ShaketableError
-from shaketable.integrations.orders import Orders
-from shaketable.integrations.reports import merged, read_reports
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.worker_report import merged, read_reports
 
 pytestmark = pytest.mark.covers("vLLM", "module, layer and operator plans, live; agree with transformers", "eager, in process")
 

@@ -9,7 +9,7 @@ import pytest
 from small_engines import NANO, PROMPTS
 from vllm_programs import FOLDER, answers, offline, printed, run, shaken
 
-from shaketable.integrations.reports import merged, read_reports
+from shaketable.integrations.common.worker_report import merged, read_reports
 
 pytestmark = pytest.mark.covers("vLLM", "broken or missing plugin, inert worker: refused", "eager, own processes")
 
@@ -26,7 +26,7 @@ def broken(tmp_path):
         "import sys\n"
         "class Missing:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'shaketable.integrations.orders':\n"
+        "        if name == 'shaketable.integrations.common.instructions':\n"
         "            raise ImportError('not the pydantic that shaketable needs')\n"
         "sys.meta_path.insert(0, Missing())\n"
     )

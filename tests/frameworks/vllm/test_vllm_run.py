@@ -16,7 +16,7 @@ from small_engines import NANO, PROMPTS
 from vllm_programs import FOLDER, answers, environment, offline, printed, shaken
 
 import shaketable as st
-from shaketable.integrations.reports import merged, read_reports
+from shaketable.integrations.common.worker_report import merged, read_reports
 
 pytestmark = pytest.mark.covers("vLLM", "`shaketable run` of programs and of `vllm serve`", "eager, own processes")
 

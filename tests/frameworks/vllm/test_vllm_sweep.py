@@ -8,8 +8,8 @@ import sys
 import pytest
 from vllm_programs import printed, run
 
-from shaketable.measure.statistics import mcnemar
-from shaketable.record import RunRecord
+from shaketable.measure.stats.tests import mcnemar
+from shaketable.records.record import RunRecord
 
 pytestmark = pytest.mark.covers("vLLM", "`shaketable sweep --engine vllm`: scores agree with Hugging Face's", "eager")
 SWEEP = ("nano", "--task", "arithmetic,level=3", "--magnitudes", "0,0.3", "--n", "150", "--seeds", "2", "--batch-size", "75")

@@ -7,9 +7,9 @@ import importlib
 import os
 import sys
 
-import shaketable.launch.kept_file
+import shaketable.launch.live_json
 
-shaketable.launch.kept_file.PAUSE = 3600
+shaketable.launch.live_json.PAUSE = 3600
 
 import torch  # noqa: E402
 

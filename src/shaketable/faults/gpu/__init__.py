@@ -24,8 +24,8 @@ from shaketable.faults.gpu.dispatch import (
     tell,
 )
 from shaketable.faults.gpu.formats import coded
-from shaketable.faults.gpu.heads import HEAD, tell_heads
-from shaketable.faults.gpu.statistics import MEAN, SIZE, SPREAD, moment, top
+from shaketable.faults.gpu.head_values import HEAD, tell_heads
+from shaketable.faults.gpu.reductions import MEAN, SIZE, SPREAD, moment, top
 
 __all__ = [
     "ADDITIVE",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shaketable.faults.gpu import dispatch, statistics
-from shaketable.faults.gpu.segments import flat, launch, segments
+from shaketable.faults.gpu import dispatch, reductions
+from shaketable.faults.gpu.tiling import flat, launch, segments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,12 +33,12 @@ def clipped(x: Tensor, kind: str, magnitude: float, scope: str, block: int, g: T
     parts = flat(x) if scope in ("absolute", "tensor") else segments(x, length)
     if parts.padded > dispatch.LARGEST:
         return None
-    from shaketable.faults.gpu.clip_kernels import clip
+    from shaketable.faults.gpu.kernels.clipping import clip
 
     x = x.contiguous()
     back = x if g is None else g.contiguous()
     y = torch.empty_like(back)
-    whole = statistics.top(x, finite=True) if scope == "tensor" else x
+    whole = reductions.top(x, finite=True) if scope == "tensor" else x
     how = {"KIND": _KINDS[kind], "SCOPE": _SCOPES[scope], "GRADIENT": g is not None, **parts.shape}
     launch(clip, parts.programs, x, back, y, whole, magnitude, *parts.sizes, warps=parts.warps, **how)
     return y

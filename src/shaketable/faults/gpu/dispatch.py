@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.gpu.launcher import Launcher
+    from shaketable.faults.gpu.launch import Launcher
 
 BLOCK, WARPS = 2048, 4
 LARGEST = 2**31 - BLOCK
@@ -24,7 +24,7 @@ STEPS, STEP = 16, 1024
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a kernel reads from the GPU's memory, and where it counts: see `inject/device_table.py`."""
+    """What a kernel reads from the GPU's memory, and where it counts: see `inject/device/table.py`."""
 
     rows: Tensor
     """Rows of two words of key, the scale's bits, and flags, 0 when it is off; int32."""
@@ -41,7 +41,7 @@ def _kernels() -> Any:
     if os.environ.get("SHAKETABLE_NATIVE") == "0":
         return None
     try:
-        from shaketable.faults.gpu import noise_kernels
+        from shaketable.faults.gpu.kernels import noise as noise_kernels
     except ImportError:
         return None
     return noise_kernels
@@ -146,11 +146,11 @@ def sample_sums(x: Tensor, y: Tensor) -> Tensor | None:
         return None
     import torch
 
-    from shaketable.faults.gpu import measure_kernels
+    from shaketable.faults.gpu.kernels import measure
 
     out = torch.empty(12, dtype=torch.float64, device=x.device)
     shape = {"STEPS": STEPS, "BLOCK": STEP, "FAST": not interpreting()}
-    launch(measure_kernels.twelve_sums, 1, (x, y, out, *_spread(x)), shape)
+    launch(measure.twelve_sums, 1, (x, y, out, *_spread(x)), shape)
     return out
 
 
@@ -165,12 +165,12 @@ def _spread(x: Tensor) -> tuple[int, int, int]:
 
 def tell(x: Tensor, y: Tensor, live: Row, kind: int = OTHER, *, sparse: bool = False) -> None:
     """Count and, when it is due, measure a before/after pair, by rows spread over it; `sparse`: some channels are faulty."""
-    from shaketable.faults.gpu import measure_kernels
+    from shaketable.faults.gpu.kernels import measure
 
     x, y = x.contiguous(), y.contiguous()
     n, width, stride = _spread(x)
     shape = {"KIND": kind, "SPARSE": sparse, "STEPS": STEPS, "BLOCK": STEP, "FAST": not interpreting()}
-    launch(measure_kernels.tell, 1, (x, y, n, live.rows, live.sums, live.row, live.place, width, stride), shape)
+    launch(measure.tell, 1, (x, y, n, live.rows, live.sums, live.row, live.place, width, stride), shape)
 
 
 def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS, **more: Any) -> None:
@@ -186,7 +186,7 @@ def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str,
     with nullcontext() if device < 0 else torch.cuda.device(device):
         compiled = kernel[(programs,)](*values, **shape, num_warps=warps, **more)
     if device >= 0 and all(v.__class__ is not int or abs(v) < 2**31 for v in values):
-        from shaketable.faults.gpu.launcher import Launcher
+        from shaketable.faults.gpu.launch import Launcher
 
         _launchers[key] = Launcher(compiled, tuple(shape.values()))
 
@@ -214,7 +214,7 @@ def prepare(x: Tensor, kind: int, live: Row) -> Launcher | None:
     n, device = x.numel(), x.get_device()
     if device < 0 or not fits(x):
         return None
-    from shaketable.faults.gpu.launcher import Launcher
+    from shaketable.faults.gpu.launch import Launcher
 
     shape = {"KIND": kind, "UNIT": False, **_shape(n, live)}
     key = ("prepared", x.dtype, device, *shape.values())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shaketable.faults.gpu import dispatch, statistics
-from shaketable.faults.gpu.segments import Segments, flat, launch, segments
+from shaketable.faults.gpu import dispatch, reductions
+from shaketable.faults.gpu.tiling import Segments, flat, launch, segments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def coded(x: Tensor, kind: str, scope: str, key: int | None) -> Tensor | None:
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
-    whole = statistics.top(x, finite=False) if scope == "tensor" or kind == "nvfp4" else x
+    whole = reductions.top(x, finite=False) if scope == "tensor" or kind == "nvfp4" else x
     low, high = dispatch._signed(key or 0), dispatch._signed((key or 0) >> 32)
     launch(kernel, parts.programs, x, y, whole, *parts.sizes, low, high, warps=parts.warps, **constants)
     return y
@@ -41,7 +41,7 @@ def coded(x: Tensor, kind: str, scope: str, key: int | None) -> Tensor | None:
 
 def plan_of(x: Tensor, kind: str, scope: str, *, stochastic: bool) -> tuple[Any, Segments, dict[str, Any]]:
     """The kernel, how it cuts tensors like `x`, and what it is compiled for."""
-    from shaketable.faults.gpu.format_kernels import quantize
+    from shaketable.faults.gpu.kernels.formats import quantize
 
     code, block = _KINDS[kind]
     parts = flat(x) if scope in ("none", "tensor") else segments(x, block if scope == "block" else None)

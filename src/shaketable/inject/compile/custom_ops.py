@@ -29,17 +29,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shaketable.inject import operator
-from shaketable.inject.calls import Pass, in_backward
+from shaketable.inject import fault_operator
 from shaketable.inject.compile import fused_noise
-from shaketable.inject.operator import Application
+from shaketable.inject.fault_operator import Application
+from shaketable.inject.pass_context import Pass, in_backward
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
-    from shaketable.inject.calls import Entry, Frame
-    from shaketable.inject.device_table import DeviceTable
+    from shaketable.inject.device.table import DeviceTable
     from shaketable.inject.injection import Injection
-    from shaketable.inject.taps import Tap
+    from shaketable.inject.pass_context import Entry, Frame
+    from shaketable.inject.tap import Tap
 
 _taps: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
 _handles = count()
@@ -275,7 +275,7 @@ def application(handle: int, ticket: Tensor, number: int, backward: bool = False
 def _apply(x: Tensor, ticket: Tensor, tap: int, number: int) -> Tensor:
     """The faulty tensor."""
     what = application(tap, ticket, number)
-    return x.clone() if what is None else _laid_out_like(x, operator.apply(x, what))
+    return x.clone() if what is None else _laid_out_like(x, fault_operator.apply(x, what))
 
 
 @_apply.register_fake
@@ -296,7 +296,7 @@ def _pull_back(g: Tensor, x: Tensor, ticket: Tensor, tap: int, number: int) -> T
     if found is None or current is None or not current.acts[found.clause]:
         return g.clone()
     what = Application(found, current, False, 0, base + number)
-    return _laid_out_like(g, operator.pull_back(g, x if x.numel() else None, what))
+    return _laid_out_like(g, fault_operator.pull_back(g, x if x.numel() else None, what))
 
 
 @_pull_back.register_fake
@@ -324,7 +324,7 @@ _apply.register_autograd(_backward, setup_context=_setup)
 def _gradient(g: Tensor, ticket: Tensor, tap: int, argument: int, number: int) -> Tensor:
     """A gradient as the tap leaves it."""
     what = application(tap, ticket, number, True, argument)
-    return g.clone() if what is None else _laid_out_like(g, operator.apply(g, what))
+    return g.clone() if what is None else _laid_out_like(g, fault_operator.apply(g, what))
 
 
 @_gradient.register_fake

@@ -5,7 +5,7 @@ what is after. Measured on an H200, 8 x 1024 tokens through SmolLM2: 1.63 times 
 `shaketable::fused`, which inductor is taught to write itself (`inductor_lowering.py`).
 
 What changes from call to call is read from the GPU's memory: key, scale, switch. `shaketable::fill` puts them into the table
-(`device_table.py`), `shaketable::copy_rows` gives every layer a copy of its own rows. A layer whose rows were a part of the
+(`device/table.py`), `shaketable::copy_rows` gives every layer a copy of its own rows. A layer whose rows were a part of the
 table would read at an address of its own, written into its kernels: thirty times as many kernels to compile. Only the first
 layer's rows are where they are.
 
@@ -35,12 +35,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shaketable.faults import gpu
-from shaketable.faults.generator import normals_of_words
-from shaketable.faults.gpu.live import recipe
+from shaketable.faults.gpu.recipes import recipe
+from shaketable.faults.rng import normals_of_words
 
 if TYPE_CHECKING:
-    from shaketable.inject.device_table import DeviceTable
-    from shaketable.inject.taps import Tap
+    from shaketable.inject.device.table import DeviceTable
+    from shaketable.inject.tap import Tap
 
 TOGETHER = 8
 """Applications whose first values are put together by one kernel: inductor fuses so many."""

@@ -1,7 +1,7 @@
 """`shaketable::fused` as inductor writes it: arithmetic that it fuses with what is before and after.
 
 The operator is one node of a graph, and to inductor a pointwise computation: the counters, the hashes and the Box-Muller
-transform of `generator.py`, element by element. Every element asks for both normals of its pair and takes one. Neighbours are
+transform of `faults/rng.py`, element by element. Every element asks for both normals of its pair and takes one. Neighbours are
 a pair, and a thread has several neighbours, so the compiler below inductor sees that they ask for the same and computes it
 once: it knows the last bits of their numbers.
 
@@ -129,7 +129,7 @@ def _first(
 
 
 def normal(i: Value, low: Value, high: Value, scale: Value, device: torch.device) -> Value:
-    """The normal of an element, of this scale: `generator.py`, for one of a pair."""
+    """The normal of an element, of this scale: `faults/rng.py`, for one of a pair."""
     counter = _shift(i, 1)
     h1 = _first_hash(counter, low, high)
     h2 = _second_hash(h1, counter, high)

@@ -1,4 +1,4 @@
-"""The fast path of formats to what a linear is given, on a GPU: with weights made ready (`ready.py`), W4A4 without a hook.
+"""The fast path of formats to what a linear is given, on a GPU: with weights made ready (`weights/prepared.py`), W4A4 without a hook.
 
 As in `linear.py` the linear has no hook but a subclass whose forward goes on into a `FastInput`. Formats that round to even
 depend on no key: there is nothing to look up but the launch. Python counts, because these kernels read no row.
@@ -22,17 +22,17 @@ from torch.utils.hooks import RemovableHandle
 
 from shaketable.faults import Draw
 from shaketable.faults.formats import Format
-from shaketable.faults.gpu.coding import Coding, coding
-from shaketable.inject import weights
+from shaketable.faults.gpu.format_launch import Coding, coding
 from shaketable.inject.compile import custom_ops
 from shaketable.inject.counters import measure
-from shaketable.inject.dressed import dressed, on_gpu
 from shaketable.inject.fast.launches import is_capturing, this_device
-from shaketable.inject.modules import ModuleTaps
+from shaketable.inject.hooks.modules import ModuleTaps
+from shaketable.inject.hooks.subclasses import dressed, on_gpu
+from shaketable.inject.weights import on_read
 
 if TYPE_CHECKING:
-    from shaketable.inject.calls import Entry, Pass
-    from shaketable.inject.taps import Tap
+    from shaketable.inject.pass_context import Entry, Pass
+    from shaketable.inject.tap import Tap
 
 _SLOT = "_shaketable_fast_input"
 _ENOUGH = 64
@@ -58,7 +58,7 @@ class FastInput:
             hook.remove()
         if self.module.__dict__.get(_SLOT) is self:
             del self.module.__dict__[_SLOT]
-            weights.rebase(self.module, _dressed(), nn.Linear)
+            on_read.rebase(self.module, _dressed(), nn.Linear)
 
     def give_way(self) -> None:
         """Become an ordinary hook: another plan hooks the same input, and those who came first strike first."""
@@ -125,7 +125,7 @@ def fast_input(module: nn.Module, point: str, taps: list[Tap], entry: Entry) -> 
     """The fast path for the taps of a module, where there is one; it is then in place."""
     if not (on_gpu(module) and type(module) is nn.Linear and point == "input" and len(taps) == 1):
         return None
-    if "forward" in module.__dict__ or weights.has_taps(module) or taps[0].site.directions != ("forward",):
+    if "forward" in module.__dict__ or on_read.has_taps(module) or taps[0].site.directions != ("forward",):
         return None
     fault = taps[0].fault
     steady = isinstance(fault, Format) and fault.is_steady and fault.sparsity == 1

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shaketable.faults import gpu
-from shaketable.faults.gpu.live import recipe
+from shaketable.faults.gpu.recipes import recipe
 
 if TYPE_CHECKING:
     from shaketable.faults import FaultBase
-    from shaketable.faults.gpu.launcher import Launcher
-    from shaketable.inject.calls import Pass
-    from shaketable.inject.device_table import DeviceTable
-    from shaketable.inject.taps import Tap
+    from shaketable.faults.gpu.launch import Launcher
+    from shaketable.inject.device.table import DeviceTable
+    from shaketable.inject.pass_context import Pass
+    from shaketable.inject.tap import Tap
 
 _PRODUCTS = frozenset({"MmBackward0", "AddmmBackward0"})
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0"})

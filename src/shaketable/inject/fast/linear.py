@@ -1,9 +1,10 @@
 """The fast path to noise on what a linear returns, on a GPU.
 
 torch's own way of calling hooks costs more than a small linear. So a linear on a GPU is not hooked: it gets a subclass of its
-class whose forward goes on into a `FastLinear`, as faulty weights do (`weights.py`). Nothing is made here that can be made once
-per pass: the keys of all applications are in the rows of the pass (`device_table.py`), and kernels count and measure
-themselves. What is left is two dictionaries and a launch, into the linear's own output, which is new and which nobody has seen.
+class whose forward goes on into a `FastLinear`, as faulty weights do (`weights/on_read.py`). Nothing is made here that can be
+made once per pass: the keys of all applications are in the rows of the pass (`device/table.py`), and kernels count and measure
+themselves. What is left is two dictionaries and a launch, into the linear's own output, which is new and which nobody has
+seen.
 
 Where gradients are wanted, the gradient of relative noise, which is that noise on the gradient, is taken by a hook of the
 product's node before the node sees it. Not in place: the gradient that comes may be others' too. And at the product, not at the
@@ -22,17 +23,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shaketable.faults import gpu
-from shaketable.faults.gpu.live import recipe
+from shaketable.faults.gpu.recipes import recipe
 from shaketable.inject.compile import custom_ops
-from shaketable.inject.dressed import dressed, exchanged, on_gpu
 from shaketable.inject.fast.launches import TapLaunches, is_capturing, launches_of, product_node, undisturbed
-from shaketable.inject.modules import ModuleTaps
-from shaketable.inject.operator import Application, pull_back
-from shaketable.inject.weights import has_taps
+from shaketable.inject.fault_operator import Application, pull_back
+from shaketable.inject.hooks.modules import ModuleTaps
+from shaketable.inject.hooks.subclasses import dressed, exchanged, on_gpu
+from shaketable.inject.weights.on_read import has_taps
 
 if TYPE_CHECKING:
-    from shaketable.inject.calls import Entry, Pass
-    from shaketable.inject.taps import Tap
+    from shaketable.inject.pass_context import Entry, Pass
+    from shaketable.inject.tap import Tap
 
 _SLOT = "_shaketable_fast_linear"
 _HANDLE = "_shaketable_fast_linear_handle"

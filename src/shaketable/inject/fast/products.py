@@ -1,10 +1,10 @@
 """Operators on a GPU: `F.linear` under an operator plan, forward and backward, without an autograd function.
 
-Where the ordinary way (`operators.py`) puts a `FaultyGradient` on the input, the weight and the bias of a product and an
-`Apply` on its result, here the kernel writes into the result, unknown to autograd, and one hook on the product's node puts
-noise on the gradients that it has just computed, in place too: they are new, and nobody else holds them. (The gradient of a
-bias as large as the result would be the gradient that came; such a bias takes the ordinary way.) The node reads its inputs and
-never its result, so nothing else sees the difference.
+Where the ordinary way (`hooks/operator_mode.py`) puts a `FaultyGradient` on the input, the weight and the bias of a product
+and an `Apply` on its result, here the kernel writes into the result, unknown to autograd, and one hook on the product's node
+puts noise on the gradients that it has just computed, in place too: they are new, and nobody else holds them. (The gradient of
+a bias as large as the result would be the gradient that came; such a bias takes the ordinary way.) The node reads its inputs
+and never its result, so nothing else sees the difference.
 
 The gradient of a weight leaves the node transposed, as its memory is the weight's own: noise in the order of memory gives each
 value the noise that the ordinary way gives it behind the transposition. Where memory is not so, the ordinary way is taken.
@@ -32,12 +32,12 @@ from shaketable.inject.fast.launches import (
     product_node,
     undisturbed,
 )
-from shaketable.inject.operator import Application, apply
+from shaketable.inject.fault_operator import Application, apply
 
 if TYPE_CHECKING:
-    from shaketable.inject.calls import Frame, Pass
     from shaketable.inject.injection import Injection
-    from shaketable.inject.taps import Tap
+    from shaketable.inject.pass_context import Frame, Pass
+    from shaketable.inject.tap import Tap
 
 _ARGUMENTS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 2), (0, 1)), ((0, 3), (2, 2), (1, 1)))
 """Which gradient of mm and addmm is of which argument of `F.linear`, in the order in which the ordinary way meets them."""

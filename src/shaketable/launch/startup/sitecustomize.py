@@ -26,11 +26,11 @@ def _give_way() -> None:
 
 def _watch() -> None:
     try:
-        from shaketable.launch import watch
+        from shaketable.launch import import_hooks
     except ImportError as error:
         sys.stderr.write(f"shaketable: cannot shake {sys.executable}: {error}. Install shaketable there.\n")
         raise SystemExit(2) from None
-    watch.install()
+    import_hooks.install()
 
 
 _give_way()

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.record import RunRecord
+from shaketable.records.record import RunRecord
 from shaketable.study.cells import Cell
 from shaketable.study.config import StudyConfig
-from shaketable.study.engines.board import Board
+from shaketable.study.engines.queue import Board
 from shaketable.study.engines.worker import request
 
 QUIET = {"TOKENIZERS_PARALLELISM": "false"}

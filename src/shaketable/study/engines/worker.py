@@ -30,7 +30,7 @@ def request(cell: Cell, study: str, runs: Path, engine: str) -> dict[str, Any]:
 
 def answer(asked: dict[str, Any], tell: Any = None) -> dict[str, Any]:
     """Do what is asked; how it ended."""
-    from shaketable.study.work import do
+    from shaketable.study.run_cell import do
 
     cell = Cell(**asked["cell"])
     _prepare(cell.threads)

@@ -5,7 +5,7 @@ import sys
 from vllm import LLM, SamplingParams
 
 from shaketable.integrations.vllm import options
-from shaketable.integrations.vllm_extension import Extension
+from shaketable.integrations.vllm.extension import Extension
 
 
 class Stripping(Extension):

@@ -1,0 +1,1 @@
+"""The C++ kernels of faults on a CPU."""

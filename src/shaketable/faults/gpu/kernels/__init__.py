@@ -1,0 +1,1 @@
+"""The Triton kernels, one file for each family."""

@@ -1,0 +1,1 @@
+"""GRPO under faults, from a configuration to a run record."""

@@ -1,0 +1,119 @@
+"""Checkpoints that a kill cannot spoil.
+
+TRL writes `checkpoint-N` file by file. Only when all of it is there does `seal` write `shaketable.json` into it, by renaming
+a finished file: a folder with the seal is whole, one without was cut off and is never resumed from. The seal carries the
+ledgers up to that step, so that a resumed run can still prove what happened before it was killed, and the counters that decide
+which fires are measured next.
+
+A checkpoint belongs to the record of its run: once it is sealed, the record has the SHA-256 of each of its files (`bound`).
+What the record does not know is not resumed from, and what is not as it was saved is refused (`check`), before anything of it
+is opened: Transformers keeps optimizer and random states in pickles.
+
+Older checkpoints go only after a newer one is sealed. A full disk is one line that says how to go on; each library has its own
+exception for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from shaketable.errors import ShaketableError
+from shaketable.records.record import RunRecord
+
+SEAL = "shaketable.json"
+KEEP = 2
+
+
+@contextmanager
+def writing(what: str, out: Path) -> Iterator[None]:
+    """Something of the run in `out` is written; when it cannot be, one line, and the way to go on."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, ShaketableError):
+            raise
+        why = error.strerror if isinstance(error, OSError) else None
+        why = why or (str(error).splitlines() or [type(error).__name__])[0]
+        hint = f"what was saved before is kept; make room and go on with --resume {out}"
+        raise ShaketableError(f"cannot write {what} in {out}: {why}; {hint}") from error
+
+
+def seal(folder: Path, content: dict[str, Any]) -> None:
+    """Declare a checkpoint whole."""
+    draft = folder / f".{SEAL}"
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    for path in folder.iterdir():
+        if path.is_file():
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+    draft.replace(folder / SEAL)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def bound(record: RunRecord) -> dict[Path, dict[str, str]]:
+    """The whole checkpoints that a record knows, oldest first, with the hashes of their files."""
+    known = {event["step"]: event["files"] for event in record.events("checkpoint")}
+    return {folder: known[step_of(folder)] for folder in sealed(record.folder) if step_of(folder) in known}
+
+
+def check(folder: Path, files: dict[str, str]) -> None:
+    """Raise unless a checkpoint is what was saved."""
+    now = hashes(folder)
+    if names := sorted(name for name in {*files, *now} if files.get(name) != now.get(name)):
+        raise ShaketableError(
+            f"{folder} is not what this run saved: {names[0]} was {_fate(names[0], files, now)}; "
+            "move the folder away to go on from an earlier checkpoint, or from the start"
+        )
+
+
+def _fate(name: str, files: dict[str, str], now: dict[str, str]) -> str:
+    return "put there" if name not in files else "changed" if name in now else "removed"
+
+
+def sealed(out: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [p for p in out.glob("checkpoint-*") if (p / SEAL).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint was taken after."""
+    return int(folder.name.rpartition("-")[2])
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """What the seal carries."""
+    found: dict[str, Any] = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+    return found
+
+
+def drop_old(out: Path) -> None:
+    """Remove all but the newest whole checkpoints, and those that were cut off before them."""
+    whole = sealed(out)
+    if not whole:
+        return
+    newest = step_of(whole[-1])
+    for folder in out.glob("checkpoint-*"):
+        cut_off = not (folder / SEAL).is_file() and step_of(folder) < newest
+        if cut_off or folder in whole[:-KEEP]:
+            shutil.rmtree(folder)

@@ -1,0 +1,317 @@
+"""The plan on one model: what it matches there, and every hook that is set and taken off again.
+
+torch.compile bakes hooks into graphs and does not look again. So setting and removing hooks drops what has been compiled
+so far; what is compiled while the plan is on carries the taps, and from then on the magnitude and the phase change nothing in
+the graph. Switched off there is a second graph, without them (`compile/custom_ops.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shaketable.errors import NoMatchError, PlanError
+from shaketable.inject.fast.inputs import FastInput, fast_input
+from shaketable.inject.fast.linear import FastLinear, fast_linear
+from shaketable.inject.hooks import checkpointing, operator_mode
+from shaketable.inject.hooks.base import Hook, end_clean_copies, keep_copies_clean
+from shaketable.inject.hooks.modules import ModuleTaps
+from shaketable.inject.hooks.operator_taps import families
+from shaketable.inject.hooks.residual_pair import PairTaps, carries_pair
+from shaketable.inject.hooks.subclasses import LayerFrame, reaches_gpu
+from shaketable.inject.pass_context import Entry
+from shaketable.inject.tap import Tap
+from shaketable.inject.weights import on_read
+from shaketable.inject.weights.in_place import Written
+from shaketable.sites.match import Target, check_layers, targets
+from shaketable.sites.phases import mark_generate, unmark_generate
+from shaketable.sites.structure import Anatomy, Part, class_name, is_rotary
+from shaketable.sites.vllm_modules import shard_of
+
+if TYPE_CHECKING:
+    from shaketable.inject.injection import Injection
+
+
+class Attached(Hook):
+    """The plan on one model: what it matches, and its hooks."""
+
+    def __init__(
+        self,
+        injection: Injection,
+        model: nn.Module,
+        owner: int,
+        skip: Container[nn.Module] = (),
+        lenient: bool = False,
+        number: int | None = None,
+    ) -> None:
+        """Args:
+        skip: Modules that another model of this injection has hooked already.
+        lenient: Leave out clauses that match nothing here.
+        number: Which model it is to those who name its spots and key its noise; `owner` by default.
+        """
+        refuse(model)
+        self.injection = injection
+        self.model = model
+        self.owner = owner
+        self.skip = skip
+        self.lenient = lenient
+        self.unmatched: list[str] = []
+        self.number = owner if number is None else number
+        self.prefix = f"model{self.number}." if self.number else ""
+        self.anatomy = Anatomy.of(model)
+        self.has_closed_attention = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+        reasons = {p.name: "rotary" if is_rotary(p.module) else self.anatomy.excluded(p) for p in self.anatomy.parts if p.name}
+        self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora", "rotary")}
+        self.entries: dict[int, Entry] = {}
+        self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
+        self.weights: list[tuple[nn.Module, on_read.WeightTap]] = []
+        self.heads: list[Tap] = []
+        """Those on what heads are given and return."""
+        self.written: Written | None = None
+        """Where the faults of weights are written into them."""
+        self.hooks: list[RemovableHandle | FastLinear | FastInput | LayerFrame] = []
+        self.generators: list[type] = []
+        matched = [self._match(i) for i in range(len(injection.plan.clauses))]
+        for i, found in enumerate(matched):
+            for target in found:
+                self._place(i, target)
+        injection.operators.make(owner, self.prefix, range(len(self.anatomy.layers)))
+
+    def _match(self, index: int) -> list[Target]:
+        clause = self.injection.plan.clauses[index]
+        try:
+            if clause.site.level == "op":
+                check_layers(clause.site, self.anatomy)
+                return []
+            return [t for t in targets(clause, self.anatomy) if t.part.module not in self.skip]
+        except NoMatchError as error:
+            if not self.lenient:
+                raise
+            self.unmatched.append(str(error))
+            return []
+
+    def _place(self, clause: int, target: Target) -> None:
+        part, name = target.part, f"{self.prefix}{target.part.name}"
+        shard = shard_of(part.module, target.point)
+        if target.point != "weight":
+            label = name if target.point == "output" else f"{name}:{target.point}"
+            tap = self.injection.make_tap(clause, f"{name}{shard}", target.point, part.layer, label)
+            self.points.setdefault((id(part.module), target.point), (part.module, []))[1].append(tap)
+            if part.role == "lm_head":
+                self.heads.append(tap)
+            self._entry(part)
+            return
+        for own in part.weights:
+            shown = f"{name}:weight" if own == "weight" else f"{name}.{own}:weight"
+            tap = self.injection.make_tap(clause, f"{name}{shard}.{own}", "weight", part.layer, shown)
+            tap.transposed = class_name(part.module) == "Conv1D"
+            self.weights.append((part.holder, on_read.WeightTap(own, tap, self._entry(part))))
+
+    def _entry(self, part: Part) -> Entry:
+        known = self.entries.get(id(part.module))
+        if known is None:
+            index = len(self.entries) + (self.number << 16) + 1
+            known = Entry(index, part.module, part.layer, self.owner, self._excluded(part))
+            self.entries[id(part.module)] = known
+        return known
+
+    def _excluded(self, part: Part) -> str | None:
+        """The reason why operators of this part, or of one above it, are left out by default; embeddings hold none."""
+        words = part.name.split(".")
+        paths = (".".join(words[: i + 1]) for i in range(len(words)))
+        return next((self.left_out[path] for path in paths if path in self.left_out), None)
+
+    def _framed(self) -> Iterator[tuple[Part, str | None]]:
+        """Modules that open a frame, with the operator they are as a whole: the root, containers, and exceptions.
+
+        Operators are met only where a frame is open, so under their plans every container opens one: others may recompute
+        any of them by itself. Elsewhere the layers do. Noise that is held for a rollout is the same whatever is recomputed, so
+        for that the root will do.
+        """
+        operator_sites = [c.site for c in self.injection.plan.clauses if c.site.level == "op"]
+        met = {family for site in operator_sites for family in families(site.names)}
+        layers = set(self.anatomy.layers)
+        for part in self.anatomy.parts:
+            family = operator_mode.atomic_family(part) if met else None
+            atomic = family if family in met else None
+            special = met and (atomic or self.anatomy.excluded(part) or is_rotary(part.module))
+            inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in layers
+            wanted = part.module is self.model or special or (inside and not self._is_held)
+            if wanted and part.module not in self.skip:
+                yield part, atomic
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether all that the plan does is to hold noise on weights for rollouts."""
+        sites = [c.site for c in self.injection.plan.clauses]
+        held = self.injection.hold and not self.points and not self.injection.has_operators
+        return held and all(site.phase == ("rollout",) and site.directions == ("forward",) for site in sites)
+
+    def note_heads(self, passes: Mapping[str, int]) -> None:
+        """Name heads that nobody has called in so many passes of the whole model: TRL multiplies by their weight itself."""
+        for tap in self.heads:
+            note = f"{tap.spot.name} was never called: its product, if there was one, is not covered"
+            notes = self.injection.sites[tap.clause].notes
+            if sum(n for phase, n in passes.items() if not tap.site.phase or phase in tap.site.phase) and not tap.spot.counts:
+                if note not in notes:
+                    notes.append(note)
+            elif note in notes:
+                notes.remove(note)
+
+    # ---- hooks
+
+    def hook(self) -> None:
+        """Set every hook; does nothing when they are set.
+
+        A sampling engine whose weights alone are faulty is not hooked: what it has compiled or captured stays valid.
+        """
+        if self.hooks or self.written is not None:
+            return
+        if self.injection.sampler:
+            self.written = Written(self.weights)
+            if not self.points and not self.injection.has_operators:
+                return
+        operator_mode.cover_transformers()
+        keep_copies_clean()
+        framed = list(self._framed())
+        wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
+        entries, tapped = [], {module for module, _ in self.points}
+        weighted = {id(module) for module, _ in self.weights}
+        taken = tapped | weighted
+        for part, atomic in [*wrapped, *framed]:
+            entry = self._entry(part)
+            entry.atomic = atomic
+            entry.is_root = part.module is self.model
+            if self._is_fast(part, entry, taken):
+                self.hooks.append(LayerFrame(part.module, self.injection, entry))
+                continue
+            entries.append(entry)
+            self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
+        if self.injection.has_operators:
+            for part, _ in framed:
+                if (reason := self._excluded(part)) is not None:
+                    self.injection.operators.weights.add(part.module, reason)
+        several = {module for module, count in Counter(module for module, _ in self.points).items() if count > 1}
+        for (_, point), (module, taps) in self.points.items():
+            entry = self.entries[id(module)]
+            alone = id(module) not in several
+            if alone and (fast := self._fast(module, point, taps, entry, weighted)) is not None:
+                self.hooks.append(fast)
+                continue
+            kind = PairTaps if carries_pair(module) else ModuleTaps
+            self.hooks.extend(kind(point, taps, entry).install(module))
+        for entry in entries:
+            if entry.atomic:
+                self._hook_operator(entry)
+        if self.written is None:
+            for module, tap in self.weights:
+                on_read.add_tap(module, tap)
+        for entry in entries:
+            leave = _Leave(self.injection, entry)
+            self.hooks.append(entry.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
+        self._mark_generate()
+        checkpointing.watch(self.injection)
+        forget_compiled()
+
+    def _is_fast(self, part: Part, entry: Entry, tapped: Container[int]) -> bool:
+        """Whether a module can open its frames without hooks: on a GPU, and nothing else of this plan is on it."""
+        if "forward" in part.module.__dict__ or (entry.is_root and not self._is_fast_as_a_whole):
+            return False
+        return not entry.atomic and id(part.module) not in tapped and reaches_gpu(part.module)
+
+    @property
+    def _is_fast_as_a_whole(self) -> bool:
+        """Whether the model itself can: under plans whose passes have a head in a compiled graph (`hooks/subclasses.py`)."""
+        return bool(self.points) and not (self.weights or self.injection.has_operators or self.injection.traced_once)
+
+    def _fast(
+        self, module: nn.Module, point: str, taps: list[Tap], entry: Entry, weighted: Container[int]
+    ) -> FastLinear | FastInput | None:
+        """The fast path to a linear on a GPU, unless something else of this plan is in its way."""
+        if entry.atomic or self.injection.has_operators:
+            return None
+        if point == "input":
+            return fast_input(module, point, taps, entry)
+        return None if id(module) in weighted else fast_linear(module, point, taps, entry)
+
+    def _hook_operator(self, entry: Entry) -> None:
+        """Taps of a module that is one operator as a whole."""
+        assert entry.atomic
+        taps = self.injection.operators.of(entry.atomic, entry)
+        if not taps:
+            return
+        hook = operator_mode.OperatorModule(self.injection, taps)
+        self.hooks.append(entry.module.register_forward_pre_hook(hook, with_kwargs=True))
+        self.hooks.append(entry.module.register_forward_hook(hook, with_kwargs=True))
+        if entry.module._parameters.get("weight") is not None:
+            for tap in hook.backward:
+                own = on_read.WeightTap("weight", tap, entry, gradient_only=True)
+                self.weights.append((entry.module, own))
+
+    def _mark_generate(self) -> None:
+        """`generate` of this model is a rollout by itself."""
+        for part in self.anatomy.parts:
+            module = part.module
+            if module not in self.skip and (home := mark_generate(type(module))) is not None:
+                self.generators.append(home)
+
+    def unhook(self) -> None:
+        """Take every hook off again."""
+        self.written = None
+        if not self.hooks:
+            return
+        for module, tap in self.weights:
+            on_read.remove_taps(module, {tap.tap})
+        for hook in self.hooks:
+            hook.remove()
+        for home in self.generators:
+            unmark_generate(home)
+        end_clean_copies()
+        self.hooks, self.generators = [], []
+        forget_compiled()
+
+
+class _Enter(Hook):
+    """Forward pre-hook of a module that opens a frame."""
+
+    def __init__(self, injection: Injection, entry: Entry) -> None:
+        self.injection = injection
+        self.entry = entry
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.injection.enter(self.entry, args, kwargs)
+
+
+class _Leave(Hook):
+    """Forward hook of a module that opened a frame; runs also when the module raises."""
+
+    def __init__(self, injection: Injection, entry: Entry) -> None:
+        self.injection = injection
+        self.entry = entry
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.injection.leave(self.entry)
+
+
+def refuse(model: nn.Module) -> None:
+    """Models in which a hook would never fire."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"inject needs a torch.nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"{name or type(model).__name__} is TorchScript, in which hooks do not fire; inject before scripting"
+            )
+
+
+def forget_compiled() -> None:
+    """Drop compiled graphs: those from before do not have our hooks, those from now on must not keep them."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.output_codes.seen:
+        torch._dynamo.reset()

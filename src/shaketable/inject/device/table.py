@@ -1,0 +1,360 @@
+"""The table of a GPU: what kernels read of their tap, and where they count.
+
+Kernels that are captured into a CUDA graph, or fused by a compiler, cannot ask Python what they are to do. So an injection has
+a table in the memory of each GPU: per tap and use a row of key, scale and flags, and beside it a row of counters per tap and
+direction (`inject/counters.py`). One small kernel at the head of a pass (`faults/gpu/kernels/begin_pass.py`) writes the rows
+of the whole pass. Where the pass is captured that kernel is replayed too: its moment is then the next one of a clock that
+ticks in the GPU's memory. What changes from Python, the switch and the magnitudes, is copied to the table when it changes.
+
+The rows of a pass belong to the pass: a backward pass may come after other forward passes, and reads what its own forward pass
+wrote. They come in *pages* of so many uses of every tap, in one direction and for one argument; the first forward page is made
+when the pass begins, others when they are asked for.
+
+Tables are made when hooks are set or when a model is first called on a GPU, because nothing may be allocated for good during a
+capture, and they never move. Noise that is held for a rollout reads none: it is drawn before a graph is captured or replayed,
+and what a replay reads is the noisy weight itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shaketable.errors import PlanError
+from shaketable.faults import gpu
+from shaketable.faults.gpu.recipes import recipe
+from shaketable.faults.rng import mix64
+from shaketable.inject.counters import MEASURED, WIDTH, tell
+from shaketable.plan import PHASES
+
+if TYPE_CHECKING:
+    from shaketable.faults import FaultBase
+    from shaketable.faults.gpu.launch import Launcher
+    from shaketable.inject.fault_operator import Application
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.pass_context import Pass
+    from shaketable.inject.tap import Tap
+
+USES, USES_OF_OPERATORS = 4, 16
+"""Uses of a tap on one page: a module is called once in a pass, a layer has a dozen products."""
+_GIVEN, _CLOCK, _OWN = 0, 1, 2
+
+
+def capturing() -> bool:
+    """Whether this thread's stream is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Rows(NamedTuple):
+    """One page of a pass."""
+
+    rows: Tensor
+    address: int
+
+
+class DeviceTable:
+    """The table of one injection on one GPU."""
+
+    def __init__(self, injection: Injection, device: torch.device, taps: list[Tap]) -> None:
+        self.injection = injection
+        self.device = device
+        self.taps = {tap: i for i, tap in enumerate(taps)}
+        self.uses = USES_OF_OPERATORS if injection.has_operators else USES
+        self.is_used = self.is_captured = False
+        self.last_pass: Pass | None = None
+        """The pass whose first page was asked for last, and where that is."""
+        self.last_address = 0
+        self._frozen: list[tuple[Tap, FaultBase]] = []
+        """What was captured with its magnitude in it."""
+        self._step: int | None = None
+        self._written: object = None
+        """What `live` was last written from."""
+        self._loaded: set[object] = set()
+        self.prepared: dict[tuple[int, torch.dtype, bool], Launcher | None] = {}
+        """Launches of the fast paths (`fast/launches.py`): by kind of noise, type, and whether all blocks are full."""
+        self._lock = threading.Lock()
+        n = len(taps)
+        keys = [[_signed(tap.keys[direction]) for tap in taps] for direction in (0, 1)]
+        self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
+        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        """The moment of the last pass that a graph began."""
+        self.live = torch.zeros(len(PHASES), n, 2, device=device)
+        self.sums = torch.zeros(2 * n + 1, WIDTH, dtype=torch.float64, device=device)
+        """Forward rows, backward rows, and one for what is not counted."""
+        self.mirror = torch.zeros(2 * n + 1, WIDTH, dtype=torch.float64, pin_memory=device.type == "cuda")
+        """The counters as they were at the last pass, in the host's memory."""
+        self.current = torch.zeros(n * self.uses, 4, dtype=torch.int32, device=device)
+        """The first forward page of compiled passes, which graphs read at this address."""
+        self.sums_address, self.is_alone = self.sums.data_ptr(), torch.cuda.device_count() == 1
+        self._told = [[0.0] * WIDTH for _ in range(2 * n)]
+        for moment in (_GIVEN, _CLOCK):
+            self._begin(self.current, PHASES[0], False, moment, 0, self.clock.clone(), on=False)
+        self.update()
+
+    def update(self) -> None:
+        """The switch, the magnitudes and the step as they are now; what is there already is not written again."""
+        if capturing():
+            raise PlanError("a plan cannot be changed while a graph is being captured")
+        for tap, fault in self._frozen:
+            if tap.fault is not fault:
+                raise PlanError(f"{tap.site.label}: {fault.text()} was captured into a CUDA graph as it was; capture it anew")
+        if self._step != self.injection.step:
+            self._step = self.injection.step
+            self.clock.fill_(_signed(mix64(self._step)))
+        state = self.injection.enabled, *self.injection.faults
+        if self._written != state:
+            self._written = state
+            clauses = torch.tensor([self._state(phase) for phase in PHASES])
+            self.live.copy_(clauses[:, [tap.clause for tap in self.taps]])
+
+    def _state(self, phase: str) -> list[tuple[float, float]]:
+        """Per clause, the scale, and the number of the phase from one on when it acts there."""
+        scales = [0.0 if (how := recipe(fault, lanes=True)) is None else how.scale for fault in self.injection.faults]
+        number = float(PHASES.index(phase) + 1)
+        return [(scale, number * on) for scale, on in zip(scales, self.injection.acting(phase), strict=True)]
+
+    # ---- the rows of a pass
+
+    def page(self, current: Pass, backward: bool = False, argument: int = 0, number: int = 0) -> Rows:
+        """The page of a pass that has these uses; made when it is first asked for."""
+        which = self, backward, argument, number
+        found = current.pages.get(which)
+        if found is None:
+            rows = torch.empty(len(self.taps) * self.uses, 4, dtype=torch.int32, device=self.device)
+            self.fill(rows, current, backward, (argument << 32) + number * self.uses)
+            found = current.pages[which] = Rows(rows, rows.data_ptr())
+        return found
+
+    def fill(self, rows: Tensor, current: Pass, backward: bool = False, base: int = 0) -> None:
+        """Write the rows of a pass, from the use `base` on."""
+        self.is_used = True
+        self.is_captured |= current.captured
+        moment, own = _GIVEN, self.clock
+        if current.captured:
+            known = current.pages.get((self, "moment"))
+            moment = _CLOCK if known is None else _OWN
+            if known is None:
+                known = current.pages[self, "moment"] = Rows(torch.empty_like(self.clock), 0)
+            own = known.rows
+        on = any(current.acts)
+        self._begin(rows, current.phase, backward, moment, current.moment, own, base=base, on=on)
+
+    def _begin(
+        self, rows: Tensor, phase: str, backward: bool, kind: int, moment: int, own: Tensor, *, base: int = 0, on: bool
+    ) -> None:
+        from shaketable.faults.gpu import dispatch
+        from shaketable.faults.gpu.kernels.begin_pass import begin_pass
+
+        n = len(self.taps)
+        live, sums = self.live[PHASES.index(phase)], self.sums[n:] if backward else self.sums
+        values = self.keys[int(backward)], self.clock, own, live, rows, sums, self.mirror
+        words = *dispatch.words(moment), *dispatch.words(base), int(on)
+        shape = {"MOMENT": kind, "MIRROR": not backward and base == 0, "TAPS": n, "USES": self.uses, "BLOCK": 1024}
+        dispatch.launch(begin_pass, 1, (*values, *words), shape)
+
+    def row(self, what: Application, *, counted: bool = True) -> gpu.Row:
+        """Where the kernel of one application reads, and counts."""
+        page = self.page(what.current, what.backward, what.argument, what.number // self.uses)
+        row, place = self.taps[what.tap] * self.uses + what.number % self.uses, self.place(what.tap, what.backward)
+        return gpu.Row(page.rows, self.sums, row, place if counted else 2 * len(self.taps))
+
+    def place(self, tap: Tap, backward: bool) -> int:
+        """The row of a tap's counters."""
+        return backward * len(self.taps) + self.taps[tap]
+
+    # ---- the operator, here
+
+    def apply(self, x: Tensor, what: Application) -> Tensor | None:
+        """The faulty tensor, by a kernel that reads its row; None where Python has to do it."""
+        tap, mask = what.tap, what.tap.mask(x, what.fault)
+        how = recipe(what.fault, lanes=True)
+        again = what.recomputing and not what.backward
+        if how is not None and not tap.transposed and (mask is None or what.current.captured) and gpu.fits(x):
+            self._load(how, x)
+            y = how.apply(x, self.row(what, counted=mask is None and not again))
+            if again:
+                self.injection.counters.count_recomputed(tap)
+            if y is not None:
+                return y if mask is None else self._switched(x, y.where(mask, x), what)
+        if not what.current.captured:
+            return None
+        if not what.fault.is_steady:
+            raise PlanError(
+                f"{tap.site.label}: {what.fault.kind} on {x.dtype} cannot be captured into a CUDA graph: its replays would "
+                "repeat one noise; run this model without graphs"
+            )
+        self._frozen.append((tap, what.fault))
+        return self._switched(x, tap.compute(x, what), what)
+
+    def _switched(self, x: Tensor, y: Tensor, what: Application) -> Tensor:
+        """What other operators than one kernel did, switched on or off at every replay, and counted there."""
+        row = self.row(what)
+        y = torch.where(row.rows[row.row, 3] != 0, y, x)
+        kind = recipe(what.fault, lanes=True)
+        sparse = what.fault.sparsity < 1
+        gpu.tell(x.detach(), y.detach(), row, gpu.OTHER if kind is None else kind.kind, sparse=sparse)
+        return y
+
+    def pull_back(self, g: Tensor, x: Tensor | None, what: Application) -> Tensor:
+        """The gradient of an application that was captured, captured too."""
+        row, tap = self.row(what, counted=False), what.tap
+        if what.fault.kind in ("relative_gaussian", "gain") and not tap.transposed:
+            how, mask = recipe(what.fault, lanes=True), tap.mask(g, what.fault)
+            y = None if how is None else how.apply(g, row)
+            if y is not None:
+                return y if mask is None else y.where(mask, g)
+        return torch.where(row.rows[row.row, 3] != 0, tap.pull_back(g, x, what), g)
+
+    def _load(self, how: object, x: Tensor) -> None:
+        """See that the kernels of a capture are on the GPU: nothing can be loaded during one."""
+        like = getattr(how, "kind", None), x.dtype, x.numel() % gpu.BLOCK == 0
+        if like in self._loaded or capturing():
+            return
+        self._loaded.add(like)
+        scratch = torch.zeros(gpu.BLOCK if like[2] else 1, dtype=x.dtype, device=x.device)
+        gpu.tell(scratch, scratch, gpu.Row(torch.zeros_like(self.current[:1]), self.sums, 0, 2 * len(self.taps)))
+
+    # ---- the ledger
+
+    def forget(self) -> None:
+        """Count from zero again."""
+        self.sums.zero_()
+        self.mirror.zero_()
+        self._told = [[0.0] * WIDTH for _ in self._told]
+
+    def saved(self) -> list[list[float]]:
+        """As `HostTable.saved`."""
+        rows: list[list[float]] = self.sums.tolist()
+        return rows
+
+    def go_on(self, rows: list[list[float]]) -> None:
+        """As `HostTable.go_on`."""
+        self.sums.copy_(torch.tensor(rows, dtype=torch.float64))
+        self._told = [list(row) for row in rows[: len(self._told)]]
+
+    def settle(self) -> None:
+        """Tell the ledger what happened since it was last told.
+
+        The main thread waits for the GPU. Others, which only look on, must not ask it, for a graph may be being captured:
+        they see what was so at the beginning of the last pass.
+        """
+        if not self.is_used or capturing():
+            return
+        with self._lock:
+            now = (self.sums if threading.current_thread() is threading.main_thread() else self.mirror).tolist()
+            for tap, i in self.taps.items():
+                for backward, at in ((False, i), (True, len(self.taps) + i)):
+                    before = self._told[at]
+                    if now[at][:MEASURED] != before[:MEASURED] and sum(now[at]) > sum(before):
+                        tell(tap.spot, backward, now[at], before)
+                        self._told[at] = now[at]
+
+
+class DeviceTables:
+    """The tables of one injection: at most one per tap and GPU; taps of a model that comes later get a table of their own."""
+
+    def __init__(self, injection: Injection) -> None:
+        self.injection = injection
+        self.all: list[DeviceTable] = []
+        self.first: DeviceTable | None = None
+        """The one that graphs are compiled with."""
+        self._known: object = None
+
+    def make(self) -> None:
+        """A table on every GPU that a model is on, for the taps that have none there. Not during a capture."""
+        if not torch.cuda.is_initialized() or capturing():
+            return
+        first = [next(m.model.parameters(), None) for m in self.injection.models]
+        known = len(self.injection.taps), tuple(p.device for p in first if p is not None)
+        if known == self._known:
+            return
+        self._known = known
+        if (kernel := gpu.name("cuda")) is None:
+            return
+        for device in _gpus(self.injection):
+            self.injection.ledger.kernel = kernel
+            taps = [tap for tap in self.injection.taps if tap.reads_tables and device not in tap.tables]
+            if taps:
+                self._add(DeviceTable(self.injection, device, taps))
+
+    def _add(self, table: DeviceTable) -> None:
+        from shaketable.inject.compile import custom_ops
+
+        self.all.append(table)
+        for tap in table.taps:
+            tap.tables[table.device] = table
+        if self.first is None:
+            self.first = table
+            custom_ops.place_on(table)
+
+    def on(self, device: torch.device) -> list[DeviceTable]:
+        """The tables of one GPU."""
+        return [table for table in self.all if table.device == device]
+
+    def begin(self, current: Pass) -> None:
+        """A pass begins that is captured: the kernels at its head are captured with it."""
+        for table in self.on(torch.device("cuda", torch.cuda.current_device())):
+            table.page(current)
+
+    def apply(self, x: Tensor, what: Application) -> Tensor | None:
+        """The faulty tensor where a kernel of this GPU reads its row; None where Python has to do it."""
+        table = what.tap.tables.get(x.device)
+        if table is not None:
+            return table.apply(x, what)
+        if not what.current.captured or not capturing():
+            return None
+        if not what.tap.reads_tables:
+            raise PlanError(
+                f"{what.tap.site.label}: noise that is held for a rollout cannot be captured together with gradients"
+            )
+        raise PlanError(f"call the model once on {x.device} before capturing it into a graph: the plan is not there yet")
+
+    def pull_back(self, g: Tensor, x: Tensor | None, what: Application) -> Tensor:
+        """The gradient of an application that was captured."""
+        table = what.tap.tables.get(g.device)
+        if table is None or not capturing():
+            raise PlanError(f"{what.tap.site.label}: capture the forward pass together with its backward pass")
+        return table.pull_back(g, x, what)
+
+    def update(self) -> None:
+        """Copy the switch, the magnitudes and the step to every GPU."""
+        for table in self.all:
+            table.update()
+
+    def forget(self) -> None:
+        """Count from zero again; a forked child has no GPU to do so on."""
+        if not torch.cuda._is_in_bad_fork():
+            for table in self.all:
+                table.forget()
+
+    def settle(self) -> None:
+        """Tell the ledger what kernels did."""
+        for table in self.all:
+            table.settle()
+
+    def close(self) -> None:
+        """Let the tables go, at once: what is freed by chance, by the garbage collector, may be freed during a capture.
+
+        A graph that was captured with a table may outlive the plan. Its replays go on reading and writing there, so such a
+        table stays for the rest of the process: a few hundred kilobytes, clean.
+        """
+        self.settle()
+        _outliving.extend(table for table in self.all if table.is_captured)
+        self.all, self.first = [], None
+        for tap in self.injection.taps:
+            tap.tables = {}
+
+
+def _gpus(injection: Injection) -> set[torch.device]:
+    """The GPUs that weights of its models are on."""
+    return {p.device for m in injection.models for p in m.model.parameters() if p.is_cuda}
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+_outliving: list[DeviceTable] = []

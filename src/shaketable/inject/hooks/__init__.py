@@ -1,0 +1,1 @@
+"""What places the fault operator on modules and operators of a model that is not compiled."""

@@ -1,0 +1,289 @@
+"""Operator sites: every covered operator, forward and backward, in the layer that called it.
+
+A TorchFunctionMode meets each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest all pass
+there, also when they were imported by name long ago. Around the real call it puts a `FaultyGradient` on the inputs that want a
+gradient (every gradient the operator produces gets its own error) and a fault on the result. Dynamo traces such modes, so
+the same code serves torch.compile: how the operator is placed differs (`Here`, `Traced`), what is done does not.
+Monkey-patching torch.matmul and F.linear, as the study we come from did, misses `@`, mm, einsum, attention and every name that
+was bound early.
+
+Two operators need more. An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one
+(`Entry.atomic`). Fused attention computes two matrix products and a softmax that no one can reach: where the math
+backend alone is enabled they are computed one by one and met; elsewhere the ledger counts the call as fused.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shaketable.inject.compile import custom_ops
+from shaketable.inject.fast.products import Products
+from shaketable.inject.hooks.base import Hook, never_compiled_alone
+from shaketable.inject.hooks.math_attention import attention_in_the_open, only_math, open_multi_head
+from shaketable.inject.hooks.module_tensors import change_first, change_input
+from shaketable.inject.hooks.operator_taps import Here, Traced
+from shaketable.sites.structure import Part
+from shaketable.sites.vllm_modules import is_engine_experts, is_engine_linear, is_engine_module
+
+if TYPE_CHECKING:
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.tap import Tap
+
+_NAMES = {
+    "matmul": (
+        "mm addmm bmm baddbmm addbmm matmul __matmul__ __rmatmul__ linear einsum mv addmv inner tensordot multi_dot "
+        "chain_matmul bilinear grouped_mm _grouped_mm grouped_mm_fallback addmm_ baddbmm_ addbmm_ addmv_"
+    ),
+    "softmax": "softmax _softmax",
+    "silu": "silu",
+    "gelu": "gelu",
+    "layer_norm": "layer_norm native_layer_norm",
+    "rms_norm": "rms_norm _fused_rms_norm",
+    "sdpa": "scaled_dot_product_attention",
+}
+_FAMILY = {name: family for family, names in _NAMES.items() for name in names.split()}
+_WHOLE = ("", "multi_head_attention_forward")
+"""Not an operator: a function that is opened, so that those inside are met."""
+_CAST = ("", "to")
+"""Not an operator either: what is cast of the weight of a head is still the head's."""
+_CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as)
+_IN_PLACE = {f"{name}_": getattr(torch, name) for name in ("addmm", "baddbmm", "addbmm", "addmv")}
+"""What an operator in place computes, elsewhere."""
+
+
+def _covered() -> dict[Any, tuple[str, str]]:
+    """Every Python-visible function of a covered operator, with its family and name.
+
+    `torch.ops.aten.mm` is covered, its overloads (`.default`) are not: those are what compiled graphs run, after their
+    operators have been met in the graph itself.
+    """
+    homes = (torch, torch.Tensor, F, torch.linalg, torch._C._nn, torch.special)
+    table: dict[Any, tuple[str, str]] = {}
+    for name, family in _FAMILY.items():
+        for home in homes:
+            if (func := getattr(home, name, None)) is not None:
+                table[func] = (family, name)
+        if not name.startswith("__") and hasattr(torch.ops.aten, name):
+            packet = getattr(torch.ops.aten, name)
+            table[packet] = (family, name)
+    return table | {F.multi_head_attention_forward: _WHOLE} | dict.fromkeys(_CASTS, _CAST)
+
+
+COVERED = _covered()
+
+
+def cover_transformers() -> None:
+    """Add the grouped product of transformers' own experts, once transformers has defined it."""
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        packet = torch.ops.transformers.grouped_mm_fallback
+        COVERED[packet] = ("matmul", "grouped_mm_fallback")
+
+
+def atomic_family(part: Part) -> str | None:
+    """The operator that a leaf module is as a whole, when it may be written out in Python."""
+    if is_engine_linear(part.module) or is_engine_experts(part.module):
+        return "matmul"
+    if any(part.module.children()):
+        return None
+    kind = type(part.module).__name__.lower()
+    if is_engine_module(part.module) and kind == "attention":
+        return "sdpa"
+    if part.role == "rmsnorm":
+        return "rms_norm"
+    return next((family for family in ("gelu", "silu") if family in kind), None)
+
+
+class OperatorModule(Hook):
+    """A module taken as one operator: faulty gradients of its input and weight, and a faulty output."""
+
+    def __init__(self, injection: Injection, taps: list[Tap]) -> None:
+        self.injection = injection
+        self.handle = injection.handle
+        self.backward = [tap for tap in taps if "backward" in tap.site.directions]
+        self.forward = [tap for tap in taps if "forward" in tap.site.directions]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
+        """Forward pre-hook and forward hook."""
+        if torch.compiler.is_compiling() and not custom_ops.present[self.handle]:
+            return None
+        if output:
+            return change_first(output[0], self._on_output)[0]
+        self.writes = bool(getattr(module, "inplace", False))
+        args, kwargs, _ = change_input(args, kwargs, self._on_input)
+        return args, kwargs
+
+    def _on_input(self, x: Tensor) -> Tensor:
+        is_traced = torch.compiler.is_compiling()
+        frame = None if is_traced else self.injection.operator_frame()
+        for tap in self.backward:
+            if is_traced:
+                x = custom_ops.trace_gradient(x, tap.handle, 0, None, False)
+            elif frame is not None:
+                x = tap.gradient(x, frame)
+        return x.clone() if self.writes and self.backward else x
+
+    def _on_output(self, x: Tensor) -> Tensor:
+        is_traced = torch.compiler.is_compiling()
+        frame = None if is_traced else self.injection.operator_frame()
+        for tap in self.forward:
+            if is_traced:
+                x = custom_ops.trace_forward(x, tap.handle)
+            elif frame is not None:
+                x = tap.forward(x, frame)
+        return x
+
+
+class Operators(TorchFunctionMode):
+    """The operator clauses of one injection, active in one thread."""
+
+    is_ours = True
+
+    def __init__(self, injection: Injection) -> None:
+        super().__init__()
+        self.injection = injection
+        self.products = Products(injection)
+        self.taps = injection.operators
+
+    def put_on(self) -> bool:
+        """Put our mode on in this thread, unless it is on; whether it was not.
+
+        The stack itself is asked: `loss.backward()` runs through our mode and so runs with it off, and a recomputed
+        layer inside it must switch it on again.
+        """
+        if self in torch.overrides._get_current_function_mode_stack():
+            return False
+        self.__enter__()
+        return True
+
+    def take_off(self) -> None:
+        """Take our mode off in this thread, wherever in the stack it is."""
+        if self not in torch.overrides._get_current_function_mode_stack():
+            return
+        above = []
+        while (top := torch.overrides._pop_mode()) is not self:
+            above.append(top)
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Thousands of functions pass here that are nobody's business: those go first."""
+        operator = COVERED.get(func)
+        if operator is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if operator is _CAST:
+            return self.taps.weights.cast(args[0], func(*args, **kwargs))
+        where = self._where(operator[0], kwargs)
+        if where is None:
+            return func(*args, **kwargs)
+        if operator is _WHOLE:
+            with self:
+                return open_multi_head()(*args, **kwargs)
+        if func is F.linear and not kwargs and isinstance(where, Here):
+            result = self.products.linear(func, args, where.frame)
+            if result is not None:
+                return result
+        return self._meet(where, func, operator, args, kwargs)
+
+    def _where(self, family: str, kwargs: dict[str, Any]) -> Here | Traced | None:
+        """Where an operator is met: in a frame, or in the graph that is being traced; None where it is nobody's business."""
+        injection = self.injection
+        if torch.compiler.is_compiling():
+            entry = self.taps.tracing_entry() if custom_ops.present[injection.handle] else None
+            return None if entry is None or entry.atomic == family else Traced(self.taps, entry)
+        if _is_tracing() or ("out" in kwargs and _is_inductor(sys._getframe(2))):
+            return None
+        frame = injection.operator_frame()
+        return None if frame is None or frame.entry.atomic == family else Here(self.taps, frame)
+
+    def _meet(self, where: Here | Traced, func: Any, operator: tuple[str, str], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The operator, with faults on its result and on the gradients of what it is given."""
+        family, name = operator
+        tensors = [*args, *kwargs.values()]
+        taps = where.at(family, tensors)
+        if family == "sdpa" and (where.reaches("matmul", tensors) or where.reaches("softmax", tensors)):
+            if only_math():
+                with self:
+                    result = attention_in_the_open(*args, **kwargs)
+                return _change_result(where, taps, result)
+            where.note_fused(tensors)
+        if not taps:
+            return func(*args, **kwargs)
+        where.note_by_hand(taps)
+        func, args, kwargs, target = _elsewhere(func, name, args, kwargs)
+        args, kwargs = _mark_gradients(where, taps, args, kwargs, where.number(family))
+        result = _change_result(where, taps, func(*args, **kwargs))
+        return result if target is None else target.copy_(result)
+
+
+def _elsewhere(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any], Tensor | None]:
+    """An operator that writes into a tensor it is given, as one that does not, and that tensor."""
+    if name in _IN_PLACE:
+        return _IN_PLACE[name], args, kwargs, args[0]
+    if kwargs.get("out") is not None:
+        return func, args, {key: value for key, value in kwargs.items() if key != "out"}, kwargs["out"]
+    if name == "silu" and (kwargs.get("inplace") or True in args[1:]):
+        return func, (args[0].clone(),), {}, args[0]
+    return func, args, kwargs, None
+
+
+def _mark_gradients(where: Here | Traced, taps: list[Tap], args: Any, kwargs: Any, number: int) -> tuple[Any, Any]:
+    """The arguments, of which each tensor that wants a gradient gets a faulty one."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    taps = [tap for tap in taps if "backward" in tap.site.directions]
+    position = 0
+    changed: list[Any] = []
+    for value in args:
+        value, position = _mark(where, taps, value, position, number)
+        changed.append(value)
+    named = {}
+    for key, value in kwargs.items():
+        value, position = _mark(where, taps, value, position, number)
+        named[key] = value
+    return tuple(changed), named
+
+
+def _mark(where: Here | Traced, taps: list[Tap], value: Any, position: int, number: int) -> tuple[Any, int]:
+    """One argument, which may be a list of tensors, and the number of the last one that was looked at."""
+    if isinstance(value, list | tuple):
+        members = []
+        for member in value:
+            member, position = _mark(where, taps, member, position, number)
+            members.append(member)
+        return type(value)(members), position
+    position += 1
+    if isinstance(value, Tensor) and value.requires_grad:
+        for tap in taps:
+            value = where.gradient(tap, value, position, number)
+    return value, position
+
+
+def _change_result(where: Here | Traced, taps: list[Tap], result: Tensor) -> Tensor:
+    for tap in taps:
+        if "forward" in tap.site.directions:
+            result = where.forward(tap, result)
+    return result
+
+
+never_compiled_alone(Operators.__torch_function__)
+
+
+def _is_tracing() -> bool:
+    """Whether a graph is being made of what dynamo has already traced: those calls are on fake tensors."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def _is_inductor(caller: types.FrameType) -> bool:
+    """Whether a call comes from a file that inductor wrote: its products were met when the graph was traced."""
+    inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return inductor is not None and caller.f_code.co_filename.startswith(inductor.cache_dir())

@@ -1,0 +1,234 @@
+"""Which call is this? The pass that decides and keys, the layer an operator belongs to.
+
+Every hooked container of a model opens a *frame* when it is called. The outermost frame begins a *pass*: it fixes the phase and
+draws a new *moment*, a 64-bit number made from (step, phase, number of the pass), and what acts in it is decided there, once
+(`Injection.begin_pass`). Inner frames know the layer; they share the pass, and what is counted is counted in the outermost
+one. So an application of a fault is named by its tap, the pass, and how often the tap was used in it, whichever containers are
+hooked; and a GPU can make the keys of a whole pass at once.
+
+Activation checkpointing calls a module a second time, inside backward and without its parents. That call must see the noise of
+the first one: `hooks/checkpointing.py` opens the frames of the first call again. Where that is not possible (checkpointing
+that is not torch's own), a forward inside an autograd graph task with no frame open finds its pass by the address of its
+input, which checkpointing has kept alive for exactly this purpose.
+
+Frames live in thread-local storage, one stack per injection: threads and nested injections do not see each other.
+Rejected: a global "current layer" variable, which the study we come from used, and whose value in backward was whatever
+layer came last in forward. Gradient errors here carry the pass of their forward call with them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shaketable.faults.rng import mix64
+from shaketable.plan import PHASES
+from shaketable.sites.phases import current_phase
+
+if TYPE_CHECKING:
+    from shaketable.faults import FaultBase
+    from shaketable.inject.device.table import Rows
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.tap import Tap
+
+_REMEMBERED = 256
+"""Calls remembered per module: more than the micro-batches that are between forward and backward at any time."""
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """One pass: everything that `Injection.begin_pass` has decided for it."""
+
+    injection: Injection
+    phase: str
+    moment: int
+    """Keys the noise of the pass; 0 where it is captured, and the clock of a device decides at every replay."""
+    acts: tuple[bool, ...]
+    """Per clause, whether it acts."""
+    faults: tuple[FaultBase, ...]
+    """Per clause, the fault as it was when the pass began."""
+    captured: bool = False
+    """Whether it is captured into a CUDA graph."""
+    with_gradients: bool = False
+    """Whether gradients were wanted when it began."""
+    pages: dict[Any, Rows] = field(default_factory=dict)
+    """Keys, scales and switches in the memory of GPUs, made when they are first needed (`device/table.py`)."""
+    last: tuple[Tensor, int, object, Tensor] | None = None
+    """What a linear was given last in this pass, its version, the format, and what became of it."""
+    mix: int | None = None
+    """The moment mixed once more, when it has been asked for."""
+
+    def acts_on(self, tap: Tap) -> bool:
+        """Whether a tap does anything in this pass. One that was begun before the plan was switched off does nothing more."""
+        return self.acts[tap.clause] and self.injection.enabled
+
+    def mixed(self, use: int) -> int:
+        """What keys the use number `use` of any tap: the first is asked for most."""
+        if use:
+            return mix64(self.moment + use)
+        if self.mix is None:
+            self.mix = mix64(self.moment)
+        return self.mix
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A module at which a frame can open."""
+
+    index: int
+    module: nn.Module
+    layer: int | None
+    owner: int = 0
+    """Which of the models of the injection it belongs to."""
+    excluded: str | None = None
+    """lm_head, router or lora when the module is one or lies inside one."""
+    is_root: bool = False
+    atomic: str | None = None
+    """The operator family that the module as a whole is (an RMSNorm written out in Python)."""
+    passes: dict[int, tuple[Pass, int]] = field(default_factory=dict)
+    """Input address to the pass and how often the module was called before in it; for recomputation."""
+
+    def remember(self, address: int, frame: Frame, n: int) -> None:
+        """Keep the pass of a call under the address of its input."""
+        self.passes.pop(address, None)
+        self.passes[address] = (frame.current, n)
+        if len(self.passes) > _REMEMBERED:
+            self.passes.pop(next(iter(self.passes)))
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """One call of one module."""
+
+    entry: Entry
+    current: Pass
+    layer: int | None
+    excluded: str | None
+    recomputing: bool
+    counts: dict[object, int] = field(default_factory=dict)
+    base: int = 0
+    """Where counts begin: a recomputed layer was called before."""
+    outer: Frame | None = None
+    """The outermost frame; None for that one itself."""
+    caller: FrameType | None = None
+    """The Python frame of an outermost call: gone from the stack when an interrupt went through it."""
+
+    def again(self) -> Frame:
+        """The same frame for a recomputation, counting on from here."""
+        root = self.outer or self
+        return Frame(self.entry, self.current, self.layer, self.excluded, True, dict(root.counts), root.base)
+
+    def count(self, who: object) -> int:
+        """How often `who` has been counted in this pass before."""
+        root = self.outer or self
+        n = root.counts.get(who, root.base)
+        root.counts[who] = n + 1
+        return n
+
+
+class Calls:
+    """The frames of one injection."""
+
+    def __init__(self, injection: Injection, step: int = 0) -> None:
+        self.injection = injection
+        self.step = step
+        self.phase: str | None = None
+        """What the engine that the models live in is doing; None where they live in no engine."""
+        self.local = threading.local()
+        self._passes: dict[tuple[int, str], int] = {}
+        self._lock = threading.Lock()
+
+    def set_step(self, step: int) -> None:
+        """Begin step `step`: passes are counted from zero again, so that a resumed run draws the same noise."""
+        with self._lock:
+            self.step = step
+            self._passes.clear()
+
+    @property
+    def stack(self) -> list[Frame]:
+        """The open frames of this thread."""
+        try:
+            stack: list[Frame] = self.local.stack
+        except AttributeError:
+            stack = self.local.stack = []
+        return stack
+
+    def top(self) -> Frame | None:
+        """The innermost open frame of this thread; between the graphs of a compiled pass, that of the pass."""
+        stack = self.stack
+        return stack[-1] if stack else self.injection.frame_between_graphs()
+
+    def open(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
+        """The frame of a call of `entry`'s module, not yet pushed."""
+        if entry.is_root:
+            self._drop_dead()
+        parent = self.top()
+        if parent is not None:
+            n = parent.count(entry)
+            layer, excluded = _first(entry.layer, parent.layer), entry.excluded or parent.excluded
+            frame = Frame(entry, parent.current, layer, excluded, parent.recomputing)
+            frame.outer = parent.outer or parent
+        else:
+            n = 0
+            frame = self._outermost(entry, args, kwargs)
+        if not frame.recomputing and (torch.is_grad_enabled() or entry.module.training):
+            entry.remember(_address(args, kwargs), frame, n)
+        return frame
+
+    def _outermost(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
+        if in_backward() and (known := entry.passes.get(_address(args, kwargs))):
+            return Frame(entry, known[0], entry.layer, entry.excluded, recomputing=True, base=known[1])
+        current = self.injection.begin_pass(entry, current_phase(entry.module.training, self.phase))
+        return Frame(entry, current, entry.layer, entry.excluded, recomputing=False)
+
+    def new_moment(self, who: int, phase: str) -> int:
+        """The moment of the next pass in `phase` of the entry with this index."""
+        with self._lock:
+            n = self._passes.get((who, phase), 0)
+            self._passes[who, phase] = n + 1
+        return mix64(mix64(mix64(self.step) ^ (who << 8 | PHASES.index(phase))) + n)
+
+    def push(self, frame: Frame) -> None:
+        """Make `frame` the innermost one."""
+        if not self.stack:
+            frame.caller = sys._getframe(3)
+        self.stack.append(frame)
+
+    def _drop_dead(self) -> None:
+        """Forget frames that a KeyboardInterrupt left open: torch's hooks do not run for those."""
+        caller = self.stack[0].caller if self.stack else None
+        here: FrameType | None = sys._getframe()
+        while caller is not None and here is not None:
+            if here is caller:
+                return
+            here = here.f_back
+        if caller is not None:
+            self.stack.clear()
+
+    def pop(self) -> None:
+        """Close the innermost frame."""
+        self.stack.pop()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _first(a: int | None, b: int | None) -> int | None:
+    return a if a is not None else b
+
+
+def _address(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Address of the first tensor among the arguments, 0 when there is none."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
+            return value.data_ptr()
+    return 0

@@ -1,0 +1,131 @@
+"""A tap: one fault at one place of one model, with its keys, its faulty channels and its row in the tables.
+
+It places the operator of `fault_operator.py`: on a tensor (`forward`), or on the gradient that will come back to it
+(`gradient`). Whether it does is looked up in the pass, where it was decided; a tap decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shaketable.faults import Draw, FaultBase
+from shaketable.faults.rng import key_of, lanes, mix64
+from shaketable.inject.fault_operator import Application, Apply, FaultyGradient, apply
+
+if TYPE_CHECKING:
+    from shaketable.inject.device.table import DeviceTable
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.pass_context import Frame, Pass
+    from shaketable.ledger.spot import Spot
+
+
+class Tap:
+    """One fault at one place of one model."""
+
+    is_held = False
+    """Whether its noise is drawn once for many passes."""
+
+    def __init__(self, injection: Injection, clause: int, spot: Spot, name: str, point: str) -> None:
+        self.injection = injection
+        self.clause = clause
+        self.spot = spot
+        self.name = name
+        self.point = point
+        self.index = len(injection.taps)
+        self.site = injection.plan.clauses[clause].site
+        seed, rank = injection.plan.seed, injection.rank
+        self.keys = tuple(key_of(seed, clause, name, point, d, rank) for d in ("forward", "backward"))
+        self._lane_key = key_of(seed, clause, name, point, "lanes")
+        self._lanes: dict[tuple[int, torch.device, bool], Tensor] = {}
+        self._references: dict[tuple[bool, int], Tensor | None] = {}
+        self.straight = self.site.level == "op"
+        """Whether a forward fault leaves gradients alone: an operator's backward is an operator of its own."""
+        self.transposed = False
+        """Whether the tensor is a weight stored as (in, out)."""
+        self.handle = -1
+        """The number under which compiled graphs know it."""
+        self.tables: dict[torch.device, DeviceTable] = {}
+        """Where kernels read what it is to do, per GPU."""
+
+    @property
+    def fault(self) -> FaultBase:
+        """The fault as it is now: its magnitude can change while the plan is active."""
+        return self.injection.faults[self.clause]
+
+    @property
+    def reads_tables(self) -> bool:
+        """Whether its kernels may read what they are to do from the table of a GPU."""
+        return True
+
+    def touch(self, x: Tensor, frame: Frame) -> Tensor:
+        """The tensor as this tap leaves it, forward and backward as the clause says."""
+        for direction in self.site.directions:
+            x = self.forward(x, frame) if direction == "forward" else self.gradient(x, frame)
+        return x
+
+    def forward(self, x: Tensor, frame: Frame) -> Tensor:
+        """The faulty tensor."""
+        if not frame.current.acts_on(self):
+            return x
+        what = Application(self, frame.current, False, 0, frame.count(self), frame.recomputing)
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return apply(x, what)
+        result: Tensor = Apply.apply(x, what)
+        return result
+
+    def gradient(self, x: Tensor, frame: Frame, argument: int = 0, number: int | None = None) -> Tensor:
+        """`x` itself, whose gradient will be faulty. `number` tells calls in one pass apart.
+
+        Calls are counted whether or not a gradient is wanted: reentrant checkpointing runs the first pass without.
+        """
+        n = frame.count((self, argument)) if number is None else number
+        if not frame.current.acts_on(self) or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        what = Application(self, frame.current, True, argument, n, frame.recomputing)
+        result: Tensor = FaultyGradient.apply(x, what)
+        return result
+
+    def key(self, current: Pass, backward: bool, use: int) -> int:
+        """Keys all randomness of one application."""
+        return mix64(self.keys[backward] ^ current.mixed(use))
+
+    def is_fire(self, what: Application) -> bool:
+        """Whether an application counts; one that draws what has been drawn before may not."""
+        return True
+
+    def compute(self, x: Tensor, what: Application) -> Tensor:
+        """The faulty tensor, neither counted nor measured."""
+        fault, draw, mask = what.fault, self._draw(x, what), self.mask(x, what.fault)
+        y = fault.apply(x.transpose(-1, -2), draw).transpose(-1, -2) if self.transposed else fault.apply(x, draw)
+        return y if mask is None else y.where(mask, x)
+
+    def pull_back(self, g: Tensor, x: Tensor | None, what: Application) -> Tensor:
+        """The fault's own gradient, given the clean tensor where the fault asks for it. Not a fire."""
+        fault, draw, mask = what.fault, self._draw(g, what), self.mask(g, what.fault)
+        if self.transposed:
+            turned = fault.gradient(g.transpose(-1, -2), None if x is None else x.transpose(-1, -2), draw)
+            result = turned.transpose(-1, -2)
+        else:
+            result = fault.gradient(g, x, draw)
+        return result if mask is None else result.where(mask, g)
+
+    def _draw(self, x: Tensor, what: Application) -> Draw:
+        way = what.backward, what.argument
+        if way not in self._references:
+            self._references[way] = what.fault.reference(x)
+        return Draw(what.key, self._references[way])
+
+    def mask(self, x: Tensor, fault: FaultBase) -> Tensor | None:
+        """Which channels are faulty: the last dimension of an activation, the output dimension of a weight."""
+        if fault.sparsity == 1 or x.dim() == 0:
+            return None
+        rows = self.point == "weight" and x.dim() > 1 and not self.transposed
+        channels = x.shape[-2 if rows else -1]
+        key = (channels, x.device, rows)
+        if key not in self._lanes:
+            mask = lanes(channels, fault.sparsity, self._lane_key).to(x.device)
+            self._lanes[key] = mask.unsqueeze(-1) if rows else mask
+        return self._lanes[key]

@@ -1,0 +1,106 @@
+"""What the processes of a framework are told to do. Imports no torch, and no framework.
+
+A framework's workers are processes that somebody else starts: what reaches them is their environment and their framework's own
+config. So orders are plain text, travel by either, and have a digest: every worker reports the digest of the orders it really
+acted on, and whoever gave the orders compares. In the study we come from, the layer-wise σ never reached the samplers, and
+nothing compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shaketable.errors import ShaketableError, nearest
+from shaketable.harden.aqn.schedules import reason
+from shaketable.harden.aqn.spec import AQN
+from shaketable.plan import Plan
+
+VARIABLES = {
+    "plan": "SHAKETABLE_PLAN",
+    "aqn": "SHAKETABLE_AQN",
+    "seed": "SHAKETABLE_SEED",
+    "total_steps": "SHAKETABLE_STEPS",
+    "rank": "SHAKETABLE_RANK",
+    "ledger": "SHAKETABLE_LEDGER",
+}
+
+
+class Orders(BaseModel):
+    """A plan, an AQN, and what they need to know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: str | None = None
+    """A line of the plan language."""
+    aqn: str | None = None
+    """A line that `AQN.load` reads."""
+    seed: int = 0
+    """Keys the noise of the plan; AQN carries a seed of its own."""
+    total_steps: int = Field(default=1, ge=1)
+    """Steps of the whole run, which the schedule of AQN is stretched over."""
+    rank: int | None = None
+    """Keys the noise of one process; what the framework says when None."""
+    ledger: str | None = None
+    """A folder in which every process leaves its ledger."""
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> Self:
+        if self.plan is not None:
+            Plan.parse(self.plan, seed=self.seed)
+        if self.aqn is not None:
+            AQN.load(self.aqn)
+        return self
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Orders:
+        """Orders from a framework's config; plan and aqn may also name YAML files, which are read here and now.
+
+        Raises:
+            ShaketableError: An unknown key, or one that cannot be read.
+        """
+        for key in data:
+            if key not in cls.model_fields:
+                raise ShaketableError(f"shaketable has no {key!r}; {nearest(str(key), tuple(cls.model_fields))}")
+        fields = {key: value for key, value in data.items() if value is not None}
+        if fields.get("plan") is not None:
+            plan = Plan.load(_named(fields["plan"]), seed=_seed(fields.get("seed")))
+            fields |= {"plan": plan.text(), "seed": plan.seed}
+        if fields.get("aqn") is not None:
+            fields["aqn"] = AQN.load(_named(fields["aqn"])).text()
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise ShaketableError(f"shaketable: {reason(error)}") from None
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str]) -> Orders | None:
+        """The orders of this process's environment; None when it has neither a plan nor an AQN."""
+        found = {field: environment[name] for field, name in VARIABLES.items() if environment.get(name)}
+        return cls.from_mapping(found) if found.keys() & {"plan", "aqn"} else None
+
+    def to_env(self) -> dict[str, str]:
+        """The variables by which the orders travel into children."""
+        values = {name: getattr(self, field) for field, name in VARIABLES.items()}
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+    def digest(self) -> str:
+        """The same for all that have the same orders, whatever their rank and wherever their ledgers go."""
+        text = json.dumps(self.model_dump(exclude={"rank", "ledger"}), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _seed(value: Any) -> int | None:
+    try:
+        return None if value is None else int(value)
+    except ValueError:
+        raise ShaketableError(f"shaketable: seed must be a whole number, not {value!r}") from None
+
+
+def _named(source: Any) -> Any:
+    return source if isinstance(source, str | Path | Plan | AQN) else str(source)

@@ -1,0 +1,1 @@
+"""Plans and AQN in Hugging Face trainers, TRL's included."""

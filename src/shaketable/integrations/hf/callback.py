@@ -1,0 +1,326 @@
+"""A plan and AQN in a Hugging Face Trainer, and so in all of TRL's, by two lines of the user's own script.
+
+    from shaketable.integrations.trl import ShaketableCallback
+    trainer = GRPOTrainer(..., callbacks=[ShaketableCallback(plan="relative_gaussian:0.05@op.matmul", ledger="ledger.json")])
+
+The model that is trained is shaken inside of `training_step`, where GRPO also samples, and nowhere else: optimizer, checkpoints
+and other callbacks see it clean. A clause without a phase acts in rollouts and training; an evaluation is clean, also when it
+samples, unless a clause names `phase=eval`. A reference model of its own is never touched, and one that PEFT makes of the same
+weights, by switching the adapters off, is passed over.
+
+Step and rank key the noise, so a resumed training goes on with the noise that an uninterrupted one had. At the end the ledgers
+of all ranks are merged, printed and written; a rank that injected nothing stops all of them with the same error, after the
+first step if that is known by then. A training that fails for a reason of its own raises just that, and leaves the model clean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from transformers import TrainerCallback
+
+from shaketable.errors import InertError, ShaketableError
+from shaketable.harden.aqn.attach import AttachedAQN
+from shaketable.harden.aqn.spec import AQN
+from shaketable.inject.injection import Injection, inject, this_rank
+from shaketable.integrations.hf.trainer_state import (
+    Exchanged,
+    from_all_ranks,
+    is_running,
+    reference_test,
+    running_call,
+    running_trainer,
+)
+from shaketable.integrations.hf.vllm_sampler import Colocated, prepare_colocated, sampler_of
+from shaketable.ledger.ledger import Ledger
+from shaketable.plan import Plan
+from shaketable.sites.phases import phase
+
+
+class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
+    """Puts a plan, AQN, or both on the model that a trainer trains, for as long as it trains.
+
+    Args:
+        plan: A line of the plan language, a YAML file, or a `Plan`.
+        aqn: A line such as `global_decay:0.05-0.0005,stages=10`, a YAML file, or an `AQN`.
+        seed: Keys all noise; overrides the plan's and AQN's own.
+        ledger: A file for the merged ledger; an existing one is not overwritten.
+        allow_inert: Accept a training in which nothing was injected.
+    """
+
+    def __init__(
+        self,
+        plan: str | Path | Plan | None = None,
+        aqn: str | Path | AQN | None = None,
+        *,
+        seed: int | None = None,
+        ledger: str | Path | None = None,
+        allow_inert: bool = False,
+    ) -> None:
+        if plan is None and aqn is None:
+            raise ShaketableError("ShaketableCallback needs plan=, aqn=, or both")
+        self.plan = None if plan is None else while_training(Plan.load(plan, seed=seed))
+        self.aqn = None if aqn is None else AQN.load(aqn)
+        if self.aqn is not None and seed is not None:
+            self.aqn = self.aqn.model_copy(update={"seed": seed})
+        prepare_colocated(self.plan)
+        self.file = None if ledger is None else Path(ledger)
+        self.allow_inert = allow_inert
+        self.injection: Injection | None = None
+        """The plan of this training, or of the last one."""
+        self.noise: AttachedAQN | None = None
+        """The AQN of this training, or of the last one; None when vLLM samples."""
+        self.sampler: Colocated | None = None
+        """The vLLM of this process, when it samples."""
+        self.merged: Ledger | None = None
+        """What plan and AQN did on all ranks, when training has ended."""
+        self._exchanged: Exchanged | None = None
+        self._call: FrameType | None = None
+        self._evaluates = self.plan is not None and any("eval" in c.site.phase for c in self.plan.clauses)
+        self._logged = (0, 0)
+        self._is_checked = False
+        """Whether the first step is over."""
+
+    # ---- the trainer's events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Attach to the model that is trained, for all of its steps."""
+        self.close()
+        if self.file is not None and self.file.exists():
+            raise ShaketableError(f"{self.file} is there already; nothing is overwritten, name another file")
+        if self.file is not None:
+            self._make_folder(self.file)
+        trainer = running_trainer()
+        self._attach(trainer, state)
+        self._call = running_call(trainer)
+        self._exchanged = Exchanged(trainer, training_step=self._training, evaluation_loop=self._evaluation)
+        _log_before_others(trainer, self)
+
+    def _make_folder(self, file: Path) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShaketableError(f"cannot write {file}: {error.strerror}") from None
+
+    def _attach(self, trainer: Any, state: Any) -> None:
+        """Match everything before anything is hooked: what does not fit raises, and leaves no trace."""
+        self.injection = self.noise = self.sampler = self.merged = None
+        self._logged, self._is_checked = (0, 0), False
+        model, total, step = trainer.model, state.max_steps, state.global_step
+        if self.plan is not None:
+            self.injection = inject(model, self.plan, step=step, allow_inert=True)
+        self.sampler = sampler_of(trainer, self.plan, self.aqn, total, step)
+        prepare_colocated(None)
+        if self.aqn is not None and self.sampler is None:
+            self.noise = self.aqn.attach(model, total, step=step, allow_inert=self.allow_inert)
+        for injection in self._injections():
+            injection.skip_pass = reference_test(model)
+        self._switch(True)
+        self._switch(False)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The noise of this step."""
+        if self._exchanged is None:
+            raise ShaketableError(
+                f"{type(self).__name__} was added after training began; give it to the trainer before train()"
+            )
+        if self.injection is not None:
+            self.injection.step = state.global_step
+        if self.noise is not None:
+            self.noise.step = state.global_step
+        if self.sampler is not None:
+            self.sampler.step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """After the first step: raises when a rank injected nothing, as far as that is known."""
+        if self._exchanged is None or self._is_checked:
+            return
+        self._is_checked = True
+        if errors := _by_rank(from_all_ranks([] if self.allow_inert else self._first_complaints())):
+            self.close()
+            raise InertError(f"{errors} (after the first step)")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
+        """What was injected since the last line, beside the losses."""
+        if logs is not None and "loss" in logs and self._exchanged is not None:
+            for place in (logs, state.log_history[-1]):
+                place.update(self._metrics())
+            self._logged = self.ledger.forward, self.ledger.backward
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Take the noise off; merge, print and write the ledger; raises when a rank injected nothing."""
+        ledger = self.ledger
+        complaints = [] if self.allow_inert else self._complaints()
+        self.close()
+        rows = from_all_ranks((ledger.to_dict(), complaints))
+        self.merged = Ledger.merge([Ledger.from_dict(found) for found, _ in rows])
+        if this_rank() == 0:
+            self._tell([found for found, _ in rows])
+        if errors := _by_rank([lines for _, lines in rows]):
+            raise InertError(errors)
+
+    # ---- on and off
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        if self._left_behind():
+            yield
+            return
+        with self._guarded():
+            self._switch(True)
+            yield
+            self._switch(False)
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        if self._left_behind():
+            yield
+            return
+        with self._guarded(), phase("eval"):
+            if self.sampler is not None:
+                self.sampler.phase = "eval"
+            if self._evaluates and self.injection is not None:
+                self.injection.enable().drop_mode()
+            yield
+            self._switch(False)
+            if self.sampler is not None:
+                self.sampler.phase = "rollout"
+
+    def _left_behind(self) -> bool:
+        """Whether the training that we belong to ended without a word, by an error outside of its steps: then end too."""
+        if self._call is None or is_running(self._call):
+            return False
+        self.close()
+        return True
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whatever leaves the trainer's method by an exception leaves a clean model; a vLLM that died with it hides nothing."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self.close()
+            finally:
+                raise error
+
+    def _switch(self, on: bool) -> None:
+        """Everything on, or off; the operator mode is left to the model's own calls."""
+        for injection in self._injections():
+            if on:
+                injection.enable().drop_mode()
+            else:
+                injection.disable()
+
+    def _injections(self) -> list[Injection]:
+        noise = None if self.noise is None else self.noise.injection
+        return [found for found in (self.injection, noise) if found is not None]
+
+    def close(self) -> None:
+        """Take everything off the model and the trainer. What was counted stays."""
+        if self._exchanged is not None:
+            self._exchanged.undo()
+            self._exchanged = self._call = None
+        if self.injection is not None:
+            self.injection.close(check=False)
+        if self.noise is not None:
+            self.noise.close(check=False)
+        if self.sampler is not None:
+            self.sampler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what happened
+
+    @property
+    def ledger(self) -> Ledger:
+        """What happened on this rank: the clauses of the plan, then those that AQN is made of."""
+        parts = [] if self.injection is None else [self.injection.ledger]
+        parts += [] if self.noise is None else [self.noise.ledger]
+        parts += [] if self.sampler is None else self.sampler.ledgers()
+        return together(parts)
+
+    def _metrics(self) -> dict[str, float]:
+        """σ, fires since the last line, and the largest error measured at a clause of the plan (of AQN, without one)."""
+        ledger, found = self.ledger, {}
+        acting = self.noise or self.sampler
+        if self.aqn is not None and acting is not None:
+            found["shaketable/sigma"] = acting.sigma
+        found["shaketable/forward"] = float(ledger.forward - self._logged[0])
+        found["shaketable/backward"] = float(ledger.backward - self._logged[1])
+        asked = ledger.sites if self.plan is None else ledger.sites[: len(self.plan.clauses)]
+        errors = [error for site in asked if (error := site.measured().error) is not None]
+        return found | ({"shaketable/measured_error": max(errors)} if errors else {})
+
+    def _first_complaints(self) -> list[str]:
+        """One line for each thing that should have acted in the first step on this rank, and did nothing."""
+        lines: list[str] = []
+        if self.injection is not None:
+            lines += self.injection.early.inert(trained=True, sites=self.ledger.sites).values()
+        if self.noise is not None:
+            lines += self.noise.inert(trained=True)
+        return [f"{line} (allow_inert=True accepts this)" for line in lines]
+
+    def _complaints(self) -> list[str]:
+        """One line for each thing that did nothing on this rank; of AQN's, what its own check says."""
+        here = self.ledger if self.noise is None else self.injection.ledger if self.injection is not None else None
+        lines = [] if here is None else [f"{line} (allow_inert=True accepts this)" for line in here.inert()]
+        if self.noise is not None:
+            try:
+                self.noise.close()
+            except InertError as error:
+                lines.append(str(error))
+        return lines
+
+    def _tell(self, ranks: list[dict[str, Any]]) -> None:
+        assert self.merged is not None
+        print(self.merged)
+        if self.file is not None:
+            workers = [{"rank": i, "forward": r["forward"], "backward": r["backward"]} for i, r in enumerate(ranks)]
+            extra = {"aqn": None if self.aqn is None else self.aqn.text(), "workers": workers}
+            self.file.write_text(json.dumps(self.merged.to_dict() | extra, indent=2) + "\n", encoding="utf-8")
+
+
+def while_training(plan: Plan) -> Plan:
+    """The plan with `phase=rollout+train` in the clauses that name no phase: an evaluation has to be asked for."""
+    clauses = []
+    for clause in plan.clauses:
+        site = clause.site if clause.site.phase else clause.site.model_copy(update={"phase": ("rollout", "train")})
+        clauses.append(clause.model_copy(update={"site": site}))
+    return plan.model_copy(update={"clauses": tuple(clauses)})
+
+
+def together(ledgers: list[Ledger]) -> Ledger:
+    """One ledger of several: what a clause did here and in the sampler is added, other clauses follow one another."""
+    first = Ledger.from_dict(ledgers[0].to_dict())
+    for other in (Ledger.from_dict(ledger.to_dict()) for ledger in ledgers[1:]):
+        mine = {(site.site, site.fault): site for site in first.sites}
+        new = [site for site in other.sites if (site.site, site.fault) not in mine]
+        for site in other.sites:
+            if site not in new:
+                mine[site.site, site.fault].add(site)
+        first.sites += new
+        first.plan = first.plan if other.plan == first.plan else f"{first.plan};{other.plan}"
+    return first
+
+
+def _by_rank(complaints: list[list[str]]) -> str:
+    """One line about all ranks; nothing when none complains."""
+    if all(lines == complaints[0] for lines in complaints):
+        return "; ".join(complaints[0])
+    return "; ".join(f"rank {rank}: {line}" for rank, lines in enumerate(complaints) for line in lines)
+
+
+def _log_before_others(trainer: Any, callback: TrainerCallback) -> None:
+    """Callbacks are told of a log in turn, and those that report it come first: what is added later would not be reported."""
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(0, callbacks.pop(callbacks.index(callback)))

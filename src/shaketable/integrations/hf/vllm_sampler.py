@@ -1,0 +1,141 @@
+"""The vLLM that samples for a TRL trainer (`use_vllm=True`), as its callback sees it.
+
+Then the policy that samples is not the module that is trained: AQN, and what a plan does in rollouts, must act in vLLM. In mode
+`colocate` it lives in this process and answers our calls (`integrations/vllm.py`), and TRL's weight sync ends in its
+`load_weights`, after which faults of weights are written again. In mode `server` it is a process that somebody else has
+started, and TRL's client can only ask it to generate: there AQN is refused, and of a plan all that is not said to be for
+training. A server can have a plan of its own: `shaketable run --plan … -- trl vllm-serve …`. Transformers' continuous batching
+is refused in the same way: it samples in a thread of its own, and not by `generate`.
+
+That vLLM is made, and compiles, when the trainer is made. So the callback prepares the plan when it is made itself: vLLM
+compiles its taps in, and they wait for the training to begin.
+
+Sleep mode throws the weights of vLLM away between rollouts, and with them what was written into them: refused.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from shaketable.errors import PlanError
+from shaketable.harden.aqn.spec import AQN
+from shaketable.inject.injection import this_rank
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.worker_report import merged
+from shaketable.integrations.vllm import connect
+from shaketable.integrations.vllm.refusals import can_act
+from shaketable.ledger.ledger import Ledger
+from shaketable.plan import Plan
+
+
+def prepare_colocated(plan: Plan | None) -> None:
+    """A vLLM that is made in this process from now on has the taps of the plan, which do nothing yet; None ends that."""
+    if find_spec("vllm") is not None:
+        from shaketable.integrations.vllm.entry_points import prepare
+
+        prepare(None if plan is None or not can_act(plan) else Orders(plan=plan.text(), seed=plan.seed, rank=this_rank()))
+
+
+class Colocated:
+    """The vLLM of this process, with the plan and the AQN on it."""
+
+    def __init__(self, llm: Any, plan: Plan | None, aqn: AQN | None, total_steps: int, step: int) -> None:
+        plan = plan if plan is not None and can_act(plan) else None
+        self.plan, self.aqn = plan, aqn
+        self._llm = llm
+        self._claim()
+        self.total_steps = total_steps
+        self._engine = connect(llm)
+        self._step = step
+        self._reports: list[dict[str, Any]] | None = None
+        if plan is not None:
+            self._engine.set_plan(plan.text(), plan.seed, this_rank())
+        if aqn is not None:
+            self._engine.set_aqn(aqn.text(), total_steps, step, this_rank())
+        self.step = step
+        self.phase = "rollout"
+
+    def _claim(self) -> None:
+        """One plan and one AQN at a time: a second would take the place of the first, which nobody would notice."""
+        held = self._llm.__dict__.setdefault("_shaketable_held", {})
+        for what in ("plan", "aqn"):
+            if getattr(self, what) is not None and held.setdefault(what, self) is not self:
+                raise PlanError(
+                    f"another callback has its {what} on this vLLM; give both to one callback (clauses joined by ;)"
+                )
+
+    @property
+    def step(self) -> int:
+        """The training step: it keys the noise, and σ follows."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._engine.set_step(step)
+
+    @property
+    def phase(self) -> str:
+        """rollout, or eval while the trainer evaluates."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self._engine.set_phase(phase)
+
+    @property
+    def sigma(self) -> float:
+        """The schedule's σ now."""
+        return 0.0 if self.aqn is None else self.aqn.schedule.sigma(self.step, self.total_steps)
+
+    def ledgers(self) -> list[Ledger]:
+        """What plan and AQN did in the workers."""
+        reports = self._engine.ledger() if self._reports is None else self._reports
+        own = [what for what in ("plan", "aqn") if getattr(self, what) is not None]
+        return [found for what in own if (found := merged(reports, what)) is not None]
+
+    def close(self) -> None:
+        """Make vLLM's weights and rollouts clean again; what was counted stays."""
+        if self._reports is None:
+            self._reports = self._engine.ledger()
+            held = self._llm.__dict__["_shaketable_held"]
+            for what in [what for what, holder in held.items() if holder is self]:
+                del held[what]
+            self._engine.clear()
+
+
+def sampler_of(trainer: Any, plan: Plan | None, aqn: AQN | None, total_steps: int, step: int) -> Colocated | None:
+    """The trainer's own vLLM with plan and AQN on it; None when it samples with the model that it trains, or not at all.
+
+    Raises:
+        PlanError: What is asked for cannot reach the sampler.
+    """
+    if getattr(trainer, "use_transformers_continuous_batching", False):
+        _refuse_rollouts(plan, aqn, "continuous batching samples in a thread of its own, whose passes cannot be told apart")
+        return None
+    if not getattr(trainer, "use_vllm", False):
+        return None
+    generation = getattr(trainer, "vllm_generation", None)
+    if generation is None:
+        raise PlanError(f"{type(trainer).__name__} samples with a vLLM that cannot be reached from here; set use_vllm=False")
+    if generation.mode == "server":
+        _refuse_rollouts(plan, aqn, "rollouts happen in the vLLM server, which is not reached from here")
+        return None
+    if generation.enable_sleep_mode:
+        raise PlanError("vLLM's sleep mode throws away what is written into its weights; set vllm_enable_sleep_mode=False")
+    if aqn is not None and aqn.where == "both":
+        raise PlanError("AQN where=both needs one policy for sampling and training, and vLLM is another one; use where=rollout")
+    if generation.tensor_parallel_size > 1:
+        raise PlanError("a colocated vLLM that is tensor-parallel has one copy of the model on several ranks; use a size of 1")
+    return Colocated(generation.llm, plan, aqn, total_steps, step)
+
+
+def _refuse_rollouts(plan: Plan | None, aqn: AQN | None, why: str) -> None:
+    """Raise when anything is to act in rollouts that are out of reach."""
+    if aqn is not None:
+        raise PlanError(f"AQN acts in rollouts: {why}; sample with the model itself, or with vllm_mode='colocate'")
+    for clause in plan.clauses if plan is not None else ():
+        if "rollout" in clause.site.phase:
+            raise PlanError(f"{clause.text()}: {why}; write phase=train for what is to act in training alone")

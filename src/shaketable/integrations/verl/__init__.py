@@ -1,0 +1,145 @@
+"""verl: a plan in its samplers and its actors, AQN in its samplers, without a change to verl.
+
+    python -m verl.trainer.main_ppo … +shaketable.plan=relative_gaussian:0.05@op.matmul +shaketable.ledger=ledgers/run1
+    python -m verl.trainer.main_ppo … '+shaketable.aqn="epoch_aware:0.05-0.01+0.01-0.0005"' +shaketable.seed=7
+
+    shaketable.plan      a line of the plan language (Hydra wants quotes around , = and ;), or a YAML file
+    shaketable.aqn       a line that `AQN.load` reads, or a YAML file, that of `shaketable guide` too
+    shaketable.seed      keys all noise
+    shaketable.plan_in   rollout, actor or both (the default): where clauses act that name no phase; none acts in validation
+    shaketable.ledger    a folder for this run alone that all workers can write to; by default one beside the checkpoints
+
+The keys of the study we come from are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
+
+The package has the entry point `verl.plugins`, so verl imports this module in each of its processes. All it does is to wait for
+two modules of verl: the one that checks configs, where an error ends the program before Ray is started, and the one that
+chooses the trainer, where a config that asks for us gets a trainer that obeys it (`verl/trainer.py`), and every other config
+gets verl's own class. `VERL_USE_EXTERNAL_MODULES=shaketable.integrations.verl` does the same where entry points are switched
+off. verl swallows what plugins raise while they are loaded, so there is nothing here that could: standard library only.
+
+**A run that trains clean although the driver has printed a plan** is the failure we fear most. It happens where the process of
+verl's task runner does not load our plugin. So the driver puts our extension of vLLM's workers into the config, which cannot be
+imported where this package is missing, and at its end looks for the orders that a trainer of ours would have written: without
+them it exits with 3, whatever verl said.
+
+Rejected: variables in the environment of workers, which a Ray cluster that is running already does not take over. Orders
+travel in verl's own config to vLLM (`additional_config`), and by a call to the actors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from shaketable.launch import import_hooks
+
+if TYPE_CHECKING:
+    from shaketable.integrations.verl.settings import Shaking
+
+_announced: set[Path] = set()
+"""Folders of ledgers of the runs that this process drives."""
+
+
+def _on_config(module: ModuleType) -> None:
+    """`verl.utils.config`: verl's driver checks every config with it."""
+    validate: Callable[..., None] = module.validate_config
+
+    @functools.wraps(validate)
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
+        validate(config, *args, **kwargs)
+        _announce(config)
+
+    module.validate_config = validate_config  # type: ignore[attr-defined]
+
+
+def _announce(config: Any) -> None:
+    """Say what will be done, or end the program with the one line that says why not."""
+    from shaketable.errors import ShaketableError
+
+    try:
+        found = asked(config, _announced)
+    except ShaketableError as error:
+        sys.stderr.write(f"shaketable: {error}\n")
+        raise SystemExit(2) from None
+    if found is not None and found.ledger not in _announced:
+        print(*found.lines, sep="\n", flush=True)
+        _pin(config, found)
+        _announced.add(found.ledger)
+        atexit.register(_look_back, found.ledger)
+
+
+def _pin(config: Any, found: Shaking) -> None:
+    """The trainer reads the config again in another process, where the environment and the folder may be others."""
+    from omegaconf import OmegaConf, open_dict
+
+    from shaketable.integrations.verl.settings import EXTENSION
+
+    with open_dict(config):
+        OmegaConf.update(config, "shaketable.resolved", found.pinned(), force_add=True)
+        key = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+        if found.orders("sampler", 1) is not None and OmegaConf.select(config, key) is None:
+            OmegaConf.update(config, key, EXTENSION, force_add=True)
+
+
+def _look_back(ledger: Path) -> None:
+    """End with 3 when no trainer of ours has been there. Ray is ended first, for nothing happens after such an exit."""
+    from shaketable.integrations.verl.settings import ORDERS
+
+    if (ledger / ORDERS).exists():
+        return
+    sys.stderr.write(f"shaketable: nothing was injected: no trainer of verl has left its orders in {ledger}\n")
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(3)
+
+
+def _on_trainers(module: ModuleType) -> None:
+    """`verl.trainer.ppo.v1`: verl's task runner asks it for a trainer class by name, and calls that with the config."""
+    choose: Callable[[str], Callable[..., Any]] = module.get_trainer_cls
+
+    @functools.wraps(choose)
+    def get_trainer_cls(name: str) -> Callable[..., Any]:
+        return functools.partial(_make_trainer, choose(name))
+
+    module.get_trainer_cls = get_trainer_cls  # type: ignore[attr-defined]
+
+
+def _make_trainer(chosen: Any, config: Any) -> Any:
+    found = asked(config)
+    if found is None:
+        return chosen(config=config)
+    from shaketable.integrations.verl.trainer import shaken
+
+    return shaken(chosen)(config=config, shaking=found)
+
+
+def asked(config: Any, driven: Collection[Path] | None = None) -> Shaking | None:
+    """What a config of verl asks of us; None when it asks nothing.
+
+    Args:
+        config: verl's.
+        driven: In a driver, the folders of the runs that it drives: a config that was pinned for another run is refused.
+    """
+    from omegaconf import OmegaConf
+
+    from shaketable.integrations.verl.settings import refuse_pinned, shaking_of
+
+    plain: Mapping[str, Any] = OmegaConf.to_container(config, resolve=True)
+    if driven is not None:
+        refuse_pinned(plain, driven)
+    return shaking_of(plain, os.environ)
+
+
+WATCHED: dict[str, Callable[[ModuleType], None]] = {
+    "verl.utils.config": _on_config,
+    "verl.trainer.ppo.v1": _on_trainers,
+}
+import_hooks.install(WATCHED)

@@ -1,0 +1,120 @@
+"""Faults in verl's actor: its forwards and backwards in training, and nothing else that lives in the same worker.
+
+One worker of verl holds the policy that is trained, often the reference policy, and the way to the sampler. The plan is
+attached to the trained policy after it was built (and sharded, by FSDP2), and is on while that is asked for log probabilities
+or updated. The log probabilities are computed with the model in eval mode; they are part of training, and that is said. Where
+the reference is the same model without its adapter, it is asked for with that flag, and is not shaken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils import tensordict_utils
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+from shaketable.harden.aqn.spec import AQN
+from shaketable.inject.injection import Injection, this_rank
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.worker_report import Report
+from shaketable.plan import Plan
+from shaketable.sites.phases import phase
+
+
+class ActorFaults:
+    """The orders of one actor, on its model."""
+
+    def __init__(self, orders: Orders, model: Any) -> None:
+        self.orders = orders
+        self.plan: Injection | None = None
+        self.noise = None
+        if orders.plan is not None:
+            self.plan = Injection(Plan.parse(orders.plan, seed=orders.seed), allow_inert=True)
+            self.plan.attach(model)
+        if orders.aqn is not None:
+            self.noise = AQN.load(orders.aqn).attach(model, orders.total_steps, allow_inert=True)
+        self.file = Report(Path(orders.ledger or "."), "actor", self.report)
+
+    @property
+    def injections(self) -> list[Injection]:
+        """What acts on the model."""
+        noise = None if self.noise is None else self.noise.injection
+        return [found for found in (self.plan, noise) if found is not None]
+
+    def set_step(self, step: int) -> None:
+        """Begin a training step."""
+        if self.plan is not None:
+            self.plan.step = step
+        if self.noise is not None:
+            self.noise.step = step
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Everything inside is training. The operator mode belongs to a thread, and is left to the model's own calls."""
+        for injection in self.injections:
+            injection.enable().drop_mode()
+        try:
+            with phase("train"):
+                yield
+        finally:
+            for injection in self.injections:
+                injection.disable()
+
+    def report(self) -> dict[str, Any]:
+        """What was done here, as plain data."""
+        return {
+            "rank": this_rank(),
+            "orders": self.orders.digest(),
+            "config": self.orders.model_dump(),
+            "step": self.injections[0].step,
+            "plan": self.plan.ledger.to_dict() if self.plan is not None else None,
+            "aqn": self.noise.ledger.to_dict() if self.noise is not None else None,
+            "sigma": self.noise.sigma if self.noise is not None else 0.0,
+            "sigmas": {str(k): v for k, v in self.noise.sigmas.items()} if self.noise is not None else {},
+        }
+
+
+class ShakenActor(TrainingWorker):  # type: ignore[misc]
+    """verl's actor, whose passes are shaken."""
+
+    faults: ActorFaults | None = None
+
+    def infer_batch(self, data: Any) -> Any:
+        """Log probabilities: of the policy, or of the reference that shares its weights."""
+        is_reference = tensordict_utils.get(data, key="no_lora_adapter", default=False)
+        with nullcontext() if is_reference else self._training():
+            return super().infer_batch(data)
+
+    def train_mini_batch(self, data: Any) -> Any:
+        """An update."""
+        with self._training():
+            return super().train_mini_batch(data)
+
+    def _training(self) -> Any:
+        return nullcontext() if self.faults is None else self.faults.training()
+
+
+class ShakenWorker(ActorRolloutRefWorker):  # type: ignore[misc]
+    """verl's worker, whose actor takes orders. The reference policy is verl's own."""
+
+    actor_worker_cls = ShakenActor
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def shake(self, orders: Mapping[str, Any]) -> None:
+        """Attach orders to the actor's model."""
+        assert self.actor.faults is None
+        self.actor.faults = ActorFaults(Orders.from_mapping(orders), self.actor.engine.module)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def shake_step(self, step: int) -> None:
+        """Begin a training step."""
+        self.actor.faults.set_step(step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def write_report(self, mark: int) -> None:
+        """Bring the report on disk up to date; the mark in it says so."""
+        self.actor.faults.file.flush(mark)

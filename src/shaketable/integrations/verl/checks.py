@@ -1,0 +1,112 @@
+"""What is known to fail when verl's driver reads its config, and would otherwise fail minutes later in some worker. No torch.
+
+A CUDA graph replays kernels and runs no Python, so in a sampler that captures graphs only faults of weights act. vLLM computes
+q, k and v as one product, and gate and up as another, under names that the trainer's model does not have, and the other way
+round. The names of models that do have them (Phi has `qkv_proj`, vLLM's DeepSeek has `q_proj`) can be written as `*qkv_proj`,
+which is looked up in the model and not judged here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shaketable.errors import ShaketableError
+from shaketable.plan import Clause, Plan
+from shaketable.sites.vllm_fused_names import FUSED
+
+if TYPE_CHECKING:
+    from shaketable.integrations.verl.settings import Shaking
+
+EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
+    """Refuse what our trainer, or a worker, cannot do.
+
+    Raises:
+        ShaketableError: One line, with the key to change.
+    """
+    trainer, model = config["trainer"], config["actor_rollout_ref"]
+    mode = trainer["v1"]["trainer_mode"] if trainer["use_v1"] else "the trainer before v1"
+    if mode != "sync":
+        raise ShaketableError(f"shaketable works with trainer.v1.trainer_mode=sync, not with {mode}")
+    if made.orders("sampler", 1) is not None:
+        _check_sampler(trainer, model["rollout"], made)
+    if made.orders("actor", 1) is not None and model["actor"]["strategy"] != "fsdp2":
+        raise ShaketableError(f"faults in the actor need actor.strategy=fsdp2, not {model['actor']['strategy']}")
+    for role in ("sampler", "actor"):
+        for clause in _clauses(made, role):
+            _check_names(clause, role)
+
+
+def _check_sampler(trainer: Mapping[str, Any], rollout: Mapping[str, Any], made: Shaking) -> None:
+    if rollout["name"] != "vllm":
+        raise ShaketableError(f"shaketable works with rollout.name=vllm, not with {rollout['name']}")
+    options = vllm_options(rollout)
+    given = options.get("additional_config") or {}
+    if not isinstance(given, Mapping):
+        raise ShaketableError(f"{VLLM}.additional_config is text; write a mapping, e.g. +{VLLM}.additional_config.key=value")
+    if "shaketable" in given:
+        raise ShaketableError(f"{VLLM}.additional_config orders a plan or AQN too; give it to verl alone: +shaketable.plan=…")
+    struck = next(_in_activations(made), None)
+    if struck is not None and trainer["device"] != "cpu" and _captures(rollout, options):
+        raise ShaketableError(f"{struck}: vLLM captures CUDA graphs, in which only faults of weights act; add {EAGER}")
+
+
+def vllm_options(rollout: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the config hands to vLLM as it is."""
+    found: Mapping[str, Any] = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    return found
+
+
+def _captures(rollout: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether vLLM will capture CUDA graphs, which it does unless told otherwise."""
+    compilation = options.get("compilation_config") or {}
+    compilation = json.loads(compilation) if isinstance(compilation, str) else compilation
+    is_eager = options.get("enforce_eager", rollout["enforce_eager"])
+    return not is_eager and str(compilation.get("cudagraph_mode", "on")).upper() not in ("NONE", "0")
+
+
+def _in_activations(made: Shaking) -> Iterator[str]:
+    """What acts in samplers elsewhere than in weights."""
+    for clause in _clauses(made, "sampler"):
+        if clause.site.level == "op" or set(clause.points) != {"weight"}:
+            yield clause.text()
+    if made.aqn is not None and made.aqn.form == "output":
+        yield made.aqn.text()
+
+
+def _check_names(clause: Clause, role: str) -> None:
+    if clause.site.level != "module":
+        return
+    for name in (path.rpartition(".")[-1] for path in clause.site.names):
+        if role == "sampler" and name in FUSED:
+            problem = f"vLLM computes {name} inside of {FUSED[name]}"
+            whole, parts = FUSED[name], name
+        elif role == "actor" and name in FUSED.values():
+            whole, parts = name, "+".join(part for part, fused in FUSED.items() if fused == name)
+            problem = f"the trainer's model has {parts} in place of {name}"
+        else:
+            continue
+        split = f"module.{whole},phase=rollout and module.{parts},phase=train, or module.*{name} where both have it"
+        raise ShaketableError(f"{clause.text()}: {problem}; write {split}")
+
+
+def _clauses(made: Shaking, role: str) -> tuple[Clause, ...]:
+    orders = made.orders(role, 1)
+    return Plan.parse(orders.plan).clauses if orders is not None and orders.plan is not None else ()
+
+
+def without_kl(config: Mapping[str, Any], made: Shaking) -> str | None:
+    """Why verl will not compute the KL between sampler and trainer; None when it will."""
+    correction = (config.get("algorithm") or {}).get("rollout_correction")
+    if correction is None:
+        return "algorithm.rollout_correction is null"
+    if correction.get("bypass_mode"):
+        return "algorithm.rollout_correction.bypass_mode is on"
+    if made.orders("sampler", 1) is None and not config["actor_rollout_ref"]["rollout"]["calculate_log_probs"]:
+        return "actor_rollout_ref.rollout.calculate_log_probs is off"
+    return None

@@ -1,0 +1,34 @@
+"""The worker extension of vLLM in a verl run: verl's own, and ours. vLLM imports it in its workers; an error here stops it.
+
+verl makes one vLLM engine per replica and counts the ranks of each from 0. Replicas that drew the same noise would be one
+sampler several times over, so a worker's rank is that of its replica.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from shaketable.integrations.vllm import extension
+
+STRIDE = 4096
+"""More than the copies of a model in one replica. vLLM forgets how many there are when the model is dense."""
+
+
+class Extension(extension.Extension, vLLMColocateWorkerExtension):  # type: ignore[misc]
+    """What a sampler answers over `collective_rpc`."""
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        """Made by vLLM, with the arguments of its worker."""
+        parallel = kwargs["vllm_config"].parallel_config
+        replica = int(os.environ.get("VERL_REPLICA_RANK", "0"))
+        os.environ["SHAKETABLE_RANK"] = str(replica * STRIDE + (parallel.data_parallel_index or 0))
+        return super().__new__(cls, **kwargs)
+
+    def write_report(self, mark: int) -> None:
+        """Bring the report on disk up to date; by the mark in it the trainer knows that it reads what is and not what was."""
+        file = self._shaketable.file
+        if file is not None:
+            file.flush(mark)

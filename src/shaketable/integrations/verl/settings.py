@@ -1,0 +1,229 @@
+"""What a config of verl asks of us: read, checked, and turned into the orders of samplers and of actors. Imports no torch.
+
+A clause that names no phase acts where `plan_in` says, and never in validation: an evaluation under faults is asked for, with
+`phase=eval`, and is then a score that says so. Samplers are given the clauses that act in rollouts or validations, actors
+those that act in training. A sampler has no backward: clauses that act there alone are the actors', and one that nobody could
+obey is an error. AQN is the samplers'; one with `where=both` acts in the actors' forwards and backwards as well. The reference
+policy and the critic are given nothing.
+
+**Steps.** A schedule is stretched over the steps of the run. One by epochs follows verl's epochs instead: its e-th decay is the
+e-th pass through the data, also in a run that is cut short. More epochs than it has decays are an error. verl ends a run at
+`total_training_steps` or after `total_epochs`, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shaketable.errors import ShaketableError, first_problem, nearest
+from shaketable.harden.aqn.schedules import EpochAware
+from shaketable.harden.aqn.spec import AQN
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.origin_configs.translate import translate
+from shaketable.integrations.verl.checks import check_verl, without_kl
+from shaketable.plan import Clause, Plan
+
+EXTENSION = "shaketable.integrations.verl.sampler.Extension"
+"""Our extension of vLLM's workers."""
+ORDERS = "orders.json"
+"""What a trainer of ours leaves in the folder of ledgers, before anything else."""
+PHASES = {"rollout": ("rollout",), "actor": ("train",), "both": ("rollout", "train")}
+
+
+class Keys(BaseModel):
+    """The group `shaketable` of a config, as the user wrote it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: str | None = None
+    """A line of the plan language, or a YAML file."""
+    aqn: str | None = None
+    """A line that `AQN.load` reads, or a YAML file."""
+    seed: int | None = None
+    """Keys all noise; the plan's and AQN's own when left out."""
+    plan_in: Literal["rollout", "actor", "both"] | None = None
+    """Where clauses act that name no phase; both when left out."""
+    ledger: str | None = None
+    """A folder for this run's ledgers."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Keys:
+        """The keys of a config, none of which it need have."""
+        group = config.get("shaketable") or {}
+        if not isinstance(group, Mapping):
+            raise ShaketableError(f"shaketable is a group of keys ({', '.join(cls.model_fields)}), not {group!r}")
+        for key in group:
+            if key not in cls.model_fields:
+                raise ShaketableError(f"shaketable.{key} is unknown; {nearest(str(key), cls.model_fields)}")
+        try:
+            return cls(**{str(key): value for key, value in group.items()})
+        except ValidationError as error:
+            raise ShaketableError(f"shaketable.{first_problem(error)}") from None
+
+
+class Shaking(BaseModel):
+    """What one run is to do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: Plan | None
+    aqn: AQN | None
+    ledger: Path
+    lines: tuple[str, ...] = ()
+    """To print at the start."""
+
+    def pinned(self) -> dict[str, Any]:
+        """As plain data, which `shaking_of` reads back from the config whatever the environment is."""
+        plan = None if self.plan is None else self.plan.text()
+        seed = 0 if self.plan is None else self.plan.seed
+        return {"plan": plan, "seed": seed, "aqn": None if self.aqn is None else self.aqn.text(), "ledger": str(self.ledger)}
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Shaking:
+        """The inverse of `pinned`."""
+        plan = None if data["plan"] is None else Plan.parse(data["plan"], seed=data["seed"])
+        aqn = None if data["aqn"] is None else AQN.load(data["aqn"])
+        return cls(plan=plan, aqn=aqn, ledger=Path(data["ledger"]))
+
+    def total_steps(self, most: int, per_epoch: int, epochs: int) -> int:
+        """The steps that schedules are stretched over.
+
+        Args:
+            most: Steps after which verl ends the run.
+            per_epoch: Steps of a pass through the data.
+            epochs: Passes after which verl ends the run.
+
+        Raises:
+            ShaketableError: The run has more epochs than the schedule, or there would be no noise at any of its steps.
+        """
+        steps = min(most, per_epoch * epochs)
+        if self.aqn is None:
+            return steps
+        schedule, total = self.aqn.schedule, steps
+        if isinstance(schedule, EpochAware):
+            total = per_epoch * len(schedule.epochs)
+            if steps > total:
+                have = f"{steps} steps of {per_epoch} an epoch"
+                raise ShaketableError(f"{schedule.text()} has {len(schedule.epochs)} epochs and the run {have}; add epochs")
+        schedule.check(total)
+        return total
+
+    def orders(self, role: str, total_steps: int) -> Orders | None:
+        """The orders of the samplers, or of the actors; None when they have none."""
+        clauses = [c for c in self.plan.clauses if _is_for(c, role)] if self.plan is not None else []
+        plan = self.plan.model_copy(update={"clauses": tuple(clauses)}) if self.plan is not None and clauses else None
+        aqn = self.aqn if self.aqn is not None and (role == "sampler" or self.aqn.where == "both") else None
+        if plan is None and aqn is None:
+            return None
+        return Orders(
+            plan=None if plan is None else plan.text(),
+            aqn=None if aqn is None else aqn.text(),
+            seed=0 if plan is None else plan.seed,
+            total_steps=total_steps,
+            ledger=str(self.ledger),
+        )
+
+
+def refuse_pinned(config: Mapping[str, Any], known: Collection[Path]) -> None:
+    """A config that a driver pinned belongs to the run of that driver, and to the folder of its ledgers.
+
+    Args:
+        config: A whole config.
+        known: Folders of the runs that this process drives.
+    """
+    group = config.get("shaketable")
+    if isinstance(group, Mapping) and group.get("resolved") and Path(group["resolved"]["ledger"]) not in known:
+        raise ShaketableError("shaketable.resolved was written by another run; remove it from the config: ~shaketable.resolved")
+
+
+def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking | None:
+    """What a whole config asks for; None when it has none of our keys, nor of the origin's.
+
+    A config that verl's driver has checked carries the answer in `shaketable.resolved`.
+
+    Raises:
+        ShaketableError: A key is unknown or cannot be honoured.
+    """
+    group = config.get("shaketable")
+    if isinstance(group, Mapping) and group.get("resolved"):
+        return Shaking.read(group["resolved"])
+    keys, origin = Keys.of(config), translate(config, environ)
+    own = keys.plan is not None or keys.aqn is not None
+    if own and (origin.plan is not None or origin.aqn is not None):
+        raise ShaketableError(
+            f"shaketable.* and the keys of {origin.lines[0].split()[0]} both ask for faults; say it in one place"
+        )
+    plan = Plan.load(keys.plan, seed=keys.seed) if keys.plan is not None else origin.plan
+    aqn = AQN.load(keys.aqn) if keys.aqn is not None else origin.aqn
+    if plan is None and aqn is None:
+        if config.get("shaketable"):
+            raise ShaketableError("shaketable has neither a plan nor an aqn; name one")
+        return None
+    if environ.get("SHAKETABLE_PLAN") or environ.get("SHAKETABLE_AQN"):
+        raise ShaketableError(
+            "the environment orders a plan or AQN too (shaketable run?); give it to verl alone: +shaketable.plan=…"
+        )
+    plan = None if plan is None else _placed(plan, keys)
+    if aqn is not None and keys.seed is not None:
+        aqn = aqn.model_copy(update={"seed": keys.seed})
+    made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys))
+    check_verl(config, made)
+    why = without_kl(config, made)
+    no_kl = [f"shaketable: no shaketable/kl in this run: {why}"] if why is not None else []
+    return made.model_copy(update={"lines": (*origin.lines, *_lines(made), *no_kl)})
+
+
+def _placed(plan: Plan, keys: Keys) -> Plan:
+    """The plan with a phase in each clause."""
+    here = PHASES[keys.plan_in or "both"]
+    clauses = []
+    for clause in plan.clauses:
+        if clause.site.phase and keys.plan_in and not set(clause.site.phase) <= {*here, "eval"}:
+            raise ShaketableError(f"shaketable.plan_in={keys.plan_in}, and {clause.text()} names another phase; leave one out")
+        placed = clause if clause.site.phase else _during(clause, here)
+        if not any(_is_for(placed, role) for role in ("sampler", "actor")):
+            raise ShaketableError(f"{placed.text()} would never act: a sampler has no backward; use phase=train")
+        clauses.append(placed)
+    seed = plan.seed if keys.seed is None else keys.seed
+    return plan.model_copy(update={"clauses": tuple(clauses), "seed": seed})
+
+
+def _is_for(clause: Clause, role: str) -> bool:
+    """Whether the workers of a role are to have a clause."""
+    if role == "actor":
+        return "train" in clause.site.phase
+    return "forward" in clause.site.directions and bool({"rollout", "eval"} & set(clause.site.phase))
+
+
+def _during(clause: Clause, phases: tuple[str, ...]) -> Clause:
+    """The clause in those phases; one that acts backward alone has nothing to do in a rollout that is not its only phase."""
+    if "forward" not in clause.site.directions and len(phases) > 1:
+        phases = tuple(phase for phase in phases if phase != "rollout")
+    return clause.model_copy(update={"site": clause.site.model_copy(update={"phase": phases})})
+
+
+def _folder(config: Mapping[str, Any], keys: Keys) -> Path:
+    """An absolute path, because workers run in other folders."""
+    if keys.ledger is not None:
+        folder = Path(keys.ledger).expanduser().resolve()
+        if any(folder.glob("*.json")):
+            raise ShaketableError(f"{folder} holds the ledgers of another run; name another shaketable.ledger")
+        return folder
+    unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return Path(config["trainer"]["default_local_dir"]).expanduser().resolve() / "shaketable" / unique
+
+
+def _lines(made: Shaking) -> list[str]:
+    """What will be done, by role."""
+    lines = []
+    for role, who in (("sampler", "samplers"), ("actor", "actors")):
+        if (orders := made.orders(role, 1)) is not None:
+            plan = [f"plan {orders.plan} (seed {orders.seed})"] if orders.plan else []
+            lines.append(f"shaketable: {who}: {'; '.join([*plan, *([f'AQN {orders.aqn}'] if orders.aqn else [])])}")
+    return [*lines, f"shaketable: ledgers in {made.ledger}"]

@@ -1,0 +1,193 @@
+"""verl's synchronous trainer, with orders for its workers.
+
+    on_init_end        samplers and actors are there: give orders, see that every worker acts on them
+    on_step_begin      the step keys the noise, and σ follows; the weights of this step are in the samplers
+    after a step       ledgers come home, as metrics and as a line of steps.jsonl: everything due has struck in this step
+    on_validate_begin  samplers are told that they validate: faults and AQN are off, the weights clean
+    after a validation nothing has struck that was not asked for
+    on_validate_end    on again
+
+AQN needs no call after a weight sync: the sampler sees new weights arrive and writes the noise into those (`vllm/worker.py`).
+Samplers are called only while they are awake: a sleeping one has given its weights away, and a call that writes to them would
+write into memory that is not theirs.
+
+The class is made on top of whatever synchronous trainer the config chooses, so a user's own subclass keeps its ways. verl's
+other trainers generate while they train; what a step is there is another question, and the settings refuse them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from shaketable.errors import ShaketableError
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.verl.settings import EXTENSION, Shaking
+from shaketable.integrations.verl.workers import Crew
+
+KL = "rollout_corr/k3_kl"
+"""verl's estimate of KL(sampler‖trainer) per token, from what both sides say of the samples; the one that is never negative."""
+
+
+class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
+    """A synchronous trainer that obeys a `Shaking`."""
+
+    def __init__(self, config: DictConfig, shaking: Shaking) -> None:
+        self.shaking = shaking
+        self._mark = 0
+        super().__init__(config=config)
+
+    # ---- orders
+
+    def _init_resource_pool_mgr(self) -> None:
+        """verl chooses its worker classes here, and knows the number of steps by now."""
+        super()._init_resource_pool_mgr()
+        total = self.shaking.total_steps(self.total_training_steps, self.steps_per_epoch, self.config.trainer.total_epochs)
+        roles = {role: self.shaking.orders(role, total) for role in ("sampler", "actor")}
+        orders = {role: found for role, found in roles.items() if found is not None}
+        self.crew = Crew(self.shaking.ledger, orders, self.config.trainer.n_gpus_per_node * self.config.trainer.nnodes)
+        if "sampler" in orders:
+            self._order_samplers(orders["sampler"])
+        if "actor" in orders:
+            self._order_actors()
+
+    def _order_samplers(self, orders: Orders) -> None:
+        """Orders travel to vLLM in its own config; both sides of the KL are wanted."""
+        rollout = self.config.actor_rollout_ref.rollout
+        with open_dict(rollout):
+            kwargs = OmegaConf.to_container(rollout.engine_kwargs).get("vllm") or {}
+            given = (kwargs.get("additional_config") or {}) | {"shaketable": orders.model_dump(exclude_none=True)}
+            extension = _extension(kwargs.get("worker_extension_cls"))
+            rollout.engine_kwargs["vllm"] = kwargs | {"worker_extension_cls": extension, "additional_config": given}
+            rollout.calculate_log_probs = True
+
+    def _order_actors(self) -> None:
+        from shaketable.integrations.verl.actor import ShakenWorker
+
+        for role in (Role.ActorRolloutRef, Role.ActorRollout):
+            if (chosen := self.role_worker_mapping.get(role)) is not None:
+                if (plain := chosen.__ray_actor_class__) is not ActorRolloutRefWorker:
+                    raise ShaketableError(f"faults in the actor need verl's own worker, not {plain.__name__}")
+                self.role_worker_mapping[role] = ray.remote(ShakenWorker)
+
+    # ---- verl's hooks
+
+    def on_init_end(self) -> None:
+        """All workers are there."""
+        if "actor" in self.crew.orders:
+            self.actor_rollout_wg.shake(self.crew.orders["actor"].model_dump())
+        super().on_init_end()
+        self._refresh()
+        self.crew.check_in()
+        print(f"shaketable: all workers act on their orders ({self.crew.folder})", flush=True)
+
+    def on_step_begin(self) -> None:
+        """A step begins with its rollouts."""
+        super().on_step_begin()
+        step = self.global_steps - 1
+        if "actor" in self.crew.orders:
+            self.actor_rollout_wg.shake_step(step)
+        self._tell("set_step", step, step=step, phase="rollout")
+
+    def on_validate_begin(self) -> None:
+        """Off."""
+        super().on_validate_begin()
+        if self._tell("set_phase", "eval", phase="eval"):
+            self.crew.check_clean()
+            self.crew.begin()
+
+    def _validate(self) -> dict[str, Any]:
+        """A validation, with the proof that it was of the model it claims to be of, while samplers still validate."""
+        found: dict[str, Any] = super()._validate()
+        self._refresh()
+        return {**found, "shaketable/validation_strikes": float(self.crew.after_validation())}
+
+    def on_validate_end(self) -> None:
+        """On. What is written into weights now belongs to no step; before the first one, to that: samplers are at step 0."""
+        if self._tell("set_phase", "rollout", phase="rollout") and self.global_steps:
+            self.crew.begin()
+        super().on_validate_end()
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
+        """Rollouts and updates; verl's KL under our name."""
+        batch = super().step(metrics, timing_raw)
+        if KL in metrics:
+            metrics["shaketable/kl"] = metrics[KL]
+        return batch
+
+    def _consume_sync_metrics(self) -> dict[str, Any]:
+        """verl asks for metrics when the step is done and the samplers are awake again."""
+        found = super()._consume_sync_metrics()
+        self._refresh()
+        ours = self.crew.after_step(self._trained())
+        epoch = (self.global_steps - 1) // self.steps_per_epoch
+        self.crew.log({"step": self.global_steps, "epoch": epoch} | ours)
+        return {**found, **ours}
+
+    def _trained(self) -> tuple[str, ...]:
+        """Which ways the actors went in this step."""
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            return ("forward", "backward")
+        correction = self.config.algorithm.get("rollout_correction")
+        return () if correction and correction.get("bypass_mode") else ("forward",)
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train; then merge the ledgers, and raise where nothing was struck."""
+        super().fit(agent_loop_manager)
+        self._refresh()
+        self.crew.finish()
+        print(f"shaketable: merged ledger in {self.crew.folder}", flush=True)
+
+    # ---- calls
+
+    def _tell(self, call: str, value: Any, **then: Any) -> bool:
+        """Call all samplers, and see that it has reached them; False when they have no orders."""
+        if "sampler" not in self.crew.orders:
+            return False
+        self._call(call, value)
+        self._mark += 1
+        self._call("write_report", self._mark)
+        self.crew.read(self._mark, "sampler")
+        self.crew.check_samplers(**then)
+        return True
+
+    def _call(self, method: str, *args: Any) -> None:
+        servers = self.llm_server_manager.server_handles
+        ray.get([server.collective_rpc.remote(method, args=args) for server in servers])
+
+    def _refresh(self) -> None:
+        """Have every worker bring its report up to date, and read it."""
+        self._mark += 1
+        if "sampler" in self.crew.orders:
+            self._call("write_report", self._mark)
+        if "actor" in self.crew.orders:
+            self.actor_rollout_wg.write_report(self._mark)
+        self.crew.read(self._mark)
+
+
+def _extension(chosen: str | None) -> str:
+    """Our extension of vLLM's workers, which the driver has put into the config, or the user's own that is built on it."""
+    if chosen is None or chosen == EXTENSION:
+        return EXTENSION
+    from shaketable.integrations.verl.sampler import Extension
+
+    if not issubclass(load_class_from_fqn(chosen), Extension):
+        raise ShaketableError(f"worker_extension_cls={chosen} must be a subclass of {EXTENSION}")
+    return chosen
+
+
+@functools.cache
+def shaken(chosen: type) -> type:
+    """Our trainer on top of the one that the config chooses."""
+    if chosen is PPOTrainerSync:
+        return ShakenTrainer
+    if not issubclass(chosen, PPOTrainerSync):
+        raise ShaketableError(f"shaketable works with verl's synchronous trainer, not with {chosen.__name__}")
+    return type(f"Shaken{chosen.__name__}", (ShakenTrainer, chosen), {})

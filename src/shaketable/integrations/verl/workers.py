@@ -1,0 +1,261 @@
+"""The workers of a verl run, as the trainer sees them: by the reports that they leave in the folder of ledgers.
+
+verl's calls into its samplers bring no answer back, and verl swallows what plugins raise. So the trainer believes nothing that
+it cannot read: after each call it compares what every worker *is doing* with what it was told to do. A worker that never
+reported, one that acts on other orders, and one that a call did not reach stop the training with one line that names it. In the
+study we come from σ was 0 in every sampler for a whole campaign, and all its logs looked well.
+
+**Each step is proven by itself**, from what was struck since the last reading (`tally.py`): every clause that could have
+acted must have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without
+work. What could not act is not asked for: a clause of magnitude 0, one for validations before the first of them, a backward in
+a step without an update. A clause that has struck and changed no value in any worker stops the run too, once enough values
+were seen (`inject/inert.py`); so does AQN with the same σ at every step, which nothing but rounding can have swallowed.
+A validation is proven both ways: clauses that name `eval` have struck, and nothing else has.
+
+At the end the same is asked of the whole run, of what could have acted in it. A run without a step proves nothing, and is no
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shaketable.errors import InertError, ShaketableError
+from shaketable.harden.aqn.spec import AQN
+from shaketable.inject.inert import changes_nothing
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.worker_report import merged, read_reports
+from shaketable.integrations.verl.settings import ORDERS
+from shaketable.integrations.verl.tally import BOTH, WHATS, Span
+from shaketable.plan import Clause, Plan
+
+STEPS, LEDGER = "steps.jsonl", "ledger.json"
+PATIENCE = 60.0
+"""Seconds that a report may take to be seen: a folder that machines share shows it late."""
+
+
+class Crew:
+    """Samplers and actors, their orders and their reports."""
+
+    def __init__(self, folder: Path, orders: Mapping[str, Orders], size: int, patience: float = PATIENCE) -> None:
+        """Args:
+        folder: Where all reports are.
+        orders: Of each role that has any.
+        size: Workers of each role.
+        patience: Seconds to wait for a report.
+        """
+        self.folder, self.orders, self.size, self.patience = folder, orders, size, patience
+        self.now: dict[str, list[dict[str, Any]]] = {role: [] for role in orders}
+        """What each worker of a role said of itself when it was read last."""
+        self._before = dict(self.now)
+        self._was_due: set[tuple[str, str, int]] = set()
+        """Role, plan or aqn, and number of the clause (0 for all of AQN)."""
+        self._proven: set[tuple[str, str]] = set()
+        """Role, and plan or aqn, of which every clause has changed a value."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / ORDERS).exists():
+            raise ShaketableError(f"{folder} holds the ledgers of another run; name another shaketable.ledger")
+        body = {role: found.model_dump() | {"digest": found.digest()} for role, found in orders.items()}
+        (folder / ORDERS).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+
+    # ---- is every worker there, and does it what it was told?
+
+    def read(self, mark: int, *roles: str) -> None:
+        """Read the reports of roles, of all by default, which have been told to write them with this mark."""
+        chosen, end = roles or tuple(self.orders), time.monotonic() + self.patience
+        while True:
+            found = read_reports(self.folder)
+            self.now |= {role: [report for report in found if report["role"] == role] for role in chosen}
+            problem = next(filter(None, (self._missing(role, mark) for role in chosen)), None)
+            if problem is None:
+                return
+            if time.monotonic() >= end:
+                raise ShaketableError(problem)
+            time.sleep(0.1)
+
+    def _missing(self, role: str, mark: int) -> str | None:
+        found = self.now[role]
+        if len(found) != self.size:
+            return (
+                f"{len(found)} of {self.size} {role}s reported in {self.folder}: the others do not have their orders; "
+                "shaketable must be installed for all workers, and all must be able to write to that folder"
+            )
+        late = next((report for report in found if report["mark"] < mark), None)
+        return None if late is None else f"{name(late)} was told to report, and did not: the call got lost"
+
+    def check_in(self) -> None:
+        """Every worker acts on the orders it was given."""
+        for role, orders in self.orders.items():
+            for report in self.now[role]:
+                if report["orders"] != orders.digest():
+                    why = f"acts on orders {report['orders']} and was given {orders.digest()}"
+                    raise ShaketableError(f"{name(report)} {why}; see {ORDERS} in {self.folder}")
+
+    def check_samplers(self, **told: Any) -> None:
+        """Every sampler is where it was told to be: `step=3`, `phase="eval"`."""
+        for report in self.now["sampler"]:
+            for key, value in told.items():
+                if report[key] != value:
+                    raise ShaketableError(f"{name(report)} has {key} {report[key]!r} and was told {value!r}: the call got lost")
+
+    def check_clean(self) -> None:
+        """Before a validation: no weight of a sampler holds a fault, unless a clause asks for that."""
+        if any("eval" in clause.site.phase for clause in self._clauses("sampler")):
+            return
+        for report in self.now["sampler"]:
+            if report["written"]:
+                raise ShaketableError(f"{name(report)} is to validate, and {report['written']} of its weights hold a fault")
+
+    # ---- what they did since the last reading
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._before = dict(self.now)
+
+    def after_step(self, trained: Iterable[str] = BOTH) -> dict[str, float]:
+        """See that everything struck that could, and begin anew; returns numbers for verl's loggers.
+
+        Args:
+            trained: Which ways the actors went: `forward` for log probabilities, `backward` too for an update.
+
+        Raises:
+            InertError: A worker has something on and struck nothing in a whole step, or what was struck did not change.
+        """
+        ways = {"sampler": ("forward",), "actor": tuple(trained)}
+        for role in self.orders:
+            self._judge(role, "rollout" if role == "sampler" else "train", ways[role], "a whole step")
+            self._check_changes(role)
+        found = self._metrics()
+        self.begin()
+        return found
+
+    def _check_changes(self, role: str) -> None:
+        """See that what struck also changed something, in some worker since the run began. What did is not asked again."""
+        aqn = self.orders[role].aqn
+        chosen = WHATS if aqn is not None and AQN.load(aqn).is_steady else ("plan",)
+        for what in chosen:
+            ledger = None if (role, what) in self._proven else merged(self.now[role], what)
+            if ledger is None:
+                continue
+            for clause, site in zip(Plan.parse(ledger.plan).clauses, ledger.sites, strict=True):
+                fires, sums = site.forward + site.backward, site.measured()
+                if fires and not sums.changed and changes_nothing(clause.fault, sums.alive):
+                    raise InertError(f"{role}s: {site.fault}@{site.site} struck {fires} times and changed no value")
+            if all(site.measured().changed for site in ledger.sites):
+                self._proven.add((role, what))
+
+    def after_validation(self) -> int:
+        """See that nothing struck but what names `eval`, and that this did; returns the strikes of all samplers.
+
+        Raises:
+            ShaketableError: Something else struck: the score would be a noisy one that does not say so.
+            InertError: A clause that names `eval` struck nothing.
+        """
+        if "sampler" not in self.orders:
+            return 0
+        span = self._span("sampler")
+        stray = {
+            c.text(): span.total("plan", "eval", BOTH, i) for i, c in self._numbered("sampler") if "eval" not in c.site.phase
+        }
+        stray["AQN"] = span.total("aqn", "eval")
+        for what, count in stray.items():
+            if count:
+                raise ShaketableError(f"{what} struck {count} times in a validation that was to be without it")
+        self._judge("sampler", "eval", ("forward",), "a whole validation")
+        strikes = span.total("plan", "eval")
+        self.begin()
+        return strikes
+
+    def _judge(self, role: str, phase: str, ways: tuple[str, ...], when: str) -> None:
+        for i, clause in self._numbered(role):
+            due = [way for way in clause.site.directions if way in ways]
+            if phase in clause.site.phase and due and not clause.fault.is_off:
+                self._demand(role, "plan", i, clause.text(), phase, due, when)
+        if phase != "eval" and "forward" in ways and any(_has_noise(report) for report in self.now[role]):
+            self._demand(role, "aqn", None, "AQN", phase, ["forward"], when)
+
+    def _demand(self, role: str, what: str, i: int | None, text: str, phase: str, ways: list[str], when: str) -> None:
+        """Strikes in every actor, or in some sampler."""
+        self._was_due.add((role, what, i or 0))
+        span = self._span(role)
+        idle = [report for report in span.now if not span.strikes(report, what, phase, ways, i)]
+        if len(idle) == len(span.now) or (idle and role == "actor"):
+            raise InertError(f"{name(idle[0])} has {text} on and struck nothing in {when}")
+
+    def _metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for role, orders in self.orders.items():
+            span = self._span(role)
+            if orders.plan is not None:
+                found |= {f"shaketable/{role}/{way}": float(span.total("plan", None, (way,))) for way in BOTH}
+                found |= _error(f"shaketable/{role}/measured_error", span.error("plan"))
+            if orders.aqn is not None and role == "sampler":
+                found |= _sigma(span.now[0]) | _error("shaketable/sampler/aqn_error", span.error("aqn"))
+        return found
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append a line about a step, with σ per layer."""
+        sigmas = {name(report): report["sigmas"] for report in self.now.get("sampler", ())}
+        with (self.folder / STEPS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, "sigmas": sigmas}) + "\n")
+
+    # ---- the whole run
+
+    def finish(self) -> dict[str, Any]:
+        """Merge all ledgers into one file; raises when what could have acted did nothing."""
+        body: dict[str, Any] = {"schema": "shaketable.verl/1", "workers": {}, "merged": {}}
+        complaints = []
+        for role, reports in self.now.items():
+            body["workers"][role] = [{"pid": r["pid"], "rank": r["rank"], "fires": _fires(r)} for r in reports]
+            if any(due[0] == role for due in self._was_due):
+                complaints += [f"{name(r)} struck nothing" for r in reports if not _fires(r)]
+            for what in WHATS:
+                if (ledger := merged(reports, what)) is not None:
+                    body["merged"][f"{role}.{what}"] = ledger.to_dict()
+                    due = [site for i, site in enumerate(ledger.sites) if (role, what, i * (what == "plan")) in self._was_due]
+                    complaints += [f"{role}s: {line}" for line in replace(ledger, sites=due).inert()]
+        (self.folder / LEDGER).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        if complaints:
+            raise InertError("; ".join(complaints))
+        return body
+
+    def _span(self, role: str) -> Span:
+        return Span(self._before[role], self.now[role])
+
+    def _clauses(self, role: str) -> tuple[Clause, ...]:
+        text = self.orders[role].plan if role in self.orders else None
+        return () if text is None else Plan.parse(text).clauses
+
+    def _numbered(self, role: str) -> Iterator[tuple[int, Clause]]:
+        return iter(enumerate(self._clauses(role)))
+
+
+def name(report: Mapping[str, Any]) -> str:
+    """How a worker is called in messages."""
+    return f"{report['role']} {report['rank']} (pid {report['pid']})"
+
+
+def _fires(report: Mapping[str, Any]) -> int:
+    """Everything that a worker struck."""
+    return sum(report[what]["forward"] + report[what]["backward"] for what in WHATS if report.get(what))
+
+
+def _has_noise(report: Mapping[str, Any]) -> bool:
+    """Whether AQN is due: σ is above 0, in some layer where it differs between them."""
+    return bool(report.get("aqn")) and report["sigma"] > 0 and max(report["sigmas"].values(), default=1.0) > 0
+
+
+def _sigma(report: Mapping[str, Any]) -> dict[str, float]:
+    """σ as all samplers have it; that they have the same follows from their step and their orders."""
+    layers = report["sigmas"].values()
+    spread = {"shaketable/sigma_min": min(layers), "shaketable/sigma_max": max(layers)} if layers else {}
+    return {"shaketable/sigma": report["sigma"], **spread}
+
+
+def _error(key: str, error: float | None) -> dict[str, float]:
+    return {} if error is None else {key: error}

@@ -1,0 +1,211 @@
+"""vLLM: a plan, or AQN, in the workers that sample, without a change to vLLM.
+
+    llm = LLM("Qwen/Qwen2.5-1.5B", **shaketable.integrations.vllm.options(plan="relative_gaussian:0.05@module.linear"))
+    vllm serve MODEL --additional-config '{"shaketable": {"plan": "dead_zone:0.01,scope=token@layer.15"}}'
+    shaketable run --plan mxfp4@module.linear -- vllm serve MODEL
+
+The package has the entry point `vllm.general_plugins`, so vLLM calls `register` in its front end, in its engine and in every
+worker. A worker that has orders (from `additional_config`, or from the environment) attaches them to its model right after it
+was loaded, before anything is compiled; `vllm/worker.py` is what happens there. Every worker also answers the calls of
+`Extension`, over `collective_rpc`: that is how a trainer moves the step and σ.
+
+vLLM logs a plugin that fails, and goes on. A program that was told to shake and cannot must not go on: then `register` ends the
+process with one line, or makes vLLM refuse a config that has orders. Where vLLM does not load plugins (`VLLM_PLUGINS` names
+others), `shaketable run` and `options` still reach the workers: the one watches vLLM being imported, the other names an
+extension class whose module does what the plugin does, and raises.
+
+This file imports nothing but the standard library: it is loaded by every vLLM on the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shaketable.integrations.vllm.worker import Shaker
+
+CHANGES = ("set_plan", "set_magnitude", "set_aqn", "set_sigma", "set_step", "set_phase", "clear")
+"""Calls after which the engine's cache of prefixes holds what another model computed."""
+_CONFIRMED = "cache_was_reset"
+_SLOT = "_shaketable"
+
+
+def options(
+    plan: Any = None, aqn: Any = None, *, seed: int | None = None, total_steps: int = 1, ledger: str | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM`, or for vLLM's engine arguments, that put a plan or AQN into its workers.
+
+    Args:
+        plan: A line of the plan language, a YAML file, or a `Plan`.
+        aqn: A line that `AQN.load` reads, a YAML file, or an `AQN`.
+        seed: Keys the noise of the plan; overrides the plan's own.
+        total_steps: Steps that the schedule of AQN is stretched over; `Sampler.set_step` moves along them.
+        ledger: A folder in which every worker leaves its ledger.
+    """
+    from shaketable.integrations.common.instructions import Orders
+
+    given = {"plan": plan, "aqn": aqn, "seed": seed, "total_steps": total_steps, "ledger": ledger}
+    orders = Orders.from_mapping({key: value for key, value in given.items() if value is not None})
+    body = orders.model_dump(exclude_none=True)
+    extension = "shaketable.integrations.vllm.extension.Extension"
+    return {"additional_config": {"shaketable": body}, "worker_extension_cls": extension}
+
+
+def register() -> None:
+    """The plugin: called by vLLM in each of its processes, possibly several times."""
+    try:
+        _install()
+    except Exception as error:
+        _refuse_orders(f"shaketable cannot shake this vLLM: {type(error).__name__}: {error}")
+
+
+def _install() -> None:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from shaketable.integrations.common.instructions import Orders
+
+    Orders.from_env(os.environ)
+    adopt_workers(WorkerBase)
+    guard_cache(EngineCore)
+
+
+def _refuse_orders(why: str) -> None:
+    """Let vLLM run as if we were not there, unless it has been told to shake."""
+    if any(os.environ.get(name) for name in ("SHAKETABLE_PLAN", "SHAKETABLE_AQN")):
+        sys.stderr.write(f"{why}\n")
+        sys.stderr.flush()
+        raise SystemExit(2)
+    from vllm.config import VllmConfig
+
+    finish = VllmConfig.__post_init__
+
+    def finish_or_refuse(self: Any, *args: Any) -> None:
+        finish(self, *args)
+        if isinstance(self.additional_config, dict) and self.additional_config.get("shaketable"):
+            raise RuntimeError(why)
+
+    VllmConfig.__post_init__ = finish_or_refuse
+
+
+def adopt_workers(worker: Any) -> None:
+    """Make every vLLM worker that is made from now on obey its orders and answer our calls."""
+    if _SLOT not in worker.__dict__:
+        setattr(worker, _SLOT, None)
+        worker.__init__ = _adopting(worker.__init__)
+
+
+def guard_cache(engine: Any) -> None:
+    """Make every vLLM engine forget its cached prefixes when we change what the model computes."""
+    if _SLOT not in engine.__dict__:
+        setattr(engine, _SLOT, True)
+        engine.collective_rpc = _resetting(engine.collective_rpc)
+
+
+def _adopting(init: Callable[..., None]) -> Callable[..., None]:
+    """`WorkerBase.__init__`, after which the worker answers our calls and obeys its orders."""
+
+    @functools.wraps(init)
+    def adopt(self: Any, *args: Any, **kwargs: Any) -> None:
+        from shaketable.integrations.vllm.worker import Shaker
+
+        init(self, *args, **kwargs)
+        for name in CALLS:
+            if not hasattr(type(self), name):
+                self.__dict__[name] = functools.partial(getattr(Extension, name), self)
+        self.__dict__[_SLOT] = Shaker(self)
+
+    return adopt
+
+
+def _resetting(rpc: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineCore.collective_rpc`, which resets the cache of prefixes when a call of ours changes what the model computes."""
+
+    @functools.wraps(rpc)
+    def call(self: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
+        if method not in CHANGES:
+            return rpc(self, method, timeout, args, kwargs)
+        if not self.reset_prefix_cache():
+            from shaketable.errors import ShaketableError
+
+            raise ShaketableError(f"{method} while requests are running: what they have cached would be of another model")
+        return rpc(self, method, timeout, args, {**(kwargs or {}), _CONFIRMED: True})
+
+    return call
+
+
+class Extension:
+    """What a worker answers over `collective_rpc`. Subclass it together with a framework's own extension."""
+
+    def set_plan(self, plan: str, seed: int = 0, rank: int | None = None, *, cache_was_reset: bool = False) -> None:
+        """Put a plan in place of the one there is; compiled models take only a plan with the same sites."""
+        _shaker(self, cache_was_reset).set_plan(plan, seed, rank)
+
+    def set_magnitude(self, magnitude: float, clause: int | None = None, *, cache_was_reset: bool = False) -> None:
+        """Change the magnitude of one clause, or of all."""
+        _shaker(self, cache_was_reset).set_magnitude(magnitude, clause)
+
+    def set_aqn(
+        self, aqn: str, total_steps: int, step: int = 0, rank: int | None = None, *, cache_was_reset: bool = False
+    ) -> None:
+        """Put AQN on the model; `set_step` moves along its schedule."""
+        _shaker(self, cache_was_reset).set_aqn(aqn, total_steps, step, rank)
+
+    def set_sigma(self, sigma: float | None, *, cache_was_reset: bool = False) -> None:
+        """Put a σ in place of the schedule's (0 is off); None gives the schedule back."""
+        _shaker(self, cache_was_reset).set_sigma(sigma)
+
+    def set_step(self, step: int, *, cache_was_reset: bool = False) -> None:
+        """Begin a training step: it keys the noise, and σ follows."""
+        _shaker(self, cache_was_reset).set_step(step)
+
+    def set_phase(self, phase: str, *, cache_was_reset: bool = False) -> None:
+        """rollout, or eval for a validation: AQN is off in it, and of the plan what does not name it."""
+        _shaker(self, cache_was_reset).set_phase(phase)
+
+    def clear(self, *, cache_was_reset: bool = False) -> None:
+        """Take plan and AQN off the model; its weights are the clean ones, bit for bit."""
+        _shaker(self, cache_was_reset).clear()
+
+    def ledger(self) -> dict[str, Any]:
+        """What this worker did: the ledgers of plan and AQN, its orders' digest, σ per layer, step and phase."""
+        return _shaker(self, True).report()
+
+
+CALLS = (*CHANGES, "ledger")
+
+
+def _shaker(worker: Any, confirmed: bool) -> Shaker:
+    from shaketable.errors import ShaketableError
+
+    found: Shaker | None = getattr(worker, _SLOT, None)
+    if found is None:
+        raise ShaketableError("this vLLM worker was made before shaketable's plugin was loaded")
+    if not confirmed and worker.vllm_config.cache_config.enable_prefix_caching:
+        raise ShaketableError("the engine's prefix cache was not reset: VLLM_PLUGINS must name shaketable, or caching be off")
+    return found
+
+
+class Sampler:
+    """The workers of a `vllm.LLM`, as one."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in CALLS:
+            raise AttributeError(f"a sampler has no {name!r}; valid: {', '.join(CALLS)}")
+        return functools.partial(self._call, name)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        answers = self.llm.collective_rpc(name, args=args, kwargs=kwargs)
+        return answers if name == "ledger" else None
+
+
+def connect(llm: Any) -> Sampler:
+    """A `vllm.LLM` whose workers can be told what to do: `connect(llm).set_sigma(0.01)`, `.ledger()`."""
+    return Sampler(llm)

@@ -1,0 +1,334 @@
+"""What happens inside of a vLLM worker that has orders.
+
+The plan is attached right after the model was loaded: vLLM compiles at the first forward, and what is compiled carries the
+taps. It stays quiet while vLLM profiles and warms up, and is switched on at the first real request. Two things are checked, and
+each ends the engine with an error: the orders match something in this model, and each clause strikes in the first forward in
+which it acts (`first_forward.py`). What could never act is refused before (`refusals.py`); `entry_points.py` is the way in.
+
+Graphs. vLLM keeps compiled graphs on disk. Ours hold the numbers of taps, so what is kept is kept under a name that has the
+plan, and the last of those numbers, in it. A graph whose operators are struck is compiled under a torch function mode, which
+vLLM's ahead-of-time compiler cannot write to disk: it is switched off for such a plan. A CUDA graph replays kernels and no
+Python: a plan on activations would strike once, while it was captured, and never again. So such a plan is refused there; AQN
+and faults of weights are written into the weights and work in captured graphs too.
+
+On a CPU vLLM packs the weights of linears away. When a plan is about them, packing is left out, and the product is torch's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shaketable import __version__
+from shaketable.errors import PlanError, ShaketableError, nearest
+from shaketable.faults import MagnitudeFault
+from shaketable.harden.aqn.attach import AttachedAQN
+from shaketable.harden.aqn.spec import AQN
+from shaketable.inject.compile import custom_ops
+from shaketable.inject.injection import Injection
+from shaketable.integrations.common.instructions import Orders
+from shaketable.integrations.common.worker_report import Report
+from shaketable.integrations.vllm.entry_points import follow_orders, orders_of, prepared, watch_new_weights, watch_requests
+from shaketable.integrations.vllm.first_forward import FirstStrikes
+from shaketable.integrations.vllm.refusals import (
+    is_written,
+    refuse_adapted,
+    refuse_captured,
+    refuse_idle,
+    refuse_other_sites,
+)
+from shaketable.launch import process_identity
+from shaketable.launch.process import active
+from shaketable.plan import PHASES, Plan
+
+GRAPHS = "shaketable_graphs"
+
+
+class Shaker:
+    """The plan and the AQN of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.config = worker.vllm_config
+        self.orders = orders_of(self.config)
+        self.told_rank: int | None = None
+        self.plan: Injection | None = None
+        self.aqn: AttachedAQN | None = None
+        self.step = 0
+        self.phase = "rollout"
+        self.is_live = False
+        """Whether vLLM has warmed up and serves."""
+        self.proof: FirstStrikes | None = None
+        self.newest: dict[str, Injection | AttachedAQN | None] = {"plan": None, "aqn": None}
+        """What was attached last; its ledger stays when it has been cleared."""
+        self.is_stale = False
+        """Whether new weights have come since faults were last written into them."""
+        self.file: Report | None = None
+        if (orders := self.orders or prepared()) is not None:
+            follow_orders(self, orders)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of this worker."""
+        runner = self.worker.model_runner
+        if runner is None:
+            raise ShaketableError("the model has not been loaded yet")
+        found: nn.Module = runner.get_model()
+        return found
+
+    @property
+    def injections(self) -> list[Injection]:
+        """What acts on the model: the plan's, and AQN's."""
+        return [*([self.plan] if self.plan is not None else []), *([self.aqn.injection] if self.aqn is not None else [])]
+
+    @property
+    def rank(self) -> int:
+        """Which copy of the model this is: tensor-parallel workers are one copy, and share it."""
+        if self.told_rank is not None:
+            return self.told_rank
+        orders = self.orders or prepared()
+        if orders is not None and orders.rank is not None:
+            return orders.rank
+        if given := os.environ.get("SHAKETABLE_RANK"):
+            return int(given)
+        parallel, place = self.config.parallel_config, process_identity.rank_here()
+        copy = int(getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank or 0)
+        return process_identity.number(f"{place}/{copy}") if place else copy
+
+    @property
+    def is_compiled(self) -> bool:
+        return int(getattr(self.config.compilation_config.mode, "value", self.config.compilation_config.mode) or 0) > 0
+
+    # ---- attaching
+
+    def on_loaded(self, orders: Orders) -> None:
+        """The model is there. Orders that were only prepared are compiled in and stay quiet; if they do not fit, they may be
+        meant for another model, and whoever asks for them will be told."""
+        if self.orders is not None:
+            self.attach(orders)
+            return
+        with suppress(PlanError):
+            self.attach(orders)
+        self.clear()
+
+    def attach(self, orders: Orders) -> None:
+        """Put the orders on the model that has just been loaded; what is on is hooked now and quiet until `go_live`."""
+        watch_new_weights(self)
+        if orders.plan is not None:
+            if not os.environ.get("SHAKETABLE_PLAN"):
+                refuse_idle(Plan.parse(orders.plan))
+            self._attach_plan(Plan.parse(orders.plan, seed=orders.seed))
+        if orders.aqn is not None:
+            self._attach_aqn(AQN.load(orders.aqn), orders.total_steps, self.step)
+        self._name_graphs()
+        self._keep_ledger(orders)
+
+    def _keep_ledger(self, orders: Orders) -> None:
+        """Write what is done here to the folder of ledgers; under `shaketable run`, to the ledger of the process."""
+        process = active()
+        if process is not None:
+            process.injection.leave_alone(self.model)
+            if self.plan is not None:
+                process.engines.append((type(self.model).__name__, self.plan))
+        if orders.ledger is not None:
+            self.file = Report(Path(orders.ledger), "sampler", self.report)
+
+    def _attach_plan(self, plan: Plan) -> None:
+        """Put a plan in place of the one there is, which stays when this one does not fit."""
+        refuse_captured(plan, self.config, self.worker.current_platform.is_cpu())
+        injection = Injection(plan, step=self.step, rank=self.rank, allow_inert=True, sampler=True)
+        injection.attach(self.model)
+        refuse_adapted(injection)
+        injection.phase = self.phase
+        if self.plan is not None:
+            self._retire(self.plan)
+        self.plan = self.newest["plan"] = injection
+        self.proof = FirstStrikes(injection)
+        self._hook(injection)
+
+    def _attach_aqn(self, aqn: AQN, total_steps: int, step: int) -> None:
+        attached = aqn.attach(self.model, total_steps, step=step, rank=self.rank, allow_inert=True, sampler=True)
+        refuse_captured(attached.injection.plan, self.config, self.worker.current_platform.is_cpu())
+        attached.injection.phase = self.phase
+        if self.aqn is not None:
+            self._retire(self.aqn.injection)
+        self.aqn = self.newest["aqn"] = attached
+        self._hook(attached.injection)
+
+    def _hook(self, injection: Injection) -> None:
+        """Hook the model, so that what is compiled has the taps; before the first request they do nothing."""
+        watch_requests(self)
+        for attached in injection.models:
+            attached.hook()
+        injection.push_mode()
+        if self.is_live:
+            injection.enable()
+
+    def _retire(self, injection: Injection) -> None:
+        """Take an injection off the model. What is compiled keeps its taps, which do nothing."""
+        injection.disable()
+        if not (self.is_compiled and injection.models[0].hooks):
+            injection.close(check=False)
+
+    def _name_graphs(self) -> None:
+        """Keep graphs that carry taps apart from all others, in vLLM's cache on disk."""
+        injections = [i for i in self.injections if i.models[0].hooks]
+        if injections and isinstance(self.config.additional_config, dict):
+            parts = [__version__, str(custom_ops.newest()), *(i.plan.text() for i in injections)]
+            self.config.additional_config[GRAPHS] = "|".join(parts)
+
+    def go_live(self) -> None:
+        """vLLM serves its first request: switch on."""
+        if self.is_live:
+            return
+        self.is_live = True
+        for part in (self.plan, self.aqn):
+            if part is not None:
+                part.enable()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A request is computed inside."""
+        self.go_live()
+        self._write_anew()
+        proof = self.proof if self.plan is not None else None
+        before = proof.expected() if proof is not None else {}
+        yield
+        if proof is not None and before:
+            proof.check(before)
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring the ledgers on disk up to date: an engine that is told to go may be killed before their own time comes."""
+        for file in (self.file, active()):
+            if file is not None:
+                file.flush()
+
+    # ---- what can be asked for
+
+    def set_plan(self, text: str, seed: int, rank: int | None = None) -> None:
+        """Another plan."""
+        self.told_rank = self.told_rank if rank is None else rank
+        plan = Plan.load(text, seed=seed)
+        refuse_idle(plan)
+        if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
+            refuse_other_sites(plan, self.plan, self.rank)
+            self._take_magnitudes(plan)
+            return
+        watch_new_weights(self)
+        self.go_live()
+        self._attach_plan(plan)
+
+    def _take_magnitudes(self, plan: Plan) -> None:
+        """Switch the compiled taps on, with the magnitudes of a plan that is theirs otherwise."""
+        assert self.plan is not None
+        for i, clause in enumerate(plan.clauses):
+            if (asked := clause.fault.asked()) is not None:
+                self.plan.set_magnitude(asked, i)
+        self.plan.enable()
+
+    def set_magnitude(self, magnitude: float, clause: int | None) -> None:
+        """Another magnitude."""
+        if not 0 <= magnitude < math.inf:
+            raise PlanError(f"a magnitude is 0 or above, not {magnitude}")
+        plan = self._planned()
+        if not any(isinstance(fault, MagnitudeFault) for i, fault in enumerate(plan.faults) if clause in (None, i)):
+            which = "no clause" if clause is None else f"no clause {clause}"
+            raise PlanError(f"{plan.plan.text()}: there is {which} with a magnitude")
+        plan.set_magnitude(magnitude, clause)
+
+    def set_aqn(self, text: str, total_steps: int, step: int, rank: int | None = None) -> None:
+        """AQN, or another one."""
+        self.told_rank = self.told_rank if rank is None else rank
+        aqn = AQN.load(text)
+        if self.is_compiled and aqn.form == "output":
+            raise PlanError("this vLLM model is compiled: AQN on outputs must be given when vLLM starts, or use form=weight")
+        watch_new_weights(self)
+        self.go_live()
+        self._attach_aqn(aqn, total_steps, step)
+        self.set_step(step)
+
+    def set_sigma(self, sigma: float | None) -> None:
+        """Another σ; without AQN, one that is constant and relative."""
+        if self.aqn is None and sigma is not None:
+            self.set_aqn(f"constant:{sigma!r}", 1, self.step)
+        if self.aqn is None:
+            raise ShaketableError("no AQN on this worker whose schedule could be given back")
+        self.go_live()
+        self.aqn.force_sigma(sigma)
+        self.aqn.enable()
+
+    def set_step(self, step: int) -> None:
+        """Another step."""
+        if not isinstance(step, int) or step < 0:
+            raise ShaketableError(f"a step is a whole number of 0 or above, not {step!r}")
+        self.step = step
+        if self.plan is not None:
+            self.plan.step = step
+        if self.aqn is not None:
+            self.aqn.step = step
+
+    def set_phase(self, phase: str) -> None:
+        """rollout or eval."""
+        if phase not in PHASES:
+            raise PlanError(f"unknown phase {phase!r}; {nearest(phase, PHASES)}")
+        for injection in self.injections:
+            injection.phase = phase
+        self.phase = phase
+
+    def before_new_weights(self) -> None:
+        """Weights are about to be replaced, perhaps only some of them, or parts of one: let all of them be clean."""
+        for injection in self.injections:
+            if (written := injection.models[0].written) is not None:
+                written.put_back()
+                self.is_stale = True
+
+    def _write_anew(self) -> None:
+        """Write the faults of weights into new weights, once for all that have come: a trainer may send them one by one."""
+        if self.is_stale:
+            self.is_stale = False
+            for injection in self.injections:
+                injection.rewrite()
+
+    def clear(self) -> None:
+        """Nothing acts any more. What is compiled keeps its taps, which do nothing."""
+        self.is_live = True
+        for injection in self.injections:
+            self._retire(injection)
+        self.plan = None if self.plan is None or self.plan.closed else self.plan
+        self.aqn = None if self.aqn is None or self.aqn.injection.closed else self.aqn
+
+    def _planned(self) -> Injection:
+        if self.plan is None or (self.is_live and not self.plan.enabled):
+            raise ShaketableError("this vLLM worker has no plan; start it with one, or call set_plan")
+        return self.plan
+
+    def _samples_noisily(self, aqn: AttachedAQN) -> bool:
+        return aqn.enabled and self.phase in aqn.injection.plan.clauses[0].site.phase
+
+    def _sigmas(self) -> dict[str, float]:
+        """σ of each layer as it is now; empty where AQN is off."""
+        if self.aqn is None or not self._samples_noisily(self.aqn):
+            return {}
+        return {str(layer): sigma for layer, sigma in self.aqn.sigmas.items()}
+
+    def report(self) -> dict[str, Any]:
+        """What was done here, as plain data."""
+        return {
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "orders": self.orders.digest() if self.orders is not None else None,
+            "config": self.orders.model_dump() if self.orders is not None else None,
+            "step": self.step,
+            "phase": self.phase,
+            "written": len({id(w) for i in self.injections for m in i.models if m.written for w in m.written.faulty()}),
+            **{what: found.ledger.to_dict() if found is not None else None for what, found in self.newest.items()},
+            "sigma": self.aqn.sigma if self.aqn is not None and self._samples_noisily(self.aqn) else 0.0,
+            "sigmas": self._sigmas(),
+        }

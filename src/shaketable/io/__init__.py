@@ -1,0 +1,1 @@
+"""Files: written whole or not at all, YAML, the cache folder, locks."""

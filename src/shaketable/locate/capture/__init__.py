@@ -1,0 +1,1 @@
+"""What a model computed, recorded; and what it should be made of."""

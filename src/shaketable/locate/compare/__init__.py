@@ -1,0 +1,1 @@
+"""One device against another: fingerprints, teacher forcing, and the error model that fits."""

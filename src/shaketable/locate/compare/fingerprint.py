@@ -1,0 +1,254 @@
+"""A fingerprint: what one device made of one model, in one safetensors file that another device can be held against.
+
+Stored are the inputs and outputs of every decoder layer and of every operator that is a module (Linear, norms, activations),
+so that the other device can be *teacher-forced*: each operator gets the input that it had here, and an error upstream never
+flags a healthy operator downstream. A free-running comparison drowns in propagated rounding in bfloat16.
+
+    ids
+    layer.{i}.input    layer.{i}.output
+    layer.{i}.op.{path}.input    layer.{i}.op.{path}.output        second call of a module: {path}#2
+    outside.op.{path}.input      outside.op.{path}.output          embeddings, the last norm, the head
+
+An activation inside of stacked experts is left out: its rows are in the order in which the device sorts them. A tensor that
+several names stand for is stored once; the metadata holds the table of names. The head has a hundred thousand channels: it
+is called once more on the last 8 tokens alone, and that call is stored. What else a layer is given (position embeddings,
+masks) depends on the tokens and the config only and is made again where the file is replayed; that this is so is checked with
+a second forward, in which the embeddings are stretched and nothing but hidden states may change.
+
+The metadata is one JSON text; a sha256 over it and over every tensor is stored beside it, so one wrong byte is refused.
+Pickle is never loaded: safetensors is the only format that is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from shaketable.errors import ShaketableError
+from shaketable.locate.capture.model_identity import describe
+from shaketable.locate.capture.recorder import Record, Recording, tensors_of
+from shaketable.locate.capture.reference import Reference, check_model
+from shaketable.locate.capture.trace import LayerCall, Trace, record_layer, trace
+
+FORMAT = "shaketable-fingerprint"
+SCHEMA = 1
+HEAD_TOKENS = 8
+"""Tokens kept of a Linear outside of the layers."""
+
+Progress = Callable[[int, int, str], None]
+
+
+class FingerprintError(ShaketableError, ValueError):
+    """The file is no fingerprint, is damaged, or is that of another model."""
+
+
+class Metadata(BaseModel):
+    """Everything about a fingerprint but its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    format: Literal["shaketable-fingerprint"] = "shaketable-fingerprint"
+    schema_number: int = Field(default=SCHEMA, alias="schema")
+    model: str
+    """The name it was loaded by."""
+    model_class: str
+    num_layers: int
+    hidden_size: int
+    config_sha256: str
+    weights_sha256: str
+    dtype: Literal["float32", "bfloat16", "float16", "float64"]
+    device: str
+    attention: str
+    tokens: int
+    prompts: list[str] | None
+    """None for the built-in text."""
+    versions: dict[str, str]
+    date: str
+    switches: dict[str, str | bool]
+    """What torch was allowed to do to float32 products: TF32 and its like."""
+    product_input: float
+    """Relative rounding of the factors of float32 products that these switches allow."""
+    layers: list[list[str]]
+    """The operators of every layer, in the order of their calls."""
+    before: list[str]
+    """Operators ahead of the layers."""
+    after: list[str]
+    aliases: dict[str, str]
+    unsteady: list[str] = []
+    """Arguments of layers, besides hidden states, that depend on hidden states."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return _DTYPES[self.dtype]
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass
+class Fingerprint:
+    """Metadata and tensors, on the host."""
+
+    about: Metadata
+    tensors: dict[str, Tensor] = field(repr=False)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by any of its names."""
+        return self.tensors[self.about.aliases.get(name, name)]
+
+    def op(self, layer: int | None, label: str) -> tuple[Tensor, Tensor]:
+        """Input and output of an operator."""
+        place = op_name(layer, label)
+        return self.tensor(f"{place}.input"), self.tensor(f"{place}.output")
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+def op_name(layer: int | None, label: str) -> str:
+    """What an operator is called in the file."""
+    return f"outside.op.{label}" if layer is None else f"layer.{layer}.op.{label}"
+
+
+# ---- making
+
+
+def make_fingerprint(
+    model: nn.Module, ids: Tensor, *, name: str = "", prompts: list[str] | None = None, progress: Progress | None = None
+) -> Fingerprint:
+    """Run a model once, then every layer once more, and keep what its operators read and made.
+
+    Args:
+        model: The model, on the device whose fingerprint is taken.
+        ids: Token ids of shape (1, tokens).
+        name: What the model is called in the file; its class by default.
+        prompts: The texts behind the ids, for the record.
+        progress: Called with (layers done, layers in all, what is done).
+    """
+    check_model(model)
+    reference = Reference(model)
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        traced = trace(model, ids.to(device), reference)
+        shelf = _Shelf()
+        shelf.put("ids", ids)
+        for call in traced.calls:
+            shelf.put(f"layer.{call.index}.input", call.x)
+            shelf.put(f"layer.{call.index}.output", call.y)
+        layers = [_store_layer(shelf, call, reference, len(traced.calls), progress) for call in traced.calls]
+        before, after = _store_outside(shelf, traced, model, reference)
+        unsteady = _unsteady(traced, model, ids.to(device), reference)
+    facts = describe(model) | {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
+    facts |= {"layers": layers, "before": before, "after": after, "aliases": shelf.aliases, "unsteady": unsteady}
+    return Fingerprint(Metadata.model_validate(facts), shelf.tensors)
+
+
+class _Shelf:
+    """Host copies by name; a tensor object that was stored before becomes an alias."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self._seen: dict[int, tuple[Tensor, str]] = {}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        if id(tensor) in self._seen:
+            self.aliases[name] = self._seen[id(tensor)][1]
+            return
+        self._seen[id(tensor)] = (tensor, name)
+        self.tensors[name] = tensor.detach().cpu().contiguous().clone()
+
+    def release(self) -> None:
+        """Let go of a layer's tensors on the device; those of `layer.{i}.input` and `.output` stay known."""
+        self._seen = {key: kept for key, kept in self._seen.items() if ".op." not in kept[1]}
+
+
+def _store_layer(shelf: _Shelf, call: LayerCall, reference: Reference, total: int, progress: Progress | None) -> list[str]:
+    if progress is not None:
+        progress(call.index, total, f"layer {call.index}")
+    recording = record_layer(call, reference)
+    labels = []
+    for label, record in labelled(recording):
+        if is_routed(call.module, record.path):
+            continue
+        shelf.put(f"{op_name(call.index, label)}.input", first_tensor(record))
+        shelf.put(f"{op_name(call.index, label)}.output", next(tensors_of(record.output)))
+        labels.append(label)
+    shelf.release()
+    return labels
+
+
+def is_routed(layer: nn.Module, path: str) -> bool:
+    """Whether a module lies inside of stacked experts: the order of their rows is the device's own, and cannot be forced."""
+    above = [path.rsplit(".", n)[0] for n in range(1, path.count(".") + 1)]
+    return any(p.dim() == 3 for name in above for p in layer.get_submodule(name).parameters(recurse=False))
+
+
+def labelled(recording: Recording) -> Iterator[tuple[str, Record]]:
+    """The leaf operators of a call with their labels: the path, and #2, #3 … for further calls of the same module."""
+    counts: dict[str, int] = {}
+    for record in recording.records:
+        if record.func is None:
+            counts[record.path] = counts.get(record.path, 0) + 1
+            n = counts[record.path]
+            yield (record.path if n == 1 else f"{record.path}#{n}"), record
+
+
+def first_tensor(record: Record) -> Tensor:
+    """What an operator read."""
+    return next(tensors_of((record.args, record.kwargs)))
+
+
+def _store_outside(shelf: _Shelf, traced: Trace, model: nn.Module, reference: Reference) -> tuple[list[str], list[str]]:
+    inner = {call.name for call in traced.calls}
+    before: list[str] = []
+    after: list[str] = []
+    chosen = before
+    for label, record in labelled(traced.outside):
+        if record.path in inner:
+            chosen = after
+            continue
+        x, y = first_tensor(record), next(tensors_of(record.output))
+        leaf = reference.leaf(record.path)
+        if leaf is not None and leaf.kind in ("linear", "conv1d"):
+            x = x[..., -HEAD_TOKENS:, :].contiguous()
+            y = model.get_submodule(record.path)(x)
+        shelf.put(f"{op_name(None, label)}.input", x)
+        shelf.put(f"{op_name(None, label)}.output", y)
+        chosen.append(label)
+    return before, after
+
+
+def _unsteady(traced: Trace, model: nn.Module, ids: Tensor, reference: Reference) -> list[str]:
+    """Names of layer arguments that change when the embeddings are stretched, hidden states aside."""
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    hook = embedding.register_forward_hook(lambda module, args, output: output * 1.5)
+    try:
+        other = trace(model, ids, reference)
+    finally:
+        hook.remove()
+    names = set()
+    for a, b in zip(traced.calls, other.calls, strict=True):
+        theirs = dict(_arguments(b))
+        names |= {name for name, value in _arguments(a) if not _equal(value, theirs.get(name))}
+    return sorted(names)
+
+
+def _arguments(call: LayerCall) -> Iterator[tuple[str, Any]]:
+    """Everything a layer is given but hidden states."""
+    for name, value in (*enumerate(call.args), *call.kwargs.items()):
+        if value is not call.x:
+            yield str(name), value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    ours, theirs = list(tensors_of(a)), list(tensors_of(b))
+    return len(ours) == len(theirs) and all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))

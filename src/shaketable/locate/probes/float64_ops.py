@@ -1,0 +1,297 @@
+"""What torch functions compute, in float64, with the bound that a correct device keeps to.
+
+Three kinds. *Rounded once*: moving, selecting and comparing values, and the IEEE operations; the host does the same in
+the same dtype and every bit must agree. *Bounded*: products, sums and transcendental functions; float64 and a bound.
+*Unknown*: the host runs the same function; if the bits agree the device is right, if not nobody can say, and the probe
+is inconclusive.
+
+Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
+
+    product        δ = ua·s(K)·‖x‖·‖w‖, s(K) = min(K, 5√K + K/16)    (‖x‖·‖w‖ ≥ |x||w|ᵀ: no second matmul)
+    softmax        δ = ua·(16 + 2·|x − max|)·p
+    attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale))·(p|v|)     (p may be rounded before it meets v)
+    silu           δ = 20ua·|y|
+    gelu           δ = 12ua·|y| + 8ua·|x|       (1 + erf cancels for negative x)
+    sums           δ = ua·s(n)·Σ|x|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shaketable.locate.probes.rounding import ACCUMULATION as UA
+from shaketable.locate.probes.rounding import TINY, UNIT, Allowed, Around, Interval, Precision, Product, summation
+
+_MOVING = """
+    cat concat stack contiguous reshape clone to float half bfloat16 double type type_as expand __getitem__ index_select
+    gather where masked_fill masked_fill_ masked_select repeat repeat_interleave embedding dropout flatten unflatten
+    chunk split split_with_sizes unbind view transpose permute squeeze unsqueeze T mT t swapaxes movedim roll flip tril
+    triu zeros_like ones_like new_zeros new_ones zeros ones full full_like arange one_hot topk sort argsort nonzero
+    __setitem__ copy_ fill_ zero_ index_copy_ scatter_ detach masked_scatter maximum minimum max min clamp clip relu
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ logical_not logical_and logical_or __and__ __or__
+    __invert__ pad tensor
+"""
+_ARITHMETIC = """
+    add sub rsub mul div true_divide multiply subtract divide neg abs __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+    __truediv__ __rtruediv__ __rdiv__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_
+"""
+REDUCED = (torch.bfloat16, torch.float16)
+ARITHMETIC = frozenset(_ARITHMETIC.split())
+ROUNDED_ONCE = ARITHMETIC | frozenset(_MOVING.split())
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded call, brought to the host."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+    """Of the result."""
+    precision: Precision
+    wide: Callable[[Tensor], Tensor]
+    """A tensor in float64; remembers what it made for a layer's tensors."""
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+
+def product(call: Call, x: Tensor, w: Tensor) -> Around:
+    """x @ w with w of shape (…, K, N), both in float64: the products of attention, whose factors are both activations."""
+    return Around(x @ w, product_slack(call, x, w), call.dtype)
+
+
+def product_slack(call: Call, x: Tensor, w: Tensor) -> Tensor:
+    """How far a correct product may be from the float64 one, before its result is rounded."""
+    norms = x.norm(dim=-1, keepdim=True) * w.norm(dim=-2, keepdim=True)
+    slack: Tensor = summation(x.shape[-1]) * norms + TINY
+    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
+    if documented:
+        slack = slack + 2 * documented * (x.abs() @ w.abs())
+    return slack
+
+
+def _linear(call: Call) -> Product:
+    x, w = call.get(0, "input"), call.get(1, "weight")
+    return Product(call.wide(x), w, call.get(2, "bias"), call.dtype, call.precision)
+
+
+def _matmul(call: Call) -> Around:
+    x, w = call.wide(call.args[0]), call.wide(call.get(1, "other", call.kwargs.get("mat2")))
+    if x.dim() < 2 or w.dim() < 2:
+        raise NotImplementedError("a product with a vector")
+    return product(call, x, w)
+
+
+def _addmm(call: Call) -> Around:
+    beta, alpha = float(call.kwargs.get("beta", 1)), float(call.kwargs.get("alpha", 1))
+    x, w = (call.wide(call.get(i, f"mat{i}", call.kwargs.get(f"batch{i}"))) for i in (1, 2))
+    value, slack = alpha * (x @ w), abs(alpha) * product_slack(call, x, w)
+    if beta:
+        added = beta * call.get(0, "input").double()
+        value, slack = value + added, slack + 4 * UNIT[call.dtype] * added.abs()
+    return Around(value, slack + 4 * UA * value.abs(), call.dtype)
+
+
+def _grouped(call: Call) -> Interval:
+    """Rows [offs[i−1], offs[i]) times the matrix of expert i."""
+    x, w, ends = call.args[0], call.args[1], call.get(2, "offs").tolist()
+    low, high = torch.zeros(x.shape[0], w.shape[-1], dtype=call.dtype), torch.zeros(x.shape[0], w.shape[-1], dtype=call.dtype)
+    start = 0
+    for expert, end in enumerate(ends):
+        part = product(call, x[start:end].double(), w[expert].double()).interval()
+        low[start:end], high[start:end] = part.low, part.high
+        start = end
+    return Interval(low, high)
+
+
+def _softmax(call: Call) -> Around:
+    given, asked = call.args[0], call.kwargs.get("dtype")
+    x = call.wide(given) if asked in (None, torch.float32) else given.to(asked).double()
+    dim = call.get(1, "dim", -1)
+    p = x.softmax(dim)
+    far = x - x.amax(dim, keepdim=True)
+    slack = UA * (16 + 2 * far.abs().nan_to_num(posinf=0.0)) * p + TINY
+    if dim not in (-1, x.dim() - 1) and call.dtype != torch.float32:
+        slack = slack + 4 * UNIT[call.dtype] * p  # some kernels round between their steps then
+    return Around(p, slack, call.dtype)
+
+
+def attention(call: Call) -> Around:
+    """Scaled dot-product attention as one operator, whatever kernel computes it.
+
+    Query heads that share a key are stacked behind one another, so that nothing is repeated. The host's exponentials are
+    taken in float32, many times faster; the bound counts their error beside the device's.
+    """
+    q, k, v = (call.wide(call.get(i, n)) for i, n in enumerate(("query", "key", "value")))
+    mask, causal, scale = call.get(3, "attn_mask"), call.get(5, "is_causal", False), call.kwargs.get("scale")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    batch, heads, queries, size = q.shape
+    groups, keys = heads // k.shape[1], k.shape[2]
+    scores = ((q * scale).reshape(batch, -1, groups * queries, size) @ k.mT).view(batch, heads, queries, keys)
+    longest = k.norm(dim=-1).amax(-1).repeat_interleave(groups, 1)[..., None, None]
+    reach = q.norm(dim=-1, keepdim=True) * longest * abs(scale)
+    if causal:
+        scores.masked_fill_(~torch.ones(queries, keys, dtype=torch.bool).tril(), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    p = (scores - scores.amax(-1, keepdim=True)).float().exp_()
+    p = p.div_(p.sum(-1, keepdim=True)) if mask is None else p.div_(p.sum(-1, keepdim=True)).nan_to_num_(0.0)
+    p = p.view(batch, -1, groups * queries, keys).double()
+    value, weight = ((p @ w).reshape(batch, heads, queries, -1) for w in (v, v.abs()))
+    u = UNIT[call.dtype]
+    inexact = 2 * u + 16 * UA * (4 + reach)
+    if call.dtype == torch.float32 and call.precision.product_input:
+        inexact = inexact + 2 * call.precision.product_input * (1 + 2 * reach)
+    return Around(value, u * value.abs() + inexact * weight + TINY, call.dtype, _unseen(mask, value))
+
+
+def _unseen(mask: Tensor | None, value: Tensor) -> Tensor | None:
+    """Queries that may look at no key: what they get is nobody's business, and kernels differ."""
+    if mask is None:
+        return None
+    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+    blind = hidden.all(-1, keepdim=True)
+    return blind.expand_as(value) if bool(blind.any()) else None
+
+
+def silu(x: Tensor, dtype: torch.dtype) -> Around:
+    """x·sigmoid(x). Far below zero exp(−x) overflows, and the result may be zero."""
+    y = F.silu(x)
+    slack = y.abs().mul_(20 * UA).add_(TINY)
+    return Around(y, torch.where(x < -80, y.abs() + TINY, slack) if bool((x < -80).any()) else slack, dtype)
+
+
+def gelu(x: Tensor, dtype: torch.dtype, approximate: str) -> Around:
+    """GELU; 1 + erf cancels for negative x, so the bound has a part that goes with |x|."""
+    y = F.gelu(x, approximate=approximate)
+    return Around(y, 12 * UA * y.abs() + 8 * UA * x.abs() + TINY, dtype)
+
+
+def _relative(
+    function: Callable[[Tensor], Tensor], ulps: float, absolute: float = 0.0, rounds_twice: bool = False
+) -> Callable[[Call], Around]:
+    """A function whose result is right to a few units in the last place of float32.
+
+    Args:
+        function: In float64.
+        ulps: How many.
+        absolute: Units of float32 that do not go with the result.
+        rounds_twice: Whether some device rounds a step in between to a reduced dtype.
+    """
+
+    def define(call: Call) -> Around:
+        y = function(call.wide(call.args[0]))
+        size = ulps * UA + (2 * UNIT[call.dtype] if rounds_twice and call.dtype in REDUCED else 0.0)
+        return Around(y, size * y.abs() + absolute * UA + TINY, call.dtype)
+
+    return define
+
+
+def _pow(call: Call) -> Around:
+    base = call.wide(call.args[0]) if isinstance(call.args[0], Tensor) else call.args[0]
+    exponent = call.args[1] if isinstance(call.args[1], int | float) else call.wide(call.args[1])
+    y = torch.pow(base, exponent)
+    # Small whole powers of reduced dtypes are products that some devices round one by one.
+    slack = 8 * UA if call.dtype in (torch.float32, torch.float64) else 2 * UNIT[call.dtype]
+    return Around(y, slack * y.abs() + TINY, call.dtype)
+
+
+def _reduction(mean: bool) -> Callable[[Call], Around]:
+    def define(call: Call) -> Around:
+        x, dim, keep = call.wide(call.args[0]), call.get(1, "dim"), call.get(2, "keepdim", False)
+        dims = tuple(range(x.dim())) if dim is None else dim
+        total, size = x.sum(dims, keepdim=keep), x.abs().sum(dims, keepdim=keep)
+        n = x.numel() / max(total.numel(), 1)
+        value = total / n if mean else total
+        return Around(value, summation(int(n)) * (size / n if mean else size) + TINY, call.dtype)
+
+    return define
+
+
+def _exp(call: Call) -> Around:
+    x = call.wide(call.args[0])
+    y = x.exp()
+    return Around(y, UA * (8 + 2 * x.abs().clamp(max=1e4)) * y + TINY, call.dtype)
+
+
+def _erf(call: Call) -> Around:
+    """In reduced dtypes it is several units off on some devices, and small values may come back as zero."""
+    y = torch.erf(call.wide(call.args[0]))
+    few = y.abs() * (8 * UNIT[call.dtype] + (y.abs() < UNIT[call.dtype]).double()) if call.dtype in REDUCED else 0.0
+    return Around(y, 8 * UA * y.abs() + few + TINY, call.dtype)
+
+
+def _index_add(call: Call) -> Around:
+    base, dim, index = call.args[0], call.args[1], call.args[2]
+    source = call.get(3, "source").double() * float(call.kwargs.get("alpha", 1))
+    value = base.double().index_add(dim, index, source)
+    if index.unique().numel() == index.numel():
+        return Around(value, 0.0, call.dtype)
+    size = base.double().abs().index_add(dim, index, source.abs())
+    return Around(value, UNIT[call.dtype] * index.numel() * size, call.dtype)
+
+
+BOUNDED: dict[str, Callable[[Call], Allowed]] = {
+    "linear": _linear,
+    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), _matmul),
+    **dict.fromkeys(("addmm", "baddbmm"), _addmm),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _grouped),
+    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    "scaled_dot_product_attention": attention,
+    "silu": lambda call: silu(call.wide(call.args[0]), call.dtype),
+    "gelu": lambda call: gelu(call.wide(call.args[0]), call.dtype, call.kwargs.get("approximate", "none")),
+    "tanh": _relative(torch.tanh, 12),
+    "sigmoid": _relative(torch.sigmoid, 16),
+    "rsqrt": _relative(torch.rsqrt, 8, rounds_twice=True),
+    "sqrt": _relative(torch.sqrt, 4),
+    "reciprocal": _relative(torch.reciprocal, 4),
+    "cos": _relative(torch.cos, 4, 4),
+    "sin": _relative(torch.sin, 4, 4),
+    "erf": _erf,
+    "exp": _exp,
+    "log": _relative(torch.log, 8, 4),
+    "pow": _pow,
+    "__pow__": _pow,
+    "square": _relative(torch.square, 4),
+    "mean": _reduction(True),
+    "sum": _reduction(False),
+    **dict.fromkeys(("index_add_", "index_add"), _index_add),
+}
+
+
+def rounded_once(call: Call, name: str) -> Interval:
+    """The host does the same in the same dtype.
+
+    Python numbers leave a device some freedom, and whatever it takes is allowed: a number that meets a reduced-precision
+    tensor may be rounded to its dtype first, and a division by a number may be a multiplication by its inverse.
+    """
+    if name == "dropout" and call.get(2, "training", True) and call.get(1, "p", 0.5):
+        raise NotImplementedError("dropout that is on is random")
+    kept = tuple(a.clone() if i == 0 and isinstance(a, Tensor) else a for i, a in enumerate(call.args))
+    result = call.func(*kept, **call.kwargs)
+    exact = Interval.exactly(kept[0] if result is None else result)
+    number = next((a for a in call.args if isinstance(a, float | int) and not isinstance(a, bool)), None)
+    if name not in ARITHMETIC or number is None or not call.dtype.is_floating_point:
+        return exact
+    allowed = exact
+    if call.dtype not in (torch.float32, torch.float64):
+        for scalar in (float(number), float(torch.tensor(number, dtype=call.dtype))):
+            args = tuple(scalar if a is number else a.double() if isinstance(a, Tensor) else a for a in call.args)
+            allowed = allowed.hull(Around(call.func(*args, **call.kwargs), 0.0, call.dtype).interval())
+    if name in DIVISIONS and isinstance(call.args[0], Tensor) and number:
+        inverse = torch.tensor(1.0).div(number).double()
+        allowed = allowed.hull(Around(call.args[0].double() * inverse, 0.0, call.dtype).interval())
+    return allowed
+
+
+DIVISIONS = ("div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__")

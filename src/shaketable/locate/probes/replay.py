@@ -1,0 +1,239 @@
+"""Rounding-interval replay: every recorded operator computed again on the host, from the inputs it really had.
+
+Because each operator is judged from its own recorded inputs, a violation belongs to that operator and to no other. The
+verdict of the host modes rests on this probe; it trusts the host's arithmetic, the file's weights and the model's code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shaketable.locate.capture.leaf_modules import WIDENED, Leaf, Weight
+from shaketable.locate.capture.recorder import Record, Recording, function_name, map_tensors, tensors_of
+from shaketable.locate.capture.reference import Reference
+from shaketable.locate.probes import float64_ops
+from shaketable.locate.probes.checksums import row_scores
+from shaketable.locate.probes.documented_precision import host_arithmetic
+from shaketable.locate.probes.float64_ops import Call
+from shaketable.locate.probes.rounding import Allowed, Interval, Precision
+
+ROWS = 128
+"""How many tokens of a float32 product are replayed, at least; a quarter of them where there are more channels than HEAD."""
+HEAD = 8192
+_CANNOT = (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, StopIteration)
+"""What a definition raises when it does not fit the call: then nobody can judge it."""
+
+
+@dataclass
+class Violation:
+    """An operator whose result a correct device could not have returned."""
+
+    path: str
+    function: str | None
+    order: int
+    """Position in the call."""
+    outside: Tensor
+    """Which values, on the host."""
+    got: Tensor
+    low: Tensor
+    """The allowed range, at the values that are outside."""
+    high: Tensor
+    tokens: list[int] | None = None
+    """Which tokens these are, when not all were replayed."""
+
+    @property
+    def share(self) -> float:
+        """The share of values outside of their interval."""
+        return float(self.outside.double().mean()) if self.outside.numel() else 0.0
+
+    @property
+    def lanes(self) -> list[int]:
+        """Channels (last dimension) with a violation."""
+        flat = self.outside.reshape(-1, self.outside.shape[-1]) if self.outside.dim() else self.outside.reshape(1, 1)
+        found: list[int] = flat.any(0).nonzero().flatten().tolist()
+        return found
+
+
+@dataclass
+class Judgement:
+    """What replay says of one recording."""
+
+    violations: list[Violation] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Operators nobody can judge, with the reason."""
+    judged: int = 0
+    coverage: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each operator: how many rows it made, how many were replayed, and how many passed by checksums alone. `agreed` are
+    rows of a function without a definition, of which host and device have made the same bits."""
+
+    def cover(self, label: str, rows: int, replayed: int, defined: bool) -> None:
+        """Count what was looked at of one result."""
+        counts = self.coverage.setdefault(label, {"rows": 0, "replayed": 0, "checksums": 0})
+        counts["rows"] += rows
+        if not defined:
+            counts["agreed"] = counts.get("agreed", 0) + rows
+            return
+        counts["replayed"] += replayed
+        counts["checksums"] += rows - replayed
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A result with what it may be."""
+
+    got: Tensor
+    allowed: Allowed
+    tokens: list[int] | None = None
+    rows: int | None = None
+    """How many rows there are, when these are not all."""
+
+
+class Host:
+    """Tensors brought to the host and to float64, each once per recording."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._near: dict[int, tuple[Tensor, Tensor]] = {}
+        self.wide = reference.wide
+
+    def near(self, tensor: Tensor) -> Tensor:
+        """The tensor on the host."""
+        if tensor.device.type == "cpu":
+            return tensor.detach()
+        if id(tensor) not in self._near:
+            self._near[id(tensor)] = (tensor, tensor.detach().cpu())
+        return self._near[id(tensor)][1]
+
+
+def judge(
+    recording: Recording, reference: Reference, prefix: str, precision: Precision, skip: set[str] | None = None
+) -> Judgement:
+    """Replay every operator of a recording.
+
+    Args:
+        prefix: Path of the recorded module in the model.
+        skip: Leaves that are judged elsewhere.
+    """
+    judgement, host = Judgement(), Host(reference)
+    with host_arithmetic():
+        for order, record in enumerate(recording.records):
+            if record.func is None and skip and record.path in skip:
+                continue
+            _judge_record(judgement, host, record, order, reference, prefix, precision)
+    return judgement
+
+
+def _judge_record(
+    judgement: Judgement, host: Host, record: Record, order: int, reference: Reference, prefix: str, precision: Precision
+) -> None:
+    if record.func is not None and _is_view(record):
+        return
+    label = ":".join(part for part in (record.path, record.function) if part)
+    try:
+        expected = _expected(host, record, reference, prefix, precision)
+    except _CANNOT as error:
+        judgement.unknown.setdefault(
+            label, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        )
+        return
+    judgement.judged += 1
+    defined = record.func is None or _is_defined(record)
+    for item in expected:
+        got, allowed = item.got, item.allowed
+        outside = allowed.outside(got)
+        wrong = bool(outside.any())
+        if wrong and not defined:
+            judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
+            continue
+        judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), defined)
+        if wrong:
+            judgement.violations.append(
+                Violation(record.path, record.function, order, outside, got, *allowed.ends(outside), item.tokens)
+            )
+
+
+def rows_of(tensor: Tensor) -> int:
+    """How many rows of channels a tensor has."""
+    return tensor.shape[:-1].numel() if tensor.numel() else 0
+
+
+def _is_view(record: Record) -> bool:
+    """Whether the result is the input's own memory: nothing was computed."""
+    name = record.function or ""
+    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__", "__itruediv__"):
+        return False
+    inputs = {t.untyped_storage().data_ptr() for t in tensors_of((record.args, record.kwargs)) if t.numel()}
+    return bool(inputs) and all(t.untyped_storage().data_ptr() in inputs for t in tensors_of(record.output))
+
+
+def _is_defined(record: Record) -> bool:
+    name = record.function or ""
+    floating = any(t.is_floating_point() for t in tensors_of(record.output))
+    return name in float64_ops.ROUNDED_ONCE or name in float64_ops.BOUNDED or not floating
+
+
+def _expected(host: Host, record: Record, reference: Reference, prefix: str, precision: Precision) -> list[Expected]:
+    results = [host.near(t) for t in tensors_of(record.output)]
+    args, kwargs = _arguments(host, record, reference)
+    call = Call(record.func, args, kwargs, results[0].dtype, precision, host.wide)
+    if record.func is None:
+        return [_leaf(call, results[0], f"{prefix}.{record.path}" if prefix else record.path, reference)]
+    name = function_name(record.func)
+    if name in float64_ops.BOUNDED and results[0].is_floating_point():
+        return [Expected(results[0], float64_ops.BOUNDED[name](call))]
+    if name in ("empty", "empty_like", "new_empty", "empty_strided", "argsort"):  # no values yet; ties in any order
+        return []
+    if len(results) == 1:
+        return [Expected(results[0], float64_ops.rounded_once(call, name))]
+    pairs = zip(results, tensors_of(record.func(*args, **kwargs)), strict=True)
+    ordered = name in ("topk", "sort", "max", "min", "mode", "kthvalue")
+    return [Expected(got, Interval.exactly(value)) for got, value in pairs if got.is_floating_point() or not ordered]
+
+
+def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
+    """A leaf by its definition. Of a long float32 product some tokens are replayed, and those whose checksum fires."""
+    leaf = reference.leaf(full)
+    assert leaf is not None
+
+    def weight(name: str) -> Tensor:
+        return reference.weight(f"{full}.{name}")
+
+    rows = rows_of(got)
+    kept = _tokens(call, got, leaf, weight) if leaf.kind in ("linear", "conv1d") and got.dim() == 3 else None
+    if kept is not None:
+        x = next(tensors_of((call.args, call.kwargs)))
+        call, got = replace(call, args=(x[:, kept],), kwargs={}), got[:, kept]
+    return Expected(got, leaf.allowed(call, weight), kept, rows)
+
+
+def _tokens(call: Call, got: Tensor, leaf: Leaf, weight: Weight) -> list[int] | None:
+    """Which tokens of a product to replay; None for all. The others pass by their checksums."""
+    tokens = got.shape[1]
+    step = tokens // (ROWS if got.shape[-1] <= HEAD else ROWS // 4)
+    if step <= 1 or got.shape[0] > 1 or got.dtype != torch.float32:
+        return None
+    kept = {*range(0, tokens, step), tokens - 1}
+    rest = sorted(set(range(tokens)) - kept)
+    x, w = next(tensors_of((call.args, call.kwargs))), weight("weight")
+    w = call.wide(w) if w.numel() <= WIDENED else w
+    bias = weight("bias") if leaf.module._parameters.get("bias") is not None else None
+    scores = row_scores(x[:, rest], got[:, rest], w if leaf.kind == "linear" else w.T, bias, call.precision)
+    return sorted({*kept, *(rest[i] for i in (scores > 1).nonzero().flatten().tolist())})
+
+
+def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments on the host; the model's parameters come from the file."""
+
+    def bring(tensor: Tensor) -> Tensor:
+        known = reference.like(tensor) if tensor.numel() else None
+        return host.near(tensor) if known is None else known
+
+    copies = record.func is not None and record.function is not None and record.function.endswith("_")
+    args, kwargs = map_tensors(record.args, bring), map_tensors(record.kwargs, bring)
+    if copies and args and isinstance(args[0], Tensor):
+        args = (args[0].clone(), *args[1:])
+    device = kwargs.get("device")
+    return args, ({**kwargs, "device": "cpu"} if device is not None else kwargs)

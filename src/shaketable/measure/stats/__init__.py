@@ -1,0 +1,1 @@
+"""Intervals, tests and power for scores on problems and seeds."""

@@ -1,0 +1,1 @@
+"""A robustness curve: models, magnitudes and seeds on one sample of problems."""

@@ -1,0 +1,303 @@
+"""The run record: one folder per run, one append-only file in it, a line of JSON per event.
+
+The first line says what the run is: schema, id, verb, resolved configuration, environment. Every later line is an event
+that happened. Nothing is ever rewritten: a run that was killed and resumed appends a `resumed` event that names the step it
+went on from, and whoever reads the record leaves out what was done after that step and is done again. A kill can tear the
+last line; a torn line was never an event, and is cut off before the next one is written.
+
+The lines are a chain (`chain.py`): one that was edited, dropped, put in or moved is found and named. The chain cannot
+see that its end is missing. The `finished` event therefore seals the record: `record.seal` says how many lines and bytes there
+are and what the last sha is, and nothing can be added any more. A finished record without a seal was killed between the two; it
+is whole as far as anybody can know, and `seal()` makes up for it.
+
+Rejected: one JSON file written at the end (a kill loses everything), and a database (nobody can look into it with `less`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shaketable.errors import ShaketableError
+from shaketable.records.chain import SCHEMA, UNCHAINED, Reading, is_seal, last_lines, link, linked, object_of, parted
+
+FILE = "record.jsonl"
+SEAL = "record.seal"
+UNVERIFIED = "unverified: the record has no chain, and nobody can say whether its numbers were changed"
+_PATIENCE = 20
+"""How often `alone` asks again, 10 ms apart: whoever asks `busy` holds the lock for a moment."""
+
+
+class RunRecord:
+    """The record of one run. Make it with `create`, or go on with `open`."""
+
+    def __init__(self, folder: Path, head: dict[str, Any]) -> None:
+        self.folder = folder
+        self.head = head
+        self._end = (-1, "", False)  # bytes, last sha, finished: as this process left the file
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        verb: str,
+        config: dict[str, Any],
+        environment: dict[str, Any],
+        about: dict[str, Any] | None = None,
+    ) -> RunRecord:
+        """A new record in a folder that does not exist yet, or is empty.
+
+        Args:
+            folder: Where.
+            verb: The verb of the command line that the run is of.
+            config: Resolved.
+            environment: Versions, devices, revision.
+            about: Of a study's run: the study, arm, seed and key.
+        """
+        check_new(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FILE).touch(exist_ok=False)  # of two runs that find the folder empty, one makes the file
+        except OSError as error:
+            raise ShaketableError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        head = {"schema": SCHEMA, "event": "run", "id": uuid.uuid4().hex, "verb": verb, "started": started}
+        record = cls(folder, head | {"about": about or {}, "config": config, "environment": environment})
+        record._write(record.head)
+        return record
+
+    @classmethod
+    def open(cls, folder: Path, verb: str | None = None) -> RunRecord:
+        """The record of a run that is there, of one verb or any. All of it is read: a changed record is refused here."""
+        if not (folder / FILE).is_file():
+            raise ShaketableError(f"there is no run to resume in {folder}: it has no {FILE}")
+        record = cls(folder, {})
+        lines = record._lines()
+        head = next(lines, {})
+        if head.get("schema") not in (SCHEMA, UNCHAINED) or verb not in (None, head.get("verb")):
+            what = "run" if verb is None else f"run of `shaketable {verb}`"
+            raise ShaketableError(f"{folder} holds no {what} that this version can resume")
+        record.head = head
+        for _ in lines:
+            pass
+        return record
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration that the run began with."""
+        return dict(self.head["config"])
+
+    @property
+    def verified(self) -> bool:
+        """Whether its lines are chained: of an old record nobody can say whether it was changed."""
+        return bool(self.head["schema"] == SCHEMA)
+
+    # ---- writing
+
+    def append(self, event: str, **facts: Any) -> None:
+        """Add an event; it is on disk when this returns. `finished` is the last one, and seals the record."""
+        self._write({"event": event, "time": round(time.time(), 3), **facts})
+        if event == "finished":
+            self.seal()
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from `step`: what the record says of later steps is void."""
+        self.append("resumed", step=step)
+
+    def seal(self) -> None:
+        """Declare a finished record whole. Does nothing the second time."""
+        reading = Reading(self.folder / FILE)
+        events = [event["event"] for event in self._lines(reading)]
+        if events[-1:] != ["finished"]:
+            raise ShaketableError(f"the run in {self.folder} is not finished: its record cannot be sealed")
+        if self.sealed() is None:
+            facts = {"lines": reading.lines, "bytes": reading.size, "sha": reading.sha, "attempts": events.count("attempt")}
+            with self._writing(SEAL):
+                _cut_torn_line(self.folder / FILE)
+                put_in_place(self.folder / SEAL, json.dumps(facts) + "\n")
+
+    def _write(self, event: dict[str, Any]) -> None:
+        body = json.dumps(_strict(event), ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+        with self._writing(FILE):
+            size, previous, finished = self._found_end()
+            if finished:
+                raise ShaketableError(f"the run in {self.folder} is finished: nothing is added to its record")
+            sha = link(previous, body)
+            line = body + b"\n" if self.head["schema"] == UNCHAINED else linked(body, sha)
+            _append(self.folder / FILE, line)
+            self._end = (size + len(line), sha, event["event"] == "finished")
+
+    def _found_end(self) -> tuple[int, str, bool]:
+        """Where the next line goes and what it chains from; read again when somebody else has written meanwhile."""
+        path = self.folder / FILE
+        _cut_torn_line(path)
+        size = path.stat().st_size
+        if size and self._end[0] != size:
+            with path.open("rb") as file:
+                body, sha = parted(last_lines(file, size)[-1])
+            if not sha and self.head["schema"] == SCHEMA:
+                self.events()  # it says which line has no link
+            self._end = (size, sha, (object_of(body) or {}).get("event") == "finished")
+        return (size, *self._end[1:])
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = self.folder / name
+            raise ShaketableError(f"cannot write {where}: {error.strerror or error}; what it held before is kept") from None
+
+    # ---- reading
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """What happened and holds, in order; of the given kinds, or all."""
+        held: list[dict[str, Any]] = []
+        for line in self._lines():
+            if line["event"] == "resumed":
+                held = [e for e in held if e.get("step", -1) <= line["step"]]
+            held.append(line)
+        return [e for e in held if not kinds or e["event"] in kinds]
+
+    def sealed(self) -> dict[str, Any] | None:
+        """What the seal says; None without one."""
+        path = self.folder / SEAL
+        try:
+            found = object_of(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ShaketableError(f"cannot read {path}: {error.strerror or error}") from None
+        if found is None or not is_seal(found):
+            raise ShaketableError(f"{path} is damaged: it is no seal")
+        return found
+
+    def _lines(self, reading: Reading | None = None) -> Iterator[dict[str, Any]]:
+        seal = self.sealed()  # before the file: it speaks of a file that was whole by then
+        reading = reading or Reading(self.folder / FILE)
+        torn = 0
+        try:
+            with reading.path.open("rb") as file:  # bytes: a torn line may end within a character
+                for line in file:
+                    if line.endswith(b"\n"):
+                        yield reading.take(line)
+                    else:
+                        torn = len(line)
+        except OSError as error:
+            raise ShaketableError(f"cannot read {reading.path}: {error.strerror or error}") from None
+        if seal is not None:
+            reading.check(seal, torn)
+
+    # ---- one process at a time
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Work on this run; an error when another process does."""
+        try:
+            file = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise ShaketableError(f"cannot write in {self.folder}: {error.strerror or error}") from None
+        with file:
+            for left in reversed(range(_PATIENCE)):
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not left:
+                        raise ShaketableError(f"another process is working on the run in {self.folder}") from None
+                    time.sleep(0.01)
+                except OSError as error:
+                    raise ShaketableError(f"cannot lock {self.folder}: {error.strerror or error}") from None
+            yield
+
+    def busy(self) -> bool:
+        """Is somebody inside `alone` of this run? A look that changes nothing, for who lists runs."""
+        try:
+            file = (self.folder / ".lock").open("rb")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise ShaketableError(f"cannot read {self.folder / '.lock'}: {error.strerror or error}") from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:  # a disk without locks: `alone` let nobody in
+                return False
+        return False
+
+
+def _append(path: Path, line: bytes) -> None:
+    with path.open("ab", buffering=0) as file:
+        whole, rest = file.tell(), memoryview(line)
+        try:
+            while rest:
+                rest = rest[file.write(rest) or 0 :]
+            os.fsync(file.fileno())
+        except OSError:
+            os.truncate(path, whole)
+            raise
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        if file.read() in (b"", b"\n"):
+            return
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def put_in_place(path: Path, text: str) -> None:
+    """Put a file in its place at once: whoever looks sees all of it, or none."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _strict(value: Any) -> Any:
+    """The value as strict JSON has it: a number that is not finite is null."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_new(folder: Path) -> None:
+    """Raise unless a run can be put here: there is no such folder yet, or nothing is in it."""
+    try:
+        taken = folder.exists() and any(folder.iterdir())
+    except OSError as error:
+        raise ShaketableError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
+    if taken:
+        raise ShaketableError(f"{folder} is not empty and nothing is overwritten; choose another --out, or --resume it")
+
+
+def unique_folder(parent: Path, name: str) -> Path:
+    """A folder name that nobody has used: the time to the second, and a number if that is taken."""
+    stem = parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, n = stem, 1
+    while folder.exists():
+        n += 1
+        folder = stem.with_name(f"{stem.name}-{n}")
+    return folder

@@ -1,0 +1,1 @@
+"""Pages and Markdown for people, made from what studies and diagnoses found."""

@@ -1,0 +1,235 @@
+"""The anatomy of a model: its decoder layers, the role of every module, dense or mixture of experts.
+
+Roles are read from class names and weight shapes, never with isinstance on one library's class: Hugging Face, vLLM
+and others each have their own RMSNorm, and matching one of them was how the study we come from injected nothing.
+
+Names are canonical: what wrappers put into a path (`module.`, `_orig_mod.`, `base_model.model.`, `.base_layer`, …) is
+taken out, so that a plan and its noise do not depend on whether a model is wrapped by DDP, torch.compile or PEFT.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shaketable.sites.vllm_modules import holder_of, is_engine_experts, is_engine_linear, is_engine_module
+
+ROLES = ("linear", "rmsnorm", "layernorm", "attention", "mlp", "embedding", "lm_head", "router", "lora")
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+_MOE = re.compile(r"(^|[._])(experts|shared_expert|num_experts)([._]|$)|expert_")
+_ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
+_LAYER_LISTS = {"layers", "layer", "h", "blocks", "block", "decoder_layers"}
+_HEADS = {"lm_head", "embed_out", "output_projection"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module of the model, seen once however often it is shared."""
+
+    module: nn.Module
+    name: str
+    """Canonical name."""
+    layer: int | None
+    """Index of the decoder layer it belongs to."""
+    role: str | None
+    weights: tuple[str, ...] = ()
+    """Names of its own matrix or scale parameters, the ones a weight fault acts on."""
+
+    @property
+    def holder(self) -> nn.Module:
+        """The module whose parameters they are; itself, but for the experts of an engine."""
+        return holder_of(self.module)
+
+
+@dataclass
+class Anatomy:
+    """What a model is made of."""
+
+    model: nn.Module
+    parts: list[Part] = field(default_factory=list)
+    layers: list[nn.Module] = field(default_factory=list)
+    is_moe: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Anatomy:
+        """Read a model's anatomy."""
+        layers, prefix = find_layers(model)
+        self = cls(model=model, layers=layers)
+        named = list(_canonical_modules(model))
+        self.is_moe = any(_MOE.search(name) for _, name, _ in named)
+        head = _output_head(model)
+        outer: dict[str, str] = {}
+        for module, name, raw in named:
+            role = _role(module, name, self.is_moe, head)
+            if role in ("attention", "mlp"):
+                if any(outer.get(above) == role for above in _above(name)):
+                    role = None
+                else:
+                    outer[name] = role
+            self.parts.append(Part(module, name, _layer_of(raw, prefix, layers), role, _weights(module, role)))
+        return self
+
+    def role_counts(self) -> dict[str, int]:
+        """How many modules have each role."""
+        counts = {role: sum(1 for p in self.parts if p.role == role) for role in ROLES}
+        return {role: n for role, n in counts.items() if n}
+
+    def excluded(self, part: Part) -> str | None:
+        """The reason a part is left out unless `include=` names it: lm_head, embedding, router or lora."""
+        return part.role if part.role in ("lm_head", "embedding", "router", "lora") else None
+
+
+def _above(name: str) -> Iterator[str]:
+    """The paths above a module's, the root excepted."""
+    words = name.split(".")
+    return (".".join(words[:i]) for i in range(1, len(words)))
+
+
+def canonical(name: str) -> str:
+    """A module path without what wrappers put into it."""
+    parts = [p for p in name.split(".") if p not in _WRAPPERS]
+    while parts[:1] == ["module"]:
+        parts = parts[1:]
+    if parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    return ".".join(parts)
+
+
+def _canonical_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Each module once, with canonical and raw name; wrappers that share a name with what they wrap are skipped."""
+    named = dict(model.named_modules())
+    for raw, module in named.items():
+        if any(f"{raw}.{w}".lstrip(".") in named for w in (*_WRAPPERS, "module")) and not _is_container(module):
+            continue
+        yield module, canonical(raw), raw
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class as it was before FSDP2's `fully_shard` made it a class of its own."""
+    fsdp, kinds = sys.modules.get("torch.distributed.fsdp"), type(module).__mro__
+    return kinds[kinds.index(fsdp.FSDPModule) + 1 if fsdp is not None and fsdp.FSDPModule in kinds else 0].__name__
+
+
+def _kind(module: nn.Module) -> str:
+    return class_name(module).lower()
+
+
+def _dims(module: nn.Module) -> int:
+    """Dimensions of the module's own weight, 0 when it has none; an engine's linear has two, wherever its weight went."""
+    weight = module._parameters.get("weight")
+    return 2 if is_engine_linear(module) else 0 if weight is None else weight.dim()
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes logits, as the model itself names it."""
+    for module in model.modules():
+        if callable(ask := getattr(module, "get_output_embeddings", None)):
+            return _unwrapped(ask())
+    return None
+
+
+def _unwrapped(module: Any) -> nn.Module | None:
+    while isinstance(module, nn.Module) and isinstance(inner := module._modules.get("base_layer"), nn.Module):
+        module = inner
+    return module if isinstance(module, nn.Module) else None
+
+
+def _role(module: nn.Module, name: str, is_moe: bool, head: nn.Module | None) -> str | None:
+    kind, dims, last = _kind(module), _dims(module), name.rsplit(".", 1)[-1]
+    if ".lora_" in f".{name}":
+        return "lora" if dims >= 1 else None
+    if module is head or (dims == 2 and (last in _HEADS or "lmhead" in kind)):
+        return "lm_head"
+    if is_moe and ("router" in kind or (last in _ROUTER_NAMES and dims == 2)):
+        return "router"
+    if "rmsnorm" in kind and dims == 1:
+        return "rmsnorm"
+    if "layernorm" in kind and dims == 1:
+        return "layernorm"
+    if "embedding" in kind and dims == 2:
+        return "embedding"
+    if is_linear(module):
+        return "linear"
+    if "attention" in kind and any(module.children()):
+        return "attention"
+    return "mlp" if _is_mlp(module, kind, last, name) else None
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a module makes rotary angles out of positions: as a matrix product or without, as its author liked.
+
+    transformers 5.17 multiplies with `@`, 5.22 with `*`. An error of 5 % in the place of every token destroys a model, so a
+    plan on products would mean another thing after an update, if these counted.
+    """
+    return "rotary" in _kind(module) and not is_engine_module(module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A matrix product with a weight of its own: Linear of any library, GPT-2's Conv1D, stacked experts."""
+    kind, dims = _kind(module), _dims(module)
+    if is_engine_experts(module):
+        return True
+    if kind.endswith("experts"):
+        return not is_engine_module(module) and any(p is not None and p.dim() == 3 for p in module._parameters.values())
+    return dims == 2 and ("linear" in kind or kind == "conv1d")
+
+
+def _is_mlp(module: nn.Module, kind: str, last: str, name: str) -> bool:
+    named = last in ("mlp", "feed_forward", "ffn", "block_sparse_moe") or kind.endswith(("mlp", "feedforward", "moeblock"))
+    return named and any(module.children())
+
+
+def _weights(module: nn.Module, role: str | None) -> tuple[str, ...]:
+    own = {k: p for k, p in holder_of(module)._parameters.items() if p is not None}
+    if role in ("linear", "lm_head", "router") and "weight" not in own:
+        return tuple(k for k, p in own.items() if p.dim() >= 2 and "bias" not in k)
+    return ("weight",) if "weight" in own else ()
+
+
+def find_layers(model: nn.Module) -> tuple[list[nn.Module], str | None]:
+    """The decoder layers and the raw path of their list; an empty list when the model has none.
+
+    Among all lists that look like a stack of layers, and are not inside another, language models win over vision
+    towers, decoders over encoders, then the one with the most parameters.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(above in found for above in _above(name))
+        if not inside and _looks_like_layers(name, module):
+            found[name] = module
+    if not found:
+        return [], None
+    best = max(found, key=lambda n: (_preference(n), sum(p.numel() for p in found[n].parameters())))
+    return list(found[best].children()), best
+
+
+def _looks_like_layers(name: str, module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
+        return False
+    classes = {type(m) for m in module}
+    has_children = all(any(m.children()) for m in module)
+    named = name.rsplit(".", 1)[-1] in _LAYER_LISTS
+    return has_children and (named or (len(classes) == 1 and len(module) > 1 and isinstance(module, nn.ModuleList)))
+
+
+def _preference(name: str) -> int:
+    path = name.lower()
+    if any(word in path for word in ("vision", "visual", "audio", "image")):
+        return 0
+    return 1 if "encoder" in path and "decoder" not in path else 2
+
+
+def _layer_of(raw: str, prefix: str | None, layers: list[nn.Module]) -> int | None:
+    if prefix is None or not raw.startswith(f"{prefix}." if prefix else ""):
+        return None
+    index = raw[len(prefix) + 1 if prefix else 0 :].split(".", 1)[0]
+    return int(index) if index.isdigit() else None

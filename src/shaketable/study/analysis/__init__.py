@@ -1,0 +1,1 @@
+"""What a study found, from the records of its runs alone."""

@@ -1,0 +1,127 @@
+"""A study in its store: what was asked for, and when; then the runs, by whichever engine.
+
+    <store>/<study>/definition/record.jsonl     every version of the study, with its time
+    <store>/<study>/runs/<run>/record.jsonl     the runs
+
+The definition is a record like that of a run: chained and append-only. So a report can tell whether the comparison that decides
+was named before the first run had ended, or after: each version says whether there were results by then, because clocks can be
+set.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from shaketable.errors import ShaketableError
+from shaketable.io.locks import held
+from shaketable.records.record import FILE, RunRecord
+from shaketable.study.cells import Cell, cells_of
+from shaketable.study.config import StudyConfig
+from shaketable.study.engines.queue import Board, Watch
+from shaketable.study.file import parse_study
+from shaketable.study.run_cell import is_begun
+from shaketable.study.store.store import Store
+
+DEFAULT_STORE = Path("shaketable-runs")
+DEFINITION = "definition"
+
+
+def run_study(study: StudyConfig, store: Path, watch: Watch) -> Board:
+    """Do what is missing of a study, which `check` has looked at; the board says how each run ended."""
+    folder = store / study.study
+    define(study, store)
+    cells = cells_of(study)
+    board = Board(cells, folder / "runs", study.engine.retries, watch, finished(folder, cells))
+    if not board.is_over:
+        if study.engine.kind == "ray":
+            from shaketable.study.engines.ray import run_on_ray
+
+            run_on_ray(study, board, folder)
+        else:
+            from shaketable.study.engines.local import run_locally
+
+            run_locally(study, board, folder)
+    return board
+
+
+def finished(folder: Path, cells: list[Cell]) -> set[str]:
+    """Names of the runs that need nothing more."""
+    done = {(summary.name, summary.key) for summary in Store(folder).summaries() if summary.status == "done"}
+    return {cell.name for cell in cells if (cell.name, cell.key) in done}
+
+
+def check(study: StudyConfig) -> None:
+    """Whatever can be known before the first run: the device, and every arm's model, task, plan and AQN, once."""
+    from shaketable.harden.grpo.config import TrainConfig
+    from shaketable.harden.grpo.dry_run import rehearse
+    from shaketable.models import check_device
+    from shaketable.study.engines.local import slots
+    from shaketable.study.scoring import check_scoring
+
+    if study.engine.kind == "local":
+        check_device(study.device)
+        slots(study, 1)
+    first: dict[str | None, Cell] = {}
+    for cell in cells_of(study):
+        if cell.kind != "locate":
+            first.setdefault(cell.arm, cell)
+    for cell in first.values():
+        try:
+            if cell.kind == "train":
+                rehearse(TrainConfig.checked(**cell.config))
+            else:
+                check_scoring(TrainConfig.checked(**cell.config, steps=1))
+        except ShaketableError as error:
+            raise ShaketableError(f"arm {cell.arm!r}: {error}") from None
+
+
+def define(study: StudyConfig, store: Path) -> None:
+    """Write down what is asked for, unless it is what was asked for last."""
+    folder = store / study.study
+    _check_writable(folder)
+    config = described(study)
+    with held(folder, DEFINITION, wait=30.0) as ours:
+        if not ours:
+            raise ShaketableError(f"another process keeps {folder} for itself; try again")
+        if is_begun(folder / DEFINITION):
+            record = RunRecord.open(folder / DEFINITION, "study")
+        else:
+            from shaketable.records.environment import gather
+
+            record = RunRecord.create(folder / DEFINITION, "study", config, gather(), about={"study": study.study})
+        versions = record.events("defined")  # none, where the process was killed after the first line
+        if not versions or versions[-1]["config"] != config:
+            late = any(summary.status == "done" for summary in Store(folder).summaries())
+            record.append("defined", config=config, after_results=late)
+
+
+def described(study: StudyConfig) -> dict[str, Any]:
+    """A study as its definition holds it."""
+    return study.model_dump(mode="json", exclude={"engine": {"workers", "address", "kind", "retries"}})
+
+
+def definitions(folder: Path) -> list[dict[str, Any]]:
+    """Every version of a study, oldest first: `config`, `time`, and whether it came `after_results` (not in old ones)."""
+    if not (folder / DEFINITION / FILE).is_file():
+        raise ShaketableError(f"there is no study in {folder}: it has no {DEFINITION}/{FILE}")
+    found = RunRecord.open(folder / DEFINITION, "study").events("defined")
+    if not found:
+        raise ShaketableError(f"there is no study in {folder} yet: it was stopped before it was written down; run it again")
+    return found
+
+
+def last_defined(folder: Path) -> StudyConfig:
+    """The study of a folder, as it was run last."""
+    return parse_study(definitions(folder)[-1]["config"], str(folder))
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"x" * 4096)
+        probe.unlink()
+    except OSError as error:
+        raise ShaketableError(f"cannot write in the store {folder}: {error.strerror or error}") from None

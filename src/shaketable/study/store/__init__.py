@@ -1,0 +1,1 @@
+"""The store of a study: a folder of runs, listed fast."""
