@@ -9,5 +9,5 @@ is not plain: other faults and types, other modes, tensor subclasses, gradients 
 | `linear.py` | noise on what an `nn.Linear` returns | prefill 1.23 (1.59) |
 | `products.py` | `F.linear` under an operator plan, forward and backward | training step 1.31 before it was rewritten (2.23) |
 | `inputs.py` | formats on what an `nn.Linear` is given | with `weights/prepared.py`: W4A4 1.33 (2.84) |
-| `ready*.py`, `weights/property_classes.py` | faulty weights, all by one launch when a pass begins | AQN in `generate` 1.02 (1.29) |
+| `weights/prepared*.py` | faulty weights, all by one launch when a pass begins | AQN in `generate` 1.02 (1.29) |
 """

@@ -1,4 +1,4 @@
-"""The fast path of formats to what a linear is given, on a GPU: with weights made ready (`weights/prepared.py`), W4A4 without a hook.
+"""The fast path of formats to what a linear is given, on a GPU: with `weights/prepared.py`, W4A4 without a hook.
 
 As in `linear.py` the linear has no hook but a subclass whose forward goes on into a `FastInput`. Formats that round to even
 depend on no key: there is nothing to look up but the launch. Python counts, because these kernels read no row.

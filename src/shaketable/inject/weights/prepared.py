@@ -3,7 +3,7 @@
 The ordinary way (`on_read.py`) makes a faulty weight when its module reads it: two hooks, a frame and a launch per module, 100
 microseconds of Python where the module itself takes 40. Where no gradient is wanted nothing of this depends on the module's
 call. So when a forward pass begins, the values of all weights of a plan are brought up to date at once: formats by one launch
-for all of them, which reads the weights as they are now; noise that is held for a rollout (`held_noise.py`) by a comparison each,
+for all of them, which reads the weights as they are now; noise held for a rollout (`held_noise.py`) by a comparison each,
 and when a rollout is new, by one launch. What is left to a module is to look whether this pass is its own.
 
 A weight is made ready after it has been read the ordinary way once: so kernels that a capture needs are on the card, weights
