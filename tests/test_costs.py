@@ -17,6 +17,8 @@ from shaketable.layer_ranges import Layers, parse_layers
 from shaketable.plan import Plan
 from shaketable.study.file import load_study
 
+pytestmark = pytest.mark.attack("hostile inputs")
+
 SECONDS = 5.0
 """For what takes a second on a free machine, and took a minute or more."""
 

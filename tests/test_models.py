@@ -94,6 +94,7 @@ def test_a_folder_loads_in_the_dtype_asked_for(tiny_folder, smollm2):
     assert str(models.load_model(str(tiny_folder), dtype="bfloat16")[0].dtype) == "torch.bfloat16"
 
 
+@pytest.mark.attack("hostile inputs")
 def test_pickled_weights_are_never_opened(tiny_folder):
     (tiny_folder / "model.safetensors").rename(tiny_folder / "pytorch_model.bin")
     assert "safetensors" in error_line(models.load_model, tiny_folder)

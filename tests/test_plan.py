@@ -316,6 +316,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "word", "help_"), BAD, ids=[repr(b[0]) for b in BAD])
+@pytest.mark.attack("hostile inputs")
 def test_bad_plans_get_one_line_that_names_the_word(text, word, help_):
     line = refused(text)
     assert word in line
@@ -353,6 +354,7 @@ BAD_DATA = [
 
 
 @pytest.mark.parametrize(("data", "word", "help_"), BAD_DATA, ids=range(len(BAD_DATA)))
+@pytest.mark.attack("hostile inputs")
 def test_bad_yaml_data_gets_one_line_that_names_the_word(data, word, help_):
     line = refused(data, Plan.from_data)
     assert word in line
@@ -376,16 +378,19 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize("content", BAD_FILES, ids=range(len(BAD_FILES)))
+@pytest.mark.attack("hostile inputs")
 def test_files_that_are_not_yaml_get_one_line_that_names_the_file(content, tmp_path):
     line = refused(written(tmp_path, content), Plan.load)
     assert "plan.yaml" in line
 
 
+@pytest.mark.attack("hostile inputs")
 def test_yaml_that_repeats_a_key_is_refused(tmp_path):
     content = "plan:\n  - {fault: gain, magnitude: 1, magnitude: 2, site: layer.3}"
     assert "magnitude" in refused(written(tmp_path, content), Plan.load)
 
 
+@pytest.mark.attack("hostile inputs")
 def test_unreadable_files_get_one_line_that_names_the_file(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere.yaml", tmp_path / ("x" * 300 + ".yaml")):
         assert path.name[:50] in refused(path, Plan.load)
@@ -414,6 +419,7 @@ def reads_or_refuses(read, plan: Any) -> None:
 
 @often
 @given(st.text())
+@pytest.mark.attack("hostile inputs")
 def test_any_text(text):
     reads_or_refuses(Plan.parse, text)
 
@@ -426,6 +432,7 @@ WORDS = st.sampled_from([
 
 @often
 @given(st.lists(WORDS, max_size=14).map("".join))
+@pytest.mark.attack("hostile inputs")
 def test_any_words_of_the_language(text):
     reads_or_refuses(Plan.parse, text)
 
@@ -435,6 +442,7 @@ def test_any_words_of_the_language(text):
     st.sampled_from(EXAMPLES),
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 3), WORDS | st.text(max_size=2)), max_size=3),
 )
+@pytest.mark.attack("hostile inputs")
 def test_any_mutation_of_a_valid_plan(text, edits):
     for at, cut, new in edits:
         text = text[:at] + new + text[at + cut :]
@@ -459,12 +467,14 @@ NESTED = st.recursive(
 
 @often
 @given(NESTED | st.fixed_dictionaries({"plan": NESTED | st.lists(NESTED, max_size=2)}, optional={"seed": NESTED}))
+@pytest.mark.attack("hostile inputs")
 def test_any_nested_data(data):
     reads_or_refuses(Plan.from_data, data)
 
 
 @often
 @given(clauses(), st.dictionaries(KEYS, NESTED, max_size=2))
+@pytest.mark.attack("hostile inputs")
 def test_any_value_in_a_field_of_a_valid_clause(clause, changes):
     reads_or_refuses(Plan.from_data, [{**clause, **changes}])
 
@@ -480,6 +490,7 @@ def scratch(tmp_path_factory) -> Path:
         WORDS | st.sampled_from([": ", "- ", "\n", "{", "}", "[", "]", "&a ", "*a", "!!int ", "? ", "'", "#"]), max_size=12
     )
 )
+@pytest.mark.attack("hostile inputs")
 def test_any_file(content, scratch):
     reads_or_refuses(Plan.load, written(scratch, "".join(content)))
 

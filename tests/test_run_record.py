@@ -76,6 +76,7 @@ def test_an_event_is_on_disk_when_append_returns(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "st', b"{", '{"event": "é'.encode()[:-1]])
+@pytest.mark.attack("kills")
 def test_a_torn_line_was_never_an_event(tmp_path, torn):
     record = record_in(tmp_path)
     record.append("step", step=1)
@@ -126,6 +127,7 @@ def test_a_folder_with_anything_in_it_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.attack("two processes on one study")
 def test_of_two_runs_that_find_the_folder_empty_one_gets_it(tmp_path, monkeypatch):
     together, made, refused = threading.Barrier(2), [], []
     touch = Path.touch
@@ -157,6 +159,7 @@ def test_a_file_is_no_run_folder(tmp_path):
     ("lines", "why"),
     [(None, "no run to resume"), ("", "no run of"), ('{"schema": "shaketable.run/0", "verb": "train"}\n', "no run of")],
 )
+@pytest.mark.attack("tampered records")
 def test_what_is_not_a_run_cannot_be_resumed(tmp_path, lines, why):
     if lines is not None:
         (tmp_path / FILE).write_text(lines)
@@ -204,6 +207,7 @@ def test_readers_see_no_link_but_an_event_keeps_a_sha_of_its_own(tmp_path):
     assert [e.get("sha") for e in record.events()] == [None, "mine", None]
 
 
+@pytest.mark.attack("tampered records")
 def test_any_byte_of_a_finished_record_that_is_changed_is_found_and_its_line_named(tmp_path):
     data = content(finished_in(tmp_path))
     for place, byte in enumerate(data):
@@ -215,6 +219,7 @@ def test_any_byte_of_a_finished_record_that_is_changed_is_found_and_its_line_nam
             assert f"{FILE} was changed after it was finished" in message if last else f"line {line}" in message, (place, other)
 
 
+@pytest.mark.attack("tampered records")
 def test_any_byte_of_a_running_record_but_its_last_is_guarded_too(tmp_path):
     data = content(finished_in(tmp_path))
     (tmp_path / SEAL).unlink()
@@ -223,6 +228,7 @@ def test_any_byte_of_a_running_record_but_its_last_is_guarded_too(tmp_path):
         assert f"line {lines_in(data[:place]) + 1}" in line_of(tmp_path)
 
 
+@pytest.mark.attack("tampered records")
 def test_a_finished_record_cut_at_any_byte_is_truncated_and_says_where(tmp_path):
     data = content(finished_in(tmp_path))
     for end in range(len(data)):
@@ -230,6 +236,7 @@ def test_a_finished_record_cut_at_any_byte_is_truncated_and_says_where(tmp_path)
         assert line_of(tmp_path).endswith(f"{FILE} was truncated: it ends after line {lines_in(data[:end])} of 4")
 
 
+@pytest.mark.attack("tampered records")
 def test_lines_that_were_dropped_swapped_or_put_in_are_found(tmp_path):
     lines = content(finished_in(tmp_path, steps=3)).splitlines(keepends=True)
     (tmp_path / SEAL).unlink()
@@ -239,6 +246,7 @@ def test_lines_that_were_dropped_swapped_or_put_in_are_found(tmp_path):
         assert f"was changed at line {line}" in line_of(tmp_path)
 
 
+@pytest.mark.attack("tampered records")
 def test_more_after_the_end_is_found(tmp_path):
     data = content(finished_in(tmp_path))
     for more in (b"{", b"\n", data.splitlines(keepends=True)[-1]):
@@ -246,6 +254,7 @@ def test_more_after_the_end_is_found(tmp_path):
         assert "was changed" in line_of(tmp_path)
 
 
+@pytest.mark.attack("tampered records")
 def test_a_changed_record_is_not_gone_on_with(tmp_path):
     record = record_in(tmp_path)
     record.append("step", step=1, reward=0.1)
@@ -258,6 +267,7 @@ def test_a_changed_record_is_not_gone_on_with(tmp_path):
         RunRecord(tmp_path, record.head).append("step", step=2)
 
 
+@pytest.mark.attack("two processes on one study")
 def test_two_hands_on_one_record_make_one_chain(tmp_path):
     """A worker writes what happens, and who started it writes that it died."""
     one = record_in(tmp_path)
@@ -301,6 +311,7 @@ def test_a_finished_record_is_sealed_and_nothing_is_added(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"ev'])
+@pytest.mark.attack("kills")
 def test_a_kill_between_the_last_line_and_the_seal_is_made_up_for(tmp_path, torn):
     record = finished_in(tmp_path)
     seal, data = (tmp_path / SEAL).read_bytes(), content(record)
@@ -313,6 +324,7 @@ def test_a_kill_between_the_last_line_and_the_seal_is_made_up_for(tmp_path, torn
     assert (tmp_path / SEAL).read_bytes() == seal and content(again) == data
 
 
+@pytest.mark.attack("tampered records")
 def test_only_what_is_finished_and_unchanged_is_sealed(tmp_path):
     record = record_in(tmp_path)
     record.append("step", step=1)
@@ -328,6 +340,7 @@ def test_only_what_is_finished_and_unchanged_is_sealed(tmp_path):
         record.seal()
 
 
+@pytest.mark.attack("full disks")
 def test_a_disk_that_is_full_at_the_seal_leaves_a_finished_record(tmp_path, monkeypatch):
     record = record_in(tmp_path)
 
@@ -344,6 +357,7 @@ def test_a_disk_that_is_full_at_the_seal_leaves_a_finished_record(tmp_path, monk
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"lines": 4}', "\xff"])
+@pytest.mark.attack("tampered records")
 def test_a_seal_that_is_none_is_named(tmp_path, text):
     record = finished_in(tmp_path)
     (tmp_path / SEAL).write_text(text, encoding="latin-1")
@@ -384,6 +398,7 @@ def test_a_record_without_a_chain_goes_on_without_one_and_ends_sealed(tmp_path):
 # --- one process at a time ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack("two processes on one study")
 def test_busy_sees_who_works_and_harms_nobody(tmp_path):
     record, other = record_in(tmp_path), RunRecord.open(tmp_path)
     assert not other.busy() and [p.name for p in tmp_path.iterdir()] == [FILE]
@@ -394,6 +409,7 @@ def test_busy_sees_who_works_and_harms_nobody(tmp_path):
     assert not other.busy()
 
 
+@pytest.mark.attack("two processes on one study")
 def test_who_only_looks_keeps_nobody_from_working(tmp_path, monkeypatch):
     record = record_in(tmp_path)
     with record.alone():
@@ -405,6 +421,7 @@ def test_who_only_looks_keeps_nobody_from_working(tmp_path, monkeypatch):
         assert look.closed and RunRecord.open(tmp_path).busy()
 
 
+@pytest.mark.attack("read-only folders")
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     record = record_in(tmp_path / "run")
     (tmp_path / "run" / ".lock").mkdir()
@@ -419,6 +436,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"event": "st'])
+@pytest.mark.attack("full disks")
 def test_a_disk_that_is_full_when_synced_is_one_line_and_loses_nothing(tmp_path, monkeypatch, torn):
     record = record_in(tmp_path)
     record.append("step", step=1)
@@ -438,6 +456,7 @@ def test_a_disk_that_is_full_when_synced_is_one_line_and_loses_nothing(tmp_path,
     assert [e["step"] for e in record.events("step")] == [1, 2]
 
 
+@pytest.mark.attack("full disks")
 def test_a_disk_that_takes_half_a_line_leaves_the_record_whole(tmp_path):
     """The kernel itself cuts the write short: a limit on the file's size stands for the disk."""
     code = (

@@ -1,6 +1,7 @@
 """The validation itself: what it counts without us, that it sees what is wrong, and that a stopped run goes on."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,25 @@ def test_attacks_are_counted_by_suite(tmp_path, monkeypatch):
     (row,) = json.loads(done.stdout.splitlines()[-1])
     assert (row["name"], row["passed"], row["failed"], row["skipped"]) == ("kills", 1, 1, 1)
     assert row["fails"] == ["tests/test_some.py::test_broken"]
+
+
+def test_every_suite_of_attacks_says_what_it_attacks():
+    from attacks import ABOUT
+
+    texts = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("test_*.py") if path != Path(__file__)]
+    assert {name for text in texts for name in re.findall(r'mark\.attack\("([^"]+)"\)', text)} == set(ABOUT)
+
+
+def test_attacks_alone_leave_the_zoo_and_its_date_as_they_are(tmp_path, monkeypatch):
+    import validate
+    from page import page
+
+    out = tmp_path / "validation.json"
+    row = {"name": "llama", "kind": "llama", "dtype": "float32", "attention": "eager", "refused": "too small", "fails": []}
+    validate.Results(out, again=False).save(zoo={"llama|float32|eager": row}, date="2020-01-01")
+    monkeypatch.setattr(validate, "_digest", lambda: "of another version")
+    kept = {"name": "kills", "about": "training", "passed": 3, "failed": 0, "skipped": 1, "seconds": 2.4, "date": "2020-01-02"}
+    results = validate.Results(out, again=False, only="attacks")
+    results.save(attacks=[kept | {"fails": []}])
+    assert results.body["zoo"] and results.body["date"] == "2020-01-01"
+    assert "| kills | training | 4 | 3 | 0 | 1 | 2 | 2020-01-02 |" in page(results.body)

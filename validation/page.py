@@ -100,14 +100,15 @@ def _rate(rate: float | None, n: int) -> str:
 
 def _attacks(rows: list[Row]) -> list[str]:
     lines = [
-        "## Attacks",
-        "",
-        'Tests with `@pytest.mark.attack("suite")`.',
-        "",
-        "| suite | passed | failed | skipped |",
-        "|---|---|---|---|",
-    ]
-    lines += [f"| {r['name']} | {r['passed']} | {r['failed']} | {r['skipped']} |" for r in rows]
+        "## Attacks", "",
+        'Tests with `@pytest.mark.attack("suite")` (`validation/attacks.py`).', "",
+        "| suite | what it attacks | tests | passed | failed | skipped | seconds | run |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for r in rows:
+        counts = [r["passed"], r["failed"], r["skipped"]]
+        cells = [r["name"], r["about"], sum(counts), *counts, f"{r['seconds']:.0f}", r["date"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return [*lines, ""] if rows else ["## Attacks", "", "No suite was run.", ""]
 
 

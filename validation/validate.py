@@ -3,6 +3,9 @@ validate`).
 
     python validation/validate.py [--sample N] [--only zoo|statistics|attacks] [--name TEXT] [--again] [--out FILE]
 
+`--only attacks --name kills` runs the suites of attacks whose names have that text; whatever else the page has stays, each part
+with the date of its own.
+
 All of it takes about half an hour on one core, which is why a row is written to docs/validation.json as soon as it is
 there: a run that was stopped goes on where it was, as long as the package, the checks and the versions are the same. A row
 during which the process died is a failure, and is not tried again without `--again`.
@@ -37,10 +40,11 @@ DIED = "the process died during this row"
 class Results:
     """What was found so far, on disk after every row."""
 
-    def __init__(self, path: Path | None, again: bool) -> None:
+    def __init__(self, path: Path | None, again: bool, only: str | None = None) -> None:
         self.path = path
         known = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
         same = known.get("versions") == _versions() and known.get("digest") == _digest() and not again
+        same = same or (bool(known) and only == "attacks")  # they say nothing of the zoo: its rows stay those of their own date
         self.body: dict[str, Any] = known if same else {"versions": _versions(), "digest": _digest(), "zoo": {}}
         if (last := self.body.pop("running", None)) is not None and last not in self.body["zoo"]:
             name, dtype, attention = last.split("|")
@@ -49,7 +53,8 @@ class Results:
 
     def save(self, **more: Any) -> None:
         """Write, with what is new."""
-        self.body |= {"date": time.strftime("%Y-%m-%d")} | more
+        self.body.setdefault("date", time.strftime("%Y-%m-%d"))
+        self.body |= ({} if set(more) == {"attacks"} else {"date": time.strftime("%Y-%m-%d")}) | more
         if self.path is not None:
             draft = self.path.with_suffix(".draft")
             draft.write_text(_lines(self.body) + "\n", encoding="utf-8")
@@ -70,7 +75,7 @@ def _versions() -> dict[str, str]:
 
 def _digest() -> str:
     """Of the package and of what is asked of it."""
-    own = [p for p in Path(__file__).parent.glob("*.py") if p.name not in ("page.py", "validate.py")]
+    own = [p for p in Path(__file__).parent.glob("*.py") if p.name not in ("page.py", "validate.py", "attacks.py")]
     files = sorted([*(ROOT / "src").rglob("*.py"), *own])
     return hashlib.blake2b(b"".join(f.read_bytes() for f in files), digest_size=8).hexdigest()
 
@@ -127,14 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, metavar="N")
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--name", default="", help="rows of the zoo whose name has this text")
+    parser.add_argument("--name", default="", help="rows of the zoo, or suites, whose name has this text")
     parser.add_argument("--again", action="store_true", help="forget what is known")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     sys.path[:0] = [str(Path(__file__).parent)]
     if given.sample is not None:
         sys.exit(sample(given.sample, given.out))
-    results = Results(given.out, given.again)
+    results = Results(given.out, given.again, given.only)
     if given.only in (None, "statistics") and "statistics" not in results.body:
         from simulated import simulate
 
@@ -145,7 +150,9 @@ def main() -> None:
     if given.only in (None, "attacks"):
         from attacks import attack
 
-        results.save(attacks=attack())
+        before = {row["name"]: row for row in results.body.get("attacks", []) if given.name not in row["name"]}
+        rows = before | {row["name"]: row for row in attack(given.name)}
+        results.save(attacks=[rows[name] for name in sorted(rows)])
     from page import page
 
     given.out.with_suffix(".md").write_text(page(results.body), encoding="utf-8")

@@ -107,6 +107,7 @@ def test_the_fingerprint_is_never_overwritten(good, model):
     assert good.read_bytes() == before
 
 
+@pytest.mark.attack("hostile inputs")
 def test_a_damaged_file_is_one_line_and_exit_2(good, model):
     good.write_bytes(good.read_bytes()[:-100])
     words = [sys.executable, "-m", "shaketable", "compare", str(good), str(model)]

@@ -137,6 +137,7 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(tmp_path, whole):
     assert_same_run(tmp_path, whole)
 
 
+@pytest.mark.attack("tampered records")
 def test_a_changed_checkpoint_is_one_line_and_nothing_of_it_is_opened(tmp_path, whole):
     assert shaketable(tmp_path, *RUN, "--out", "run", first=at_event("step", 3)).code == -signal.SIGKILL
     folder = tmp_path / "run" / "checkpoint-2"
@@ -197,6 +198,7 @@ def from_step(step, size):
 
 
 @pytest.mark.parametrize("size", [3_000_000, 8_000_000])
+@pytest.mark.attack("full disks")
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_loses_nothing(tmp_path, whole, size):
     """3 MB cut the weights, 8 MB the state of the optimizer."""
     done = shaketable(tmp_path, *RUN, "--out", "run", first=from_step(4, size))
@@ -208,6 +210,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_loses
     assert_same_run(tmp_path, whole)
 
 
+@pytest.mark.attack("full disks")
 def test_a_disk_that_is_full_when_the_weights_are_saved_is_one_line(tmp_path, whole):
     first = (
         "import resource\nfrom shaketable.harden.grpo.run import Training\nfinish = Training._finish\n"
@@ -223,6 +226,7 @@ def test_a_disk_that_is_full_when_the_weights_are_saved_is_one_line(tmp_path, wh
     assert_same_run(tmp_path, whole)
 
 
+@pytest.mark.attack("full disks")
 def test_a_disk_that_is_full_for_the_record_is_one_line(tmp_path):
     done = shaketable(tmp_path, *RUN, "--out", "run", first=limited(2000))
     assert done.code == 2 and "Traceback" not in done.stderr

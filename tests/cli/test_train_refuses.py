@@ -70,6 +70,7 @@ def test_resume_takes_no_other_options(killed, tmp_path):
     assert not (here / "run" / "model").exists()
 
 
+@pytest.mark.attack("two processes on one study")
 def test_two_processes_do_not_work_on_one_run(killed, tmp_path):
     here = copy_of(killed, tmp_path)
     with RunRecord.open(here / "run", "train").alone():
@@ -77,6 +78,7 @@ def test_two_processes_do_not_work_on_one_run(killed, tmp_path):
     assert shaketable(here, "train", "--resume", "run").code == 0
 
 
+@pytest.mark.attack("tampered records")
 def test_a_damaged_record_is_named(killed, tmp_path):
     here = copy_of(killed, tmp_path)
     record = here / "run" / "record.jsonl"

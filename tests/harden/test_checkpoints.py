@@ -40,6 +40,7 @@ def test_only_sealed_ones_are_found_in_the_order_of_their_steps(tmp_path):
     assert [step_of(p) for p in sealed(tmp_path)] == [9, 10, 100]
 
 
+@pytest.mark.attack("tampered records")
 def test_only_what_the_record_knows_is_resumed_from(tmp_path):
     record = RunRecord.create(tmp_path / "run", "train", {}, {})
     first, second = checkpoint(record.folder, 2), checkpoint(record.folder, 4)
@@ -53,6 +54,7 @@ def test_only_what_the_record_knows_is_resumed_from(tmp_path):
 
 
 @pytest.mark.parametrize("fate", ["changed", "removed", "put there"])
+@pytest.mark.attack("tampered records")
 def test_a_checkpoint_that_is_not_what_was_saved_is_one_line(tmp_path, fate):
     folder = checkpoint(tmp_path, 2)
     (folder / "deep").mkdir()
@@ -70,6 +72,7 @@ def test_a_checkpoint_that_is_not_what_was_saved_is_one_line(tmp_path, fate):
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.attack("kills")
 def test_a_kill_while_sealing_leaves_no_seal(tmp_path, monkeypatch, call):
     folder = checkpoint(tmp_path, 3, whole=False)
 
@@ -134,6 +137,7 @@ def test_nothing_goes_as_long_as_nothing_is_whole(tmp_path):
         RuntimeError("PytorchStreamWriter failed\nNo space left on device"),
     ],
 )
+@pytest.mark.attack("full disks")
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(tmp_path, error):
     with (
         pytest.raises(ShaketableError, match=rf"cannot write checkpoint-2 in .*--resume {tmp_path}") as caught,

@@ -39,6 +39,7 @@ def test_news_that_comes_while_it_is_written_is_written_the_next_time(tmp_path):
     assert json.loads(file.path.read_text()) == {"n": 1}
 
 
+@pytest.mark.attack("full disks")
 def test_a_file_that_cannot_be_written_is_told_once_and_has_everything_later(tmp_path, capsys):
     state, folder = {"n": 0}, tmp_path / "l"
     folder.mkdir()

@@ -95,6 +95,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_program_runs(tmp_p
         assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.attack("kills")
 def test_a_program_that_leaves_in_a_hurry_keeps_its_ledger(tmp_path):
     body = "import os, torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)); os._exit(5)"
     code, ledger, _ = shake(tmp_path / "l", LINEAR, sys.executable, "-c", body)
@@ -139,6 +140,7 @@ def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
     assert ledger["forward"] == 20
 
 
+@pytest.mark.attack("full disks")
 def test_a_ledger_that_cannot_be_written_stops_nobody_and_has_everything_when_it_can(tmp_path):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("pool.py", "multiprocessing", "fork", "away"))
     assert code == 0, printed
@@ -212,6 +214,7 @@ def test_trl_grpo_samples_in_rollout_and_learns_in_train(tmp_path):
     assert {"rollout", "train"} <= set(layer["phases"])
 
 
+@pytest.mark.attack("kills")
 def test_a_killed_process_keeps_its_ledger(tmp_path):
     body = "import torch, time\nm = torch.nn.Linear(4, 4)\n[m(torch.ones(1, 4)) for _ in range(50)]\nprint('done', flush=True)\ntime.sleep(60)"
     folder = tmp_path / "l"

@@ -9,6 +9,8 @@ from architectures import build, tokens
 import shaketable as st
 from shaketable.locate.probes import float64_ops
 
+pytestmark = pytest.mark.attack("coverage of locate")
+
 DTYPES = [torch.float32, torch.bfloat16]
 LENGTH = 256
 

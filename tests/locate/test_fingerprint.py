@@ -150,6 +150,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("archive", [True, False])
+@pytest.mark.attack("hostile inputs")
 def test_a_pickle_is_named_and_never_opened(tmp_path, archive):
     torch.save({"x": Bomb()}, tmp_path / "x.pt", _use_new_zipfile_serialization=archive)
     with pytest.raises(FingerprintError, match="never loaded"):

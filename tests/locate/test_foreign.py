@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import types
 
 import numpy as np
 import pytest
 import torch
-from architectures import build, tokens
+from architectures import ARCHITECTURES, build, tokens
 
 import shaketable as st
+
+pytestmark = pytest.mark.attack("foreign code in a model")
 
 
 def found(model, mode="all", **options):
@@ -109,6 +113,76 @@ def test_a_method_put_on_the_class_is_named_once(monkeypatch):
     diagnosis = found(build("llama"), "host")
     assert [line for line in diagnosis.foreign if "LlamaMLP.forward" in line] == diagnosis.foreign
     assert len(diagnosis.foreign) == 1
+
+
+def times(own, by=1.5):
+    """A function whose result is another one, and which looks like its own."""
+
+    @functools.wraps(own)
+    def wrapped(*given, **named):
+        y = own(*given, **named)
+        return (y[0] * by, *y[1:]) if isinstance(y, tuple) else y * by
+
+    return wrapped
+
+
+def patched(place, name):
+    return lambda patch: patch.setattr(place, name, times(getattr(place, name)))
+
+
+def patched_attention(patch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", times(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+
+
+LLAMA = "transformers.models.llama.modeling_llama"
+FUNCTIONS = {
+    "modeling_llama.apply_rotary_pos_emb": lambda patch: patched(importlib.import_module(LLAMA), "apply_rotary_pos_emb")(patch),
+    "torch.nn.functional.scaled_dot_product_attention": patched(torch.nn.functional, "scaled_dot_product_attention"),
+    "attention.sdpa": patched_attention,
+    "LlamaMLP.forward": lambda patch: patched(importlib.import_module(LLAMA).LlamaMLP, "forward")(patch),
+    "GradientCheckpointingLayer.__call__": lambda patch: patched(
+        importlib.import_module(LLAMA).GradientCheckpointingLayer, "__call__"
+    )(patch),
+    "torch.Tensor.transpose": patched(torch.Tensor, "transpose"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_the_model_calls_by_name_is_named_when_it_was_replaced(monkeypatch, name):
+    model = build("llama")
+    FUNCTIONS[name](monkeypatch)
+    diagnosis = found(model, "host", strict=True)
+    assert f"{name}, which is from {__name__}" in diagnosis.foreign
+    assert diagnosis.verdict != "HEALTHY"
+
+
+@pytest.mark.parametrize("path", ["model.layers.1.mlp", "model.layers.1.mlp.down_proj"])
+def test_what_is_put_around_the_call_of_one_module_is_named(path):
+    model = build("llama")
+    module = model.get_submodule(path)
+    module._call_impl = times(module._call_impl)
+    diagnosis = found(model, "host", strict=True)
+    assert diagnosis.foreign == [f"a _call_impl of its own in {path}"]
+    assert diagnosis.verdict == "INCONCLUSIVE"
+
+
+def test_a_hook_that_says_it_is_from_transformers_is_named():
+    model = build("llama")
+    hook = types.FunctionType(louder.__code__, louder.__globals__)
+    hook.__module__ = "transformers.utils.output_capturing"
+    model.model.layers[1].mlp.register_forward_hook(hook)
+    assert found(model, "host").foreign == ["the hook louder of model.layers.1.mlp"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_fresh_model_has_no_foreign_code(name):
+    from shaketable.locate.capture.foreign_code import foreign_code
+    from shaketable.locate.capture.reference import Reference
+
+    model = build(name, attention="eager")
+    assert foreign_code(model, Reference(model)) == []
 
 
 def test_a_hook_on_an_operator_needs_no_naming_because_the_operator_is_judged():

@@ -219,6 +219,7 @@ class Sometimes:
 
 @pytest.mark.parametrize("mode", ["device", "host", "all"])
 @pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.attack("faults below the plan language")
 def test_a_head_that_is_wrong_in_one_forward_only_is_suspect(mode, call):
     """The two plain forwards are compared with the traced one, logit by logit."""
     model = build("llama")
@@ -228,6 +229,7 @@ def test_a_head_that_is_wrong_in_one_forward_only_is_suspect(mode, call):
     assert "differ in the logits of 1 of 24 tokens" in diagnosis.sentence
 
 
+@pytest.mark.attack("faults below the plan language")
 def test_another_eps_than_the_config_says_is_found_even_if_the_module_says_so_too():
     model = build("llama")
     model.model.layers[2].input_layernorm.variance_epsilon = 1e-2
@@ -235,6 +237,7 @@ def test_another_eps_than_the_config_says_is_found_even_if_the_module_says_so_to
     assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 2, "input_layernorm")
 
 
+@pytest.mark.attack("faults below the plan language")
 def test_another_activation_is_found():
     model = build("llama")
     model.model.layers[0].mlp.act_fn = torch.nn.Hardswish()
@@ -243,6 +246,7 @@ def test_another_activation_is_found():
 
 
 @pytest.mark.parametrize("bit", [0, 13, 22])
+@pytest.mark.attack("faults below the plan language")
 def test_one_wrong_bit_in_one_weight_is_found_against_the_file(saved, bit):
     model = build("llama")
     weight = model.model.layers[1].self_attn.k_proj.weight
@@ -275,6 +279,7 @@ def test_device_mode_finds_what_does_not_commute(plan):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.attack("faults below the plan language")
 def test_device_mode_sees_a_mask_that_leaks(name, dtype, monkeypatch):
     """Every token sees the next one. It does so in every gauge, and twins agree."""
     softmax = torch.nn.functional.softmax
@@ -438,6 +443,7 @@ def hooked(model, path, change):
 
 @pytest.mark.parametrize("rows", [slice(1, None, 2), slice(255, 256), slice(201, 202)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.attack("faults below the plan language")
 def test_wrong_rows_of_a_long_sequence_are_found(rows, dtype):
     """Products of long sequences are replayed at some tokens, and at those whose checksum fires."""
 
@@ -469,6 +475,7 @@ def test_broken_links_outside_of_the_layers_are_found(plan, op):
         ("llama", "model.layers.1.self_attn", "scaling", 1),
     ],
 )
+@pytest.mark.attack("faults below the plan language")
 def test_numbers_and_buffers_are_those_of_the_config(name, path, attribute, layer):
     model = build(name)
     module = model.get_submodule(path)

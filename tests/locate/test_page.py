@@ -338,6 +338,7 @@ def test_device_mode_names_what_it_did_not_run():
     assert "Not run in the mode device: weights, checksum, replay." in words
 
 
+@pytest.mark.attack("hostile inputs")
 def test_hostile_values_stay_text():
     evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{ 7 * 7 }}"
 

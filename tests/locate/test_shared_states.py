@@ -10,6 +10,8 @@ import shaketable as st
 from shaketable.locate.capture.reference import Reference
 from shaketable.locate.capture.trace import trace
 
+pytestmark = pytest.mark.attack("layers that share states")
+
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,

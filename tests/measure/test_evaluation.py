@@ -157,6 +157,7 @@ def test_a_task_without_problems_is_refused(nano):
         "{{ 'x' * 10 ** 15 }}",
     ],
 )
+@pytest.mark.attack("hostile inputs")
 def test_a_chat_template_that_does_not_work_is_one_line(nano, template):
     _, tokenizer = nano
     tokenizer = copy.copy(tokenizer)

@@ -2,7 +2,11 @@
 
 import fcntl
 
+import pytest
+
 from shaketable.io.locks import FOLDER, held, is_held
+
+pytestmark = pytest.mark.attack("two processes on one study")
 
 
 def test_a_run_is_held_while_somebody_works_on_it(tmp_path):

@@ -101,6 +101,7 @@ def test_running_is_who_holds_the_lock_and_nothing_else(tmp_path):
         assert (one(tmp_path).status, one(tmp_path).error) == ("running", None)
 
 
+@pytest.mark.attack("kills")
 def test_a_killed_worker_leaves_a_partial_run(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path; from shaketable.records.record import RunRecord\n"
@@ -130,6 +131,7 @@ def test_failed_holds_until_the_next_attempt(tmp_path):
 
 
 @pytest.mark.parametrize("wide", [0, 3000, 70_000])
+@pytest.mark.attack("tampered records")
 def test_a_finished_record_cut_at_any_byte_is_damaged_and_without_its_seal_partial(tmp_path, wide):
     record = run_in(tmp_path / "run", steps=30 if wide == 3000 else 2, wide=wide)
     data = (record.folder / FILE).read_bytes()
@@ -146,6 +148,7 @@ def test_a_finished_record_cut_at_any_byte_is_damaged_and_without_its_seal_parti
 
 
 @pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.attack("tampered records")
 def test_any_changed_byte_of_a_short_record_is_damage(tmp_path, sealed):
     record = run_in(tmp_path / "run")
     if not sealed:
@@ -157,6 +160,7 @@ def test_any_changed_byte_of_a_short_record_is_damage(tmp_path, sealed):
         assert found.status == "damaged" and found.error.startswith(FILE), place
 
 
+@pytest.mark.attack("tampered records")
 def test_of_a_long_record_the_ends_are_checked_and_the_line_is_named(tmp_path):
     record = run_in(tmp_path / "run", steps=50, wide=3000)
     data = (record.folder / FILE).read_bytes()
@@ -190,6 +194,7 @@ def test_a_last_line_longer_than_the_window_is_read(tmp_path):
     ("content", "why"),
     [(b"garbage\n", "line 1 is no event"), (b'{"schema": "other/9", "verb": "x"}\n', "another version: schema 'other/9'")],
 )
+@pytest.mark.attack("tampered records")
 def test_what_is_no_record_is_damaged(tmp_path, content, why):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FILE).write_bytes(content)
@@ -234,6 +239,7 @@ def test_what_was_read_is_remembered_and_what_changed_is_read_again(tmp_path, mo
     assert Store(tmp_path).summaries()[2].status == "damaged" and looks[5:] == ["c"]
 
 
+@pytest.mark.attack("tampered records")
 def test_an_edit_that_puts_size_and_time_back_is_seen(tmp_path):
     record = run_in(tmp_path / "run")
     assert one(tmp_path).status == "done"
@@ -292,6 +298,7 @@ def spoil(path, how):
 
 
 @pytest.mark.parametrize("how", ["garbage", "cut", "empty", "missing", "folder", "version", "table"])
+@pytest.mark.attack("tampered records")
 def test_a_spoilt_index_changes_no_answer_and_is_made_anew(tmp_path, monkeypatch, how):
     for n in range(40):
         run_in(tmp_path / f"run{n:02}", steps=1)
@@ -303,6 +310,7 @@ def test_a_spoilt_index_changes_no_answer_and_is_made_anew(tmp_path, monkeypatch
     assert bool(looks) == (how == "folder"), "it works again, where it can"
 
 
+@pytest.mark.attack("tampered records")
 def test_rows_of_another_version_mean_nothing(tmp_path, monkeypatch):
     run_in(tmp_path / "run")
     before = listed(tmp_path)
@@ -314,6 +322,7 @@ def test_rows_of_another_version_mean_nothing(tmp_path, monkeypatch):
     assert listed(tmp_path) == before
 
 
+@pytest.mark.attack("tampered records")
 def test_no_flipped_byte_in_the_index_makes_a_wrong_answer(tmp_path):
     for n in range(3):
         run_in(tmp_path / f"run{n}", steps=n)
@@ -326,6 +335,7 @@ def test_no_flipped_byte_in_the_index_makes_a_wrong_answer(tmp_path):
         assert {s.path: s for s in Store(tmp_path).summaries()} == before, place
 
 
+@pytest.mark.attack("two processes on one study")
 def test_an_index_that_others_lock_is_done_without(tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "_WAIT", 0.01)
     run_in(tmp_path / "a")
@@ -340,6 +350,7 @@ def test_an_index_that_others_lock_is_done_without(tmp_path, monkeypatch):
     assert list(listed(tmp_path)) == ["a", "b"]
 
 
+@pytest.mark.attack("read-only folders")
 def test_a_disk_that_cannot_be_written_is_done_without_an_index(tmp_path, monkeypatch):
     run_in(tmp_path / "a")
     connect = sqlite3.connect
@@ -355,6 +366,7 @@ def test_a_disk_that_cannot_be_written_is_done_without_an_index(tmp_path, monkey
     assert set(index_module.Index(tmp_path).read()) == {"a"}, "what it knew is used, and kept"
 
 
+@pytest.mark.attack("two processes on one study")
 def test_many_at_once_agree_while_runs_come_and_go(tmp_path):
     for n in range(20):
         run_in(tmp_path / f"old{n}", steps=1)
@@ -381,6 +393,7 @@ def test_many_at_once_agree_while_runs_come_and_go(tmp_path):
     assert {s.status for s in Store(tmp_path).summaries()} == {"done"}
 
 
+@pytest.mark.attack("two processes on one study")
 def test_a_run_that_is_being_written_is_never_damaged(tmp_path):
     seen, over = set(), threading.Event()
 

@@ -45,6 +45,7 @@ def test_partial_and_missing_proof_are_said_at_the_top():
     assert "PARTIAL" not in markdown(study())
 
 
+@pytest.mark.attack("hostile inputs")
 def test_hostile_text_stays_one_cell():
     found = study()
     found["arms"][0] |= {"name": EVIL, "plan": EVIL, "description": EVIL}

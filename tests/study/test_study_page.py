@@ -358,6 +358,7 @@ def poison(value, keep=("schema", "kind", "status", "verdict")):
     return EVIL if isinstance(value, str) else value
 
 
+@pytest.mark.attack("hostile inputs")
 def test_hostile_values_stay_text():
     found = poison(study())
     found["environments"][0]["facts"] = {EVIL: EVIL}

@@ -214,6 +214,7 @@ def test_pointing_and_arrow_keys_tell_the_numbers(browser, files):
     tab.close()
 
 
+@pytest.mark.attack("hostile inputs")
 def test_hostile_text_is_not_run(browser, tmp_path):
     evil = "<script>window.pwned=1</script></style></script><img src=x onerror=window.pwned=1>\u202e{{ 7 * 7 }}"
     found = study()

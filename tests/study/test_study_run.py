@@ -75,6 +75,7 @@ def written(store):
 
 
 @pytest.mark.slow
+@pytest.mark.attack("kills")
 def test_a_study_killed_at_random_moments_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
     file, store, chance = file_of(tmp_path), tmp_path / "store", random.Random(time.time_ns())
     whole = 60_000
@@ -95,6 +96,7 @@ def test_a_study_killed_at_random_moments_ends_as_if_nothing_had_happened(undist
 
 
 @pytest.mark.slow
+@pytest.mark.attack("two processes on one study")
 def test_two_processes_share_a_study(undisturbed, tmp_path):
     file, store = file_of(tmp_path), tmp_path / "store"
     both = [start(file, store, "--workers", "1") for _ in range(2)]
@@ -133,6 +135,7 @@ def crashing(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.attack("kills")
 def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path):
     (tmp_path / "once").touch()
     arms = {
@@ -165,11 +168,12 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
     assert runs["one", 0]["status"] == "done"
 
 
+@pytest.mark.attack("kills")
 def test_a_worker_does_not_outlive_its_parent(tmp_path):
     """kill -9 of the parent: the worker sees it by itself, and its run is left as partial and not as failed."""
     file, store = file_of(tmp_path, train=data()["train"] | {"steps": 400}), tmp_path / "store"
     process = start(file, store, "--workers", "1")
-    while written(store) < 20_000:  # beyond the diagnosis
+    while not any(b'"event": "step"' in path.read_bytes() for path in store.glob(f"small/runs/*/{FILE}")):  # within a training
         assert process.poll() is None
         time.sleep(0.05)
     pids = {e["pid"] for r in (store / "small" / "runs").glob("[!.]*/") for e in RunRecord.open(r).events("attempt")}
@@ -192,6 +196,7 @@ def _is_alive(pid):
     return True
 
 
+@pytest.mark.attack("kills")
 def test_a_run_left_without_a_first_line_is_begun_anew(tmp_path):
     asked = study(arms={"as it comes": {"train": False}}, compare={}, seeds=1)
     [cell] = cells_of(asked)
@@ -202,6 +207,7 @@ def test_a_run_left_without_a_first_line_is_begun_anew(tmp_path):
     assert RunRecord.open(folder).events("finished")
 
 
+@pytest.mark.attack("tampered records")
 def test_a_damaged_record_is_named_and_left_alone(tmp_path):
     asked = study(arms={"as it comes": {"train": False}}, compare={}, seeds=2)
     by_hand(asked, tmp_path)
@@ -219,6 +225,7 @@ def test_a_damaged_record_is_named_and_left_alone(tmp_path):
     assert broken.read_bytes() == before
 
 
+@pytest.mark.attack("tampered records")
 def test_a_record_of_another_run_is_not_believed(tmp_path):
     asked = study(arms={"as it comes": {"train": False}}, compare={}, seeds=2)
     by_hand(asked, tmp_path)
@@ -233,6 +240,7 @@ def test_a_record_of_another_run_is_not_believed(tmp_path):
         do(second, "small", runs, "test")
 
 
+@pytest.mark.attack("kills")
 def test_a_run_that_was_scored_and_then_killed_still_reads_its_mechanism(tmp_path):
     evaluate = data()["evaluate"] | {"mechanism": True}
     asked = study(arms={"as it comes": {"train": False}}, compare={}, seeds=1, evaluate=evaluate)
@@ -247,6 +255,7 @@ def test_a_run_that_was_scored_and_then_killed_still_reads_its_mechanism(tmp_pat
     assert len(RunRecord.open(folder).events("mechanism")) == len(RunRecord.open(folder).events("examples")) == 1
 
 
+@pytest.mark.attack("tampered records")
 def test_a_sealed_run_whose_record_is_lost_is_not_thrown_away(tmp_path):
     asked = study(arms={"as it comes": {"train": False}}, compare={}, seeds=1)
     by_hand(asked, tmp_path)

@@ -27,6 +27,8 @@ from shaketable.study.run_study import define
 from shaketable.study.store.progress import listed, progress
 from shaketable.study.verify import asked_digest, digest, verify
 
+pytestmark = pytest.mark.attack("tampered records")
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

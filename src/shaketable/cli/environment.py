@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from shaketable.io.output_files import write
+
 
 def env(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON.")] = None,
@@ -17,7 +19,7 @@ def env(
 
     facts = gather()
     if json_file is not None:
-        json_file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write(json_file, json.dumps(facts, indent=2) + "\n")
     width = max(len(k) for k in facts)
     for key, value in facts.items():
         typer.echo(f"{key:<{width}}  {value}")

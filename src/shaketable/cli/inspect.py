@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.io.output_files import write
 from shaketable.plan import Plan
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def inspect(
 
     facts = describe(Anatomy.of(load_skeleton(model)), model, tokens, resolved)
     if json_file is not None:
-        json_file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write(json_file, json.dumps(facts, indent=2) + "\n")
     _print(facts)
 
 

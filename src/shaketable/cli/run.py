@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from shaketable.errors import PlanError
+from shaketable.io.output_files import write
 from shaketable.plan import Plan
 
 
@@ -48,7 +49,7 @@ def run(
     result = run_program(resolved, command, folder, allow_inert=allow_inert)
     _print(result)
     if json_file is not None:
-        json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write(json_file, json.dumps(result.to_dict(), indent=2) + "\n")
     raise typer.Exit(result.exit_code)
 
 

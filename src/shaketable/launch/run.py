@@ -16,6 +16,7 @@ from shaketable.errors import PlanError
 from shaketable.launch.unshaken_processes import called, unshaken
 from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Plan
+from shaketable.records.record import put_in_place
 
 STARTUP = Path(__file__).with_name("startup")
 NOTHING_INJECTED = 3
@@ -107,8 +108,12 @@ def collect(folder: Path, command: list[str], code: int, *, allow_inert: bool = 
     ledgers = [Ledger.from_dict(p["ledger"]) for p in processes]
     merged = Ledger.merge(ledgers) if ledgers else None
     result = RunResult(command, code, folder, merged, processes, allow_inert)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ledger.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        put_in_place(folder / "ledger.json", json.dumps(result.to_dict(), indent=2) + "\n")
+    except OSError as error:
+        line = f"cannot write {folder / 'ledger.json'}: {error.strerror or error}; the program ended with {code}"
+        raise PlanError(f"{line}, and what its processes wrote is in the folder") from None
     return result
 
 

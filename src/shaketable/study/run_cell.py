@@ -34,7 +34,7 @@ def do(cell: Cell, study: str, runs: Path, engine: str, tell: Tell | None = None
         if not ours:
             return "busy"
         folder = runs / cell.name
-        begun = _is_begun(folder)
+        begun = is_begun(folder)
         config = cell.config if begun else _filled_in(cell, runs)
         record = opened(cell, folder) if begun else _new(cell, study, folder, config)
         if record.events("finished"):
@@ -53,7 +53,7 @@ def opened(cell: Cell, folder: Path) -> RunRecord:
     return record
 
 
-def _is_begun(folder: Path) -> bool:
+def is_begun(folder: Path) -> bool:
     """Whether there is a record to go on with. A kill before its first line was whole leaves nothing worth keeping."""
     if (folder / SEAL).exists():
         return True

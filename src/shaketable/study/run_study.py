@@ -4,7 +4,8 @@
     <store>/<study>/runs/<run>/record.jsonl     the runs
 
 The definition is a record like that of a run: chained and append-only. So a report can tell whether the comparison that decides
-was named before the first run had ended, or after.
+was named before the first run had ended, or after: each version says whether there were results by then, because clocks can be
+set.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shaketable.study.cells import Cell, cells_of
 from shaketable.study.config import StudyConfig
 from shaketable.study.engines.queue import RunQueue, Watch
 from shaketable.study.file import parse_study
+from shaketable.study.run_cell import is_begun
 from shaketable.study.store.store import Store
 
 DEFAULT_STORE = Path("shaketable-runs")
@@ -83,13 +85,16 @@ def define(study: StudyConfig, store: Path) -> None:
     with held(folder, DEFINITION, wait=30.0) as ours:
         if not ours:
             raise ShaketableError(f"another process keeps {folder} for itself; try again")
-        if not (folder / DEFINITION / FILE).is_file():
+        if is_begun(folder / DEFINITION):
+            record = RunRecord.open(folder / DEFINITION, "study")
+        else:
             from shaketable.records.environment import gather
 
             record = RunRecord.create(folder / DEFINITION, "study", config, gather(), about={"study": study.study})
-            record.append("defined", config=config)
-        elif (record := RunRecord.open(folder / DEFINITION, "study")).events("defined")[-1]["config"] != config:
-            record.append("defined", config=config)
+        versions = record.events("defined")  # none, where the process was killed after the first line
+        if not versions or versions[-1]["config"] != config:
+            late = any(summary.status == "done" for summary in Store(folder).summaries())
+            record.append("defined", config=config, after_results=late)
 
 
 def described(study: StudyConfig) -> dict[str, Any]:
@@ -98,10 +103,13 @@ def described(study: StudyConfig) -> dict[str, Any]:
 
 
 def definitions(folder: Path) -> list[dict[str, Any]]:
-    """Every version of a study, oldest first: `config` and `time`."""
+    """Every version of a study, oldest first: `config`, `time`, and whether it came `after_results` (not in old ones)."""
     if not (folder / DEFINITION / FILE).is_file():
         raise ShaketableError(f"there is no study in {folder}: it has no {DEFINITION}/{FILE}")
-    return RunRecord.open(folder / DEFINITION, "study").events("defined")
+    found = RunRecord.open(folder / DEFINITION, "study").events("defined")
+    if not found:
+        raise ShaketableError(f"there is no study in {folder} yet: it was stopped before it was written down; run it again")
+    return found
 
 
 def last_defined(folder: Path) -> StudyConfig:

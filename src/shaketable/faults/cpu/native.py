@@ -63,7 +63,10 @@ def _built() -> Path | None:
     if os.environ.get("SHAKETABLE_NATIVE") == "0" or cxx is None:
         return None
     path = cache_folder() / "native" / f"{SOURCE.stem}-{_fingerprint(cxx)}.so"
-    return path if path.exists() or _build(cxx, path) else None
+    try:
+        return path if path.exists() or _build(cxx, path) else None
+    except OSError:  # a cache that cannot be written, or not even be looked into: torch makes the same noise
+        return None
 
 
 def _fingerprint(cxx: str) -> str:

@@ -173,7 +173,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "folder": f"runs/{run.name}",
         "attempts": len(run.of_kind("attempt")),
         "resumed": len(run.of_kind("resumed")),
-        "seconds": times[-1] - times[0] if len(times) > 1 else None,
+        "seconds": times[-1] - times[0] if len(times) > 1 and times == sorted(times) else None,  # no clock that was set back
         "error": run.error,
         "warnings": [e["text"] for e in run.of_kind("warning")],
     }

@@ -45,13 +45,21 @@ def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> Changes:
     ended = _first_end(folder, runs)
     if ended is None:
         return Changes(True, [])
-    before = [v for v in versions if v["time"] <= ended] or versions[:1]
+    if versions[0].get("after_results"):
+        return Changes(False, ["the study was written down after a run had ended: nothing says when its comparison was named"])
+    before = [v for v in versions if _is_before(v, ended)] or versions[:1]
     now, then = described(study), before[-1]["config"]
     decisive, others = _decisive(now, then), _others(now, then)
     late = f"changed {_when(now, versions)}, after the first run had ended"
     notes = [f"{late}: {', '.join(decisive)}; read the primary comparison as exploratory"] if decisive else []
     notes += [f"{late}, beside the primary comparison: {', '.join(others)}"] if others else []
     return Changes(not decisive, notes)
+
+
+def _is_before(version: Mapping[str, Any], ended: float) -> bool:
+    """Whether a version came before the first results. Old ones do not say; there the clock has to."""
+    late: bool = version["after_results"] if "after_results" in version else version["time"] > ended
+    return not late
 
 
 def _first_end(folder: Path, runs: Sequence[Run]) -> float | None:
