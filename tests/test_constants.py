@@ -13,38 +13,38 @@ from shaketable.faults.rng import key_of, mix64
 
 CONSTANTS = {
     # locate: no false alarm, and what is missed
-    "locate.checksums.THRESHOLD": 6.0,  # six standard deviations: one in 10⁹ sums of a healthy device
-    "locate.intervals.ACCUMULATION": 2.0**-24,  # float32 inside of every kernel
-    "locate.intervals.TINY": 2.0**-125,  # what a device may flush to zero
-    "locate.precision.TOLERANCE": {
+    "locate.probes.checksums.THRESHOLD": 6.0,  # six standard deviations: one in 10⁹ sums of a healthy device
+    "locate.probes.rounding.ACCUMULATION": 2.0**-24,  # float32 inside of every kernel
+    "locate.probes.rounding.TINY": 2.0**-125,  # what a device may flush to zero
+    "locate.probes.documented_precision.TOLERANCE": {
         torch.float32: (128.0, 2.0**-24), torch.bfloat16: (6.0, 2.0**-8), torch.float16: (6.0, 2.0**-11),
     },
-    "locate.precision.MOVED": {  # twice the largest that healthy texts showed on a CPU and an H200
+    "locate.probes.documented_precision.MOVED": {  # twice the largest that healthy texts showed on a CPU and an H200
         torch.float32: {"first": (2500.0, 600.0), "later": (12000.0, 5000.0), "layer": (3000.0, 600.0)},
         torch.bfloat16: {"first": (8.0, 3.0), "later": (70.0, 16.0), "layer": (16.0, 5.0)},
         torch.float16: {"first": (40.0, 15.0), "later": (300.0, 70.0), "layer": (70.0, 20.0)},
     },
-    "locate.twins.ENOUGH": 32,
-    "locate.twins.LARGEST_EXPONENT": 3,
+    "locate.probes.twins.ENOUGH": 32,
+    "locate.probes.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
-    "inject.inert_check.ENOUGH": 256,
-    "inject.inert_check.NEVER": 1e-6,
-    "launch.notices.PASSES": 2,
+    "inject.inert.ENOUGH": 256,
+    "inject.inert.NEVER": 1e-6,
+    "launch.inert_notices.PASSES": 2,
     # measured equals asked
-    "inject.ledger.TOLERANCE": 0.1,
+    "ledger.ledger.TOLERANCE": 0.1,
     "faults.sums.SAMPLE": 2**14,
     "faults.sums.ROWS": 2**16,
     "inject.counters._PATIENCE": 7,
     # recomputed micro-batches find their noise
-    "inject.calls._REMEMBERED": 256,
+    "inject.pass_context._REMEMBERED": 256,
     # what a killed process loses
-    "launch.kept_file.PAUSE": 0.05,
-    "launch.kept_file.SHARE": 20,
-    "harden.checkpoints.KEEP": 2,
+    "launch.live_json.PAUSE": 0.05,
+    "launch.live_json.SHARE": 20,
+    "harden.grpo.checkpoints.KEEP": 2,
     # a claim
-    "measure.power.POWER": 0.8,
-    "launch.runner.NOTHING_INJECTED": 3,
-    "study.runs.LAST": 0.1,
+    "measure.stats.power.POWER": 0.8,
+    "launch.run.NOTHING_INJECTED": 3,
+    "study.analysis.runs.LAST": 0.1,
 }  # fmt: skip
 
 

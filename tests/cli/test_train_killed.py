@@ -57,7 +57,7 @@ def in_checkpoint(step, part):
             "Path.replace = patched\n"
         )
     return KILL + (
-        "from shaketable.harden import checkpoints\nseal = checkpoints.seal\n"
+        "from shaketable.harden.grpo import checkpoints\nseal = checkpoints.seal\n"
         f"def patched(folder, content): folder.name == 'checkpoint-{step}' and kill(); seal(folder, content)\n"
         "checkpoints.seal = patched\n"
     )

@@ -371,7 +371,7 @@ def test_many_at_once_agree_while_runs_come_and_go(tmp_path):
     for n in range(20):
         run_in(tmp_path / f"old{n}", steps=1)
     code = (
-        "import sys; from shaketable.study import store; store.FRESH = -1e9\n"
+        "import sys; from shaketable.study.store import store; store.FRESH = -1e9\n"
         "for _ in range(15):\n"
         "    found = store.Store(sys.argv[1]).summaries()\n"
         "    assert sum(s.path.startswith('old') and s.status == 'done' for s in found) == 20, found\n"

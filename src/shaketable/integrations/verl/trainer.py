@@ -52,7 +52,7 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         total = self.shaking.total_steps(self.total_training_steps, self.steps_per_epoch, self.config.trainer.total_epochs)
         roles = {role: self.shaking.instructions(role, total) for role in ("sampler", "actor")}
         instructions = {role: found for role, found in roles.items() if found is not None}
-        self.workers = VerlWorkers(
+        self.shaken = VerlWorkers(
             self.shaking.ledger, instructions, self.config.trainer.n_gpus_per_node * self.config.trainer.nnodes
         )
         if "sampler" in instructions:
@@ -83,18 +83,18 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def on_init_end(self) -> None:
         """All workers are there."""
-        if "actor" in self.workers.instructions:
-            self.actor_rollout_wg.shake(self.workers.instructions["actor"].model_dump())
+        if "actor" in self.shaken.instructions:
+            self.actor_rollout_wg.shake(self.shaken.instructions["actor"].model_dump())
         super().on_init_end()
         self._refresh()
-        self.workers.check_in()
-        print(f"shaketable: all workers act on their instructions ({self.workers.folder})", flush=True)
+        self.shaken.check_in()
+        print(f"shaketable: all workers act on their instructions ({self.shaken.folder})", flush=True)
 
     def on_step_begin(self) -> None:
         """A step begins with its rollouts."""
         super().on_step_begin()
         step = self.global_steps - 1
-        if "actor" in self.workers.instructions:
+        if "actor" in self.shaken.instructions:
             self.actor_rollout_wg.shake_step(step)
         self._tell("set_step", step, step=step, phase="rollout")
 
@@ -102,19 +102,19 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         """Off."""
         super().on_validate_begin()
         if self._tell("set_phase", "eval", phase="eval"):
-            self.workers.check_clean()
-            self.workers.begin()
+            self.shaken.check_clean()
+            self.shaken.begin()
 
     def _validate(self) -> dict[str, Any]:
         """A validation, with the proof that it was of the model it claims to be of, while samplers still validate."""
         found: dict[str, Any] = super()._validate()
         self._refresh()
-        return {**found, "shaketable/validation_fires": float(self.workers.after_validation())}
+        return {**found, "shaketable/validation_fires": float(self.shaken.after_validation())}
 
     def on_validate_end(self) -> None:
         """On. What is written into weights now belongs to no step; before the first one, to that: samplers are at step 0."""
         if self._tell("set_phase", "rollout", phase="rollout") and self.global_steps:
-            self.workers.begin()
+            self.shaken.begin()
         super().on_validate_end()
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
@@ -128,9 +128,9 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         """verl asks for metrics when the step is done and the samplers are awake again."""
         found = super()._consume_sync_metrics()
         self._refresh()
-        ours = self.workers.after_step(self._trained())
+        ours = self.shaken.after_step(self._trained())
         epoch = (self.global_steps - 1) // self.steps_per_epoch
-        self.workers.log({"step": self.global_steps, "epoch": epoch} | ours)
+        self.shaken.log({"step": self.global_steps, "epoch": epoch} | ours)
         return {**found, **ours}
 
     def _trained(self) -> tuple[str, ...]:
@@ -144,20 +144,20 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         """Train; then merge the ledgers, and raise where nothing was hit."""
         super().fit(agent_loop_manager)
         self._refresh()
-        self.workers.finish()
-        print(f"shaketable: merged ledger in {self.workers.folder}", flush=True)
+        self.shaken.finish()
+        print(f"shaketable: merged ledger in {self.shaken.folder}", flush=True)
 
     # ---- calls
 
     def _tell(self, call: str, value: Any, **then: Any) -> bool:
         """Call all samplers, and see that it has reached them; False when they have no instructions."""
-        if "sampler" not in self.workers.instructions:
+        if "sampler" not in self.shaken.instructions:
             return False
         self._call(call, value)
         self._mark += 1
         self._call("write_report", self._mark)
-        self.workers.read(self._mark, "sampler")
-        self.workers.check_samplers(**then)
+        self.shaken.read(self._mark, "sampler")
+        self.shaken.check_samplers(**then)
         return True
 
     def _call(self, method: str, *args: Any) -> None:
@@ -167,11 +167,11 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _refresh(self) -> None:
         """Have every worker bring its report up to date, and read it."""
         self._mark += 1
-        if "sampler" in self.workers.instructions:
+        if "sampler" in self.shaken.instructions:
             self._call("write_report", self._mark)
-        if "actor" in self.workers.instructions:
+        if "actor" in self.shaken.instructions:
             self.actor_rollout_wg.write_report(self._mark)
-        self.workers.read(self._mark)
+        self.shaken.read(self._mark)
 
 
 def _extension(chosen: str | None) -> str:

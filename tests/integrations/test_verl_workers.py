@@ -64,10 +64,10 @@ class Worker:
 
 
 class Run:
-    """A workers and its workers, who answer whenever they are asked."""
+    """The workers as the trainer sees them, and as they are, who answer whenever they are asked."""
 
     def __init__(self, folder, instructions, size=1):
-        self.workers = VerlWorkers(folder, instructions, size, patience=0)
+        self.shaken = VerlWorkers(folder, instructions, size, patience=0)
         self.workers = [Worker(folder, role, rank, instructions[role]) for role in instructions for rank in range(size)]
         self.mark = 0
 
@@ -75,8 +75,8 @@ class Run:
         self.mark += 1
         for worker in self.workers:
             worker.file.flush(self.mark)
-        self.workers.read(self.mark)
-        return self.workers
+        self.shaken.read(self.mark)
+        return self.shaken
 
     def step(self, *trained):
         return self.read().after_step(trained or ("forward", "backward"))
@@ -88,7 +88,7 @@ class Run:
 def test_all_there(tmp_path):
     run = Run(tmp_path, {"sampler": ORDERS, "actor": ORDERS}, size=2)
     run.read().check_in()
-    run.workers.check_samplers(step=0, phase="rollout")
+    run.shaken.check_samplers(step=0, phase="rollout")
     for worker in run.workers:
         worker.work(3)
     first = run.step()
@@ -97,7 +97,7 @@ def test_all_there(tmp_path):
     for worker in run.workers[1:]:
         worker.work()
     assert run.step()["shaketable/sampler/forward"] == 1, "since the last time"
-    assert run.workers.after_validation() == 0
+    assert run.shaken.after_validation() == 0
     body = run.finish()
     assert body["merged"]["sampler.plan"]["forward"] == 7
     assert body == json.loads((tmp_path / "ledger.json").read_text())
@@ -291,7 +291,7 @@ def test_one_worker_whose_values_change_proves_the_clause(tmp_path):
     run.step()
     run.workers[0].work(40)
     run.step()
-    assert ("sampler", "plan") in run.workers._proven
+    assert ("sampler", "plan") in run.shaken._proven
 
 
 def test_an_error_is_that_of_the_step(tmp_path):
