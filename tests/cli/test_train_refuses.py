@@ -12,7 +12,7 @@ RUN = [
     "train", "--device", "cpu", "--prompts", "4", "--samples", "4", "--lr", "1e-3", "--eval-n", "8", "--temperature", "2",
 ]  # fmt: skip
 STOP = (  # dies before the seal of the checkpoint of step 4, so that step 2 is the last one
-    "import os, signal\nfrom shaketable.harden import checkpoints\nseal = checkpoints.seal\n"
+    "import os, signal\nfrom shaketable.harden.grpo import checkpoints\nseal = checkpoints.seal\n"
     "def patched(folder, content):\n"
     "    folder.name.endswith('-4') and os.kill(os.getpid(), signal.SIGKILL)\n"
     "    seal(folder, content)\n"

@@ -32,7 +32,7 @@ def saturation(part: Tensor, ceiling: Tensor, c: Tensor, f: Tensor) -> float:
     order = part.sort(descending=True)
     size, u = (f * c.sign())[order.indices], ceiling[order.indices]
     d = (f - c).square()[order.indices]
-    fu, uu, ff = (size * u).cumsum(0), u.square().cumsum(0), size.square().cumsum(0)
+    fu, uu, ff = (size * u).cumsum(0), u.square().cumsum(0), f.square()[order.indices].cumsum(0)
     low = torch.cat([order.values[1:], order.values.new_zeros(1)])
     t = torch.minimum(torch.maximum(fu / uu.clamp_min(1e-300), low), order.values)
     cost = ff - 2 * t * fu + t.square() * uu + (d.sum() - d.cumsum(0))
