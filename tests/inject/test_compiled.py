@@ -1,10 +1,14 @@
 """Plans inside torch.compile: in the graph, fresh at every call, changed live; what is off is in `test_compiled_off.py`."""
 
+import gc
+
 import pytest
 import torch
+from torch import nn
 
 import shaketable as st
 from shaketable.inject import fault_operator
+from shaketable.inject.compile import custom_ops
 
 PLANS = {
     "relative_gaussian:0.05@module.linear,direction=both": (14, 14),
@@ -166,3 +170,16 @@ def test_inductor_agrees_with_eager_on_what_happened(tinier_llama, counters):
         assert graphs() == made + 1
     assert not torch.allclose(noisy, clean, atol=1e-4)
     assert torch.equal(step(compiled, tinier_llama), clean)
+
+
+def test_tables_that_dynamo_reads_do_not_shrink_when_the_garbage_collector_runs():
+    """It may run while dynamo walks through one of them."""
+    model = nn.Linear(4, 4)
+    injection = st.inject(model, "gain:0.5@module.linear", allow_inert=True)
+    handle = injection.handle
+    injection.close()
+    del injection
+    gc.collect()
+    assert handle in custom_ops.traces and handle in custom_ops.present
+    st.inject(model, "gain:0.5@module.linear", allow_inert=True).close()
+    assert handle not in custom_ops.traces and handle not in custom_ops.present

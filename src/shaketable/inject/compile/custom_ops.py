@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shaketable.inject import fault_operator
 from shaketable.inject.compile import fused_noise
+from shaketable.inject.compile.registries import leave_with
 from shaketable.inject.fault_operator import Application
 from shaketable.inject.pass_context import Pass, in_backward
 from shaketable.plan import PHASES
@@ -108,7 +109,7 @@ def know(injection: Injection) -> int:
     present[handle] = False
     traces[handle] = Trace(handle, len(injection.plan.clauses))
     for table in (present, traces):
-        weakref.finalize(injection, table.pop, handle, None)
+        leave_with(injection, table, handle)
     return handle
 
 

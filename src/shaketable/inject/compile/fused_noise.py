@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,6 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shaketable.faults import gpu
 from shaketable.faults.gpu.recipes import recipe
 from shaketable.faults.rng import normals_of_words
+from shaketable.inject.compile.registries import leave_with
 
 if TYPE_CHECKING:
     from shaketable.inject.device.table import DeviceTable
@@ -84,14 +84,14 @@ def place_on(table: DeviceTable) -> None:
     """Tell the taps of a table where in it they are, so that graphs can be traced with that."""
     number, found = table.injection.handle, groups(list(table.taps))
     passes[number] = FusedPass(table, [len(taps) * table.uses for taps in found])
-    weakref.finalize(table.injection, passes.pop, number, None)
+    leave_with(table.injection, passes, number)
     for copy, taps in enumerate(found):
         for i, tap in enumerate(taps):
             how = recipe(tap.fault)
             if how is not None and how.is_noise:
                 relative, row = how.kind == gpu.RELATIVE, table.taps[tap] * table.uses
                 seats[tap.handle] = Seat(number, row, table.place(tap, False), relative, copy, i * table.uses, tap is taps[-1])
-                weakref.finalize(tap, seats.pop, tap.handle, None)
+                leave_with(tap, seats, tap.handle)
 
 
 class FusedPass:
