@@ -68,14 +68,14 @@ bench-locate: $(STAMP) ## Thousands of planted faults; about an hour on one core
 	$(BIN)/python benchmarks/locate.py --out benchmarks/locate.json
 
 bench-locate-sample: $(STAMP) ## A sample of them; fails on a false alarm or a miss
-	$(BIN)/python benchmarks/locate.py --sample 200 --prompts 2 --whole 4
+	$(BIN)/python benchmarks/locate.py --sample 120 --prompts 2 --whole 4
 
 # A run that was stopped goes on. CI runs a sample.
 validate: $(STAMP) ## Every architecture, the attacks and simulated studies; half an hour on one core
 	$(BIN)/python validation/validate.py
 
 validate-sample: $(STAMP) ## A sample of the architectures; may fail only where docs/validation.md says so
-	$(BIN)/python validation/validate.py --sample 24
+	$(BIN)/python validation/validate.py --sample 12
 
 mutants: $(STAMP) ## Bugs planted one at a time: which of them no test catches
 	$(BIN)/python scripts/mutants.py
