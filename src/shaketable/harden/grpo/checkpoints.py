@@ -49,7 +49,7 @@ def writing(what: str, out: Path) -> Iterator[None]:
 
 def seal(folder: Path, content: dict[str, Any]) -> None:
     """Declare a checkpoint whole."""
-    with replacing(folder / SEAL, lasting=True) as draft:
+    with replacing(folder / SEAL) as draft:
         draft.write_text(json.dumps(content), encoding="utf-8")
         for path in folder.iterdir():
             if path.is_file():
