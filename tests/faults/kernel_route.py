@@ -21,12 +21,12 @@ from torch import Tensor
 from shaketable.faults import gpu
 from shaketable.faults.gpu import dispatch
 
-ON_CARD = torch.cuda.is_available()
-DEVICE = "cuda" if ON_CARD else "cpu"
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 kernels = [
-    pytest.mark.gpu if ON_CARD else pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.gpu if ON_GPU else pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.skipif(dispatch._kernels() is None, reason="no Triton here"),
-    pytest.mark.skipif(not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU and no interpreter"),
+    pytest.mark.skipif(not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU and no interpreter"),
 ]
 quick = settings(derandomize=True, deadline=None, database=None, max_examples=12)
 
@@ -94,7 +94,7 @@ def fused() -> Iterator[list[str]]:
         return mock.patch.object(gpu, name, call)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dispatch, "fits", _fits if ON_CARD else _interpreted))
+        stack.enter_context(mock.patch.object(dispatch, "fits", _fits if ON_GPU else _interpreted))
         stack.enter_context(np.errstate(all="ignore"))
         for name in ("clipped", "coded", "moment", "noise", "shift", "top"):
             stack.enter_context(spy(name))
@@ -118,5 +118,5 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def every_number(dtype: torch.dtype) -> Tensor:
     """Every number of a 16-bit type (every eleventh in the interpreter); of float32 those with the first 16 bits of each."""
-    raw = torch.arange(0, 2**16, 1 if ON_CARD else 11, dtype=torch.int32)
+    raw = torch.arange(0, 2**16, 1 if ON_GPU else 11, dtype=torch.int32)
     return ((raw << 16).view(torch.float32) if dtype == torch.float32 else raw.to(torch.int16).view(dtype)).to(DEVICE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_route import DEVICE, ON_CARD, fused, kernels, same
+from kernel_route import DEVICE, ON_GPU, fused, kernels, same
 
 from shaketable.faults import gpu
 from shaketable.faults.gpu import dispatch
@@ -110,7 +110,7 @@ def test_a_kernel_acts_by_its_row_counts_and_measures(table, relative, n):
     z = plain_normals(n, wanted_key(3, 2, 1), torch.device("cpu")).to(DEVICE)
     scale = table.live[3, 0]
     wanted = x + x * (z * scale) if relative else x + z * scale
-    assert torch.allclose(y, wanted, rtol=0, atol=1e-3) if ON_CARD else same(y, wanted)
+    assert torch.allclose(y, wanted, rtol=0, atol=1e-3) if ON_GPU else same(y, wanted)
     row = table.sums[3].tolist()
     assert row[:4] == [0.0, 1.0, 0.0, 0.0]
     assert row[c.VALUES] == row[c.CHANGED] == min(n, 2048)

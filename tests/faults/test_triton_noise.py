@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_route import DEVICE, HARD, KEYS, ON_CARD, fused, kernels, plain, quick, same, tensors
+from kernel_route import DEVICE, HARD, KEYS, ON_GPU, fused, kernels, plain, quick, same, tensors
 
 from shaketable.faults import Draw, gpu, make_fault
 from shaketable.faults.gpu import dispatch
@@ -21,7 +21,7 @@ SIZES = (1, 2, 31, 32, 33, 1024, 2047, 2048, 2049, 5000)
 
 def alike(fast, wanted, x, reach):
     """The same bits in the interpreter; on a GPU, whose logarithm and sine are its own, within 2e-4 of `reach` and rounding."""
-    if not ON_CARD:
+    if not ON_GPU:
         return same(fast, wanted)
     far = (fast.double() - wanted.double()).abs()
     slack = 2e-4 * reach + 4 * torch.finfo(x.dtype).eps * (wanted.double().abs() + x.double().abs()) + torch.finfo(x.dtype).tiny
@@ -103,7 +103,7 @@ def test_the_normals_are_those_of_the_generator_at_every_size(n):
     with fused():
         z = gpu.noise(torch.zeros(n, device=DEVICE), 1.0, key, relative=False)
     off = (z.cpu() - plain_normals(n, Draw(key).normal_key, torch.device("cpu"))).abs()
-    assert off.max() <= (2e-4 if ON_CARD else 0.0)
+    assert off.max() <= (2e-4 if ON_GPU else 0.0)
     assert (off <= 2e-6).double().mean() > 0.999 or n < 5000
 
 

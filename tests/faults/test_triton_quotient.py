@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from kernel_route import DEVICE, INF, NAN, ON_CARD, kernels, same
+from kernel_route import DEVICE, INF, NAN, ON_GPU, kernels, same
 
 from shaketable.faults.formats import to_e4m3, to_e5m2
 
@@ -31,7 +31,7 @@ def probed(name, *columns):
     out = torch.empty_like(columns[0])
     n = out.numel()
     with np.errstate(all="ignore"):
-        kernel(name)[(-(-n // 8192),)](*columns, out, n, FAST=ON_CARD, BLOCK=8192, enable_fp_fusion=False)
+        kernel(name)[(-(-n // 8192),)](*columns, out, n, FAST=ON_GPU, BLOCK=8192, enable_fp_fusion=False)
     return out.cpu().numpy()
 
 
@@ -93,7 +93,7 @@ def test_the_pairs_that_the_proof_leaves_open_are_tried():
 def extreme_scales(top):
     """From the smallest subnormal to what the largest float makes, the odd ends of each, and what is no number."""
     rng = np.random.default_rng(2)
-    spread = np.exp2(rng.uniform(-149, 128, 300 if not ON_CARD else 3000)) / top
+    spread = np.exp2(rng.uniform(-149, 128, 300 if not ON_GPU else 3000)) / top
     edges = [2.0**e * f for e in (-149, -148, -146, -127, -126, -125, -31, -30, -29, 0, 64) for f in (1.0, 1.5, 2 - 2**-23)]
     tops = [k * 2.0**-149 for k in (1, 2, 3, 7, 447, 448, 671, 672, 57344)] + [3.3895313892515355e38, 3.4028234663852886e38]
     with np.errstate(all="ignore"):

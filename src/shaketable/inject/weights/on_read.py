@@ -98,7 +98,7 @@ class WeightTaps:
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self.original: Any = type(module)
-        self.dressed: Any = self.original
+        self.subclass: Any = self.original
         """Its class with our properties."""
         self.taps: list[WeightTap] = []
         self.local = local()
@@ -252,8 +252,8 @@ def _set_class(module: nn.Module, found: WeightTaps) -> None:
     names = tuple(sorted({t.name for t in found.taps}))
     kind: Any = kind_of(found, names) if names else found.original
     now: Any = type(module)
-    module.__class__ = exchanged(now, found.dressed, kind)
-    found.dressed = kind
+    module.__class__ = exchanged(now, found.subclass, kind)
+    found.subclass = kind
 
 
 def rebase(module: nn.Module, old: Any, new: Any) -> None:
