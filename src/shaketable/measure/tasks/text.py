@@ -44,7 +44,7 @@ class TextTask(Task):
             rows = read_rows(path)
             require(path, rows, "text", "lines")
             return [text_at(path, number, row, "text") for number, row in rows]
-        return _parts(path)
+        return parts_of(path)
 
     def describe(self) -> dict[str, Any]:
         """Name and parameters, for run records."""
@@ -63,7 +63,8 @@ def _no_problems() -> NoReturn:
     raise ShaketableError("the text task has texts to read and no problems to solve; use e.g. arithmetic or gsm8k")
 
 
-def _parts(path: Path) -> list[str]:
+def parts_of(path: Path) -> list[str]:
+    """The paragraphs of a text file, or its lines where it has no blank ones."""
     whole = read_text(path).strip()
     paragraphs = re.split(r"\n[ \t]*\n\s*", whole)
     parts = paragraphs if len(paragraphs) > 1 else whole.split("\n")
