@@ -14,6 +14,7 @@ from shaketable.cli.compare import compare
 from shaketable.cli.environment import env
 from shaketable.cli.fingerprint import fingerprint
 from shaketable.cli.guide import guide
+from shaketable.cli.harden import harden
 from shaketable.cli.inspect import inspect
 from shaketable.cli.locate import locate
 from shaketable.cli.run import run
@@ -55,6 +56,7 @@ app.command()(compare)
 app.command()(guide)
 app.command()(sweep)
 app.command()(train)
+app.command()(harden)
 app.add_typer(study)
 app.command()(env)
 

@@ -92,7 +92,7 @@ def train(
     """
     check_free([f for f in (json_file,) if f is not None], [], force)
     if resume is not None:
-        given = [f"--{n.replace('_', '-')}" for n in context.params if _is_given(context, n) and n not in RESUME_TAKES]
+        given = [f"--{n.replace('_', '-')}" for n in context.params if is_given(context, n) and n not in RESUME_TAKES]
         if given:
             raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
         _go_on(resume, json_file)
@@ -105,7 +105,7 @@ def train(
     text, plan_seed = _plan(plan)
     noise = None if aqn is None else AQN.load(aqn).text()
     eval_plans = tuple(dict.fromkeys(Plan.load(p).text() for p in eval_plan or ()))
-    chosen = _device(device)
+    chosen = chosen_device(device)
     fields = {
         "model": model, "task": task, "plan": text, "plan_seed": plan_seed, "plan_in": plan_in, "aqn": noise, "steps": steps,
         "seed": seed, "tis": tis, "prompts": prompts, "samples": samples, "micro_batch": micro_batch, "lr": lr,
@@ -125,7 +125,8 @@ def train(
     _start(config, out, json_file)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -140,7 +141,8 @@ def _plan(plan: str | None) -> tuple[str | None, int | None]:
     return found.text(), found.seed if plan.strip().endswith((".yaml", ".yml")) else None
 
 
-def _device(device: str | None) -> str:
+def chosen_device(device: str | None) -> str:
+    """The device that was asked for, if it is here; what this machine has by default."""
     import torch
 
     from shaketable.models import check_device

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_model, save_model
@@ -33,7 +33,6 @@ from torch import Tensor
 
 from shaketable.errors import ShaketableError
 from shaketable.faults.rng import key_of
-from shaketable.harden.grpo.config import TrainConfig
 from shaketable.io.cache_folder import cache_folder
 from shaketable.io.replacing import sync
 from shaketable.locate.capture.model_identity import device_name
@@ -50,6 +49,22 @@ RATES = ((10_000_000, 1e-3), (1_000_000_000, 1e-4))
 """Learning rates by size; 1e-5 above the last."""
 
 
+class Warming(Protocol):
+    """What of a run's configuration matters here."""
+
+    @property
+    def warm_start(self) -> int:
+        """Supervised steps."""
+
+    @property
+    def device(self) -> str:
+        """Where."""
+
+    @property
+    def dtype(self) -> str:
+        """Arithmetic."""
+
+
 def check_answers(task: Task) -> None:
     """Refuse a task whose own answers, written out as they stand, would not be right: they would teach a wrong form."""
     have = len(task.problems("train"))
@@ -59,7 +74,7 @@ def check_answers(task: Task) -> None:
             raise ShaketableError(f"no warm start on {task.name}: {what}, is not right when it is written as it stands")
 
 
-def warm_start(config: TrainConfig, task: Task, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:
+def warm_start(config: Warming, task: Task, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:
     """Give the model the weights after the supervised phase; returns what the record says of it.
 
     Raises:
@@ -83,7 +98,7 @@ def warm_start(config: TrainConfig, task: Task, model: Any, tokenizer: Any, tell
         return {**facts, "cached": False}
 
 
-def _rows(config: TrainConfig, task: Task) -> list[Problem]:
+def _rows(config: Warming, task: Task) -> list[Problem]:
     """The problems of all steps; another pass in another order when they run out."""
     wanted, have = config.warm_start * BATCH, len(task.problems("train"))
     passes = -(-wanted // have)
@@ -91,7 +106,7 @@ def _rows(config: TrainConfig, task: Task) -> list[Problem]:
     return drawn[:wanted]
 
 
-def _made_of(config: TrainConfig, task: Task, model: Any, rows: list[Problem]) -> dict[str, Any]:
+def _made_of(config: Warming, task: Task, model: Any, rows: list[Problem]) -> dict[str, Any]:
     """All that the weights after the phase depend on."""
     size = sum(p.numel() for p in model.parameters())
     return {
@@ -119,7 +134,7 @@ def _batches(task: Task, tokenizer: Any, rows: list[Problem]) -> Iterator[list[t
         yield [(prompt, [*answer, *end]) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def _train(config: TrainConfig, model: Any, tokenizer: Any, batches: Any, lr: float, tell: Tell) -> list[float]:
+def _train(config: Warming, model: Any, tokenizer: Any, batches: Any, lr: float, tell: Tell) -> list[float]:
     """AdamW, the rate falling to nothing in a line; nobody else's random numbers are used up."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     pad, losses = Decoder.of(model, tokenizer, 1).pad, []

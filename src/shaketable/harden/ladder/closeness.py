@@ -1,7 +1,7 @@
-"""How close a model under a fault is to the clean one, on completions that the clean model wrote: KL and agreement, by sequence.
+"""How close a model under a fault is to the clean one, on completions that the clean model wrote: KL and agreement.
 
-Accuracy moves in steps and says nothing of a model that solves no problem. KL(clean‖faulty) and the share of positions whose most
-likely token is the same are there for every model and every text, and need no answers.
+Accuracy moves in steps and says nothing of a model that solves no problem. KL(clean‖faulty) and the share of positions whose
+most likely token is the same are there for every model and every text, and need no answers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training under the fault: towards the clean model's own distribution (distil), or towards given answers (supervise).
 
 Each step: sequences of its own, the plan that was drawn for it on in the forward pass, noise of its own, the gradient by the
-fault's own formula, AdamW at a rate that falls to 0 in a line. Every `clean_every`-th step is without the fault: on nano under a
-dead zone, all steps faulty end at 95 % under the fault and 92 % without it, every second one clean at 98 % and 99 %.
+fault's own formula, AdamW at a rate that falls to 0 in a line. Every `clean_every`-th step is without the fault: on nano under
+a dead zone, all steps faulty end at 95 % under the fault and 92 % without it, every second one clean at 98 % and 99 %.
 
 A step depends on its number alone (sequences, plan, noise), and weights and moments are saved, without pickles: a run that was
 killed goes on to the same bits.
@@ -94,9 +94,7 @@ class Steps:
         self.optimizer.param_groups[0]["lr"] = self.rate(step)
         pairs = [pair for pair in self.batches.at(step) if pair[1]]
         if not pairs:
-            raise ShaketableError(
-                f"step {step}: the clean model completes no prompt with a single token; nothing to learn from"
-            )
+            raise ShaketableError(f"step {step}: the clean model writes nothing to any of its prompts; nothing to learn from")
         loss, norm = self._gradients(pairs, injection, step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -118,7 +116,7 @@ class Steps:
             injection.step = self.first + step
         for at in range(0, len(pairs), size):
             loss = self._loss(pairs[at : at + size], injection) / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         return torch.stack(total).sum(), norm

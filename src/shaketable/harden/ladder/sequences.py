@@ -39,7 +39,8 @@ class Source:
     """Where prompts come from."""
 
     task: Task | None
-    learnt: list[Problem]
+    learnt: Sequence[Problem]
+    """May be a million, made when they are asked for."""
     tests: list[Problem]
     limit: int
     """The most tokens of a completion."""
@@ -53,7 +54,7 @@ class Source:
         task = load_task(config.task)
         if task.kind != "generate":
             raise ShaketableError(f"the task {task.name} has no problems to solve; give its file as --prompts instead")
-        learnt = list(task.problems("train"))
+        learnt = task.problems("train")
         if not learnt:
             raise ShaketableError(f"the task {task.name} has no train problems")
         return cls(task, learnt, sample(task, "test", config.eval_n, config.eval_seed), task.max_new_tokens)
@@ -85,11 +86,30 @@ def _texts(path: Path) -> list[str]:
     return [text_at(path, number, row, key) for number, row in rows]
 
 
+class Prompts:
+    """The prompts that are learnt from, as tokens, each made when it is asked for and refused when it does not fit."""
+
+    def __init__(self, source: Source, tokenizer: Any, model: Any) -> None:
+        self.source, self.tokenizer = source, tokenizer
+        self.context: int | None = getattr(model.config, "max_position_embeddings", None)
+
+    def __len__(self) -> int:
+        return len(self.source.learnt)
+
+    def __getitem__(self, place: int) -> list[int]:
+        problem = self.source.learnt[place]
+        tokens = self.source.tokens(self.tokenizer, problem)
+        if self.context is not None and len(tokens) + self.source.limit > self.context:
+            parts = f"a prompt of {len(tokens)} tokens and a completion of {self.source.limit}"
+            raise ShaketableError(f"{problem.id}: {parts} do not fit into the model's context of {self.context}")
+        return tokens
+
+
 class OwnCompletions:
     """The batches of all steps: prompts in random order, each completed by the clean model when its step is near."""
 
-    def __init__(self, config: HardenConfig, prompts: list[list[int]], decoder: Decoder, complete: Callable[..., Any]) -> None:
-        """`complete` decodes prompts with the clean model: (decoder, prompts, generator) → completions."""
+    def __init__(self, config: HardenConfig, prompts: Prompts, decoder: Decoder, complete: Callable[..., Any]) -> None:
+        """`complete` decodes prompts with the clean model: (decoder, prompts, key) → completions."""
         self.config, self.prompts, self.decoder, self.complete = config, prompts, decoder, complete
         self.steps_ahead = max(1, AHEAD // config.batch)
         self._chunk, self._pairs = -1, list[Pair]()
@@ -135,11 +155,3 @@ class Answers:
         problems = [self.source.learnt[i] for i in chosen]
         answers = self.tokenizer([p.answer for p in problems], add_special_tokens=False)["input_ids"]
         return [(self.source.tokens(self.tokenizer, p), [*a, *self.end]) for p, a in zip(problems, answers, strict=True)]
-
-
-def check_context(model: Any, prompts: Sequence[Sequence[int]], limit: int, what: str) -> None:
-    """Refuse prompts that do not fit into the model with their completions."""
-    longest, context = max(len(p) for p in prompts), getattr(model.config, "max_position_embeddings", None)
-    if context is not None and longest + limit > context:
-        parts = f"a prompt of {longest} tokens and a completion of {limit}"
-        raise ShaketableError(f"{what}: {parts} do not fit into the model's context of {context}")

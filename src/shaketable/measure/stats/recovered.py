@@ -3,8 +3,8 @@
     share = (after − before) / (clean − before)          before, after: scores under the fault; clean: without it, before
 
 A ratio of two means that are both uncertain, on the same problems. Its interval is Fieller's, made by turning a test round: R
-belongs to it as long as the mean of d(R) = (after − before) − R·(clean − before) cannot be told from 0. The test is the one that
-the difference itself would get (`tests.py`): crossed seeds and problems for several training seeds, Student's t with two
+belongs to it as long as the mean of d(R) = (after − before) − R·(clean − before) cannot be told from 0. The test is the one
+that the difference itself would get (`tests.py`): crossed seeds and problems for several training seeds, Student's t with two
 pseudo-problems for one. When the loss itself is not sure, the set has no end, and the interval says so by an infinite one.
 
 Rejected: the delta method, symmetric by construction, which covers too little when the loss is small; the bootstrap, for the

@@ -1,0 +1,203 @@
+"""`shaketable harden`: give back what a fault takes, the cheapest repair first, and say how much came back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shaketable.cli.train import TASK, chosen_device, is_given
+from shaketable.errors import ShaketableError
+from shaketable.io.output_files import check_free, write
+
+if TYPE_CHECKING:
+    from shaketable.harden.ladder.config import HardenConfig
+    from shaketable.harden.ladder.run import Tell
+    from shaketable.records.record import RunRecord
+
+RESUME_TAKES = ("resume", "json_file", "force")
+
+
+def harden(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="nano, smollm2-135m, a folder with safetensors, or a hub id.")] = "",
+    plan: Annotated[
+        list[str] | None,
+        typer.Option("--plan", metavar="P", help="What the model must stand: a plan, or its YAML; repeat it for several."),
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help=TASK)] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option("--prompts", metavar="FILE", help="Without a task: a text, or a .jsonl with a prompt on each line."),
+    ] = None,
+    target: Annotated[float, typer.Option("--target", help="Stop when this share of the loss is back, 0 to 1.")] = 0.8,
+    rungs: Annotated[
+        str, typer.Option("--rungs", help="Which of calibrate,regauge,distil,supervise,reinforce; cheapest first.")
+    ] = "calibrate,regauge,distil",
+    answers: Annotated[bool, typer.Option("--answers", help="After distil, train on the task's own answers too.")] = False,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps of distil, and of supervise.")] = 200,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences per step.")] = 64,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per backward pass; 0 is a whole step.")] = 0,
+    lr: Annotated[float | None, typer.Option("--lr", help="Falls to 0; chosen by the model's size by default.")] = None,
+    clean_every: Annotated[
+        int, typer.Option("--clean-every", help="Every so many steps one without the fault; 0 is never.")
+    ] = 2,
+    lora: Annotated[
+        int, typer.Option("--lora", metavar="RANK", help="Train adapters and merge them: no second copy as teacher.")
+    ] = 0,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Less memory: activations are computed again in the backward pass.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Length of the completions of --prompts.")] = 64,
+    reinforce_steps: Annotated[int, typer.Option("--reinforce-steps", help="GRPO steps of the rung reinforce.")] = 30,
+    warm_start: Annotated[
+        int, typer.Option("--warm-start", metavar="N", help="N supervised steps first, as in train; 0 is off.")
+    ] = 0,
+    score: Annotated[str, typer.Option("--score", help="accuracy, or agreement with the clean model's tokens; auto.")] = "auto",
+    eval_n: Annotated[int, typer.Option("--eval-n", help="Test problems, drawn at random.")] = 256,
+    eval_seed: Annotated[int, typer.Option("--eval-seed", help="Draws them, and keys the noise they are scored under.")] = 0,
+    eval_plan: Annotated[
+        list[str] | None,
+        typer.Option("--eval-plan", metavar="P", help="Score under this plan too: what carries over; can be repeated."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Keys prompts, completions and noise.")] = 0,
+    save_every: Annotated[int, typer.Option("--save-every", help="Steps between checkpoints; 0 is a quarter.")] = 0,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, npu, …; what this machine has by default.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16 (default on an accelerator).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Run folder; the model is in DIR/model.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with this run; nothing else needed.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write scores, shares and costs.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the --json file.")] = False,
+) -> None:
+    """Repair a model so that it stands a fault: what the fault takes, what comes back, and at what cost.
+
+    The ladder, cheapest first: **calibrate** folds gains and offsets into the weights (closed form), **regauge** scales
+    channels by powers of two (the same bits on healthy hardware), **distil** trains the model under the fault towards its
+    own clean self (no answers needed), **supervise** on the task's answers, **reinforce** by a short GRPO. It stops when the
+    target share is back. The result is an ordinary model folder, with the numbers in its README.
+
+    Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
+    """
+    check_free([f for f in (json_file,) if f is not None], [], force)
+    if resume is not None:
+        given = [f"--{n.replace('_', '-')}" for n in context.params if is_given(context, n) and n not in RESUME_TAKES]
+        if given:
+            raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
+        _go_on(resume, json_file)
+        return
+    if not model or not plan:
+        example = "shaketable harden nano --task arithmetic --plan 'relative_gaussian:0.2@module.linear'"
+        raise ShaketableError(f"name a model and a --plan, e.g. {example}; or --resume DIR")
+    from shaketable.harden.ladder.config import HardenConfig
+    from shaketable.models import hush
+    from shaketable.plan import Plan
+
+    chosen = chosen_device(device)
+    named = tuple(r.strip() for r in rungs.split(",") if r.strip())
+    hush()
+    config = HardenConfig.checked(
+        model=model, task=task, prompts=prompts, plans=tuple(dict.fromkeys(Plan.load(p).text() for p in plan)),
+        rungs=(*named, "supervise") if answers else _fitting(named, lora, is_given(context, "rungs")), target=target, seed=seed,
+        steps=steps, batch=batch, micro_batch=micro_batch, lr=lr, clean_every=clean_every, lora=lora,
+        checkpointing=checkpointing, max_new_tokens=max_new_tokens, reinforce_steps=reinforce_steps, warm_start=warm_start,
+        score=score, eval_n=eval_n, eval_seed=eval_seed,
+        eval_plans=tuple(dict.fromkeys(Plan.load(p).text() for p in eval_plan or ())), save_every=save_every, device=chosen,
+        dtype=dtype or ("float32" if chosen == "cpu" else "bfloat16"),
+    )  # fmt: skip
+    _start(config, out, json_file)
+
+
+def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
+    """The default rungs; without calibrate where adapters are trained, since it changes the weights that they lie on."""
+    return tuple(r for r in rungs if r != "calibrate") if lora and not asked else rungs
+
+
+def _start(config: HardenConfig, out: Path | None, json_file: Path | None) -> None:
+    from shaketable.harden.ladder.dry_run import rehearse
+    from shaketable.models import load_model, quieten
+    from shaketable.records.environment import gather
+    from shaketable.records.record import RunRecord, check_new, unique_folder
+
+    if out is not None:
+        check_new(out)
+    quieten()
+    rehearse(config)
+    folder = out or unique_folder(Path("runs"), f"harden-{Path(config.model).name}")
+    loaded = load_model(config.model, device=config.device, dtype="float32")  # before a folder is made: it may be broken
+    record = RunRecord.create(folder, "harden", config.model_dump(mode="json"), gather())
+    _run(config, record, json_file, resume=False, loaded=loaded)
+
+
+def _go_on(folder: Path, json_file: Path | None) -> None:
+    from shaketable.harden.ladder.config import HardenConfig
+    from shaketable.records.record import RunRecord
+
+    record = RunRecord.open(folder, "harden")
+    if record.events("finished"):
+        _show(record, json_file)
+        return
+    _run(HardenConfig.checked(**record.config), record, json_file, resume=True)
+
+
+def _run(config: HardenConfig, record: RunRecord, json_file: Path | None, *, resume: bool, loaded: Any = None) -> None:
+    from shaketable.harden.ladder.run import Hardening
+    from shaketable.models import quieten
+
+    quieten()
+    typer.echo(f"recording in {record.folder}; after an interruption: shaketable harden --resume {record.folder}", err=True)
+    with record.alone(), _live() as tell:
+        Hardening(config, record, tell, loaded=loaded).run(resume=resume)
+    _show(record, json_file)
+
+
+@contextmanager
+def _live() -> Iterator[Tell]:
+    """A bar with the time that is left; the scores after every rung stay on the screen above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True, highlight=False)
+    text, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
+    columns = (text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), numbers)
+    with Progress(*columns, console=console, transient=True) as bar:
+        row = bar.add_task("starting", total=None, shown="")
+
+        def tell(kind: str, facts: dict[str, Any]) -> None:
+            if kind == "stage":
+                bar.update(row, description=facts["text"], completed=facts.get("done", 0), total=facts.get("total"), shown="")
+            elif kind == "step" and "done" in facts:
+                shown = f"loss {facts['loss']:.3g}" + ("" if facts["plan"] is not None else " (clean step)")
+                bar.update(row, description=facts["rung"], completed=facts["done"], total=facts["total"], shown=shown)
+            elif kind == "warning":
+                console.print(f"[bold yellow]warning:[/] {facts['text']}")
+            elif "conditions" in facts and kind in ("rung", "evaluation"):
+                console.print(_line(facts), markup=False)
+
+        yield tell
+
+
+def _line(facts: dict[str, Any]) -> str:
+    scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
+    back = "  ".join(f"{s['share']:.0%} back" for s in facts.get("shares", {}).values())
+    return f"{facts.get('rung', 'before'):>10}: {scores}  {back}" + ("" if facts.get("kept", True) else "  (undone)")
+
+
+def _show(record: RunRecord, json_file: Path | None) -> None:
+    """Print the outcome, and write it where it is asked for."""
+    from rich.console import Console
+
+    from shaketable.cli.tables.harden import print_outcome
+    from shaketable.harden.ladder.summary import outcome
+
+    found = outcome(record)
+    if json_file is not None:
+        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    print_outcome(found, Console(highlight=False))

@@ -1,0 +1,56 @@
+"""What a hardening run came to, as a table for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shaketable.records.record import UNVERIFIED
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_outcome(found: dict[str, Any], console: Console) -> None:
+    """Scores and costs after every rung, and the verdict."""
+    from rich.table import Table
+
+    title = f"{found['measure'].capitalize()} with 95 % intervals, after each rung"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    names = [c["name"] for c in found["before"]]
+    for head in ("after", *(n.replace("[", "\\[") for n in names), "KL under it", "recovered", "seconds", "sequences"):
+        table.add_column(head, justify="left" if head == "after" else "right")
+    table.add_row("nothing", *_scores(found["before"]), _kl(found["before"]), "–", "–", "–")
+    for rung in found["rungs"]:
+        what = rung["rung"] if rung["kept"] else f"{rung['rung']} (undone)"
+        cost = rung["cost"]
+        back = "\n".join(_share(s) for s in rung["shares"].values()) or "–"
+        cells = [_kl(rung["conditions"]), back, f"{cost['seconds']:.1f}", f"{cost['sequences']:,}"]
+        table.add_row(what, *_scores(rung["conditions"]), *cells)
+    console.print(table)
+    for rung in found["rungs"]:
+        if sentence := rung["facts"].get("sentence"):
+            console.print(f"{rung['rung']}: {sentence}", markup=False, soft_wrap=True)
+    added = sum(r["cost"]["flops_added"] for r in found["rungs"])
+    console.print(f"Added at inference: {added:,.0f} FLOPs a token" if added else "Added at inference: nothing", markup=False)
+    for plan, ledger in found["ledgers"].items():
+        console.print(f"{plan}: fired {ledger['forward']:,} times while it was repaired", markup=False, soft_wrap=True)
+    target = found["config"]["target"]
+    verdict = "" if target is None else f" The target of {target:.0%} is {'reached' if found['reached'] else 'not reached'}."
+    console.print(f"[bold]{found['sentence'].replace('[', chr(92) + '[')}.[/]{verdict}", soft_wrap=True)
+    if not found["verified"]:
+        console.print(UNVERIFIED, style="bold yellow", soft_wrap=True)
+    console.print(f"The model: {found['model']}", markup=False, soft_wrap=True)
+
+
+def _scores(conditions: list[dict[str, Any]]) -> list[str]:
+    return [f"{c['accuracy']:.1%} ({c['ci_low']:.1%}–{c['ci_high']:.1%})" for c in conditions]
+
+
+def _kl(conditions: list[dict[str, Any]]) -> str:
+    return " ".join(f"{c['kl']:.3g}" for c in conditions[1:])
+
+
+def _share(share: dict[str, Any]) -> str:
+    low, high = (share["interval"][end] for end in ("low", "high"))
+    ends = " to ".join("∞" if end is None else f"{end:.0%}" for end in (low, high))
+    return f"{share['share']:.0%} ({ends})".replace("-", "−")

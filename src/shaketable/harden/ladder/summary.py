@@ -1,0 +1,66 @@
+"""What a hardening run came to, read from its record alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shaketable.errors import ShaketableError
+from shaketable.records.record import RunRecord
+
+SCHEMA = 1
+
+
+def outcome(record: RunRecord) -> dict[str, Any]:
+    """Scores before and after every rung, shares, costs and ledgers of a finished run."""
+    events = record.events()
+    finished = [e for e in events if e["event"] == "finished"]
+    if not finished:
+        raise ShaketableError(f"the run in {record.folder} is not finished; go on with --resume {record.folder}")
+    return {
+        **so_far(record),
+        "reached": finished[-1]["reached"],
+        "ledgers": finished[-1]["ledgers"],
+        "model": str(record.folder / "model"),
+    }
+
+
+def so_far(record: RunRecord) -> dict[str, Any]:
+    """The same for a run that may not be finished."""
+    events = record.events()
+    config = [e for e in events if e["event"] == "resolved"][-1]["config"]
+    evaluations = {e["rung"]: [_short(c) for c in e["conditions"]] for e in events if e["event"] == "evaluation"}
+    rungs = [e for e in events if e["event"] == "rung"]
+    first = next(iter(evaluations.values()), [])
+    return {
+        "schema": SCHEMA,
+        "kind": "hardening",
+        "id": record.head["id"],
+        "verified": record.verified,
+        "config": config,
+        "environment": record.head["environment"],
+        "measure": first[0]["measure"] if first else None,
+        "before": first,
+        "rungs": [{**_without(e, "event", "time"), "conditions": evaluations[e["rung"]]} for e in rungs],
+        "resumed": sum(e["event"] == "resumed" for e in events),
+        "sentence": sentence(config, first, rungs, evaluations),
+    }
+
+
+def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluations: dict[Any, list[Any]]) -> str:
+    """The verdict, in one sentence."""
+    last = next((r for r in reversed(rungs) if r["kept"]), None)
+    if last is None or not last["shares"]:
+        return "nothing was repaired" if rungs else "nothing was tried"
+    parts = [f"{name}: {share['sentence']}" for name, share in last["shares"].items()]
+    now = evaluations[last["rung"]][0]
+    clean = f"clean {first[0]['accuracy']:.1%} → {now['accuracy']:.1%}"
+    seconds = sum(r["cost"]["seconds"] for r in rungs)
+    return f"{'; '.join(parts)}; {clean}; {seconds:.0f} s"
+
+
+def _short(condition: dict[str, Any]) -> dict[str, Any]:
+    return _without(condition, "answers", "ledger")
+
+
+def _without(event: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v for k, v in event.items() if k not in names}
