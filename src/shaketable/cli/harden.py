@@ -178,7 +178,7 @@ def _live() -> Iterator[Tell]:
                 bar.update(row, description=facts["rung"], completed=facts["done"], total=facts["total"], shown=shown)
             elif kind == "warning":
                 console.print(f"[bold yellow]warning:[/] {facts['text']}")
-            elif "conditions" in facts and kind in ("rung", "evaluation"):
+            elif kind == "evaluation" and "measure" in facts["conditions"][0]:  # not those of the rung reinforce
                 console.print(_line(facts), markup=False)
 
         yield tell

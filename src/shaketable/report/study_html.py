@@ -100,6 +100,7 @@ def page(findings: Findings) -> str:
         meaning=MEANING,
         tables=score_tables(f["arms"], [c["name"] for c in f["study"]["conditions"]]),
         claim=claim(f["comparisons"]),
+        came_back=came_back(f["recovered"]),
         forests=forests(f["comparisons"]),
         curves=learning_curves(f["arms"]),
         robust=robustness([(numbers[r["arm"]], r["arm"], r["points"]) for r in f["robustness"] if r["arm"] in numbers], unit),
@@ -185,6 +186,20 @@ def forests(comparisons: Sequence[Findings]) -> list[Findings]:
         rows = [(c, forest_row(c, x)) for c in members]
         made.append({"name": name, "rows": rows, "axis": forest_axis(x, members[0]["unit"])})
     return made
+
+
+def came_back(recovered: Sequence[Findings]) -> Findings:
+    """The share of the loss that each arm returned, as a forest."""
+    rows = [(r, _as_comparison(r)) for r in recovered if finite(r["share"])]
+    x = axis_of([c for _, c in rows])
+    return {"rows": [(r, forest_row(c, x)) for r, c in rows], "axis": forest_axis(x, "%")}
+
+
+def _as_comparison(r: Findings) -> Findings:
+    low, high = (r["interval"][end] if finite(r["interval"][end]) else None for end in ("low", "high"))
+    verdict = "shown" if low is not None and low > 0 else "not shown"
+    ends = {"difference": r["share"], "ci_low": low, "ci_high": high, "verdict": verdict}
+    return {**ends, "scale": 100, "unit": "%", "detectable": None, "per_seed": [], "primary": False}
 
 
 def claim(comparisons: Sequence[Findings]) -> Findings | None:

@@ -43,7 +43,21 @@ Findings = dict[str, Any]
 def markdown(findings: Findings) -> str:
     """The report of a study, or of a single run, as one Markdown text."""
     f = complete(findings)
-    parts = (_verdict, _design, _scores, _comparisons, _curves, _robustness, _diagnoses, _proof, _mechanism, _cost, _runs, _end)
+    parts = (
+        _verdict,
+        _design,
+        _scores,
+        _comparisons,
+        _recovered,
+        _curves,
+        _robustness,
+        _diagnoses,
+        _proof,
+        _mechanism,
+        _cost,
+        _runs,
+        _end,
+    )
     return "\n\n".join(block for part in parts for block in part(f) if block) + "\n"
 
 
@@ -138,6 +152,22 @@ def _comparison(c: Findings) -> list[str]:
     values = [f"{difference} {plain(c['unit'])}".strip(), f"{low} … {high}"]
     chances = [chance(c[key]) for key in ("p", "p_holm", "p_seeds")]
     return [name, where, *values, *chances, least.lstrip("+"), plain(c["verdict"])]
+
+
+def _recovered(f: Findings) -> list[str]:
+    rows = [
+        [
+            plain(r["arm"]),
+            plain(r["condition"]),
+            amount(r["taken"], "points"),
+            f"{amount(r['before'], 'points')} → {amount(r['after'], 'points')}",
+            f"{amount(r['clean'], 'points')} → {amount(r['clean_after'], 'points')}",
+            f"{percent(r['share'])} ({percent(r['interval']['low'])} … {percent(r['interval']['high'])})",
+        ]
+        for r in f["recovered"]
+    ]
+    head = ("arm", "condition", "the fault takes", "before → after", "clean before → after", "recovered, 95 % interval")
+    return ["## What came back", table(head, rows)] if rows else []
 
 
 def _curves(f: Findings) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from shaketable.errors import ShaketableError
 from shaketable.harden.grpo.config import TrainConfig
+from shaketable.harden.ladder.config import HardenConfig
 from shaketable.study.config import Arm, Guide, StudyConfig
 
 STEPS = 60
@@ -28,7 +29,7 @@ They count in a key only when they have another value: so old runs keep their na
 class Cell:
     """One run."""
 
-    kind: Literal["train", "evaluate", "locate"]
+    kind: Literal["train", "harden", "evaluate", "locate"]
     arm: str | None
     """None for a diagnosis, which serves every arm with its plan."""
     seed: int | None
@@ -36,7 +37,7 @@ class Cell:
     threads: int
     guide: dict[str, Any] | None = None
     needs: str | None = None
-    """The name of the diagnosis that must be there first."""
+    """The name of the run that must be there first: a diagnosis, or the hardening that gives the model."""
     keep_weights: bool = True
 
     @property
@@ -86,11 +87,11 @@ def _check_arms(cells: list[Cell]) -> None:
 
 def _cell(study: StudyConfig, name: str, seed: int) -> Cell:
     arm = study.arms[name]
-    kind: Literal["train", "evaluate"] = "train" if arm.train else "evaluate"
     guide = arm.aqn.model_dump() if isinstance(arm.aqn, Guide) else None
-    config = train_config(study, name, seed) if arm.train else evaluate_config(study, name, seed)
-    needs = None if guide is None else _diagnosis(study, arm).name
-    return Cell(kind, name, seed, config, study.engine.threads, guide, needs, study.keep == "weights")
+    made = {"train": train_config, "harden": harden_config, "evaluate": evaluate_config}[arm.kind]
+    needs = _cell(study, arm.after, seed).name if arm.after else None if guide is None else _diagnosis(study, arm).name
+    config = made(study, name, seed)
+    return Cell(arm.kind, name, seed, config, study.engine.threads, guide, needs, study.keep == "weights")
 
 
 def _diagnosis(study: StudyConfig, arm: Arm) -> Cell:
@@ -104,13 +105,27 @@ def train_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
     arm = study.arms[name]
     try:
         config = TrainConfig.checked(
-            **{"steps": STEPS} | study.train | arm.overrides,
+            **{"steps": STEPS} | study.train | arm.overrides | ({"warm_start": 0} if arm.after else {}),
             **_common(study, arm, seed),
             plan=study.plan_of(arm),
             plan_in=arm.plan_in,
             aqn=arm.aqn if isinstance(arm.aqn, str) else None,
             eval_every=study.evaluate.every,
             report_to=(),
+        )
+    except ShaketableError as error:
+        raise ShaketableError(f"arm {name!r}: {error}") from None
+    return config.model_dump(mode="json")
+
+
+def harden_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
+    """A hardened run's configuration. It begins where training would: after the study's warm start, and aims at no target."""
+    arm = study.arms[name]
+    begin = {"warm_start": study.train.get("warm_start", 0), "target": None}
+    plan = study.plan_of(arm)
+    try:
+        config = HardenConfig.checked(
+            **begin | study.harden | (arm.harden or {}), **_common(study, arm, seed), plans=() if plan is None else (plan,)
         )
     except ShaketableError as error:
         raise ShaketableError(f"arm {name!r}: {error}") from None

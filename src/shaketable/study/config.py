@@ -36,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from shaketable.errors import nearest
 from shaketable.harden.aqn.spec import AQN
 from shaketable.harden.grpo.config import TrainConfig
+from shaketable.harden.ladder.config import HardenConfig
 from shaketable.plan import Plan
 
 PER_PROBLEM = ("accuracy", "formatted")
@@ -52,6 +53,13 @@ OPTIONS = tuple(
     and not name.startswith(("eval_", "conditions", "mechanism"))
 )
 """What `train` and an arm's `overrides` may set."""
+HARDEN_OPTIONS = tuple(
+    name
+    for name in HardenConfig.model_fields
+    if name not in ("model", "task", "prompts", "seed", "plans", "device", "dtype", "score", "conditions", "mechanism")
+    and not name.startswith("eval_")
+)
+"""What `harden`, the study's or an arm's, may set."""
 
 
 class _Data(BaseModel):
@@ -75,6 +83,10 @@ class Arm(_Data):
     description: str = ""
     train: bool = True
     """Or only scored, as the model comes."""
+    harden: dict[str, Any] | None = None
+    """Options of `shaketable harden`: the arm is repaired instead of trained; `rungs: []` repairs nothing."""
+    after: str | None = None
+    """Train the model that this arm has hardened, with the same seed."""
     plan: str | None = None
     """The faults in training: a plan, its YAML file, or the name of a condition."""
     plan_in: Literal["both", "rollout", "loss"] = "both"
@@ -96,12 +108,23 @@ class Arm(_Data):
     def _aqn_is_read(cls, aqn: object) -> object:
         return AQN.load(aqn).text() if isinstance(aqn, str) else Guide.model_validate(aqn) if isinstance(aqn, Mapping) else aqn
 
+    @property
+    def kind(self) -> Literal["train", "harden", "evaluate"]:
+        """What is done with the model."""
+        return "harden" if self.harden is not None else "train" if self.train else "evaluate"
+
     @model_validator(mode="after")
     def _does_something(self) -> Arm:
         if not self.train and (used := [n for n in ("plan", "aqn", "overrides") if getattr(self, n)]):
             raise ValueError(f"train is false, so {used[0]} would do nothing; faults of a score are conditions")
+        if self.harden is not None and (used := [n for n in ("aqn", "overrides", "after") if getattr(self, n)]):
+            raise ValueError(
+                f"an arm is hardened or trained: {used[0]} is of training; options of harden are written in harden"
+            )
         if self.plan is None and self.plan_in != "both":
             raise ValueError(f"plan_in: {self.plan_in} needs a plan")
+        if isinstance(self.aqn, Guide) and self.after is not None:
+            raise ValueError("a guide diagnoses the study's model, and after names another one; drop one of the two")
         if isinstance(self.aqn, Guide) and self.plan is None:
             raise ValueError("a guide needs a plan: the diagnosis is of the arm's own faults")
         return self
@@ -205,6 +228,8 @@ class StudyConfig(_Data):
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...]
     train: dict[str, Any] = Field(default_factory=dict)
     """Options of training, for all arms."""
+    harden: dict[str, Any] = Field(default_factory=dict)
+    """Options of `shaketable harden`, for all arms that are hardened."""
     evaluate: Evaluate = Evaluate()
     diagnose: Diagnose = Diagnose()
     arms: dict[str, Arm] = Field(min_length=1)
@@ -242,7 +267,10 @@ class StudyConfig(_Data):
     def _fits_together(self) -> StudyConfig:
         for name, arm in self.arms.items():
             _check_options(f"arms.{name}.overrides", arm.overrides)
+            _check_options(f"arms.{name}.harden", arm.harden or {}, HARDEN_OPTIONS)
+            self._check_after(name, arm)
         _check_options("train", self.train)
+        _check_options("harden", self.harden, HARDEN_OPTIONS)
         for arm in self.arms.values():
             self.plan_of(arm)
         for asked in self.comparisons:
@@ -253,10 +281,19 @@ class StudyConfig(_Data):
             raise ValueError("compare.primary is missing: name the comparison that decides before the run")
         return self
 
+    def _check_after(self, name: str, arm: Arm) -> None:
+        if arm.after is None:
+            return
+        self._known(f"arms.{name}.after", "arm", arm.after, self.arms)
+        if self.arms[arm.after].kind != "harden":
+            raise ValueError(f"arms.{name}.after: {arm.after} is not hardened, and leaves no model to go on from")
+        if self.keep != "weights":
+            raise ValueError(f"arms.{name}.after needs the weights of {arm.after}: keep must be weights")
+
     def _check_comparison(self, asked: Comparing) -> None:
         for name in (asked.a, asked.b):
             self._known("compare", "arm", name, self.arms)
-            if asked.endpoint in PER_RUN and not self.arms[name].train:
+            if asked.endpoint in PER_RUN and self.arms[name].kind != "train":
                 raise ValueError(f"compare: {name} is not trained, and does not measure {asked.endpoint}")
         if asked.condition is not None:
             self._known("compare", "condition", asked.condition, self.conditions)
@@ -328,7 +365,7 @@ def _check_different(plans: Mapping[str, str]) -> None:
             raise ValueError(f"the conditions {other!r} and {name!r} are the same")
 
 
-def _check_options(where: str, options: Mapping[str, Any]) -> None:
+def _check_options(where: str, options: Mapping[str, Any], known: tuple[str, ...] = OPTIONS) -> None:
     for key in options:
-        if key not in OPTIONS:
-            raise ValueError(f"{where}: unknown option {key!r}; {nearest(key, OPTIONS, shown=20)}")
+        if key not in known:
+            raise ValueError(f"{where}: unknown option {key!r}; {nearest(key, known, shown=20)}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.harden.grpo.config import TrainConfig
+from shaketable.harden.ladder.config import TRAINED, HardenConfig
 from shaketable.measure.stats.power import detectable, expected_discordance
 from shaketable.study.cells import Cell, cells_of
 from shaketable.study.config import PER_PROBLEM, StudyConfig
@@ -36,10 +37,15 @@ class Speed:
     problem: float
     """Seconds per problem, all conditions together."""
 
-    def seconds(self, config: TrainConfig) -> float:
+    def seconds(self, cell: Cell) -> float:
         """Of a whole run."""
-        scores = sum(config.evaluates_at(step) for step in range(config.steps + 1))
-        return LOADING + config.steps * self.step + scores * config.eval_n * self.problem
+        if cell.kind == "harden":
+            rungs = HardenConfig.checked(**cell.config).climbed
+            steps, scores = cell.config["steps"] * sum(r in TRAINED for r in rungs), 1 + len(rungs)
+        else:
+            config = TrainConfig.checked(**cell.config)
+            steps, scores = config.steps, sum(config.evaluates_at(step) for step in range(config.steps + 1))
+        return LOADING + steps * self.step + scores * float(cell.config["eval_n"]) * self.problem
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,10 @@ def probe(study: StudyConfig, left: Sequence[Cell], tell: Callable[[str], None])
     torch.set_num_threads(study.engine.threads)
     quieten()
     found: dict[str, Speed] = {}
-    first = {cell.arm: cell for cell in reversed(left) if cell.kind == "train"}
+    first = {cell.arm: cell for cell in reversed(left) if cell.kind in ("train", "harden")}
     for name, cell in sorted(first.items(), key=lambda pair: list(study.arms).index(str(pair[0]))):
         tell(f"probing {name}")
-        found[str(name)] = _measured(cell.config)
+        found[str(name)] = _measured(cell.config) if cell.kind == "train" else _hardened(cell.config)
     return found
 
 
@@ -104,6 +110,21 @@ def _measured(config: dict[str, Any]) -> Speed:
     return Speed(steps[-1]["seconds"], per_problem)
 
 
+def _hardened(config: dict[str, Any]) -> Speed:
+    from shaketable.harden.ladder.run import Hardening
+    from shaketable.records.record import RunRecord
+
+    rungs = [rung for rung in config["rungs"] if rung in TRAINED]
+    few = {"steps": STEPS, "rungs": rungs, "eval_n": min(PROBLEMS, config["eval_n"]), "mechanism": False}
+    small = HardenConfig.checked(**{**config, **few})
+    with tempfile.TemporaryDirectory(prefix="shaketable-probe-") as folder:
+        record = RunRecord.create(Path(folder) / "run", "harden", small.model_dump(mode="json"), {})
+        Hardening(small, record).run()
+        steps, scores = record.events("step"), record.events("evaluation")
+    per_problem = sum(c["seconds"] for c in scores[-1]["conditions"]) / small.eval_n
+    return Speed(steps[-1]["seconds"] if steps else 0.0, per_problem)
+
+
 def _constant(config: dict[str, Any]) -> str:
     """The arm's noise at its loudest, all the time: two steps of a schedule may have none."""
     from shaketable.harden.aqn.schedules import Constant
@@ -121,8 +142,8 @@ def seconds(study: StudyConfig, cells: Sequence[Cell], speeds: dict[str, Speed])
     problem = max((s.problem for s in speeds.values()), default=0.05)
     each = []
     for cell in cells:
-        if cell.kind == "train":
-            each.append(speeds[str(cell.arm)].seconds(TrainConfig.checked(**cell.config)))
+        if cell.kind in ("train", "harden"):
+            each.append(speeds[str(cell.arm)].seconds(cell))
         else:
             each.append(LOADING + (cell.config["eval_n"] * problem if cell.kind == "evaluate" else 2 * LOADING))
     return max(sum(each) / workers(study, len(cells)), max(each))

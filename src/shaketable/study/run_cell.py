@@ -71,9 +71,9 @@ def _new(cell: Cell, study: str, folder: Path, config: dict[str, Any]) -> RunRec
 
 
 def _filled_in(cell: Cell, runs: Path) -> dict[str, Any]:
-    """The configuration with the AQN that the diagnosis gives."""
+    """The configuration with what the run before it gives: the AQN of a diagnosis, or a hardened model."""
     if cell.guide is None:
-        return cell.config
+        return cell.config if cell.needs is None else {**cell.config, "model": str(runs / cell.needs / "model")}
     from shaketable.harden.aqn.guidance import Guidance
 
     guide = dict(cell.guide)
@@ -92,7 +92,7 @@ def _attempt(cell: Cell, record: RunRecord, engine: str, begun: bool, tell: Tell
         if not record.events("finished"):
             record.append("failed", error=text[:2000], exit=1, final=isinstance(error, ShaketableError))
         raise
-    if cell.kind == "train":
+    if cell.kind in ("train", "harden"):
         _tidy(record.folder, cell.keep_weights)
 
 
@@ -101,6 +101,13 @@ def _train(record: RunRecord, begun: bool, tell: Tell) -> None:
     from shaketable.harden.grpo.run import Training
 
     Training(TrainConfig.checked(**record.config), record, tell).run(resume=begun)
+
+
+def _harden(record: RunRecord, begun: bool, tell: Tell) -> None:
+    from shaketable.harden.ladder.config import HardenConfig
+    from shaketable.harden.ladder.run import Hardening
+
+    Hardening(HardenConfig.checked(**record.config), record, tell).run(resume=begun)
 
 
 def _tidy(folder: Path, keep_weights: bool) -> None:
@@ -145,4 +152,9 @@ def _locate(record: RunRecord, begun: bool, tell: Tell) -> None:
     record.append("finished")
 
 
-_KINDS: dict[str, Callable[[RunRecord, bool, Tell], None]] = {"train": _train, "evaluate": _evaluate, "locate": _locate}
+_KINDS: dict[str, Callable[[RunRecord, bool, Tell], None]] = {
+    "train": _train,
+    "harden": _harden,
+    "evaluate": _evaluate,
+    "locate": _locate,
+}

@@ -26,6 +26,8 @@ from shaketable.study.store.store import Store
 
 DEFAULT_STORE = Path("shaketable-runs")
 DEFINITION = "definition"
+NEWER = ("harden", "after")
+"""Keys of an arm that older definitions do not have: written only where they say something."""
 
 
 def run_study(study: StudyConfig, store: Path, watch: Watch) -> RunQueue:
@@ -56,6 +58,8 @@ def check(study: StudyConfig) -> None:
     """Whatever can be known before the first run: the device, and every arm's model, task, plan and AQN, once."""
     from shaketable.harden.grpo.config import TrainConfig
     from shaketable.harden.grpo.dry_run import rehearse
+    from shaketable.harden.ladder.config import HardenConfig
+    from shaketable.harden.ladder.dry_run import rehearse as check_hardening
     from shaketable.models import check_device
     from shaketable.study.engines.local import slots
     from shaketable.study.scoring import check_scoring
@@ -71,6 +75,8 @@ def check(study: StudyConfig) -> None:
         try:
             if cell.kind == "train":
                 rehearse(TrainConfig.checked(**cell.config))
+            elif cell.kind == "harden":
+                check_hardening(HardenConfig.checked(**cell.config))
             else:
                 check_scoring(TrainConfig.checked(**cell.config, steps=1))
         except ShaketableError as error:
@@ -99,7 +105,9 @@ def define(study: StudyConfig, store: Path) -> None:
 
 def described(study: StudyConfig) -> dict[str, Any]:
     """A study as its definition holds it."""
-    return study.model_dump(mode="json", exclude={"engine": {"workers", "address", "kind", "retries"}})
+    found = study.model_dump(mode="json", exclude={"engine": {"workers", "address", "kind", "retries"}})
+    arms = {name: {k: v for k, v in arm.items() if k not in NEWER or v is not None} for name, arm in found["arms"].items()}
+    return {k: v for k, v in found.items() if k != "harden" or v} | {"arms": arms}
 
 
 def definitions(folder: Path) -> list[dict[str, Any]]:

@@ -123,7 +123,8 @@ def _arms(study: StudyConfig, left: list[Cell]) -> Table:
     for name, arm in study.arms.items():
         todo = sum(cell.arm == name for cell in left)
         noise = arm.aqn if isinstance(arm.aqn, str) or arm.aqn is None else f"guided: {arm.aqn.guide}"
-        under = (study.plan_of(arm) or "no faults") if arm.train else "not trained"
+        trained = {"train": "", "harden": "hardened: ", "evaluate": "not trained"}[arm.kind]
+        under = trained if arm.kind == "evaluate" else trained + (study.plan_of(arm) or "no faults")
         table.add_row(_plain(name), str(len(study.seeds)), _plain(under), noise or "–", str(todo))
     return table
 

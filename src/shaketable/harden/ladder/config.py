@@ -13,6 +13,8 @@ from shaketable.errors import ShaketableError, first_problem, nearest
 
 RUNGS = ("calibrate", "regauge", "distil", "supervise", "reinforce")
 """In the order in which they are climbed."""
+TRAINED = ("distil", "supervise")
+"""Those that take optimizer steps."""
 
 
 class HardenConfig(BaseModel):
@@ -40,7 +42,7 @@ class HardenConfig(BaseModel):
     micro_batch: int = Field(default=0, ge=0)
     """Sequences per forward and backward; all of a step at once when 0."""
     lr: float | None = Field(default=None, gt=0)
-    """Falls to 0 in a line. None chooses by size: 3e-4 below ten million parameters, 1e-4 below a billion, 1e-5 above; times
+    """Falls to 0 in a line. None chooses by size: 3e-4 below 300 million parameters, 1e-4 below a billion, 1e-5 above; times
     ten with LoRA."""
     clean_every: int = Field(default=2, ge=0)
     """Every so many steps one is without the fault, so that the model stays good on healthy hardware; never when 0."""

@@ -24,7 +24,7 @@ from shaketable.harden.grpo import checkpoints
 from shaketable.harden.grpo.warm_start import check_answers, warm_start
 from shaketable.harden.ladder import checkpoint
 from shaketable.harden.ladder.calibrate import calibrate
-from shaketable.harden.ladder.config import HardenConfig
+from shaketable.harden.ladder.config import TRAINED, HardenConfig
 from shaketable.harden.ladder.distil import Steps
 from shaketable.harden.ladder.model_card import write_card
 from shaketable.harden.ladder.regauge import regauge
@@ -32,6 +32,7 @@ from shaketable.harden.ladder.reinforce import reinforce
 from shaketable.harden.ladder.scoring import Scoring, check_worth, forward_part, shares
 from shaketable.harden.ladder.sequences import Answers, OwnCompletions, Pair, Prompts, Source
 from shaketable.harden.ladder.students import Students
+from shaketable.harden.ladder.summary import short
 from shaketable.inject import Injection, Ledger, inject
 from shaketable.measure.decoding.dynamic import Decoder
 from shaketable.measure.tasks.task import digest, examples
@@ -40,11 +41,10 @@ from shaketable.records.record import RunRecord
 from shaketable.records.weight_hash import weights_hash
 
 Tell = Callable[[str, dict[str, Any]], None]
-"""Called with what happens: `stage`, `step`, `evaluation`, `rung`."""
-RATES = ((10_000_000, 3e-4), (1_000_000_000, 1e-4))
+"""Called with what happens: `stage`, `step`, `evaluation`, `warning`."""
+RATES = ((300_000_000, 3e-4), (1_000_000_000, 1e-4))
 """Learning rates by size; 1e-5 above the last."""
 FLAGS = ("attention_bias", "mlp_bias")
-TRAINED = ("distil", "supervise")
 
 
 class Hardening:
@@ -107,7 +107,7 @@ class Hardening:
         """Scores before anything is done; refuses what cannot be hardened."""
         conditions = self.scoring.evaluate(self.tell)
         self.record.append("evaluation", step=0, rung=None, conditions=conditions)
-        self.tell("evaluation", {"rung": "before", "conditions": conditions, "shares": {}})
+        self.tell("evaluation", {"conditions": [short(c) for c in conditions]})
         if self.config.conditions is None:
             check_worth(conditions, self.scoring.stood)
         if self.config.mechanism:
@@ -136,7 +136,7 @@ class Hardening:
         said = {"rung": rung, "kept": kept, "shares": found, "cost": cost, "facts": facts}
         self.record.append("evaluation", step=self.step, rung=rung, conditions=conditions)
         self.record.append("rung", step=self.step, **said)
-        self.tell("rung", {**said, "conditions": conditions})
+        self.tell("evaluation", {**said, "conditions": [short(c) for c in conditions]})
         self._save(None, rung=None)
 
     def _length(self, rung: str) -> int:

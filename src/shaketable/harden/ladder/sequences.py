@@ -111,7 +111,7 @@ class OwnCompletions:
     def __init__(self, config: HardenConfig, prompts: Prompts, decoder: Decoder, complete: Callable[..., Any]) -> None:
         """`complete` decodes prompts with the clean model: (decoder, prompts, key) → completions."""
         self.config, self.prompts, self.decoder, self.complete = config, prompts, decoder, complete
-        self.steps_ahead = max(1, AHEAD // config.batch)
+        self.steps_ahead = max(1, min(config.steps, AHEAD // config.batch))
         self._chunk, self._pairs = -1, list[Pair]()
 
     def at(self, step: int) -> list[Pair]:

@@ -28,7 +28,7 @@ def so_far(record: RunRecord) -> dict[str, Any]:
     """The same for a run that may not be finished."""
     events = record.events()
     config = [e for e in events if e["event"] == "resolved"][-1]["config"]
-    evaluations = {e["rung"]: [_short(c) for c in e["conditions"]] for e in events if e["event"] == "evaluation"}
+    evaluations = {e["rung"]: [short(c) for c in e["conditions"]] for e in events if e["event"] == "evaluation"}
     rungs = [e for e in events if e["event"] == "rung"]
     first = next(iter(evaluations.values()), [])
     return {
@@ -58,7 +58,8 @@ def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluat
     return f"{'; '.join(parts)}; {clean}; {seconds:.0f} s"
 
 
-def _short(condition: dict[str, Any]) -> dict[str, Any]:
+def short(condition: dict[str, Any]) -> dict[str, Any]:
+    """A condition's scores without its answers and ledger."""
     return _without(condition, "answers", "ledger")
 
 

@@ -17,6 +17,7 @@ from shaketable.study.analysis.runs import Event, Run
 
 CURVES = {
     "reward": "reward",
+    "loss": "loss",
     "entropy": "entropy",
     "kl_sampler_trainer": "KL(sampler‖trainer)",
     "grad_norm": "gradient norm",
@@ -121,11 +122,21 @@ def proof(runs: Sequence[Run]) -> list[dict[str, Any]]:
         asked = [r for r in runs if r.config.get(name)]
         ledgers = [(r.last("finished") or {"ledgers": {}})["ledgers"].get(name) for r in asked]
         rows += _rows(where, ledgers)
+    for plan in dict.fromkeys(p for r in runs for p in _hardened_against(r)):
+        rows += _rows("hardening: plan", [_hardened_against(r)[plan] for r in runs if plan in _hardened_against(r)])
     names = dict.fromkeys(c["name"] for r in runs if (e := r.last("evaluation")) for c in e["conditions"])
     for name in names:
         scored = [c for r in runs if (c := r.condition(name)) is not None and c["plan"] is not None]
         rows += _rows(f"scored: {name}", [c["ledger"] for c in scored])
     return rows
+
+
+def _hardened_against(run: Run) -> dict[str, Event | None]:
+    """The ledgers of the plans that a model was repaired under, by plan; a ladder of no rungs meets none."""
+    if not run.of_kind("rung"):
+        return {}
+    ledgers = (run.last("finished") or {"ledgers": {}})["ledgers"]
+    return {plan: ledgers.get(plan) for plan in run.config.get("plans", ())}
 
 
 def _rows(where: str, ledgers: Sequence[Event | None]) -> list[dict[str, Any]]:
@@ -175,7 +186,7 @@ def cost(runs: Sequence[Run]) -> dict[str, Any]:
     """Seconds per step, and where they go."""
     steps = [s for r in runs for s in r.of_kind("step")]
     whole = sum(s["seconds"] for s in steps)
-    shares = {name: sum(s[f"{name}_seconds"] for s in steps) / whole if whole else None for name in _SHARES}
+    shares = {name: sum(s.get(f"{name}_seconds", 0.0) for s in steps) / whole if whole else None for name in _SHARES}
     times = [c["seconds"] for r in runs for e in r.of_kind("evaluation") for c in e["conditions"]]
     return {
         "seconds_per_step": _mean([r.value("seconds_per_step") for r in runs]),

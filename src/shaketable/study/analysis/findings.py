@@ -17,6 +17,7 @@ from shaketable.study.analysis import arms
 from shaketable.study.analysis.comparisons import compare
 from shaketable.study.analysis.diagnoses import diagnosis
 from shaketable.study.analysis.history import changes
+from shaketable.study.analysis.recovered import recovered
 from shaketable.study.analysis.runs import Run
 from shaketable.study.analysis.verdict import verdict
 from shaketable.study.cells import STEPS, cells_of
@@ -45,6 +46,7 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
         "verdict": verdict(compared, runs, unlike),
         "arms": [_arm(study, name, runs) for name in study.arms],
         "comparisons": compared,
+        "recovered": recovered(study.conditions, {name: _done(runs, name) for name in study.arms}),
         "robustness": robustness(study.conditions, {name: _done(runs, name) for name in study.arms}),
         "diagnoses": [diagnosis(run, cells) for run in runs if run.kind == "locate" and run.is_done],
         "environments": environments(runs),
@@ -83,6 +85,7 @@ def run_findings(folder: Path) -> dict[str, Any]:
         "verdict": {"kind": "nothing", "headline": "One training run", "sentence": sentence},
         "arms": [{**facts, **own, **_measured([run], conditions)}],
         "comparisons": [],
+        "recovered": recovered(conditions, {name: [run]}),
         "robustness": robustness(conditions, {name: [run]}),
         "diagnoses": [],
         "environments": environments([run]),
@@ -119,7 +122,7 @@ def _arm(study: StudyConfig, name: str, runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "name": name,
         "description": arm.description,
-        "kind": "train" if arm.train else "evaluate",
+        "kind": arm.kind,
         "model": arm.model or study.model,
         "task": arm.task or study.task,
         "plan": study.plan_of(arm),
@@ -137,7 +140,12 @@ def _settings(study: StudyConfig, arm: Arm) -> list[str]:
     where = {"both": [], "rollout": ["faults in rollouts only"], "loss": ["faults in the loss only"]}
     own = {"model": (arm.model, study.model), "task": (arm.task, study.task)}
     others = [f"{name} {mine}" for name, (mine, whole) in own.items() if mine not in (None, whole)]
-    return [*where[arm.plan_in], *(f"{name} {value}" for name, value in arm.overrides.items()), *others]
+    own_options = {**arm.overrides, **(arm.harden or {}), **({"after": arm.after} if arm.after else {})}
+    return [*where[arm.plan_in], *(f"{name} {_shown(value)}" for name, value in own_options.items()), *others]
+
+
+def _shown(value: Any) -> str:
+    return (" + ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
 
 
 def _aqn(arm: Arm, done: Sequence[Run]) -> str | None:

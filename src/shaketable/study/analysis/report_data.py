@@ -81,6 +81,14 @@ _COMPARISON: dict[str, Any] = {
     "sentence": "",
     "method": "",
 }
+_RECOVERED: dict[str, Any] = {
+    "arm": "",
+    "condition": "",
+    "share": None,
+    "interval": {"low": None, "high": None},
+    **dict.fromkeys(("taken", "returned", "before", "after", "clean", "clean_after", "seeds", "problems")),
+    "sentence": "",
+}
 _RUN: dict[str, Any] = {
     "name": "",
     "arm": "",
@@ -128,6 +136,7 @@ SHAPE: dict[str, Any] = {
     "verdict": {"kind": "nothing", "headline": "", "sentence": ""},
     "arms": [_ARM],
     "comparisons": [_COMPARISON],
+    "recovered": [_RECOVERED],
     "robustness": [{"arm": "", "points": [_BAND | {"label": "", "x": None, "condition": ""}]}],
     "diagnoses": [_DIAGNOSIS],
     "environments": [{"runs": None, "facts": {}}],

@@ -1,0 +1,55 @@
+"""What came back: of the loss that a fault causes, the share that each arm returned, over seeds and problems.
+
+Every trained or hardened run was scored before its first step and after its last, on the same problems and with the same noise.
+So each run is its own baseline: clean and faulty before, faulty after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shaketable.measure.stats.recovered import share_recovered
+from shaketable.study.analysis.runs import PER_ANSWER, Run
+
+CLEAN = "clean"
+
+
+def recovered(conditions: Iterable[str], done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """One row for every arm and faulty condition under which something was lost."""
+    found = []
+    for arm, runs in done.items():
+        for condition in conditions:
+            tables = [t for run in runs if condition != CLEAN and (t := _scores(run, condition)) is not None]
+            if not tables:
+                continue
+            before, after, clean, clean_after = (np.array(rows) for rows in zip(*tables, strict=True))
+            if (clean - before).mean() > 0:
+                share = share_recovered(before, after, clean)
+                means = {
+                    "before": before.mean(),
+                    "after": after.mean(),
+                    "clean": clean.mean(),
+                    "clean_after": clean_after.mean(),
+                }
+                facts = {"arm": arm, "condition": condition, **share.to_dict()}
+                found.append(facts | {name: float(mean) for name, mean in means.items()})
+    return found
+
+
+def _scores(run: Run, condition: str) -> tuple[list[float], list[float], list[float], list[float]] | None:
+    """Faulty before, faulty after, clean before, clean after; None where a run has no two scores."""
+    evaluations = run.of_kind("evaluation")
+    if len(evaluations) < 2 or evaluations[0]["step"] != 0:
+        return None
+    first, last = evaluations[0]["conditions"], evaluations[-1]["conditions"]
+    pairs = ((first, condition), (last, condition), (first, CLEAN), (last, CLEAN))
+    rows = [_row(conditions, name) for conditions, name in pairs]
+    return None if any(row is None for row in rows) else tuple(rows)  # type: ignore[return-value]
+
+
+def _row(conditions: list[dict[str, Any]], name: str) -> list[float] | None:
+    found = next((c for c in conditions if c["name"] == name), None)
+    return None if found is None else [float(a[PER_ANSWER["accuracy"]]) for a in found["answers"]]
