@@ -45,7 +45,8 @@ class Speed:
         else:
             config = TrainConfig.checked(**cell.config)
             steps, scores = config.steps, sum(config.evaluates_at(step) for step in range(config.steps + 1))
-        return LOADING + steps * self.step + scores * float(cell.config["eval_n"]) * self.problem
+        found: float = LOADING + steps * self.step + scores * cell.config["eval_n"] * self.problem
+        return found
 
 
 @dataclass(frozen=True)
