@@ -6,19 +6,14 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from shaketable.cli import app
 from shaketable.locate.compare.fingerprint import make_fingerprint
 from shaketable.locate.compare.fingerprint_file import write_fingerprint
 from shaketable.plan import Plan
+from tests.cli.invoked import shaketable
 
 IDS = torch.arange(32)[None] * 7 % 41
 FAULT = "gain:0.02@module.mlp.up_proj,layers=2"
-
-
-def shaketable(*words):
-    return CliRunner().invoke(app, [str(w) for w in words])
 
 
 @pytest.fixture

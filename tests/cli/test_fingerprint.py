@@ -5,13 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from shaketable.cli import app
-
-
-def shaketable(*words):
-    return CliRunner().invoke(app, [str(w) for w in words])
+from tests.cli.invoked import shaketable
 
 
 @pytest.fixture

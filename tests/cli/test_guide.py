@@ -6,10 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 
-from shaketable import cli
 from shaketable.cli.guide import guide
 from shaketable.harden.aqn.guidance import Guidance
 from tests import ROOT
@@ -34,21 +32,10 @@ DIAGNOSIS = {
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """The verb behind the real entry point, in a folder with a diagnosis; gives exit code, stdout, stderr."""
-    app = typer.Typer()
-    app.command()(guide)
-    monkeypatch.setattr(cli, "app", app)
-    monkeypatch.chdir(tmp_path)
+def run(command_of):
+    """The verb in a folder with a diagnosis."""
+    go = command_of(guide)
     Path("d.json").write_text(json.dumps(DIAGNOSIS))
-
-    def go(*words):
-        monkeypatch.setattr("sys.argv", ["guide", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        told = capsys.readouterr()
-        return ended.value.code, told.out, told.err
-
     return go
 
 

@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 
-from shaketable import cli
 from shaketable.cli.sweep import sweep
 from shaketable.records.record import FILE
 from tests import ROOT
@@ -22,21 +20,8 @@ SMALL = (*NOISE, "--magnitudes", "0,0.1,0.5", "--n", "12", "--seeds", "2", "--ou
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """The verb behind the real entry point, in an empty folder; gives exit code, stdout, stderr."""
-    app = typer.Typer()
-    app.command()(sweep)
-    monkeypatch.setattr(cli, "app", app)
-    monkeypatch.chdir(tmp_path)
-
-    def go(*words):
-        monkeypatch.setattr("sys.argv", ["sweep", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        told = capsys.readouterr()
-        return ended.value.code, told.out, told.err
-
-    return go
+def run(command_of):
+    return command_of(sweep)
 
 
 def numbers(file):

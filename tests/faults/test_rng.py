@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from torch import Tensor
 
 from shaketable.faults import Draw, make_fault
 from shaketable.faults.cpu import native
 from shaketable.faults.rng import key_of, lanes, mix64, normals, plain_normals, uniforms
+from tests.tensors import same_bits as same
 
 CPU = torch.device("cpu")
 KEYS = st.integers(0, 2**64 - 1)
@@ -30,16 +30,6 @@ SAMPLES = {
     "uniforms": lambda key, n=MILLION: uniforms(n, key, CPU).double().numpy() - 0.5,
 }
 each_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
-
-
-def bits(x: Tensor) -> Tensor:
-    """The representation, so that -0.0 and NaN compare too."""
-    return x.view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit."""
-    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:

@@ -8,7 +8,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 import shaketable as st
-from tests.gpu.shaken_device import DEVICE, NOISE, every_dtype, ids, on_device, same, settle, step
+from tests.gpu.shaken_device import DEVICE, NOISE, every_dtype, ids, on_device, settle, step
+from tests.inject.code_paths import Checkpointed
+from tests.tensors import same
 
 pytestmark = on_device
 CHECKPOINTED = [
@@ -52,27 +54,6 @@ def test_recomputation_sees_the_noise_of_the_first_pass(tiny_llama, plan, reentr
     assert (checkpointed.forward, checkpointed.backward) == (ledger.forward, ledger.backward)
     assert checkpointed.to_dict()["sites"][0]["recomputed"] > 0
     assert checkpointed.sites[0].by("layer") == ledger.sites[0].by("layer")
-
-
-class Checkpointed(nn.Module):
-    """Checkpoints a leaf, a bare product or a container."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.what = what
-        self.first = nn.Sequential(nn.Linear(8, 8), nn.SiLU())
-        self.leaf = nn.Linear(8, 8)
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x, reentrant=None):
-        body = {
-            "leaf": lambda x: self.leaf(x).tanh(),
-            "product": lambda x: (x @ self.weight).tanh(),
-            "container": lambda x: self.first(x).tanh(),
-        }[self.what]
-        for _ in range(2):
-            x = body(x) if reentrant is None else torch.utils.checkpoint.checkpoint(body, x, use_reentrant=reentrant)
-        return self.leaf(x).sum()
 
 
 @pytest.mark.parametrize("site", ["module.linear", "op.matmul", "module.linear,point=weight"])

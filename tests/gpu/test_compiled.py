@@ -5,6 +5,8 @@ keeps a value in float32 that ours rounds to the tensor's type, and sums are spl
 in the graph: there are two graphs, and the one without is the clean one, for every plan.
 """
 
+import functools
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -12,9 +14,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import shaketable as st
 from shaketable.faults import Draw, gpu, make_fault
 from shaketable.inject.compile import fused_noise as fused
+from tests import tensors
 from tests.gpu.shaken_device import DEVICE, ON_CUDA, every_dtype, ids, on_device, settle
+from tests.inject.compile.graphs import graphs
 
-pytestmark = on_device
+pytestmark = [*on_device, pytest.mark.usefixtures("fresh_graphs")]
 BACKEND = "inductor" if ON_CUDA else "aot_eager"
 PLANS = {
     "relative_gaussian:0.05@module.linear,direction=both": (14, 14),
@@ -24,27 +28,8 @@ PLANS = {
     # 14 linears, 2 attentions, 2 SiLUs and 5 norms; gradients of 28, 6, 2 and 10 inputs
     "relative_gaussian:0.05@op.all": (23, 46),
 }
+step = functools.partial(tensors.step_logits, n=16)
 RUNS = [(plan, backend) for backend in sorted({"aot_eager", BACKEND}) for plan in PLANS]
-
-
-@pytest.fixture(autouse=True)
-def fresh_graphs():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def graphs():
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def step(function, model):
-    """The logits of one training step; the gradients are in the model."""
-    model.zero_grad()
-    out = function(input_ids=ids(), labels=ids())
-    out.loss.backward()
-    return out.logits.detach()
 
 
 @pytest.mark.parametrize(("plan", "backend"), RUNS)

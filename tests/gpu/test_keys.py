@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import shaketable as st
-from tests.gpu.shaken_device import DEVICE, NOISE, every_dtype, every_level, ids, on_device, random_levels, same, step
+from tests.gpu.shaken_device import DEVICE, NOISE, every_dtype, every_level, ids, on_device, random_levels, step
+from tests.tensors import same
 
 pytestmark = on_device
 

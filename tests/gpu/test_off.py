@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import shaketable as st
-from tests.gpu.shaken_device import DEVICE, LEVELS, NOISE, ON_CUDA, every_dtype, every_level, ids, on_device, same, settle, step
+from tests.gpu.shaken_device import DEVICE, LEVELS, NOISE, ON_CUDA, every_dtype, every_level, ids, on_device, settle, step
+from tests.tensors import same
 
 pytestmark = on_device
 

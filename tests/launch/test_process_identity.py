@@ -9,6 +9,7 @@ from shaketable.inject.injection import this_rank
 from shaketable.launch import process_identity
 from shaketable.launch.process import ProcessInjection
 from shaketable.plan import Plan
+from tests.tensors import same
 
 LINEAR = "relative_gaussian:0.05@module.linear"
 X = torch.ones(2, 8)
@@ -41,10 +42,6 @@ def noise(calls=1, seed=0, plan=LINEAR):
     clean = one(X).detach()
     with Process(plan, seed):
         return [one(X).detach() - clean for _ in range(calls)]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_a_process_repeats_its_noise_and_no_call_that_of_another():

@@ -5,13 +5,11 @@ import math
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 
 from shaketable.report.locate_html import PROBES, curve, lane_strip, number, page, ranges, reasons
-
-VOID = {"meta", "link", "br", "hr", "img", "input", "source", "wbr", "col"}
+from tests.report import html_reader
 
 
 def result(status="pass", score=0.0, op=None, reason=""):
@@ -229,35 +227,7 @@ SAMPLES = {
 }
 
 
-class Reader(HTMLParser):
-    """Checks that tags are balanced; keeps attributes and text."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.text, self.headings = [], [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] not in ("style", "script"):
-            self.text.append(data)
-
-    @property
-    def words(self):
-        return " ".join("".join(self.text).split())
-
+class Reader(html_reader.Reader):
     def cells(self, status):
         return [a for tag, a in self.tags if tag == "td" and status in (a.get("class") or "").split()]
 

@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
@@ -26,44 +25,30 @@ from shaketable.report.svg.seeds import scale_of, seed_strip
 from shaketable.report.svg.style import DASHES, MARKERS, look, swatch
 from shaketable.report.wording import METHOD, chance, duration, percent
 from shaketable.study.analysis.report_data import complete, visible
+from tests.report import html_reader
 from tests.report.findings_sample import NOISE, SAMPLES, one_run, partial, study
 
-VOID = {"meta", "link", "br", "hr", "img", "input", "source", "wbr", "col"}
 EVIL = "<script>alert(1)</script>\"'></style><img src=x onerror=alert(1)>{{ 7 * 7 }}{% raw %}"
 
 
-class Reader(HTMLParser):
-    """Checks that tags are balanced; keeps attributes, text, and the text of each section."""
+class Reader(html_reader.Reader):
+    """Keeps the text of each section too."""
+
+    silent = ("style", "script", "title")
 
     def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.text, self.sections = [], [], [], {}
-        self.feed(text)
-        self.close()
-        assert self.open == []
+        self.sections = {}
+        super().__init__(text)
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
+        super().handle_starttag(tag, attrs)
         if tag == "section":
             self.section = self.sections.setdefault(dict(attrs)["id"], [])
 
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
     def handle_data(self, data):
-        if self.open and self.open[-1] not in ("style", "script", "title"):
-            self.text.append(data)
-            if "section" in self.open:
-                self.section.append(data)
-
-    @property
-    def words(self):
-        return " ".join("".join(self.text).split())
+        super().handle_data(data)
+        if "section" in self.open and self.open[-1] not in self.silent:
+            self.section.append(data)
 
     def of(self, section):
         return " ".join("".join(self.sections[section]).split())

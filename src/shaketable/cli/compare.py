@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.text import say
 from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from shaketable.locate.compare.fingerprint import Fingerprint
@@ -107,23 +107,19 @@ def show(found: Comparison, plan_out: Path | None, has_plan: bool) -> None:
     if rows:
         console.print(_operators(rows[:SHOWN]))
     if len(rows) > SHOWN:
-        _say(console, f"… and {len(rows) - SHOWN} more operators that differ; --json holds them all")
+        say(console, f"… and {len(rows) - SHOWN} more operators that differ; --json holds them all")
     for note in found.notes:
-        _say(console, f"note: {note}")
+        say(console, f"note: {note}")
     if not has_plan:
-        _say(
+        say(
             console,
             "no plan: no operator differs beyond rounding"
             if plan_out is None
             else f"{plan_out} was not written: nothing to inject",
         )
     elif plan_out is not None:
-        _say(console, f"wrote {plan_out}")
-    _say(console, found.sentence)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
+        say(console, f"wrote {plan_out}")
+    say(console, found.sentence)
 
 
 def _furthest(found: Comparison) -> list[Row]:

@@ -108,14 +108,6 @@ def plain() -> Iterator[None]:
         yield
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, any NaN like any other."""
-    nan = a.isnan()
-    view = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
-    alike = (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(nan, b.isnan())
-    return alike and torch.equal(a[~nan].view(view), b[~nan].view(view))
-
-
 def every_number(dtype: torch.dtype) -> Tensor:
     """Every number of a 16-bit type (every eleventh in the interpreter); of float32 those with the first 16 bits of each."""
     raw = torch.arange(0, 2**16, 1 if ON_GPU else 11, dtype=torch.int32)

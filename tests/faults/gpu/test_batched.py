@@ -9,7 +9,8 @@ from shaketable.faults import Draw, make_fault
 from shaketable.faults.gpu import batched
 from shaketable.faults.rng import mix64
 from shaketable.inject.counters import measure
-from tests.faults.gpu.kernel_route import DEVICE, HARD, fused, kernels, same
+from tests.faults.gpu.kernel_route import DEVICE, HARD, fused, kernels
+from tests.tensors import same_numbers as same
 
 pytestmark = kernels
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

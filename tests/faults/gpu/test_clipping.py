@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shaketable.faults import Draw, make_fault
-from tests.faults.gpu.kernel_route import DEVICE, HARD, LONG_ROWS, fused, kernels, plain, quick, same, tensors
+from tests.faults.gpu.kernel_route import DEVICE, HARD, LONG_ROWS, fused, kernels, plain, quick, tensors
+from tests.tensors import same_numbers as same
 
 pytestmark = kernels
 FAULTS = [("dead_zone", s) for s in ("tensor", "token", "block")]

@@ -10,7 +10,8 @@ from shaketable.faults.gpu import dispatch
 from shaketable.faults.rng import mix64, plain_normals
 from shaketable.faults.sums import plain_sums
 from shaketable.inject import counters as c
-from tests.faults.gpu.kernel_route import DEVICE, ON_GPU, fused, kernels, same
+from tests.faults.gpu.kernel_route import DEVICE, ON_GPU, fused, kernels
+from tests.tensors import same_numbers as same
 
 pytestmark = kernels
 TAPS, USES, DUE, ALL = 5, 4, 8, 16

@@ -18,9 +18,9 @@ from tests.faults.gpu.kernel_route import (
     kernels,
     plain,
     quick,
-    same,
     tensors,
 )
+from tests.tensors import same_numbers as same
 
 pytestmark = kernels
 SCOPES = ("tensor", "token", "block", "none")

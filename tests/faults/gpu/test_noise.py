@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from shaketable.faults import Draw, gpu, make_fault
 from shaketable.faults.gpu import dispatch
 from shaketable.faults.rng import plain_normals
-from tests.faults.gpu.kernel_route import DEVICE, HARD, KEYS, ON_GPU, fused, kernels, plain, quick, same, tensors
+from tests.faults.gpu.kernel_route import DEVICE, HARD, KEYS, ON_GPU, fused, kernels, plain, quick, tensors
+from tests.tensors import same_numbers as same
 
 pytestmark = kernels
 SCALES = st.sampled_from([1e-5, 0.05, 1.0, 3.0])

@@ -12,7 +12,8 @@ from shaketable.faults.clipping import top
 from shaketable.faults.gpu import dispatch
 from shaketable.faults.gpu.reductions import PARTIALS, _share
 from shaketable.faults.noise import middle, size, spread
-from tests.faults.gpu.kernel_route import DEVICE, HARD, NAN, fused, kernels, plain, quick, same, tensors
+from tests.faults.gpu.kernel_route import DEVICE, HARD, NAN, fused, kernels, plain, quick, tensors
+from tests.tensors import same_numbers as same
 
 pytestmark = kernels
 MOMENTS = {"middle": middle, "spread": spread, "size": size}

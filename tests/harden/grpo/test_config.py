@@ -9,12 +9,9 @@ from hypothesis import strategies as some
 
 from shaketable.errors import ShaketableError
 from shaketable.harden.grpo.config import TrainConfig
+from tests.harden.grpo.configs import config
 
 PLAN = "relative_gaussian:0.05@op.matmul"
-
-
-def config(**fields):
-    return TrainConfig.checked(**{"model": "nano", "task": "arithmetic", "steps": 10} | fields)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,11 @@
 import pytest
 
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.grpo.plans import aqn_of, conditions_of, evaluation_plan, train_plan
+from tests.harden.grpo.configs import config
 
 NOISE = "relative_gaussian:0.05@op.matmul"
 AQN = "constant:0.05"
-
-
-def config(**fields):
-    return TrainConfig.checked(**{"model": "nano", "task": "arithmetic", "steps": 10} | fields)
 
 
 def phases(plan):

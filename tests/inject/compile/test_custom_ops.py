@@ -9,6 +9,9 @@ from torch import nn
 import shaketable as st
 from shaketable.inject import fault_operator
 from shaketable.inject.compile import custom_ops
+from tests.inject.compile.graphs import graphs
+from tests.tensors import ids
+from tests.tensors import step_logits as step
 
 PLANS = {
     "relative_gaussian:0.05@module.linear,direction=both": (14, 14),
@@ -19,29 +22,8 @@ PLANS = {
 }
 
 
-def ids(n=8):
-    return torch.arange(2 * n).view(2, n) % 64
-
-
-def graphs():
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.fixture
-def counters():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-
-
-def step(function, model):
-    model.zero_grad()
-    out = function(input_ids=ids(), labels=ids())
-    out.loss.backward()
-    return out.logits.detach()
-
-
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_plan_is_in_the_graph_forward_and_backward(tinier_llama, counters, plan):
+def test_the_plan_is_in_the_graph_forward_and_backward(tinier_llama, fresh_graphs, plan):
     compiled = torch.compile(tinier_llama, backend="aot_eager", fullgraph=True)
     clean = step(compiled, tinier_llama)
     injection = st.inject(tinier_llama, plan)
@@ -72,7 +54,7 @@ def test_the_plan_is_in_the_graph_forward_and_backward(tinier_llama, counters, p
 
 
 @pytest.mark.parametrize("plan", ["relative_gaussian:0.05@op.all", "relative_gaussian:0.05@module.linear"])
-def test_counts_and_layers_are_those_of_eager(tinier_llama, counters, plan):
+def test_counts_and_layers_are_those_of_eager(tinier_llama, fresh_graphs, plan):
     with st.inject(tinier_llama, plan) as eager:
         step(tinier_llama, tinier_llama)
     compiled = torch.compile(tinier_llama, backend="aot_eager")
@@ -82,7 +64,7 @@ def test_counts_and_layers_are_those_of_eager(tinier_llama, counters, plan):
     assert ledger.sites[0].by("phase") == eager.sites[0].by("phase")
 
 
-def test_measured_equals_asked_in_a_compiled_graph(tinier_llama, counters):
+def test_measured_equals_asked_in_a_compiled_graph(tinier_llama, fresh_graphs):
     compiled = torch.compile(tinier_llama, backend="aot_eager")
     with st.inject(tinier_llama, "relative_gaussian:0.05@op.matmul") as ledger:
         step(compiled, tinier_llama)
@@ -90,7 +72,7 @@ def test_measured_equals_asked_in_a_compiled_graph(tinier_llama, counters):
     assert record["measured_magnitude"] == pytest.approx(0.05, rel=0.05)
 
 
-def test_the_gradient_in_a_compiled_graph_is_the_fault_s_own(counters):
+def test_the_gradient_in_a_compiled_graph_is_the_fault_s_own(fresh_graphs):
     layer = torch.nn.Linear(8, 8, bias=False)
     x = torch.randn(4, 8, requires_grad=True)
     compiled = torch.compile(layer, backend="aot_eager")
@@ -107,7 +89,7 @@ def test_the_gradient_in_a_compiled_graph_is_the_fault_s_own(counters):
     assert torch.allclose(x.grad, factor.detach() @ layer.weight, atol=1e-4)
 
 
-def test_phases_are_read_at_run_time(tinier_llama, counters):
+def test_phases_are_read_at_run_time(tinier_llama, fresh_graphs):
     compiled = torch.compile(tinier_llama, backend="aot_eager")
     with torch.no_grad(), st.inject(tinier_llama, "gain:0.5@module.linear,phase=rollout") as ledger:
         clean = compiled(input_ids=ids()).logits
@@ -117,7 +99,7 @@ def test_phases_are_read_at_run_time(tinier_llama, counters):
     assert set(ledger.sites[0].by("phase")) == {"rollout"}
 
 
-def test_a_function_that_calls_the_model_can_be_what_is_compiled(tinier_llama, counters):
+def test_a_function_that_calls_the_model_can_be_what_is_compiled(tinier_llama, fresh_graphs):
     @torch.compile(backend="aot_eager")
     def loss(tokens):
         return tinier_llama(input_ids=tokens, labels=tokens).loss
@@ -130,7 +112,7 @@ def test_a_function_that_calls_the_model_can_be_what_is_compiled(tinier_llama, c
 
 
 @pytest.mark.parametrize("site", ["module.linear", "op.matmul"])
-def test_activation_checkpointing_in_a_compiled_graph_sees_the_same_noise(tinier_llama, counters, site, monkeypatch):
+def test_activation_checkpointing_in_a_compiled_graph_sees_the_same_noise(tinier_llama, fresh_graphs, site, monkeypatch):
     blows = []
     apply = fault_operator.apply
 
@@ -153,7 +135,7 @@ def test_activation_checkpointing_in_a_compiled_graph_sees_the_same_noise(tinier
 
 
 @pytest.mark.slow
-def test_inductor_agrees_with_eager_on_what_happened(tinier_llama, counters):
+def test_inductor_agrees_with_eager_on_what_happened(tinier_llama, fresh_graphs):
     plan = "relative_gaussian:0.05@op.all;relative_gaussian:0.01@module.linear"
     compiled = torch.compile(tinier_llama)
     clean = step(compiled, tinier_llama)

@@ -11,14 +11,14 @@ from shaketable.faults import Draw, gpu, make_fault
 from shaketable.faults.gpu import dispatch
 from shaketable.inject.compile import custom_ops
 from shaketable.inject.compile import fused_noise as fused
-from shaketable.inject.device.table import USES, DeviceTable
+from shaketable.inject.device.table import USES
 from shaketable.inject.fast import linear
 from shaketable.inject.fault_operator import Application
+from tests.inject.compile.graphs import NOISE, graphs, tabled
 
 pytest.importorskip("triton")
 HOOKS_AND_MODEL = 3
 """Graphs of a module that is compiled itself: its hooks have graphs of their own."""
-NOISE = "relative_gaussian:0.05@module.linear"
 
 
 class Block(nn.Module):
@@ -46,19 +46,9 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
+def as_on_a_gpu(monkeypatch, fresh_graphs):
     monkeypatch.setattr(linear, "on_gpu", lambda module: True)
     monkeypatch.setattr(custom_ops, "on_gpu", lambda x: True)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def tabled(net, plan=NOISE, **more):
-    injection = st.inject(net, plan, **more).enable()
-    injection.tables._add(DeviceTable(injection, torch.device("cpu"), injection.taps))
-    return injection
 
 
 def test_the_counters_of_a_table_go_on():
@@ -79,10 +69,6 @@ def test_the_counters_of_a_table_go_on():
 def model(**how):
     torch.manual_seed(0)
     return Stack(**how).eval()
-
-
-def graphs():
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def row(key, scale, on=1):

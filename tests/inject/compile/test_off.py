@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 import shaketable as st
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
+from tests.tensors import ids, same, step_logits
 
 PLANS = [
     "relative_gaussian:0.05@module.linear,direction=both",
@@ -20,13 +21,6 @@ PLANS = [
     "relative_gaussian:0.05@op.all",
     "relative_gaussian:0.05@op.matmul;dead_zone:0.1@module.rmsnorm",
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Recorder:
@@ -55,19 +49,8 @@ def written(graph):
     return [f"{number(n)} = {n.op} {n.target} {map_arg((n.args, n.kwargs), number)}, {n.meta.get('val')}" for n in calls]
 
 
-def ids(n=8):
-    return torch.arange(2 * n).view(2, n) % 64
-
-
 def step(function, model):
-    model.zero_grad()
-    out = function(input_ids=ids(), labels=ids())
-    out.loss.backward()
-    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return [step_logits(function, model), *(p.grad.clone() for p in model.parameters())]
 
 
 class Tower(nn.Module):

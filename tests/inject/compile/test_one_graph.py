@@ -9,11 +9,10 @@ from torch._C._dynamo.guards import DictGuardManager
 import shaketable as st
 from shaketable.inject import attach
 from shaketable.inject.compile import custom_ops
-from shaketable.inject.device.table import DeviceTable
 from shaketable.inject.fast import linear
+from tests.inject.compile.graphs import tabled
 
 pytest.importorskip("triton")
-NOISE = "relative_gaussian:0.05@module.linear"
 
 
 class Block(nn.Module):
@@ -42,24 +41,15 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
+def as_on_a_gpu(monkeypatch, fresh_graphs):
     monkeypatch.setattr(linear, "on_gpu", lambda module: True)
     monkeypatch.setattr(custom_ops, "on_gpu", lambda x: True)
     monkeypatch.setattr(attach, "reaches_gpu", lambda module: True)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def model(**how):
     torch.manual_seed(0)
     return Stack(**how).eval()
-
-
-def tabled(net, plan=NOISE, **more):
-    injection = st.inject(net, plan, **more).enable()
-    injection.tables._add(DeviceTable(injection, torch.device("cpu"), injection.taps))
-    return injection
 
 
 def data():

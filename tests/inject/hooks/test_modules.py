@@ -12,10 +12,7 @@ from torch import nn
 
 import shaketable as st
 from shaketable.launch.process import Seen
-
-
-def ids(n=8):
-    return torch.arange(2 * n).view(2, n) % 64
+from tests.tensors import ids
 
 
 @pytest.mark.parametrize("point", ["input", "output", "weight"])

@@ -9,19 +9,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
+from tests.inject.code_paths import Body
 
 PLAN = "relative_gaussian:0.1@op.all"
-
-
-class Body(nn.Module):
-    """A module whose forward is the function it was given."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 A = torch.linspace(-1, 1, 16).view(4, 4)

@@ -18,12 +18,9 @@ from shaketable.locate.capture import leaf_modules
 from shaketable.locate.capture.leaf_modules import leaf_of
 from shaketable.locate.probes.float64_ops import Call
 from shaketable.locate.probes.rounding import Precision
+from tests.tensors import draw
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def filled(module, dtype):

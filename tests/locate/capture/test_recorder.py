@@ -11,10 +11,7 @@ import shaketable as st
 from shaketable.locate.capture.recorder import Recorder, function_name, same
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 from tests.locate.architectures import build, tokens
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.tensors import draw
 
 
 def is_leaf(path, module):

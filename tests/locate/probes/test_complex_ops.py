@@ -6,10 +6,7 @@ import transformers
 
 import shaketable as st
 from tests.locate.probes.replayed_functions import judged
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.tensors import draw
 
 
 def rotated(x, angles):

@@ -299,17 +299,23 @@ class Head(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("token", [0, 1, 4, 7])
-def test_of_long_sequences_every_token_of_a_product_is_judged(monkeypatch, token):
-    """Eight tokens and ten channels: for a head a quarter is replayed, and what a checksum shows."""
-    monkeypatch.setattr(replay, "ROWS", 8)
-    monkeypatch.setattr(replay, "HEAD", 9)
+def recorded_head():
+    """A healthy call of a head on eight tokens, whose output may be changed."""
     root = Head()
     reference = Reference(root)
     with Recorder(root, lambda path, module: reference.leaf(path) is not None).watching() as recording:
         root(torch.randn(1, 8, 6))
     assert not judge(recording, reference, "", EXACT).violations
     recording.records[0].output = recording.records[0].output.clone()
+    return recording, reference
+
+
+@pytest.mark.parametrize("token", [0, 1, 4, 7])
+def test_of_long_sequences_every_token_of_a_product_is_judged(monkeypatch, token):
+    """Eight tokens and ten channels: for a head a quarter is replayed, and what a checksum shows."""
+    monkeypatch.setattr(replay, "ROWS", 8)
+    monkeypatch.setattr(replay, "HEAD", 9)
+    recording, reference = recorded_head()
     recording.records[0].output[0, token, 3] += 1
     found = judge(recording, reference, "", EXACT).violations
     assert [(v.lanes, token in (v.tokens or range(8))) for v in found] == [([3], True)]
@@ -320,12 +326,7 @@ def test_of_long_sequences_every_token_of_a_product_is_judged(monkeypatch, token
 def test_of_long_sequences_every_token_whose_checksum_fires_is_judged(monkeypatch):
     """The third of eight tokens is not among the two that are replayed anyway; the evidence knows which one it is."""
     monkeypatch.setattr(replay, "ROWS", 2)
-    root = Head()
-    reference = Reference(root)
-    with Recorder(root, lambda path, module: reference.leaf(path) is not None).watching() as recording:
-        root(torch.randn(1, 8, 6))
-    assert not judge(recording, reference, "", EXACT).violations
-    recording.records[0].output = recording.records[0].output.clone()
+    recording, reference = recorded_head()
     recording.records[0].output[0, 3, 7] += 0.01
     [found] = judge(recording, reference, "", EXACT).violations
     assert found.tokens == [0, 3, 4, 7]

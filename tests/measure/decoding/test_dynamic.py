@@ -14,18 +14,7 @@ from shaketable.measure.decoding import dynamic
 from shaketable.measure.decoding.dynamic import Completion, Decoder, batches, decode_all, probe_batch_size
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
-
-QUESTIONS = ["144+725=", "7+8=", "900-1=", "12+34=", "555+445=", "31-997=", "100+100=", "8-3=", "472+338=", "60+6="]
-
-
-@pytest.fixture(scope="module")
-def nano():
-    return load_model("nano")
-
-
-@pytest.fixture(scope="module")
-def prompts(nano):
-    return [nano[1](q)["input_ids"] for q in QUESTIONS]
+from tests.measure.decoding.nano_prompts import forced
 
 
 def generated(model, tokenizer, prompt, limit):
@@ -81,14 +70,6 @@ def test_the_batch_size_changes_no_token(nano, prompts, plan):
     clean = decode_all(decoder, model, prompts, batch_size=1)
     assert [c.tokens for c in clean] == [generated(model, tokenizer, p, 12) for p in prompts], "in the order of the prompts"
     assert (clean == alone) == (plan is None), "the fault was there"
-
-
-def forced(model, prompt, completion, temperature):
-    """log softmax of a forward over prompt and completion, in float64."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *completion]])).logits[0].double() / temperature
-    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    return rows.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])

@@ -14,22 +14,7 @@ from shaketable.measure.decoding.static import BUCKET, KEPT, StaticDecoding, unf
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
-
-QUESTIONS = ["144+725=", "7+8=", "900-1=", "12+34=", "555+445=", "31-997=", "100+100=", "8-3=", "472+338=", "60+6="]
-
-
-@pytest.fixture(scope="module")
-def nano():
-    return load_model("nano")
-
-
-@pytest.fixture(scope="module")
-def prompts(nano):
-    return [nano[1](q)["input_ids"] for q in QUESTIONS]
-
-
-def tokens(found):
-    return [c.tokens for c in found]
+from tests.measure.decoding.nano_prompts import forced, tokens
 
 
 def assert_same(found, expected):
@@ -115,13 +100,6 @@ def test_it_stops_soon_after_the_last_row_has_ended(nano, prompts):
         handle.remove()
     longest = max(len(c.tokens) for c in found)
     assert longest <= len(calls) < longest + 5 < 60
-
-
-def forced(model, prompt, completion, temperature):
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *completion]])).logits[0].double() / temperature
-    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    return rows.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])

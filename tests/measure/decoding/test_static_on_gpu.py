@@ -10,24 +10,14 @@ from shaketable.measure.decoding.dynamic import Decoder
 from shaketable.measure.decoding.static import StaticDecoding
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
+from tests.measure.decoding.nano_prompts import tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
-QUESTIONS = ["144+725=", "7+8=", "900-1=", "12+34=", "555+445=", "31-997=", "100+100=", "8-3=", "472+338=", "60+6="]
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nano():
     return load_model("nano", device="cuda")
-
-
-@pytest.fixture
-def prompts(nano):
-    return [nano[1](q)["input_ids"] for q in QUESTIONS]
-
-
-def tokens(found):
-    return [c.tokens for c in found]
 
 
 def generator(seed):

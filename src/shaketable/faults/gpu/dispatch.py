@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shaketable.faults.rng import signed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -74,12 +76,7 @@ def _floats() -> tuple[Any, ...]:
 
 def words(value: int) -> tuple[int, int]:
     """The two halves of 64 bits, the low one first, as kernels take them."""
-    return _signed(value), _signed(value >> 32)
-
-
-def _signed(word: int) -> int:
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >= 1 << 31 else word
+    return signed(value), signed(value >> 32)
 
 
 _launchers: dict[Any, Launcher] = {}
@@ -108,16 +105,20 @@ def noise(
     """
     if not fits(x):
         return None
-    import torch
-
-    x = x if in_place else x.contiguous()
-    y = x if in_place else torch.empty_like(x)
-    n = x.numel()
-    table = (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+    x, y, n, table = _arguments(x, in_place, live)
     kind = RELATIVE if relative else ADDITIVE
     shape = {"KIND": kind, "UNIT": unit is not None, **_shape(n, live)}
     launch(_kernels().noise, -(-n // BLOCK), (x, y, n, scale, *words(key), unit, *table), shape)
     return y
+
+
+def _arguments(x: Tensor, in_place: bool, live: Row | None) -> tuple[Tensor, Tensor, int, tuple[Any, ...]]:
+    """What is read, what is written, how many values, and the row of the table."""
+    import torch
+
+    x = x if in_place else x.contiguous()
+    y = x if in_place else torch.empty_like(x)
+    return x, y, x.numel(), (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
 
 
 def _shape(n: int, live: Row | None) -> dict[str, Any]:
@@ -128,14 +129,9 @@ def shift(
     x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: Row | None = None
 ) -> Tensor | None:
     """Bias, gain or systematic bias in one pass; None where no kernel fits."""
-    import torch
-
     if not fits(x):
         return None
-    x = x if in_place else x.contiguous()
-    y = x if in_place else torch.empty_like(x)
-    n = x.numel()
-    table = (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+    x, y, n, table = _arguments(x, in_place, live)
     launch(_kernels().arithmetic, -(-n // BLOCK), (x, y, n, scale, unit, *table), {"KIND": kind, **_shape(n, live)})
     return y
 

@@ -6,20 +6,18 @@ written into the run record, and a resumed run reads it from there instead of fr
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from shaketable.errors import ShaketableError, first_problem
+from shaketable.io.config_model import ConfigModel
 
 PLAN_IN: dict[str, tuple[str, ...]] = {"both": ("rollout", "train"), "rollout": ("rollout",), "loss": ("train",), "eval": ()}
 """Where the plan acts in training, and the phases that means."""
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(ConfigModel):
     """One training run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str
     task: str
@@ -107,11 +105,3 @@ class TrainConfig(BaseModel):
     def evaluates_at(self, step: int) -> bool:
         """Whether a step is followed by an evaluation. The first and the last always are."""
         return step in (0, self.steps) or (self.eval_every > 0 and step % self.eval_every == 0)
-
-    @classmethod
-    def checked(cls, **fields: Any) -> TrainConfig:
-        """The configuration, or one line that says what is wrong with it."""
-        try:
-            return cls(**fields)
-        except ValidationError as error:
-            raise ShaketableError(first_problem(error)) from None

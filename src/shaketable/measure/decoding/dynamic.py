@@ -179,8 +179,13 @@ class _Rows:
 
     def completions(self) -> list[Completion]:
         """What was written, per row."""
-        tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
-        return [Completion(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
+        return completions_of(self.tokens, self.logprobs, self.lengths)
+
+
+def completions_of(tokens: Tensor, logprobs: Tensor, lengths: Tensor) -> list[Completion]:
+    """What was written, per row, without the padding."""
+    rows = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
+    return [Completion(t[:n], p[:n]) for t, p, n in rows]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:

@@ -33,7 +33,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from shaketable.errors import ShaketableError
 from shaketable.inject.device.graph_key import fingerprint
 from shaketable.measure.decoding.cuda_graph import Captured
-from shaketable.measure.decoding.dynamic import DESTROYED, Completion, Decoder, check_prompts, padded, positions
+from shaketable.measure.decoding.dynamic import DESTROYED, Completion, Decoder, check_prompts, completions_of, padded, positions
 from shaketable.measure.decoding.sampling import draw
 from shaketable.measure.decoding.static_cache import Slots
 
@@ -205,8 +205,7 @@ class _Rows:
 
     def completions(self) -> list[Completion]:
         """What was written, per row."""
-        tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
-        return [Completion(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
+        return completions_of(self.tokens, self.logprobs, self.lengths)
 
 
 def unfit(model: Any) -> str | None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from shaketable.faults.formats import to_e4m3, to_e5m2
-from tests.faults.gpu.kernel_route import DEVICE, INF, NAN, ON_GPU, kernels, same
+from tests.faults.gpu.kernel_route import DEVICE, INF, NAN, ON_GPU, kernels
+from tests.tensors import same_numbers as same
 
 pytestmark = kernels
 TOP = {to_e4m3: 448.0, to_e5m2: 57344.0}
