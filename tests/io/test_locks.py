@@ -34,7 +34,7 @@ def test_a_disk_without_locks_is_one_line_and_nobody_is_taken_for_a_worker(tmp_p
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuses)
-    with pytest.raises(ShaketableError, match="cannot lock .*one: No locks available"), held(tmp_path, "one"):
+    with pytest.raises(ShaketableError, match=r"cannot lock .*one: No locks available"), held(tmp_path, "one"):
         pass
     assert not is_held(tmp_path, "one")
 

@@ -28,7 +28,7 @@ from typing import Any
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import is_taken, take
 from shaketable.io.replacing import replacing
-from shaketable.records.chain import SCHEMA, UNCHAINED, Reading, is_seal, last_lines, link, linked, object_of, parted
+from shaketable.records.chain import SCHEMA, UNCHAINED, ChainReader, is_seal, last_lines, link, linked, object_of, parted
 
 FILE = "record.jsonl"
 SEAL = "record.seal"
@@ -115,7 +115,7 @@ class RunRecord:
 
     def seal(self) -> None:
         """Declare a finished record whole. Does nothing the second time."""
-        reading = Reading(self.folder / FILE)
+        reading = ChainReader(self.folder / FILE)
         events = [event["event"] for event in self._lines(reading)]
         if events[-1:] != ["finished"]:
             raise ShaketableError(f"the run in {self.folder} is not finished: its record cannot be sealed")
@@ -181,9 +181,9 @@ class RunRecord:
             raise ShaketableError(f"{path} is damaged: it is no seal")
         return found
 
-    def _lines(self, reading: Reading | None = None) -> Iterator[dict[str, Any]]:
+    def _lines(self, reading: ChainReader | None = None) -> Iterator[dict[str, Any]]:
         seal = self.sealed()  # before the file: it speaks of a file that was whole by then
-        reading = reading or Reading(self.folder / FILE)
+        reading = reading or ChainReader(self.folder / FILE)
         torn = 0
         try:
             with reading.path.open("rb") as file:  # bytes: a torn line may end within a character

@@ -31,7 +31,7 @@ def test_a_format_on_many_is_the_same_bits_as_on_each(fault, dtype):
     both = pairs([(3, length), (70, 2 * length), (16, 128), (1, length), (2, 3, length)], dtype)
     with fused():
         assert all(batched.codes(fault, x) for x, _ in both)
-        codes = batched.Coded(fault, both)
+        codes = batched.CodedBatch(fault, both)
         for _ in range(2):
             codes()
             assert all(same(y, fault.apply(x, Draw(0))) for x, y in both)
@@ -68,7 +68,7 @@ def test_noise_on_many_is_the_noise_on_each_and_is_measured(kind, dtype, moment)
     places = places[-len(both) :]
     with fused():
         assert all(batched.draws(fault, x) for x, _ in both)
-        draws = batched.Drawn(fault, both, places)
+        draws = batched.NoiseBatch(fault, both, places)
         draws(5, 2.0)
         sums = draws(moment, 0.25).tolist()
         keys = [mix64(place ^ moment) for place in places]

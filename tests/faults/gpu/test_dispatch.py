@@ -44,7 +44,7 @@ class Table:
         return self.rows.cpu()
 
     def row(self, tap, use=0):
-        return gpu.Row(self.rows, self.sums, tap * USES + use, tap)
+        return gpu.TableRow(self.rows, self.sums, tap * USES + use, tap)
 
 
 @pytest.fixture

@@ -547,9 +547,9 @@ def test_noisy_weights_stay_at_one_address(gpu):
 def test_a_step_and_its_rollout_ask_the_gpu_once_and_write_no_table(gpu, launches, monkeypatch):
     """AQN as a training has it: each wait stops a host that should run ahead, and a table would be written in Python."""
     net = Stack().eval()
-    asked, tables, tolist, laid_out = [], [], torch.Tensor.tolist, batched.Drawn.__init__
+    asked, tables, tolist, laid_out = [], [], torch.Tensor.tolist, batched.NoiseBatch.__init__
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: asked.append(1) or tolist(self))
-    monkeypatch.setattr(batched.Drawn, "__init__", lambda *args: tables.append(1) or laid_out(*args))
+    monkeypatch.setattr(batched.NoiseBatch, "__init__", lambda *args: tables.append(1) or laid_out(*args))
     with st.AQN.load("constant:0.1").attach(net, 100) as noise:
         for step in range(1, 6):
             before = len(asked)

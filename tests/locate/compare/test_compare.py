@@ -10,7 +10,7 @@ import shaketable as st
 from shaketable.locate.compare.compare import compare
 from shaketable.locate.compare.fingerprint import FingerprintError, make_fingerprint
 from shaketable.locate.compare.fit import Fit
-from shaketable.locate.compare.result import Difference, Row
+from shaketable.locate.compare.result import ComparisonRow, Difference
 from shaketable.plan import Plan
 from tests.locate.architectures import ARCHITECTURES, ROUTED, build, tokens
 
@@ -201,8 +201,8 @@ def test_a_model_that_rounding_beats_is_not_written():
     facts = {"params": {}, "values": 9, "log_gain": 1.0, "bic": 0.0, "explained": 0.0, "ks": 0.0}
     rounding, noise = Fit("rounding", 0.0, **facts), Fit("relative_gaussian", 1e-3, **facts)
     same = Difference(9, 1, 0.1, 0.1, 0)
-    assert Row(0, "x", "output", "module.x", same, fits=[noise, rounding]).injectable is noise
-    assert Row(0, "x", "output", "module.x", same, fits=[rounding, noise]).injectable is None
+    assert ComparisonRow(0, "x", "output", "module.x", same, fits=[noise, rounding]).injectable is noise
+    assert ComparisonRow(0, "x", "output", "module.x", same, fits=[rounding, noise]).injectable is None
 
 
 def test_nan_on_this_device_is_beyond_and_stays_json(good, tiny_llama):

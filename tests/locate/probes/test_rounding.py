@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from shaketable.locate.probes.documented_precision import device_precision, moved_tolerance, tolerance
-from shaketable.locate.probes.rounding import TINY, Around, Interval, Precision, Product
+from shaketable.locate.probes.rounding import TINY, Around, Precision, Product, RoundingInterval
 
 EXACT = Precision()
 NUMPY = {torch.float32: np.float32, torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
@@ -270,7 +270,10 @@ def test_where_nothing_is_asked_anything_is_allowed():
 
 
 def test_hull_is_what_either_allows():
-    one, two = Interval(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 5.0])), Interval.exactly(torch.tensor([3.0, 3.0]))
+    one, two = (
+        RoundingInterval(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 5.0])),
+        RoundingInterval.exactly(torch.tensor([3.0, 3.0])),
+    )
     both = one.hull(two)
     assert both.outside(torch.tensor([3.0, 3.0])).tolist() == [False, False]
     assert both.outside(torch.tensor([0.5, 5.5])).tolist() == [True, True]
@@ -278,9 +281,9 @@ def test_hull_is_what_either_allows():
 
 
 def test_exactly_is_one_value_of_any_dtype():
-    assert Interval.exactly(torch.tensor([1, 2])).outside(torch.tensor([1, 3])).tolist() == [False, True]
-    assert Interval.exactly(torch.tensor([True, False])).outside(torch.tensor([True, True])).tolist() == [False, True]
-    low, high = Interval(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])).ends(torch.tensor([False, True]))
+    assert RoundingInterval.exactly(torch.tensor([1, 2])).outside(torch.tensor([1, 3])).tolist() == [False, True]
+    assert RoundingInterval.exactly(torch.tensor([True, False])).outside(torch.tensor([True, True])).tolist() == [False, True]
+    low, high = RoundingInterval(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])).ends(torch.tensor([False, True]))
     assert (low.item(), high.item()) == (2.0, 4.0)
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from shaketable.errors import ShaketableError
 from shaketable.inject import inject
 from shaketable.measure.sweep.config import Setting
-from shaketable.measure.sweep.text_loss import Reading
+from shaketable.measure.sweep.text_loss import TextReading
 from shaketable.measure.tasks import Problem, load_task
 from shaketable.models import load_model
 from shaketable.plan import Plan
@@ -23,7 +23,7 @@ def nano():
 
 
 def reading(nano, texts=TEXTS, batch_size=None):
-    return Reading(*nano, load_task("text"), texts, batch_size)
+    return TextReading(*nano, load_task("text"), texts, batch_size)
 
 
 @torch.no_grad()
@@ -69,14 +69,14 @@ def test_the_model_is_clean_again(nano):
 
 def test_a_failing_reading_leaves_no_fault_behind(nano, monkeypatch):
     before = reading(nano).measure(CLEAN)["texts"]
-    broken, read, calls = reading(nano), Reading._log_probs, []
+    broken, read, calls = reading(nano), TextReading._log_probs, []
 
     def dies(self, ids, mask):
         calls.append(1)
         return read(self, ids, mask) if len(calls) == 1 else 1 / 0
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Reading, "_log_probs", dies)
+        patch.setattr(TextReading, "_log_probs", dies)
         broken.measure(GAIN)
     assert reading(nano).measure(CLEAN)["texts"] == before
 

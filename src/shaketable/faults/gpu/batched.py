@@ -43,7 +43,7 @@ def _lies_well(x: Tensor) -> bool:
     return dispatch.fits(x) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
-class Coded:
+class CodedBatch:
     """A format from some tensors of one type and device into others like them."""
 
     def __init__(self, fault: FaultBase, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -63,7 +63,7 @@ class Coded:
         dispatch.launch(quantize_many, len(self.owners), values, self.shape, enable_fp_fusion=False)
 
 
-class Drawn:
+class NoiseBatch:
     """Noise of one kind from some tensors of one type and device into others like them.
 
     `places` are what tells their keys apart: that of a tensor at some moment is `mix64(place ^ moment)`.

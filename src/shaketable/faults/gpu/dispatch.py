@@ -25,7 +25,7 @@ STEPS, STEP = 16, 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """What a kernel reads from the GPU's memory, and where it counts: see `inject/device/table.py`."""
 
     rows: Tensor
@@ -90,7 +90,7 @@ def noise(
     relative: bool,
     unit: Tensor | None = None,
     in_place: bool = False,
-    live: Row | None = None,
+    live: TableRow | None = None,
 ) -> Tensor | None:
     """x + |x|·z·scale (relative) or x + z·scale·unit in one pass; None where no kernel fits.
 
@@ -112,7 +112,7 @@ def noise(
     return y
 
 
-def _arguments(x: Tensor, in_place: bool, live: Row | None) -> tuple[Tensor, Tensor, int, tuple[Any, ...]]:
+def _arguments(x: Tensor, in_place: bool, live: TableRow | None) -> tuple[Tensor, Tensor, int, tuple[Any, ...]]:
     """What is read, what is written, how many values, and the row of the table."""
     import torch
 
@@ -121,12 +121,12 @@ def _arguments(x: Tensor, in_place: bool, live: Row | None) -> tuple[Tensor, Ten
     return x, y, x.numel(), (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
 
 
-def _shape(n: int, live: Row | None) -> dict[str, Any]:
+def _shape(n: int, live: TableRow | None) -> dict[str, Any]:
     return {"LIVE": live is not None, "FAST": not interpreting(), "EVEN": n % BLOCK == 0, "BLOCK": BLOCK}
 
 
 def shift(
-    x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: Row | None = None
+    x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: TableRow | None = None
 ) -> Tensor | None:
     """Bias, gain or systematic bias in one pass; None where no kernel fits."""
     if not fits(x):
@@ -159,7 +159,7 @@ def _spread(x: Tensor) -> tuple[int, int, int]:
     return most // width * width, width, max(1, x.numel() // most) * width
 
 
-def tell(x: Tensor, y: Tensor, live: Row, kind: int = OTHER, *, sparse: bool = False) -> None:
+def tell(x: Tensor, y: Tensor, live: TableRow, kind: int = OTHER, *, sparse: bool = False) -> None:
     """Count and, when it is due, measure a before/after pair, by rows spread over it; `sparse`: some channels are faulty."""
     from shaketable.faults.gpu.kernels import measure
 
@@ -203,7 +203,7 @@ def _seen(value: Any) -> Any:
     return value if value is None else float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
 
 
-def prepare(x: Tensor, kind: int, live: Row) -> Launcher | None:
+def prepare(x: Tensor, kind: int, live: TableRow) -> Launcher | None:
     """Noise on tensors of the type of `x` and of a size that `BLOCK` divides, or not, as its own; None where no kernel fits."""
     import torch
 

@@ -155,11 +155,11 @@ class DeviceTable:
         shape = {"MOMENT": kind, "MIRROR": not backward and base == 0, "TAPS": n, "USES": self.uses, "BLOCK": 1024}
         dispatch.launch(begin_pass, 1, (*values, *words), shape)
 
-    def row(self, what: Application, *, counted: bool = True) -> gpu.Row:
+    def row(self, what: Application, *, counted: bool = True) -> gpu.TableRow:
         """Where the kernel of one application reads, and counts."""
         page = self.page(what.current, what.backward, what.argument, what.number // self.uses)
         row, place = self.taps[what.tap] * self.uses + what.number % self.uses, self.place(what.tap, what.backward)
-        return gpu.Row(page.rows, self.sums, row, place if counted else 2 * len(self.taps))
+        return gpu.TableRow(page.rows, self.sums, row, place if counted else 2 * len(self.taps))
 
     def place(self, tap: Tap, backward: bool) -> int:
         """The row of a tap's counters."""
@@ -215,7 +215,7 @@ class DeviceTable:
             return
         self._loaded.add(like)
         scratch = torch.zeros(gpu.BLOCK if like[2] else 1, dtype=x.dtype, device=x.device)
-        gpu.tell(scratch, scratch, gpu.Row(torch.zeros_like(self.current[:1]), self.sums, 0, 2 * len(self.taps)))
+        gpu.tell(scratch, scratch, gpu.TableRow(torch.zeros_like(self.current[:1]), self.sums, 0, 2 * len(self.taps)))
 
     # ---- the ledger
 

@@ -75,7 +75,7 @@ class Decoder:
             generator: Draws the tokens when the temperature is not 0, on the device of the model.
         """
         check_prompts(prompts)
-        rows = _Rows(self, model, prompts, samples, generator)
+        rows = _DynamicRows(self, model, prompts, samples, generator)
         with _unplanned_attention():
             for _ in range(self.limit):
                 rows.advance()
@@ -110,7 +110,7 @@ def _unplanned_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was)
 
 
-class _Rows:
+class _DynamicRows:
     """The rows that are still being written."""
 
     def __init__(
