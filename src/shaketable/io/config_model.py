@@ -1,4 +1,7 @@
-"""Configs whose fields are the options of a command: frozen, no unknown key, one line for what is wrong. Imports no torch."""
+"""Configs whose fields are the options of a command: frozen, no unknown key, one line for what is wrong. Imports no torch.
+
+What is written under a field is its description, and the help of its option (`cli/config_options.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from shaketable.errors import ShaketableError, first_problem
 class ConfigModel(BaseModel):
     """What a command is asked to do."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @classmethod
     def checked(cls, **fields: Any) -> Self:
