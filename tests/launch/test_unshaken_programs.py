@@ -1,6 +1,7 @@
 """A process that computes and is not shaken, while others are, is an error; one that merely imported torch is not."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -51,7 +52,6 @@ def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
         ("serve", LINEAR, 0),
         ("evaluate", f"{LINEAR},phase=train", 0),
         ("stuck", "gain:0.1@module.linear", 0),
-        ("other_model", LINEAR, 3),
         ("other_model", f"{LINEAR};gain:0.1@op.softmax", 3),
     ],
 )
@@ -64,15 +64,24 @@ def test_children(tmp_path, kind, plan, code):
         assert any("imported torch but injected nothing (it called no model)" in line for line in ledger["warnings"])
 
 
-def test_allow_inert_accepts_it(tmp_path):
-    shake(tmp_path / "l", LINEAR, *program("processes_apart.py", "other_model"))
-    again = collect(tmp_path / "l", [], 0, allow_inert=True)
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    """What a program leaves whose child runs a model that no clause matches: exit code, ledger, what was printed, and the folder."""
+    folder = tmp_path_factory.mktemp("other_model") / "l"
+    return *shake(folder, LINEAR, *program("processes_apart.py", "other_model")), folder
+
+
+def test_a_child_with_another_model_is_an_error_and_allow_inert_accepts_it(other_model):
+    code, ledger, printed, folder = other_model
+    assert code == 3, printed
+    assert len([line for line in ledger["warnings"] if "was not shaken" in line]) == 1
+    again = collect(folder, [], 0, allow_inert=True)
     assert (again.exit_code, len(again.unshaken)) == (0, 1)
-    assert collect(tmp_path / "l", [], 7).exit_code == 7
+    assert collect(folder, [], 7).exit_code == 7
 
 
-def test_ledgers_from_before_are_read_and_complained_about_as_before(tmp_path):
-    shake(tmp_path / "l", LINEAR, *program("processes_apart.py", "other_model"))
+def test_ledgers_from_before_are_read_and_complained_about_as_before(other_model, tmp_path):
+    shutil.copytree(other_model[-1], tmp_path / "l")
     for file in (tmp_path / "l").glob("process-*.json"):
         body = json.loads(file.read_text())
         for new in ("unmatched_models", "phases", "trained", "distributed", "engine"):

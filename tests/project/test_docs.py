@@ -3,13 +3,13 @@
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 
 import pytest
 
 from shaketable.plan import Plan
 from tests import ROOT
+from tests.cli.command_server import shaketable
 
 
 def blocks(page, language):
@@ -44,24 +44,31 @@ SMALL = "seeds=1 train.steps=4 train.prompts=2 train.samples=2 evaluate.n=6 eval
 """A study of the README, in seconds."""
 
 
-def test_commands_of_the_readme_run(tmp_path):
+VERBS = ["run", "inspect", "locate", "sweep", "train", "study"]
+
+
+def readme_commands():
+    return [c for block in blocks("README.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
+
+
+def test_the_readme_has_one_example_a_verb():
+    assert [c.split()[1] for c in readme_commands()] == VERBS
+
+
+@pytest.mark.parametrize("verb", [v if v in ("run", "inspect") else pytest.param(v, marks=pytest.mark.slow) for v in VERBS])
+def test_a_command_of_the_readme_runs(verb, tmp_path):
     (tmp_path / "train.py").write_text("import torch\nm = torch.nn.Linear(4, 4)\nm(torch.ones(2, 4)).sum().backward()\n")
-    commands = [c for block in blocks("README.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
-    verbs = ["run", "inspect", "locate", "sweep", "train", "study"]
-    assert [c.split()[1] for c in commands] == verbs
-    for command in commands:
-        words = [sys.executable, "-m", "shaketable", *shlex.split(command)[1:]]
-        words = [sys.executable if w == "python" else w for w in words]
-        if "study" in words:
-            words += [word for small in SMALL.split() for word in ("--set", small)]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == ("locate" in command), done.stderr
-        if "locate" in command:
-            (told,) = [
-                line for block in blocks("README.md", "console") for line in block.splitlines() if line.startswith("FAULT")
-            ]
-            assert all(part in " ".join(done.stdout.split()) for part in told.split(" … "))
-    assert "there is one seed" in (tmp_path / "guided.html").read_text().lower()
+    words = shlex.split(readme_commands()[VERBS.index(verb)])[1:]
+    words = [sys.executable if w == "python" else w for w in words]
+    if verb == "study":
+        words += [f"--set={small}" for small in SMALL.split()]
+    done = shaketable(tmp_path, *words)
+    assert done.code == (verb == "locate"), done.stderr
+    if verb == "locate":
+        (told,) = [line for block in blocks("README.md", "console") for line in block.splitlines() if line.startswith("FAULT")]
+        assert all(part in " ".join(done.stdout.split()) for part in told.split(" … "))
+    if verb == "study":
+        assert "there is one seed" in (tmp_path / "guided.html").read_text().lower()
 
 
 def test_the_demo_is_a_study_that_is_shipped():
