@@ -9,7 +9,7 @@ FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHO
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store validate validate-sample mutants numbers nano example-ledger example-harden format clean
+.PHONY: help demo test test-all test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store validate validate-sample mutants numbers nano example-ledger example-harden format clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
@@ -17,8 +17,11 @@ help: ## Print this list
 demo: $(STAMP) ## A whole study of nano in a few minutes; writes its report, demo.html
 	@$(BIN)/shaketable study run studies/guided-aqn.yaml --store demo-runs --report demo.html --force
 
-test: $(STAMP) ## The tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(STAMP) ## The tests, but for the slow ones; at most ten minutes on two idle cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-all: test ## All tests, the slow ones too; what CI runs
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 check: $(STAMP) ## Lint, formatting, types, and which package may import which
 	$(BIN)/ruff check .
@@ -50,8 +53,8 @@ test-verl: ## The tests in verl, in an environment of their own
 
 # What CI has time for: the fastest tests of each that really run it.
 test-frameworks: ## The fastest tests in vLLM and verl
-	@$(call FRAMEWORK,vllm,$(addprefix tests/frameworks/vllm/,test_vllm_eager.py test_vllm_aqn.py test_vllm_run.py))
-	@$(call FRAMEWORK,verl,tests/frameworks/verl/test_verl_noise.py)
+	@$(call FRAMEWORK,vllm,$(addprefix tests/frameworks/vllm/,test_eager.py test_aqn.py test_run.py))
+	@$(call FRAMEWORK,verl,tests/frameworks/verl/test_noise.py)
 
 compatibility: $(STAMP) ## All tests of frameworks; writes the table of docs/frameworks.md
 	$(BIN)/python -m pytest tests/integrations tests/launch tests/sites --covers tests/frameworks/results/core.json

@@ -90,6 +90,17 @@ def tinier_llama():
     return _llama(layers=2)
 
 
+@pytest.fixture
+def fresh_graphs():
+    """Nothing compiled before or after the test, and dynamo's counters at zero."""
+    import torch
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 def _llama(layers):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -10,6 +10,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import shaketable as st
+from tests.inject.code_paths import Checkpointed
+from tests.tensors import ids, same, step
 
 NOISE = "relative_gaussian:0.05"
 LEVELS = [
@@ -20,22 +22,6 @@ LEVELS = [
     f"{NOISE}@op.all",
     "mxfp4@module.linear",
 ]
-
-
-def ids(n=8):
-    return torch.arange(2 * n).view(2, n) % 64
-
-
-def step(model):
-    """Loss and gradients of one training step."""
-    model.zero_grad()
-    loss = model(ids(), labels=ids()).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # 1. No silent no-op
@@ -146,9 +132,9 @@ def test_law_3_phases_steps_and_places_have_noise_of_their_own():
     model.b.load_state_dict(model.a.state_dict())
     model.forward = lambda x: torch.stack([model.a(x), model.b(x)])
     drawn = []
-    for step in (0, 1):
+    for at in (0, 1):
         for name in ("train", "eval", "rollout"):
-            with st.inject(model, "relative_gaussian:0.1@module.linear", step=step), st.phase(name):
+            with st.inject(model, "relative_gaussian:0.1@module.linear", step=at), st.phase(name):
                 drawn += [y.detach() for y in model(x)]
     assert len({tuple(y.flatten().tolist()) for y in drawn}) == 12
 
@@ -321,29 +307,6 @@ def test_law_7_holds_in_sparse_lanes_next_to_a_massive_channel(fault):
     site = ledger.to_dict()["sites"][0]
     assert site["measured_magnitude"] == pytest.approx(site["asked"], rel=0.15)
     assert site["remark"] is None
-
-
-class Checkpointed(nn.Module):
-    """Checkpoints a leaf, a bare product, two modules at once, or one container."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.what = what
-        self.first = nn.Sequential(nn.Linear(8, 8), nn.SiLU())
-        self.second = nn.Sequential(nn.Linear(8, 8))
-        self.leaf = nn.Linear(8, 8)
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x, reentrant=None):
-        body = {
-            "leaf": lambda x: self.leaf(x).tanh(),
-            "product": lambda x: (x @ self.weight).tanh(),
-            "two": lambda x: self.second(self.first(x)).tanh(),
-            "container": lambda x: self.first(x).tanh(),
-        }[self.what]
-        for _ in range(2):
-            x = body(x) if reentrant is None else torch.utils.checkpoint.checkpoint(body, x, use_reentrant=reentrant)
-        return self.leaf(x).sum()
 
 
 @pytest.mark.parametrize("plan", ["module.linear", "op.matmul", "module.linear,point=weight"])

@@ -15,12 +15,9 @@ from torch import nn
 
 import shaketable as st
 from shaketable.sites.structure import Anatomy
+from tests.tensors import ids
 
 NOISE = "relative_gaussian:0.05"
-
-
-def ids(n=8):
-    return torch.arange(2 * n).view(2, n) % 64
 
 
 def vllm_class(name):

@@ -6,14 +6,11 @@ import stat
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 
-from shaketable import cli
 from shaketable.cli.guide import guide
 from shaketable.harden.aqn.guidance import Guidance
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 
 def layer(index, gain=1.0, kurtosis=800.0, instability=0.0):
@@ -35,21 +32,10 @@ DIAGNOSIS = {
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """The verb behind the real entry point, in a folder with a diagnosis; gives exit code, stdout, stderr."""
-    app = typer.Typer()
-    app.command()(guide)
-    monkeypatch.setattr(cli, "app", app)
-    monkeypatch.chdir(tmp_path)
+def run(command_of):
+    """The verb in a folder with a diagnosis."""
+    go = command_of(guide)
     Path("d.json").write_text(json.dumps(DIAGNOSIS))
-
-    def go(*words):
-        monkeypatch.setattr("sys.argv", ["guide", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        told = capsys.readouterr()
-        return ended.value.code, told.out, told.err
-
     return go
 
 

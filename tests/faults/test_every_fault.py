@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shaketable.faults import KINDS, Draw, FaultBase, Format, MagnitudeFault, make_fault
 from shaketable.faults.rng import key_of
+from tests.tensors import bits
+from tests.tensors import same_bits as same
 
 UNUSUAL: dict[str, dict[str, Any]] = {
     "stuck_bit": {"magnitude": 2},
@@ -75,16 +77,6 @@ LAYOUTS = {
 def gaussian(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The same standard normals at every call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def bits(x: Tensor) -> Tensor:
-    """The representation, so that -0.0 and NaN compare too."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit."""
-    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,6 +17,7 @@ from torch import Tensor
 from shaketable.faults import Draw, FaultBase, make_fault
 from shaketable.faults.cpu import native
 from shaketable.faults.formats import MXFP4, to_e2m1, to_e4m3, to_e5m2
+from tests.tensors import same_numbers as same
 
 E2M1, E4M3, E5M2 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 FP8 = {"fp8_e4m3": (E4M3, 448.0), "fp8_e5m2": (E5M2, 57344.0)}
@@ -32,13 +33,6 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 def quantized(kind: str, x: Tensor, key: int = 1, **fields: str) -> Tensor:
     """`x` in that format."""
     return make_fault({"kind": kind, **fields}).apply(x, Draw(key))
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, any NaN like any other."""
-    nan = a.isnan()
-    view = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
-    return a.dtype == b.dtype and torch.equal(nan, b.isnan()) and torch.equal(a[~nan].view(view), b[~nan].view(view))
 
 
 def cast(x: Tensor, dtype: type) -> Tensor:

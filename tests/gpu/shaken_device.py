@@ -10,8 +10,13 @@ import os
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import functools
+
 import pytest
 import torch
+
+from tests import tensors
+from tests.inject import code_paths
 
 DEVICE = os.environ.get("SHAKETABLE_TEST_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"
@@ -37,35 +42,16 @@ every_level = pytest.mark.parametrize("plan", LEVELS)
 random_levels = pytest.mark.parametrize("plan", RANDOM)
 
 
+step = functools.partial(tensors.step, n=16)
+deterministic = pytest.fixture(autouse=True)(code_paths.kernels_that_repeat)
+
+
 def ids(n=16):
-    """Two rows of tokens."""
-    return torch.arange(2 * n, device=DEVICE).view(2, n) % 64
-
-
-def step(model):
-    """Loss and gradients of one training step."""
-    model.zero_grad()
-    loss = model(ids(), labels=ids()).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def same(a, b):
-    """Bit for bit; a NaN would be no proof of anything, so there may be none."""
-    assert all(x.isfinite().all() for x in (*a, *b))
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    """Two rows of tokens on the device."""
+    return tensors.ids(n, DEVICE)
 
 
 def settle():
     """Wait for the device: what it counts is in the ledger afterwards."""
     if ON_CUDA:
         torch.cuda.synchronize()
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    """Kernels that give the same bits twice. Imported by every file that compares bits."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

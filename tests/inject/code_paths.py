@@ -126,13 +126,49 @@ PATHS = {
 }
 
 
-@contextmanager
-def deterministic():
+class Checkpointed(nn.Module):
+    """Checkpoints a leaf, a bare product, two modules at once, or one container."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.SiLU())
+        self.second = nn.Sequential(nn.Linear(8, 8))
+        self.leaf = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, reentrant=None):
+        body = {
+            "leaf": lambda x: self.leaf(x).tanh(),
+            "product": lambda x: (x @ self.weight).tanh(),
+            "two": lambda x: self.second(self.first(x)).tanh(),
+            "container": lambda x: self.first(x).tanh(),
+        }[self.what]
+        for _ in range(2):
+            x = body(x) if reentrant is None else checkpoint(body, x, use_reentrant=reentrant)
+        return self.leaf(x).sum()
+
+
+class Body(nn.Module):
+    """A module whose forward is the function it was given."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def kernels_that_repeat():
     """Kernels that give the same bits twice; those of a GPU need to be told."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+deterministic = contextmanager(kernels_that_repeat)
 
 
 def digest(results):

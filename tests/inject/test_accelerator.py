@@ -1,12 +1,18 @@
 """The engine on an accelerator. Skipped where there is none; the last result is in results/gpu.md."""
 
+import functools
+
 import pytest
 import torch
 
 import shaketable as st
+from tests import tensors
+from tests.tensors import same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")]
 
+ids = functools.partial(tensors.ids, 32, "cuda")
+step = functools.partial(tensors.step, n=32)
 PLANS = [
     "relative_gaussian:0.05@module.linear",
     "relative_gaussian:0.05@module.linear,point=weight",
@@ -14,21 +20,6 @@ PLANS = [
     "mxfp4@module.linear",
     "relative_gaussian:0.05@op.all",
 ]
-
-
-def ids():
-    return torch.arange(64, device="cuda").view(2, 32) % 64
-
-
-def step(model):
-    model.zero_grad()
-    loss = model(ids(), labels=ids()).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

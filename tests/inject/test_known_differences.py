@@ -9,11 +9,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from code_paths import Tower
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
+from tests.inject.code_paths import Body, Tower
 
 NOISE = "relative_gaussian:0.05"
 DID_NOT_RAISE = pytest.fail.Exception
@@ -21,24 +21,6 @@ DID_NOT_RAISE = pytest.fail.Exception
 
 def known(reason, raises=AssertionError):
     return pytest.mark.xfail(strict=True, reason=reason, raises=raises)
-
-
-@pytest.fixture(autouse=True)
-def fresh_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Body(nn.Module):
-    """A module whose forward is the function it was given."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 def compiled(model):

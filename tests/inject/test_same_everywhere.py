@@ -17,13 +17,14 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import code_paths
 import pytest
 import torch
-from code_paths import DEVICE, PATHS, Captured, deterministic, digest
 from torch import nn
 
 import shaketable as st
+from tests.inject import code_paths
+from tests.inject.code_paths import DEVICE, PATHS, Captured, deterministic, digest
+from tests.tensors import same
 
 SEED = 3
 FROZEN = ("captured", "dead zone")
@@ -151,12 +152,6 @@ def fires(ledger):
 
 def difference(after, before):
     return [(a - c, b - d) for (a, b), (c, d) in zip(after, before, strict=True)]
-
-
-def same(a, b):
-    """Bit for bit; a NaN would be no proof of anything, so there may be none."""
-    assert all(x.isfinite().all() for x in (*a, *b))
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

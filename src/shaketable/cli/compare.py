@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.text import say
 from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from shaketable.locate.compare.fingerprint import Fingerprint
-    from shaketable.locate.compare.result import Comparison, LayerRow, Row
+    from shaketable.locate.compare.result import ComparisonRow, DeviceComparison, LayerRow
 
 SHOWN = 20
 SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
@@ -85,7 +85,7 @@ def _load(file: Fingerprint, model: str, device: str, dtype: str | None, attenti
     return load(model, device, dtype, attention or about.attention)[0]
 
 
-def _compare(file: Fingerprint, model: Any, planted: Any) -> Comparison:
+def _compare(file: Fingerprint, model: Any, planted: Any) -> DeviceComparison:
     from contextlib import nullcontext
 
     from shaketable.cli.locate import progress_bar
@@ -96,7 +96,7 @@ def _compare(file: Fingerprint, model: Any, planted: Any) -> Comparison:
         return replay(file, model, progress=tell)
 
 
-def show(found: Comparison, plan_out: Path | None, has_plan: bool) -> None:
+def show(found: DeviceComparison, plan_out: Path | None, has_plan: bool) -> None:
     """The table of layers, the operators that are furthest off, and the result."""
     from rich.console import Console
 
@@ -107,33 +107,29 @@ def show(found: Comparison, plan_out: Path | None, has_plan: bool) -> None:
     if rows:
         console.print(_operators(rows[:SHOWN]))
     if len(rows) > SHOWN:
-        _say(console, f"… and {len(rows) - SHOWN} more operators that differ; --json holds them all")
+        say(console, f"… and {len(rows) - SHOWN} more operators that differ; --json holds them all")
     for note in found.notes:
-        _say(console, f"note: {note}")
+        say(console, f"note: {note}")
     if not has_plan:
-        _say(
+        say(
             console,
             "no plan: no operator differs beyond rounding"
             if plan_out is None
             else f"{plan_out} was not written: nothing to inject",
         )
     elif plan_out is not None:
-        _say(console, f"wrote {plan_out}")
-    _say(console, found.sentence)
+        say(console, f"wrote {plan_out}")
+    say(console, found.sentence)
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
-
-
-def _furthest(found: Comparison) -> list[Row]:
+def _furthest(found: DeviceComparison) -> list[ComparisonRow]:
     """Rows beyond the dtype in the order of computation, then the others by size."""
     differing = [r for r in found.rows if r.difference.differing]
     rest = sorted((r for r in differing if not r.beyond), key=lambda r: -r.difference.relative)
     return [*(r for r in differing if r.beyond), *rest]
 
 
-def _layers(found: Comparison) -> Table:
+def _layers(found: DeviceComparison) -> Table:
     from rich.table import Table
 
     stored, here = (f"{d['dtype']} on {d['device']}, {d['attention']}" for d in (found.stored, found.here))
@@ -162,7 +158,7 @@ def _layer_cells(layer: LayerRow) -> list[str]:
     ]
 
 
-def _operators(rows: list[Row]) -> Table:
+def _operators(rows: list[ComparisonRow]) -> Table:
     from rich.table import Table
 
     table = Table("layer", title="Operators, teacher-forced", title_justify="left", box=None)
@@ -177,7 +173,7 @@ def _operators(rows: list[Row]) -> Table:
     return table
 
 
-def _model(row: Row) -> str:
+def _model(row: ComparisonRow) -> str:
     fit = row.fit
     if fit is None:
         return ""

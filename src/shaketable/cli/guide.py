@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shaketable.cli.text import say
 from shaketable.errors import ShaketableError
 from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from shaketable.harden.aqn.guidance import Guidance
@@ -69,17 +69,13 @@ def _print(found: Guidance, files: list[Path]) -> None:
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=128)
     for line in _head(found):
-        _say(console, line)
+        say(console, line)
     console.print(_table(found))
-    _say(console, f"high-priority layers: {', '.join(map(str, found.high_priority_layers)) or 'none'}")
+    say(console, f"high-priority layers: {', '.join(map(str, found.high_priority_layers)) or 'none'}")
     for note in found.notes:
-        _say(console, f"note: {note}")
+        say(console, f"note: {note}")
     for file in files:
-        _say(console, f"wrote {file}")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
+        say(console, f"wrote {file}")
 
 
 def _head(found: Guidance) -> list[str]:

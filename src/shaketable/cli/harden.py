@@ -10,64 +10,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.train import TASK, chosen_device, is_given
+from shaketable.cli.config_options import options_of
+from shaketable.cli.train import chosen_device, is_given
 from shaketable.errors import ShaketableError
+from shaketable.harden.ladder.config import HardenConfig
 from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
-    from shaketable.harden.ladder.config import HardenConfig
     from shaketable.harden.ladder.run import Tell
     from shaketable.records.record import RunRecord
 
 RESUME_TAKES = ("resume", "json_file", "force")
 
 
+@options_of(
+    HardenConfig,
+    "plans", "task", "prompts", "target", "steps", "batch", "micro_batch", "lr", "clean_every", "temperature", "lora",
+    "checkpointing", "max_new_tokens", "reinforce_steps", "warm_start", "score", "eval_n", "eval_seed", "eval_plans", "seed",
+    "save_every", "device", "dtype",
+    metavar={"plans": "P", "prompts": "FILE", "lora": "RANK", "warm_start": "N", "eval_plans": "P"},
+    default={"device": None, "dtype": None},
+    flag={"plans": "--plan", "eval_plans": "--eval-plan"},
+)  # fmt: skip
 def harden(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="nano, smollm2-135m, a folder with safetensors, or a hub id.")] = "",
-    plan: Annotated[
-        list[str] | None,
-        typer.Option("--plan", metavar="P", help="What the model must stand: a plan, or its YAML; repeat it for several."),
-    ] = None,
-    task: Annotated[str | None, typer.Option("--task", help=TASK)] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option("--prompts", metavar="FILE", help="Without a task: a text, or a .jsonl with a prompt on each line."),
-    ] = None,
-    target: Annotated[float, typer.Option("--target", help="Stop when this share of the loss is back, 0 to 1.")] = 0.8,
+    model: Annotated[str, typer.Argument(help=HardenConfig.model_fields["model"].description)] = "",
+    *,
     rungs: Annotated[
         str, typer.Option("--rungs", help="Which of calibrate,regauge,distil,supervise,reinforce; cheapest first.")
     ] = "calibrate,regauge,distil",
     answers: Annotated[bool, typer.Option("--answers", help="After distil, train on the task's own answers too.")] = False,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps of distil, and of supervise.")] = 200,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences per step.")] = 64,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per backward pass; 0 is a whole step.")] = 0,
-    lr: Annotated[float | None, typer.Option("--lr", help="Falls to 0; chosen by the model's size by default.")] = None,
-    clean_every: Annotated[
-        int, typer.Option("--clean-every", help="Every so many steps one without the fault; 0 is never.")
-    ] = 2,
-    lora: Annotated[
-        int, typer.Option("--lora", metavar="RANK", help="Train adapters and merge them: no second copy as teacher.")
-    ] = 0,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Less memory: activations are computed again in the backward pass.")
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Length of the completions of --prompts.")] = 64,
-    reinforce_steps: Annotated[int, typer.Option("--reinforce-steps", help="GRPO steps of the rung reinforce.")] = 30,
-    warm_start: Annotated[
-        int, typer.Option("--warm-start", metavar="N", help="N supervised steps first, as in train; 0 is off.")
-    ] = 0,
-    score: Annotated[str, typer.Option("--score", help="accuracy, or agreement with the clean model's tokens; auto.")] = "auto",
-    eval_n: Annotated[int, typer.Option("--eval-n", help="Test problems, drawn at random.")] = 256,
-    eval_seed: Annotated[int, typer.Option("--eval-seed", help="Draws them, and keys the noise they are scored under.")] = 0,
-    eval_plan: Annotated[
-        list[str] | None,
-        typer.Option("--eval-plan", metavar="P", help="Score under this plan too: what carries over; can be repeated."),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Keys prompts, completions and noise.")] = 0,
-    save_every: Annotated[int, typer.Option("--save-every", help="Steps between checkpoints; 0 is a quarter.")] = 0,
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, npu, …; what this machine has by default.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16 (default on an accelerator).")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="DIR", help="Run folder; the model is in DIR/model.")
     ] = None,
@@ -76,6 +48,7 @@ def harden(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write scores, shares and costs.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the --json file.")] = False,
+    **fields: Any,
 ) -> None:
     """Repair a model so that it stands a fault: what the fault takes, what comes back, and at what cost.
 
@@ -88,31 +61,25 @@ def harden(
     """
     check_free([f for f in (json_file,) if f is not None], [], force)
     if resume is not None:
-        given = [f"--{n.replace('_', '-')}" for n in context.params if is_given(context, n) and n not in RESUME_TAKES]
+        given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
             raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
         _go_on(resume, json_file)
         return
-    if not model or not plan:
+    if not model or not fields["plans"]:
         example = "shaketable harden nano --task arithmetic --plan 'relative_gaussian:0.2@module.linear'"
         raise ShaketableError(f"name a model and a --plan, e.g. {example}; or --resume DIR")
-    from shaketable.harden.ladder.config import HardenConfig
     from shaketable.models import hush
     from shaketable.plan import Plan
 
-    chosen = chosen_device(device)
+    for name in ("plans", "eval_plans"):
+        fields[name] = tuple(dict.fromkeys(Plan.load(p).text() for p in fields[name]))
     named = tuple(r.strip() for r in rungs.split(",") if r.strip())
+    fields["rungs"] = (*named, "supervise") if answers else _fitting(named, fields["lora"], is_given(context, "rungs"))
+    fields["device"] = chosen_device(fields["device"])
+    fields["dtype"] = fields["dtype"] or ("float32" if fields["device"] == "cpu" else "bfloat16")
     hush()
-    config = HardenConfig.checked(
-        model=model, task=task, prompts=prompts, plans=tuple(dict.fromkeys(Plan.load(p).text() for p in plan)),
-        rungs=(*named, "supervise") if answers else _fitting(named, lora, is_given(context, "rungs")), target=target, seed=seed,
-        steps=steps, batch=batch, micro_batch=micro_batch, lr=lr, clean_every=clean_every, lora=lora,
-        checkpointing=checkpointing, max_new_tokens=max_new_tokens, reinforce_steps=reinforce_steps, warm_start=warm_start,
-        score=score, eval_n=eval_n, eval_seed=eval_seed,
-        eval_plans=tuple(dict.fromkeys(Plan.load(p).text() for p in eval_plan or ())), save_every=save_every, device=chosen,
-        dtype=dtype or ("float32" if chosen == "cpu" else "bfloat16"),
-    )  # fmt: skip
-    _start(config, out, json_file)
+    _start(HardenConfig.checked(model=model, **fields), out, json_file)
 
 
 def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
@@ -137,7 +104,6 @@ def _start(config: HardenConfig, out: Path | None, json_file: Path | None) -> No
 
 
 def _go_on(folder: Path, json_file: Path | None) -> None:
-    from shaketable.harden.ladder.config import HardenConfig
     from shaketable.records.record import RunRecord
 
     record = RunRecord.open(folder, "harden")

@@ -10,68 +10,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.config_options import options_of
 from shaketable.cli.tables.train import show
 from shaketable.errors import ShaketableError
+from shaketable.harden.grpo.config import TrainConfig
 from shaketable.io.output_files import check_free
 
 if TYPE_CHECKING:
-    from shaketable.harden.grpo.config import TrainConfig
     from shaketable.harden.grpo.run import Tell
     from shaketable.records.record import RunRecord
-
-TASK = "arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class, whose code is run; options after commas: arithmetic,level=2."
-
 
 RESUME_TAKES = ("resume", "json_file", "force")
 
 
+@options_of(
+    TrainConfig,
+    "task", "plan", "plan_in", "aqn", "steps", "seed", "tis", "warm_start", "prompts", "samples", "micro_batch", "lr",
+    "temperature", "beta", "warmup", "lora", "eval_every", "eval_n", "eval_seed", "eval_plans", "save_every", "decoding",
+    "device", "dtype",
+    metavar={"plan": "P", "aqn": "A", "tis": "CAP", "warm_start": "N", "lora": "RANK", "eval_plans": "P"},
+    default={"task": "", "steps": 100, "device": None, "dtype": None},
+    flag={"eval_plans": "--eval-plan"},
+)  # fmt: skip
 def train(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="nano, smollm2-135m, a folder with safetensors, or a hub id.")] = "",
-    task: Annotated[str, typer.Option("--task", help=TASK)] = "",
-    plan: Annotated[str | None, typer.Option("--plan", metavar="P", help="The hardware's errors: a plan, or its YAML.")] = None,
-    plan_in: Annotated[
-        str, typer.Option("--plan-in", help="Where the plan acts in training: both, rollout, loss, or eval (scores only).")
-    ] = "both",
-    aqn: Annotated[
-        str | None,
-        typer.Option("--aqn", metavar="A", help="Noise in the sampler: global_decay:0.05-0.0005,stages=10 or its YAML."),
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 100,
-    seed: Annotated[int, typer.Option("--seed", help="Keys problems, sampling and noise.")] = 0,
-    tis: Annotated[
-        float | None, typer.Option("--tis", metavar="CAP", help="Truncated importance sampling, e.g. 2; off by default.")
-    ] = None,
-    warm_start: Annotated[
-        int,
-        typer.Option(
-            "--warm-start",
-            metavar="N",
-            help="N supervised steps on the task's answers first, the same for all arms and seeds, cached; 0 is off.",
-        ),
-    ] = 0,
-    prompts: Annotated[int, typer.Option("--prompts", help="Problems per step.")] = 16,
-    samples: Annotated[int, typer.Option("--samples", help="Answers per problem: the group rewards are compared in.")] = 8,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Answers per backward pass; 0 is a whole step.")] = 0,
-    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate; chosen by the model's size by default.")] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="Of the sampling.")] = 1.0,
-    beta: Annotated[float, typer.Option("--beta", help="Weight of the KL to the first policy.")] = 0.0,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps of linear warm-up.")] = 0,
-    lora: Annotated[
-        int, typer.Option("--lora", metavar="RANK", help="Train LoRA adapters of this rank; 0 is all weights.")
-    ] = 0,
-    eval_every: Annotated[int, typer.Option("--eval-every", help="Steps between scores; first and last always.")] = 0,
-    eval_n: Annotated[int, typer.Option("--eval-n", help="Test problems, drawn at random.")] = 200,
-    eval_seed: Annotated[int, typer.Option("--eval-seed", help="Draws them, and keys the noise they are scored under.")] = 0,
-    eval_plan: Annotated[
-        list[str] | None, typer.Option("--eval-plan", metavar="P", help="Score under this plan too; can be repeated.")
-    ] = None,
-    save_every: Annotated[int, typer.Option("--save-every", help="Steps between checkpoints; 0 is a tenth of the run.")] = 0,
-    decoding: Annotated[
-        str, typer.Option("--decoding", help="Of rollouts: auto, dynamic, or static (CUDA graphs; auto is that on CUDA).")
-    ] = "auto",
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, npu, …; what this machine has by default.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16 (default on an accelerator).")] = None,
+    model: Annotated[str, typer.Argument(help=TrainConfig.model_fields["model"].description)] = "",
+    *,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Run folder; a new one under runs/ by default.")
     ] = None,
@@ -81,6 +45,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, print and plot σ, and stop.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write steps and final scores.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the --json file, or the plot of --dry-run.")] = False,
+    **fields: Any,
 ) -> None:
     """Train a model with GRPO while the hardware is wrong, and learn what that cost and what AQN bought.
 
@@ -92,53 +57,48 @@ def train(
     """
     check_free([f for f in (json_file,) if f is not None], [], force)
     if resume is not None:
-        given = [f"--{n.replace('_', '-')}" for n in context.params if is_given(context, n) and n not in RESUME_TAKES]
+        given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
             raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
         _go_on(resume, json_file)
         return
-    if not model or not task:
+    if not model or not fields["task"]:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
-    from shaketable.harden.aqn.spec import AQN
-    from shaketable.plan import Plan
-
-    text, plan_seed = _plan(plan)
-    noise = None if aqn is None else AQN.load(aqn).text()
-    eval_plans = tuple(dict.fromkeys(Plan.load(p).text() for p in eval_plan or ()))
-    chosen = chosen_device(device)
-    fields = {
-        "model": model, "task": task, "plan": text, "plan_seed": plan_seed, "plan_in": plan_in, "aqn": noise, "steps": steps,
-        "seed": seed, "tis": tis, "prompts": prompts, "samples": samples, "micro_batch": micro_batch, "lr": lr,
-        "temperature": temperature, "beta": beta, "warmup": warmup, "lora": lora, "eval_every": eval_every, "eval_n": eval_n,
-        "eval_seed": eval_seed, "eval_plans": eval_plans, "save_every": save_every, "warm_start": warm_start,
-        "decoding": decoding, "device": chosen,
-        "dtype": dtype or ("float32" if chosen == "cpu" else "bfloat16"), "report_to": _loggers(),
-    }  # fmt: skip
-    from shaketable.harden.grpo.config import TrainConfig
+    fields |= _read(**fields)
     from shaketable.models import hush
 
     hush()
-    config = TrainConfig.checked(**fields)
+    config = TrainConfig.checked(model=model, report_to=_loggers(), **fields)
     if dry_run:
         _show_plan_of(config, out, force)
         return
     _start(config, out, json_file)
 
 
-def is_given(context: typer.Context, name: str) -> bool:
+def is_given(context: typer.Context, name: str | None) -> bool:
     """Whether an option stands on the command line."""
-    source = context.get_parameter_source(name)
+    source = context.get_parameter_source(name or "")
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _plan(plan: str | None) -> tuple[str | None, int | None]:
-    """The plan in one line, and the seed that its file names."""
-    if plan is None:
-        return None, None
+def _read(
+    plan: str | None, aqn: str | None, eval_plans: list[str], device: str | None, dtype: str | None, **_: Any
+) -> dict[str, Any]:
+    """What stands in files, and what this machine has, in place of their names."""
+    from shaketable.harden.aqn.spec import AQN
     from shaketable.plan import Plan
 
-    found = Plan.load(plan)
-    return found.text(), found.seed if plan.strip().endswith((".yaml", ".yml")) else None
+    found = None if plan is None else Plan.load(plan)
+    from_file = plan is not None and plan.strip().endswith((".yaml", ".yml"))
+    chosen = chosen_device(device)
+    return {
+        "plan": None if found is None else found.text(),
+        "plan_seed": found.seed if found is not None and from_file else None,
+        "aqn": None if aqn is None else AQN.load(aqn).text(),
+        "eval_plans": tuple(dict.fromkeys(Plan.load(p).text() for p in eval_plans)),
+        "device": chosen,
+        "dtype": dtype or ("float32" if chosen == "cpu" else "bfloat16"),
+    }
 
 
 def chosen_device(device: str | None) -> str:
@@ -201,7 +161,6 @@ def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> Non
 
 
 def _go_on(folder: Path, json_file: Path | None) -> None:
-    from shaketable.harden.grpo.config import TrainConfig
     from shaketable.records.record import RunRecord
 
     record = RunRecord.open(folder, "train")

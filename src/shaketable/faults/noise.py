@@ -133,30 +133,35 @@ class AbsoluteGaussian(MagnitudeFault):
         return (sums[ERROR] / sums[FINITE]).sqrt()
 
 
-class Noise(MagnitudeFault):
+class _NoiseInUnits(MagnitudeFault):
+    """y + z·magnitude·unit(y), for a unit that is one number of the tensor."""
+
+    random: ClassVar[bool] = True
+
+    @staticmethod
+    def unit(x: Tensor) -> Tensor:
+        """The unit, as a number on the device."""
+        raise NotImplementedError
+
+    def apply(self, x: Tensor, draw: Draw) -> Tensor:
+        return in_units(x, draw, self.magnitude, self.unit(x))
+
+    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
+        return deviation(clean, faulty, lanes) / at_least(self.unit(clean))
+
+
+class Noise(_NoiseInUnits):
     """y + z·magnitude·std(y): noise in units of the tensor's own spread."""
 
     kind: Literal["noise"] = "noise"
-    random: ClassVar[bool] = True
-
-    def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        return in_units(x, draw, self.magnitude, spread(x))
-
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
-        return deviation(clean, faulty, lanes) / at_least(spread(clean))
+    unit = staticmethod(spread)
 
 
-class RMSGaussian(MagnitudeFault):
+class RMSGaussian(_NoiseInUnits):
     """y + z·magnitude·rms(y): noise in units of the tensor's own size; what AQN adds to the weight of a norm."""
 
     kind: Literal["rms_gaussian"] = "rms_gaussian"
-    random: ClassVar[bool] = True
-
-    def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        return in_units(x, draw, self.magnitude, size(x))
-
-    def read_back(self, clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor | None:
-        return deviation(clean, faulty, lanes) / at_least(size(clean))
+    unit = staticmethod(size)
 
 
 class SystematicBias(MagnitudeFault):

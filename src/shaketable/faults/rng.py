@@ -69,9 +69,10 @@ class Draw:
         return (mix64(self.key ^ 0x5EED) >> 11) / (1 << 53)
 
 
-def _signed(word: int) -> int:
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >= (1 << 31) else word
+def signed(word: int, bits: int = 32) -> int:
+    """The lowest bits of a number as a signed word, which is what tensors of integers hold."""
+    word &= (1 << bits) - 1
+    return word - (1 << bits) if word >> (bits - 1) else word
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
@@ -81,17 +82,17 @@ def _shift(x: Tensor, by: int) -> Tensor:
 def _hash(counter: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
     """The first 32-bit hash of each counter (int32, wrapping) under a key of two words."""
     h = counter ^ low
-    h = (h ^ _shift(h, 16)) * _signed(0x21F0AAAD)
+    h = (h ^ _shift(h, 16)) * signed(0x21F0AAAD)
     h = (h ^ _shift(h, 15)) + high
-    h = h * _signed(0xD35A2D97)
-    h = (h ^ _shift(h, 15)) * _signed(0x31848BAB)
+    h = h * signed(0xD35A2D97)
+    h = (h ^ _shift(h, 15)) * signed(0x31848BAB)
     return h ^ _shift(h, 16)
 
 
 def _second_hash(h: Tensor, counter: Tensor, high: int | Tensor) -> Tensor:
-    h = h + counter * _signed(0x9E3779B9) + high
-    h = (h ^ _shift(h, 16)) * _signed(0x7FEB352D)
-    h = (h ^ _shift(h, 15)) * _signed(0x846CA68B)
+    h = h + counter * signed(0x9E3779B9) + high
+    h = (h ^ _shift(h, 16)) * signed(0x7FEB352D)
+    h = (h ^ _shift(h, 15)) * signed(0x846CA68B)
     return h ^ _shift(h, 16)
 
 
@@ -144,7 +145,7 @@ def normals(n: int, key: int, device: torch.device) -> Tensor:
 
 def plain_normals(n: int, key: int, device: torch.device) -> Tensor:
     """The reference implementation, in plain torch."""
-    return normals_of_words(n, _signed(key), _signed(key >> 32), device)
+    return normals_of_words(n, signed(key), signed(key >> 32), device)
 
 
 def normals_of_words(n: int, low: int | Tensor, high: int | Tensor, device: torch.device) -> Tensor:
@@ -162,7 +163,7 @@ def uniforms(n: int, key: int, device: torch.device) -> Tensor:
     import torch
 
     counter = torch.arange(n, dtype=torch.int32, device=device)
-    return _shift(_hash(counter, _signed(key), _signed(key >> 32)), 8).float() * (1.0 / (1 << 24))
+    return _shift(_hash(counter, signed(key), signed(key >> 32)), 8).float() * (1.0 / (1 << 24))
 
 
 def lanes(channels: int, sparsity: float, key: int) -> Tensor:

@@ -277,23 +277,23 @@ class Attached(Hook):
         forget_compiled()
 
 
-class _Enter(Hook):
-    """Forward pre-hook of a module that opens a frame."""
+class _EntryHook(Hook):
+    """A hook of a module that opens a frame."""
 
     def __init__(self, injection: Injection, entry: Entry) -> None:
         self.injection = injection
         self.entry = entry
+
+
+class _Enter(_EntryHook):
+    """Its forward pre-hook."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.injection.enter(self.entry, args, kwargs)
 
 
-class _Leave(Hook):
-    """Forward hook of a module that opened a frame; runs also when the module raises."""
-
-    def __init__(self, injection: Injection, entry: Entry) -> None:
-        self.injection = injection
-        self.entry = entry
+class _Leave(_EntryHook):
+    """Its forward hook; runs also when the module raises."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.injection.leave(self.entry)

@@ -411,7 +411,7 @@ class Injection:
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
 
-    def _enter_traced(self, tracing: custom_ops.Trace, entry: Entry, lazily: bool) -> None:
+    def _enter_traced(self, tracing: custom_ops.GraphTrace, entry: Entry, lazily: bool) -> None:
         outermost = not tracing.entries
         tracing.entries.append(entry)
         if not outermost:

@@ -1,7 +1,7 @@
-"""One process at a time works on a run: a lock that dies with its process, kill -9 included.
+"""One process at a time: a lock on a file that dies with its process, kill -9 included.
 
-The lock lies beside the run's folder and not in it, so that it can be taken before there is a folder. It is never deleted: a
-lock file that is removed while another process waits for it would let two of them in.
+The lock of a study's run lies beside the run's folder and not in it, so that it can be taken before there is a folder. A lock
+file is never deleted: one that is removed while another process waits for it would let two of them in.
 """
 
 from __future__ import annotations
@@ -11,10 +11,48 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from shaketable.errors import ShaketableError
 
 FOLDER = ".locks"
+
+
+def take(file: IO[str], wait: float = 0.0) -> bool:
+    """Try to lock an open file for `wait` seconds; the lock ends with the file.
+
+    Raises:
+        OSError: The disk has no locks.
+    """
+    until = time.monotonic() + wait
+    while not _locked(file, fcntl.LOCK_EX):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a process holds the lock of a file now; never where there is no such file, or a disk without locks."""
+    try:
+        file = path.open()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ShaketableError(f"cannot read {path}: {error.strerror or error}") from None
+    with file:
+        try:
+            return not _locked(file, fcntl.LOCK_SH)
+        except OSError:
+            return False
+
+
+def _locked(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager
@@ -27,25 +65,13 @@ def held(runs: Path, name: str, *, wait: float = 0.0) -> Iterator[bool]:
     except OSError as error:
         raise ShaketableError(f"cannot write in the store {runs}: {error.strerror or error}") from None
     with file:
-        yield _taken(file.fileno(), time.monotonic() + wait)
+        try:
+            mine = take(file, wait)
+        except OSError as error:
+            raise ShaketableError(f"cannot lock {path}: {error.strerror or error}") from None
+        yield mine
 
 
 def is_held(runs: Path, name: str) -> bool:
     """Whether a process works on a run now."""
-    path = runs / FOLDER / name
-    if not path.exists():
-        return False
-    with path.open("r") as file:
-        return not _taken(file.fileno(), 0.0, fcntl.LOCK_SH)
-
-
-def _taken(file: int, until: float, kind: int = fcntl.LOCK_EX) -> bool:
-    while True:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.05)
-        else:
-            return True
+    return is_taken(runs / FOLDER / name)

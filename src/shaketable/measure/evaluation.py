@@ -152,13 +152,15 @@ class Evaluator:
                 done = decode_all(self.decoder, self.model, self.prompts, batch_size=self.batch_size, progress=progress)
         finally:
             self.model.train(was_training)
-        answers = [self._answer(p, c) for p, c in zip(self.problems, done, strict=True)]
+        answers = [scored(self.tokenizer, self.task, p, c) for p, c in zip(self.problems, done, strict=True)]
         return Evaluation(condition, answers, done, ledger, time.perf_counter() - start, self.batch_size)
 
-    def _answer(self, problem: Problem, completion: Completion) -> Answer:
-        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        score = score_of(self.task, problem, text)
-        return Answer(problem.id, text, score.correct, score.formatted)
+
+def scored(tokenizer: Any, task: Task, problem: Problem, completion: Completion) -> Answer:
+    """What was written to a problem, as text and with its score."""
+    text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    score = score_of(task, problem, text)
+    return Answer(problem.id, text, score.correct, score.formatted)
 
 
 def prompt_tokens(tokenizer: Any, task: Task, problem: Problem) -> list[int]:

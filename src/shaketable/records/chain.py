@@ -27,7 +27,7 @@ _LINK_BYTES = 29
 
 
 @dataclass
-class Reading:
+class ChainReader:
     """How far a reader has come, and what the next line must chain from."""
 
     path: Path

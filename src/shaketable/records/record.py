@@ -15,7 +15,6 @@ Rejected: one JSON file written at the end (a kill loses everything), and a data
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -27,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
+from shaketable.io.locks import is_taken, take
 from shaketable.io.replacing import replacing
-from shaketable.records.chain import SCHEMA, UNCHAINED, Reading, is_seal, last_lines, link, linked, object_of, parted
+from shaketable.records.chain import SCHEMA, UNCHAINED, ChainReader, is_seal, last_lines, link, linked, object_of, parted
 
 FILE = "record.jsonl"
 SEAL = "record.seal"
 UNVERIFIED = "unverified: the record has no chain, and nobody can say whether its numbers were changed"
-_PATIENCE = 20
-"""How often `alone` asks again, 10 ms apart: whoever asks `busy` holds the lock for a moment."""
+_PATIENCE = 0.2
+"""Seconds that `alone` waits: whoever asks `busy` holds the lock for a moment."""
 
 
 class RunRecord:
@@ -115,7 +115,7 @@ class RunRecord:
 
     def seal(self) -> None:
         """Declare a finished record whole. Does nothing the second time."""
-        reading = Reading(self.folder / FILE)
+        reading = ChainReader(self.folder / FILE)
         events = [event["event"] for event in self._lines(reading)]
         if events[-1:] != ["finished"]:
             raise ShaketableError(f"the run in {self.folder} is not finished: its record cannot be sealed")
@@ -181,9 +181,9 @@ class RunRecord:
             raise ShaketableError(f"{path} is damaged: it is no seal")
         return found
 
-    def _lines(self, reading: Reading | None = None) -> Iterator[dict[str, Any]]:
+    def _lines(self, reading: ChainReader | None = None) -> Iterator[dict[str, Any]]:
         seal = self.sealed()  # before the file: it speaks of a file that was whole by then
-        reading = reading or Reading(self.folder / FILE)
+        reading = reading or ChainReader(self.folder / FILE)
         torn = 0
         try:
             with reading.path.open("rb") as file:  # bytes: a torn line may end within a character
@@ -207,34 +207,17 @@ class RunRecord:
         except OSError as error:
             raise ShaketableError(f"cannot write in {self.folder}: {error.strerror or error}") from None
         with file:
-            for left in reversed(range(_PATIENCE)):
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if not left:
-                        raise ShaketableError(f"another process is working on the run in {self.folder}") from None
-                    time.sleep(0.01)
-                except OSError as error:
-                    raise ShaketableError(f"cannot lock {self.folder}: {error.strerror or error}") from None
+            try:
+                mine = take(file, _PATIENCE)
+            except OSError as error:
+                raise ShaketableError(f"cannot lock {self.folder}: {error.strerror or error}") from None
+            if not mine:
+                raise ShaketableError(f"another process is working on the run in {self.folder}")
             yield
 
     def busy(self) -> bool:
         """Is somebody inside `alone` of this run? A look that changes nothing, for who lists runs."""
-        try:
-            file = (self.folder / ".lock").open("rb")
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            raise ShaketableError(f"cannot read {self.folder / '.lock'}: {error.strerror or error}") from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:  # a disk without locks: `alone` let nobody in
-                return False
-        return False
+        return is_taken(self.folder / ".lock")
 
 
 def _append(path: Path, line: bytes) -> None:

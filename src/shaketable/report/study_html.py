@@ -23,7 +23,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from shaketable.report.locate_html import MARKS, PROBES, STATUS_OF, number
 from shaketable.report.svg.curves import Drawing, Line, curves
 from shaketable.report.svg.forest import axis_of, families, forest_axis, forest_row, told
-from shaketable.report.svg.heatmap import Row, Shading, bar_row, layer_axis, status_row, value_row
+from shaketable.report.svg.heatmap import HeatmapRow, Shading, bar_row, layer_axis, status_row, value_row
 from shaketable.report.svg.proof import MEANING, proof_rows
 from shaketable.report.svg.robustness import robustness
 from shaketable.report.svg.scale import amount, finite, known, signed
@@ -223,7 +223,7 @@ def learning_curves(arms: Sequence[Findings]) -> list[tuple[str, str, Drawing]]:
     return [(name, bands[name], curves(name, lines, unit_of(name))) for name, lines in drawable.items()]
 
 
-def diagnosis_rows(d: Findings) -> list[Row]:
+def diagnosis_rows(d: Findings) -> list[HeatmapRow]:
     """Probes, statistics and the σ made of them, each a row over the layers."""
     layers = [row["layer"] for row in d["layers"]]
     seen = {probe for row in d["layers"] for probe in row["results"]}

@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from shaketable.cli.text import plain
+
 STYLES = {
     "done": "green",
     "failed": "bold red",
@@ -30,13 +32,13 @@ def show(found: dict[str, Any], files: list[Path]) -> None:
     console.print(_scores(found))
     for comparison in found["comparisons"]:
         mark = "[bold]primary[/]  " if comparison["primary"] else ""
-        console.print(f"  {mark}{_plain(comparison['sentence'])}", soft_wrap=True)
+        console.print(f"  {mark}{plain(comparison['sentence'])}", soft_wrap=True)
     console.print(_proof(found))
     for run in found["runs"]:
         if run["error"]:
-            console.print(f"[bold red]{run['status']}[/] {_plain(run['name'])}: {_plain(run['error'])}", soft_wrap=True)
+            console.print(f"[bold red]{run['status']}[/] {plain(run['name'])}: {plain(run['error'])}", soft_wrap=True)
     for note in found["notes"]:
-        console.print(f"[bold yellow]note:[/] {_plain(note)}", soft_wrap=True)
+        console.print(f"[bold yellow]note:[/] {plain(note)}", soft_wrap=True)
     for file in files:
         console.print(f"wrote {file.resolve() if file.suffix == '.html' else file}", markup=False, soft_wrap=True)
 
@@ -47,11 +49,11 @@ def _scores(found: dict[str, Any]) -> Table:
     table.add_column("arm")
     table.add_column("seeds", justify="right")
     for name in conditions:
-        table.add_column(_plain(name), justify="right")
+        table.add_column(plain(name), justify="right")
     for arm in found["arms"]:
         known = {s["condition"]: s for s in arm["scores"]}
         cells = [_score(known[c]) if c in known else "–" for c in conditions]
-        table.add_row(_plain(arm["name"]) + UNVERIFIED * arm["unverified"], str(len(arm["seeds"])), *cells)
+        table.add_row(plain(arm["name"]) + UNVERIFIED * arm["unverified"], str(len(arm["seeds"])), *cells)
     return table
 
 
@@ -79,7 +81,7 @@ def show_status(found: dict[str, Any]) -> None:
     for row in found["runs"]:
         step = "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}" if row["steps"] else str(row["step"])
         status = f"[{STYLES[row['status']]}]{row['status']}[/]" + UNVERIFIED * (row["verified"] is False)
-        table.add_row(_plain(row["title"]), status, step, str(row["attempts"] or ""), _plain(row["error"] or ""))
+        table.add_row(plain(row["title"]), status, step, str(row["attempts"] or ""), plain(row["error"] or ""))
     console.print(table)
     if found["others"]:
         console.print(f"{len(found['others'])} runs of other versions of this study lie in {found['folder']}", markup=False)
@@ -99,12 +101,12 @@ def show_list(found: dict[str, Any], runs: bool) -> None:
         table.add_column(head)
     for study in found["studies"]:
         unverified = f" ([bold yellow]{study['unverified']} unverified[/])" if study["unverified"] else ""
-        table.add_row(_plain(study["name"]), _counts(study["counts"]) + unverified, _time(study["updated"]))
+        table.add_row(plain(study["name"]), _counts(study["counts"]) + unverified, _time(study["updated"]))
     for run in found["runs"]:
         alone = "/" not in run["path"]
         if runs or alone:
             status = f"[{STYLES[run['status']]}]{run['status']}[/]" + UNVERIFIED * (not run["verified"])
-            table.add_row(_plain(run["path"]), status, _time(run["updated"]))
+            table.add_row(plain(run["path"]), status, _time(run["updated"]))
     console.print(table)
 
 
@@ -119,7 +121,3 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _time(seconds: float | None) -> str:
     return "–" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shaketable.cli.text import plain
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -54,7 +56,7 @@ class _View:
     def __call__(self, what: str, cell: Cell, facts: dict[str, Any]) -> None:
         if what == "start":
             total = cell.config.get("steps")
-            self.rows[cell.name] = self.bars.add_task(_plain(cell.title), total=total, shown="starting")
+            self.rows[cell.name] = self.bars.add_task(plain(cell.title), total=total, shown="starting")
         elif what == "stage":
             self._row(cell, shown=facts["text"])
         elif what == "step":
@@ -62,7 +64,7 @@ class _View:
         elif what == "evaluation":
             self.scores[cell.name] = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
         elif what == "warning":
-            self.console.print(f"[yellow]![/] {_plain(cell.title)}: {_plain(facts['text'])}", soft_wrap=True)
+            self.console.print(f"[yellow]![/] {plain(cell.title)}: {plain(facts['text'])}", soft_wrap=True)
         else:
             self._ended(what, cell, facts)
 
@@ -75,7 +77,7 @@ class _View:
             self.bars.remove_task(self.rows.pop(cell.name))
         words = {"again": "tries again", "elsewhere": "another process is at it"}.get(what, "")
         text = facts.get("error") or words or self.scores.get(cell.name, "")
-        self.console.print(f"{MARKS[what]} {_plain(cell.title)}  [dim]{_plain(text)}[/]", soft_wrap=True)
+        self.console.print(f"{MARKS[what]} {plain(cell.title)}  [dim]{plain(text)}[/]", soft_wrap=True)
         if what in ("done", "failed"):
             self.bars.advance(self.whole)
 
@@ -83,10 +85,6 @@ class _View:
 def _numbers(facts: dict[str, Any]) -> str:
     shown = f"reward {facts['reward']:.2f}" if "reward" in facts else ""
     return shown + (f"  σ {facts['sigma']:.2g}" if facts.get("sigma") else "")
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def show_forecast(study: StudyConfig, store: Path) -> dict[str, Any]:
@@ -125,7 +123,7 @@ def _arms(study: StudyConfig, left: list[Cell]) -> Table:
         noise = arm.aqn if isinstance(arm.aqn, str) or arm.aqn is None else f"guided: {arm.aqn.guide}"
         trained = {"train": "", "harden": "hardened: ", "evaluate": "not trained"}[arm.kind]
         under = trained if arm.kind == "evaluate" else trained + (study.plan_of(arm) or "no faults")
-        table.add_row(_plain(name), str(len(study.seeds)), _plain(under), noise or "–", str(todo))
+        table.add_row(plain(name), str(len(study.seeds)), plain(under), noise or "–", str(todo))
     return table
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shaketable.measure.stats.comparison import points
 from shaketable.measure.sweep.config import magnitude_name
 
 if TYPE_CHECKING:
@@ -75,13 +76,8 @@ def _accuracy(point: Facts) -> str:
 def _difference(point: Facts) -> str:
     if point["magnitude"] == 0:
         return ""
-    low, high = _signed(point["difference_low"]), _signed(point["difference_high"])
-    return f"{_signed(point['difference'])} ({low} to {high})"
-
-
-def _signed(fraction: float) -> str:
-    text = f"{100 * fraction:+.1f}"
-    return "0.0" if float(text) == 0 else text.replace("-", "−")
+    low, high = points(point["difference_low"]), points(point["difference_high"])
+    return f"{points(point['difference'])} ({low} to {high})"
 
 
 def _p(point: Facts) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shaketable.faults.gpu import dispatch
+from shaketable.faults.rng import signed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +43,7 @@ def _lies_well(x: Tensor) -> bool:
     return dispatch.fits(x) and x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
-class Coded:
+class CodedBatch:
     """A format from some tensors of one type and device into others like them."""
 
     def __init__(self, fault: FaultBase, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -62,7 +63,7 @@ class Coded:
         dispatch.launch(quantize_many, len(self.owners), values, self.shape, enable_fp_fusion=False)
 
 
-class Drawn:
+class NoiseBatch:
     """Noise of one kind from some tensors of one type and device into others like them.
 
     `places` are what tells their keys apart: that of a tensor at some moment is `mix64(place ^ moment)`.
@@ -70,7 +71,7 @@ class Drawn:
 
     def __init__(self, fault: FaultBase, pairs: list[tuple[Tensor, Tensor]], places: list[int]) -> None:
         self.base = pairs[0][0]
-        rows = [[*_places(self.base, x, y), 0, _signed(place)] for (x, y), place in zip(pairs, places, strict=True)]
+        rows = [[*_places(self.base, x, y), 0, signed(place, 64)] for (x, y), place in zip(pairs, places, strict=True)]
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.base.device)
         blocks = max(-(-x.numel() // _BLOCK) for x, _ in pairs)
         self.shape = _shape(self.base) | {"KIND": _DRAWS[fault.kind], "BLOCKS": blocks, "BLOCK": _BLOCK}
@@ -100,7 +101,3 @@ def _places(base: Tensor, x: Tensor, y: Tensor) -> tuple[int, int, int]:
 
 def _shape(base: Tensor) -> dict[str, Any]:
     return {"UNIT": 16 // base.element_size(), "FAST": not dispatch.interpreting()}
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >= 1 << 63 else word

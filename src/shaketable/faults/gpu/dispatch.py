@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shaketable.faults.rng import signed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,7 +25,7 @@ STEPS, STEP = 16, 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """What a kernel reads from the GPU's memory, and where it counts: see `inject/device/table.py`."""
 
     rows: Tensor
@@ -74,12 +76,7 @@ def _floats() -> tuple[Any, ...]:
 
 def words(value: int) -> tuple[int, int]:
     """The two halves of 64 bits, the low one first, as kernels take them."""
-    return _signed(value), _signed(value >> 32)
-
-
-def _signed(word: int) -> int:
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >= 1 << 31 else word
+    return signed(value), signed(value >> 32)
 
 
 _launchers: dict[Any, Launcher] = {}
@@ -93,7 +90,7 @@ def noise(
     relative: bool,
     unit: Tensor | None = None,
     in_place: bool = False,
-    live: Row | None = None,
+    live: TableRow | None = None,
 ) -> Tensor | None:
     """x + |x|·z·scale (relative) or x + z·scale·unit in one pass; None where no kernel fits.
 
@@ -108,34 +105,33 @@ def noise(
     """
     if not fits(x):
         return None
-    import torch
-
-    x = x if in_place else x.contiguous()
-    y = x if in_place else torch.empty_like(x)
-    n = x.numel()
-    table = (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+    x, y, n, table = _arguments(x, in_place, live)
     kind = RELATIVE if relative else ADDITIVE
     shape = {"KIND": kind, "UNIT": unit is not None, **_shape(n, live)}
     launch(_kernels().noise, -(-n // BLOCK), (x, y, n, scale, *words(key), unit, *table), shape)
     return y
 
 
-def _shape(n: int, live: Row | None) -> dict[str, Any]:
+def _arguments(x: Tensor, in_place: bool, live: TableRow | None) -> tuple[Tensor, Tensor, int, tuple[Any, ...]]:
+    """What is read, what is written, how many values, and the row of the table."""
+    import torch
+
+    x = x if in_place else x.contiguous()
+    y = x if in_place else torch.empty_like(x)
+    return x, y, x.numel(), (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+
+
+def _shape(n: int, live: TableRow | None) -> dict[str, Any]:
     return {"LIVE": live is not None, "FAST": not interpreting(), "EVEN": n % BLOCK == 0, "BLOCK": BLOCK}
 
 
 def shift(
-    x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: Row | None = None
+    x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: TableRow | None = None
 ) -> Tensor | None:
     """Bias, gain or systematic bias in one pass; None where no kernel fits."""
-    import torch
-
     if not fits(x):
         return None
-    x = x if in_place else x.contiguous()
-    y = x if in_place else torch.empty_like(x)
-    n = x.numel()
-    table = (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+    x, y, n, table = _arguments(x, in_place, live)
     launch(_kernels().arithmetic, -(-n // BLOCK), (x, y, n, scale, unit, *table), {"KIND": kind, **_shape(n, live)})
     return y
 
@@ -163,7 +159,7 @@ def _spread(x: Tensor) -> tuple[int, int, int]:
     return most // width * width, width, max(1, x.numel() // most) * width
 
 
-def tell(x: Tensor, y: Tensor, live: Row, kind: int = OTHER, *, sparse: bool = False) -> None:
+def tell(x: Tensor, y: Tensor, live: TableRow, kind: int = OTHER, *, sparse: bool = False) -> None:
     """Count and, when it is due, measure a before/after pair, by rows spread over it; `sparse`: some channels are faulty."""
     from shaketable.faults.gpu.kernels import measure
 
@@ -207,7 +203,7 @@ def _seen(value: Any) -> Any:
     return value if value is None else float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
 
 
-def prepare(x: Tensor, kind: int, live: Row) -> Launcher | None:
+def prepare(x: Tensor, kind: int, live: TableRow) -> Launcher | None:
     """Noise on tensors of the type of `x` and of a size that `BLOCK` divides, or not, as its own; None where no kernel fits."""
     import torch
 

@@ -34,8 +34,7 @@ def coded(x: Tensor, kind: str, scope: str, key: int | None) -> Tensor | None:
     x = x.contiguous()
     y = torch.empty_like(x)
     whole = reductions.top(x, finite=False) if scope == "tensor" or kind == "nvfp4" else x
-    low, high = dispatch._signed(key or 0), dispatch._signed((key or 0) >> 32)
-    launch(kernel, parts.programs, x, y, whole, *parts.sizes, low, high, warps=parts.warps, **constants)
+    launch(kernel, parts.programs, x, y, whole, *parts.sizes, *dispatch.words(key or 0), warps=parts.warps, **constants)
     return y
 
 

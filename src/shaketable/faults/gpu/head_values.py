@@ -19,8 +19,8 @@ def tell_heads(heads: Tensor, marks: Tensor, rows: Tensor, sums: Tensor) -> None
     Args:
         heads: Per application, `HEAD` clean values and what became of them; float32.
         marks: Per application, which row of `rows` it read, which of `sums` is its own, and the kind of its noise; int32.
-        rows: What applications read: `Row.rows`.
-        sums: Where they count: `Row.sums`.
+        rows: What applications read: `TableRow.rows`.
+        sums: Where they count: `TableRow.sums`.
     """
     from shaketable.faults.gpu.kernels import measure
 

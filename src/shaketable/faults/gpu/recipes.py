@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shaketable.faults.base import FaultBase
-    from shaketable.faults.gpu.dispatch import Row
+    from shaketable.faults.gpu.dispatch import TableRow
 
 _NOISES = {"relative_gaussian": True, "absolute_gaussian": False}
 _SHIFTS = {"gain": dispatch.GAIN, "systematic_bias": dispatch.SYSTEMATIC}
@@ -26,7 +26,7 @@ class Recipe:
     scale: float
     """The one number that a changed magnitude changes."""
 
-    def apply(self, x: Tensor, live: Row, *, in_place: bool = False) -> Tensor | None:
+    def apply(self, x: Tensor, live: TableRow, *, in_place: bool = False) -> Tensor | None:
         """The faulty tensor, with everything that may change read from the GPU's memory."""
         if self.is_noise:
             relative = self.kind == dispatch.RELATIVE

@@ -6,64 +6,68 @@ written into the run record, and a resumed run reads it from there instead of fr
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from shaketable.errors import ShaketableError, first_problem
+from shaketable.io.config_model import ConfigModel
 
 PLAN_IN: dict[str, tuple[str, ...]] = {"both": ("rollout", "train"), "rollout": ("rollout",), "loss": ("train",), "eval": ()}
 """Where the plan acts in training, and the phases that means."""
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(ConfigModel):
     """One training run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
     model: str
+    """nano, smollm2-135m, a folder with safetensors, or a hub id."""
     task: str
+    """arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class, whose code is run; options after commas: arithmetic,level=2."""
     steps: int = Field(ge=1, le=10_000_000)
+    """Optimizer steps."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Keys the problems, their order, the sampling and all noise."""
     plan: str | None = None
-    """The plan, in one line; a file's plan is written out here."""
+    """The hardware's errors: a plan in one line, or its YAML file."""
     plan_seed: int | None = None
     """The plan's own seed; the run's when None."""
     plan_in: Literal["both", "rollout", "loss", "eval"] = "both"
+    """Where the plan acts in training: both, rollout, loss, or eval (scores only)."""
     aqn: str | None = None
-    """AQN, as one line or as the path of its YAML file."""
+    """Noise in the sampler: global_decay:0.05-0.0005,stages=10 or its YAML."""
     tis: float | None = Field(default=None, gt=0)
-    """Truncated importance sampling: the cap of trainer over sampler probability; off when None."""
+    """Truncated importance sampling: the cap of trainer over sampler probability, e.g. 2; off by default."""
 
     warm_start: int = Field(default=0, ge=0, le=100_000)
-    """Supervised steps on the task's own answers before the run, the same for every arm and seed; none when 0."""
+    """Supervised steps on the task's answers first, the same for all arms and seeds, cached; 0 is off."""
     prompts: int = Field(default=16, ge=1)
     """Problems per step."""
     samples: int = Field(default=8, ge=2)
-    """Answers to each problem: the group that rewards are compared in."""
+    """Answers per problem: the group that rewards are compared in."""
     micro_batch: int = Field(default=0, ge=0)
-    """Answers per forward and backward of the loss; all of a step at once when 0."""
+    """Answers per forward and backward of the loss; 0 is a whole step."""
     lr: float | None = Field(default=None, gt=0)
-    """None chooses by size: 1e-4 below ten million parameters, 2e-5 above (2e-4 with LoRA)."""
+    """Learning rate; by default 1e-4 below ten million parameters, 2e-5 above (2e-4 with LoRA)."""
     temperature: float = Field(default=1.0, gt=0)
+    """Of the sampling."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the first policy."""
+    """Weight of the KL to the first policy."""
     loss: str = "dapo"
     """TRL's loss_type."""
     lora: int = Field(default=0, ge=0, le=1024)
-    """Rank of LoRA adapters; 0 trains all weights."""
+    """Train LoRA adapters of this rank; 0 is all weights."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup: int = Field(default=0, ge=0)
     """Steps of linear warm-up; the rate is constant afterwards."""
 
     eval_every: int = Field(default=0, ge=0)
-    """Evaluate every so many steps; at the first and the last always, and only there when 0."""
+    """Steps between scores; the first and the last always are, and only those with 0."""
     eval_n: int = Field(default=200, ge=1)
+    """Test problems, drawn at random."""
     eval_seed: int = Field(default=0, ge=0)
-    """Draws the test problems: the same in every arm of a study."""
+    """Draws them, the same in every arm of a study, and keys the noise they are scored under."""
     eval_plans: tuple[str, ...] = ()
-    """Further conditions to evaluate under, beside clean and the plan."""
+    """Score under this plan too, beside clean and the plan; can be repeated."""
     eval_batch: int = Field(default=0, ge=0)
     """Problems at a time; what fits when 0. Noise is keyed by the call, so a study fixes it."""
     conditions: dict[str, str] | None = None
@@ -71,12 +75,13 @@ class TrainConfig(BaseModel):
     mechanism: bool = False
     """Read gradient norms and activations per layer, under every condition, before the first step and after the last."""
     save_every: int = Field(default=0, ge=0)
-    """Checkpoint every so many steps; a tenth of the run when 0."""
+    """Steps between checkpoints; 0 is a tenth of the run."""
     decoding: Literal["auto", "dynamic", "static"] = "auto"
-    """How rollouts are decoded: `static` keeps its memory in place, so that a GPU can replay a step; `auto` is that on CUDA."""
+    """Of rollouts: auto, dynamic, or static (memory that stays in place and CUDA graphs; auto is that on CUDA)."""
     device: str = "cpu"
+    """cpu, cuda, npu, …; what this machine has by default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the run; weights and optimizer are float32 either way."""
+    """Of the arithmetic: float32 or bfloat16 (default on an accelerator); weights and optimizer are float32 either way."""
     report_to: tuple[str, ...] = ("tensorboard",)
 
     @model_validator(mode="after")
@@ -107,11 +112,3 @@ class TrainConfig(BaseModel):
     def evaluates_at(self, step: int) -> bool:
         """Whether a step is followed by an evaluation. The first and the last always are."""
         return step in (0, self.steps) or (self.eval_every > 0 and step % self.eval_every == 0)
-
-    @classmethod
-    def checked(cls, **fields: Any) -> TrainConfig:
-        """The configuration, or one line that says what is wrong with it."""
-        try:
-            return cls(**fields)
-        except ValidationError as error:
-            raise ShaketableError(first_problem(error)) from None

@@ -16,9 +16,9 @@ Rejected: a file that users make once and name. Nothing would tie the name to wh
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +34,7 @@ from torch import Tensor
 from shaketable.errors import ShaketableError
 from shaketable.faults.rng import key_of
 from shaketable.io.cache_folder import cache_folder
+from shaketable.io.locks import take
 from shaketable.io.replacing import sync
 from shaketable.locate.capture.model_identity import device_name
 from shaketable.measure.decoding.dynamic import Decoder, padded, positions
@@ -175,11 +176,9 @@ def _alone(folder: Path, tell: Tell) -> Iterator[None]:
     """One process at a time makes or loads a warm start; the others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take(file):
             tell("stage", {"text": "waiting for the warm start of another run"})
-            fcntl.flock(file, fcntl.LOCK_EX)
+            take(file, math.inf)
         yield
 
 

@@ -20,18 +20,21 @@ TRAINED = ("distil", "supervise")
 class HardenConfig(BaseModel):
     """One run of the ladder."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     model: str
+    """nano, smollm2-135m, a folder with safetensors, or a hub id."""
     task: str | None = None
-    """Problems to solve: their train side is learnt from, their test side is scored."""
+    """arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class, whose code is run: its train side is learnt from, its test side
+    scored."""
     prompts: str | None = None
-    """A text or .jsonl file of prompts, for who has no task: the score is then agreement with the clean model."""
+    """Without a task: a text, or a .jsonl file with a prompt on each line; scored by agreement with the clean model."""
     plans: tuple[str, ...] = ()
-    """What the model must stand: one is drawn for every step. None at all trains without a fault, as a control."""
+    """What the model must stand: a plan, or its YAML; several are drawn in turns. A study may give none, as a control."""
     rungs: tuple[str, ...] = ("calibrate", "regauge", "distil")
+    """Which of calibrate, regauge, distil, supervise and reinforce are tried, cheapest first."""
     target: float | None = Field(default=0.8, ge=0, le=1)
-    """Stop when this share of the loss is back under every plan; climb all rungs when None."""
+    """Stop when this share of the loss is back under every plan, 0 to 1; a study tries all rungs."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Keys the prompts, the clean model's completions and all noise."""
 
@@ -40,36 +43,38 @@ class HardenConfig(BaseModel):
     batch: int = Field(default=64, ge=1)
     """Sequences per step."""
     micro_batch: int = Field(default=0, ge=0)
-    """Sequences per forward and backward; all of a step at once when 0."""
+    """Sequences per forward and backward; 0 is a whole step."""
     lr: float | None = Field(default=None, gt=0)
-    """Falls to 0 in a line. None chooses by size: 3e-4 below 300 million parameters, 1e-4 below a billion, 1e-5 above; times
-    ten with LoRA."""
+    """Learning rate, falling to 0; by default 3e-4 below 300 million parameters, 1e-4 below a billion, 1e-5 above, and ten
+    times that with LoRA."""
     clean_every: int = Field(default=2, ge=0)
-    """Every so many steps one is without the fault, so that the model stays good on healthy hardware; never when 0."""
+    """Every so many steps one without the fault, so that the model stays good on healthy hardware; 0 is never."""
     temperature: float = Field(default=1.0, gt=0)
     """Of the clean model's completions."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Length of the completions of `prompts`; a task has its own."""
+    """Length of the completions of --prompts; a task has its own."""
     lora: int = Field(default=0, ge=0, le=1024)
-    """Rank of LoRA adapters, merged at the end; 0 trains all weights. The teacher is then the model without them: no copy."""
+    """Train LoRA adapters of this rank and merge them, without a second copy as teacher; 0 is all weights."""
     checkpointing: bool = False
-    """Keep fewer activations and compute them again in the backward pass."""
+    """Less memory: activations are computed again in the backward pass."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     reinforce_steps: int = Field(default=30, ge=1)
+    """GRPO steps of the rung reinforce."""
     reinforce_beta: float = Field(default=0.04, ge=0)
     """Weight of the KL to the hardened model in GRPO."""
     warm_start: int = Field(default=0, ge=0, le=100_000)
-    """Supervised steps on the task's own answers before anything else, as in `train`: the clean model is the one after them."""
+    """Supervised steps on the task's answers first, as in train; the clean model is the one after them; 0 is off."""
 
     score: Literal["auto", "accuracy", "agreement"] = "auto"
-    """`accuracy` of a task's answers, or `agreement` of the most likely tokens with the clean model's; accuracy with a task."""
+    """accuracy, or agreement of the most likely tokens with the clean model's; auto is accuracy where there is a task."""
     eval_n: int = Field(default=256, ge=2)
+    """Test problems, drawn at random."""
     eval_seed: int = Field(default=0, ge=0)
-    """Draws the test problems; keys the noise that they are scored under."""
+    """Draws them, and keys the noise they are scored under."""
     eval_batch: int = Field(default=0, ge=0)
     """Problems at a time; what fits when 0."""
     eval_plans: tuple[str, ...] = ()
-    """Score under these as well: what carries over to faults that were not trained on."""
+    """Score under this plan too: what carries over to faults that were not trained on; can be repeated."""
     conditions: dict[str, str] | None = None
     """Plans to be scored under, by name, in place of the above; their noise depends on the run's seed too."""
     mechanism: bool = False
@@ -77,10 +82,11 @@ class HardenConfig(BaseModel):
     calibrate_n: int = Field(default=64, ge=4)
     """Sequences that calibrate and regauge look at."""
     save_every: int = Field(default=0, ge=0)
-    """Checkpoint every so many steps; a quarter of the steps when 0."""
+    """Steps between checkpoints; 0 is a quarter."""
     device: str = "cpu"
+    """cpu, cuda, npu, …; what this machine has by default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the run; weights and optimizer are float32 either way."""
+    """float32 or bfloat16 (default on an accelerator): arithmetic of the run; weights and optimizer are float32 either way."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> HardenConfig:

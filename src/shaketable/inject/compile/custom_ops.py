@@ -54,7 +54,7 @@ _BASE = 1 << 16
 """Uses of a tap in one run of one graph; the next graph that runs in the same pass counts from here."""
 
 
-class Trace:
+class GraphTrace:
     """What is being traced of one injection: the modules that are open, and the pass they belong to. Dynamo traces it."""
 
     def __init__(self, handle: int, clauses: int) -> None:
@@ -91,7 +91,7 @@ class Trace:
         return n
 
 
-traces: dict[int, Trace] = {}
+traces: dict[int, GraphTrace] = {}
 """By the number of an injection."""
 
 
@@ -107,7 +107,7 @@ def know(injection: Injection) -> int:
     handle = next(_handles)
     _injections[handle] = injection
     present[handle] = False
-    traces[handle] = Trace(handle, len(injection.plan.clauses))
+    traces[handle] = GraphTrace(handle, len(injection.plan.clauses))
     for table in (present, traces):
         leave_with(injection, table, handle)
     return handle
@@ -389,4 +389,4 @@ def _(rows: Tensor, ticket: Tensor, handle: int, after: Tensor) -> None:
     return None
 
 
-__all__ = ["Trace", "live", "register", "trace", "trace_forward"]
+__all__ = ["GraphTrace", "live", "register", "trace", "trace_forward"]

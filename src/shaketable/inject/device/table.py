@@ -26,7 +26,7 @@ from torch import Tensor
 from shaketable.errors import PlanError
 from shaketable.faults import gpu
 from shaketable.faults.gpu.recipes import recipe
-from shaketable.faults.rng import mix64
+from shaketable.faults.rng import mix64, signed
 from shaketable.inject.counters import MEASURED, WIDTH, tell
 from shaketable.plan import PHASES
 
@@ -77,7 +77,7 @@ class DeviceTable:
         """Launches of the fast paths (`fast/launches.py`): by kind of noise, type, and whether all blocks are full."""
         self._lock = threading.Lock()
         n = len(taps)
-        keys = [[_signed(tap.keys[direction]) for tap in taps] for direction in (0, 1)]
+        keys = [[signed(tap.keys[direction], 64) for tap in taps] for direction in (0, 1)]
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         """The moment of the last pass that a graph began."""
@@ -103,7 +103,7 @@ class DeviceTable:
                 raise PlanError(f"{tap.site.label}: {fault.text()} was captured into a CUDA graph as it was; capture it anew")
         if self._step != self.injection.step:
             self._step = self.injection.step
-            self.clock.fill_(_signed(mix64(self._step)))
+            self.clock.fill_(signed(mix64(self._step), 64))
         state = self.injection.enabled, *self.injection.faults
         if self._written != state:
             self._written = state
@@ -155,11 +155,11 @@ class DeviceTable:
         shape = {"MOMENT": kind, "MIRROR": not backward and base == 0, "TAPS": n, "USES": self.uses, "BLOCK": 1024}
         dispatch.launch(begin_pass, 1, (*values, *words), shape)
 
-    def row(self, what: Application, *, counted: bool = True) -> gpu.Row:
+    def row(self, what: Application, *, counted: bool = True) -> gpu.TableRow:
         """Where the kernel of one application reads, and counts."""
         page = self.page(what.current, what.backward, what.argument, what.number // self.uses)
         row, place = self.taps[what.tap] * self.uses + what.number % self.uses, self.place(what.tap, what.backward)
-        return gpu.Row(page.rows, self.sums, row, place if counted else 2 * len(self.taps))
+        return gpu.TableRow(page.rows, self.sums, row, place if counted else 2 * len(self.taps))
 
     def place(self, tap: Tap, backward: bool) -> int:
         """The row of a tap's counters."""
@@ -215,7 +215,7 @@ class DeviceTable:
             return
         self._loaded.add(like)
         scratch = torch.zeros(gpu.BLOCK if like[2] else 1, dtype=x.dtype, device=x.device)
-        gpu.tell(scratch, scratch, gpu.Row(torch.zeros_like(self.current[:1]), self.sums, 0, 2 * len(self.taps)))
+        gpu.tell(scratch, scratch, gpu.TableRow(torch.zeros_like(self.current[:1]), self.sums, 0, 2 * len(self.taps)))
 
     # ---- the ledger
 
@@ -351,10 +351,6 @@ class DeviceTables:
 def _gpus(injection: Injection) -> set[torch.device]:
     """The GPUs that weights of its models are on."""
     return {p.device for m in injection.models for p in m.model.parameters() if p.is_cuda}
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >= 1 << 63 else word
 
 
 _outliving: list[DeviceTable] = []

@@ -57,7 +57,7 @@ class TapLaunches:
         except KeyError:
             if is_capturing():
                 return None
-            row = gpu.Row(self.table.current, self.table.sums, 0, 0)
+            row = gpu.TableRow(self.table.current, self.table.sums, 0, 0)
             found = self.table.prepared[like] = gpu.prepare(x, kind, row)
         if found is None or not 0 < n <= gpu.LARGEST or x.data_ptr() & 15 or x.get_device() != self.device:
             return None

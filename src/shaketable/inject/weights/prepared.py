@@ -32,7 +32,7 @@ from shaketable.faults.gpu import batched
 from shaketable.inject.counters import measure
 from shaketable.inject.tap import Tap
 from shaketable.inject.weights.held_noise import HeldTap, Origin
-from shaketable.inject.weights.prepared_noise import Drawn
+from shaketable.inject.weights.prepared_noise import DrawnWeights
 from shaketable.sites.phases import current_rollout
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Ready:
     name: str
     tap: Tap
     parameter: Tensor
-    group: Coded | Held
+    group: CodedWeights | Held
     address: int
     version: int = -1
     value: Tensor | None = None
@@ -66,7 +66,7 @@ class Ready:
         return self.parameter.data_ptr() == self.address
 
 
-class Coded:
+class CodedWeights:
     """Weights of one clause, type and device that a format is on."""
 
     each = True
@@ -76,7 +76,7 @@ class Coded:
         self.fault = fault
         self.frame: Frame | None = None
         self.entries: list[Ready] = []
-        self._launch: batched.Coded | None = None
+        self._launch: batched.CodedBatch | None = None
         self._seen: tuple[int, list[int]] | None = None
 
     def renew(self, frame: Frame) -> None:
@@ -98,7 +98,7 @@ class Coded:
                 for entry in self.entries:
                     entry.value = torch.empty_like(entry.parameter) if entry.value is None else entry.value
             pairs = [(e.parameter.detach(), e.value) for e in self.entries if e.value is not None]
-            self._launch = batched.Coded(self.fault, pairs)
+            self._launch = batched.CodedBatch(self.fault, pairs)
         self._launch()
         for entry, version in zip(self.entries, versions, strict=True):
             entry.version = version
@@ -139,7 +139,7 @@ class Held:
     def __init__(self) -> None:
         self.frame: Frame | None = None
         self.entries: list[Ready] = []
-        self.drawn = Drawn()
+        self.drawn = DrawnWeights()
         self._known: tuple[int, int, FaultBase] | None = None
         self._changes = -1
         self._parameters: list[Tensor] = []
@@ -225,7 +225,7 @@ class PreparedWeights:
         self.gate = Gate()
         self.kinds: dict[Any, Any] = {}
         """Classes of modules that look at this gate."""
-        self._groups: dict[tuple[int, torch.dtype, torch.device], Coded | Held] = {}
+        self._groups: dict[tuple[int, torch.dtype, torch.device], CodedWeights | Held] = {}
 
     def open(self, frame: Frame) -> None:
         """A pass begins. One of another thread that is still running keeps the weights; this one then does without."""
@@ -237,7 +237,7 @@ class PreparedWeights:
             return
         cast = torch.is_autocast_enabled("cuda")
         for group in self._groups.values():
-            if group.entries and frame.current.acts_on(group.entries[0].tap) and not (cast and isinstance(group, Coded)):
+            if group.entries and frame.current.acts_on(group.entries[0].tap) and not (cast and isinstance(group, CodedWeights)):
                 group.renew(frame)
             else:
                 group.rest()
@@ -262,7 +262,7 @@ class PreparedWeights:
         tap = own.tap
         key = tap.clause, parameter.dtype, parameter.device
         if key not in self._groups:
-            self._groups[key] = Held() if isinstance(tap, HeldTap) else Coded(tap.fault)
+            self._groups[key] = Held() if isinstance(tap, HeldTap) else CodedWeights(tap.fault)
         group = self._groups[key]
         entry = Ready(taps, name, tap, parameter, group, parameter.data_ptr())
         group.put(entry)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Draw:
+class _NoiseDraw:
     """One draw: with what it was made, and where the kernel wrote down what it changed, a row per weight."""
 
     moment: int
@@ -48,7 +48,7 @@ class _Layout:
         mine = [(entries[i], _held(entries[i])) for i in self.rows]
         self.homes = [tap.home(entry.parameter) for entry, tap in mine]
         pairs = [(entry.parameter.detach(), home) for (entry, _), home in zip(mine, self.homes, strict=True)]
-        self.launch = batched.Drawn(fault, pairs, [tap.place for _, tap in mine]) if mine else None
+        self.launch = batched.NoiseBatch(fault, pairs, [tap.place for _, tap in mine]) if mine else None
 
     def fits(self, entries: list[Ready], fault: FaultBase) -> bool:
         """Whether it is the one for these weights. That each is at its address has been seen already."""
@@ -61,13 +61,13 @@ class _Layout:
         return [fault.kind, fault.sparsity, *((x.dtype, x.numel(), x.stride()) for x in weights)]
 
 
-class Drawn:
+class DrawnWeights:
     """The newest draws of some weights of one clause, type and device."""
 
     def __init__(self) -> None:
-        self._new: dict[Tap, tuple[_Draw, int]] = {}
+        self._new: dict[Tap, tuple[_NoiseDraw, int]] = {}
         """Draws that nobody has read yet, and which row of their sums is whose."""
-        self._read: list[tuple[HeldTap, _Draw, int]] = []
+        self._read: list[tuple[HeldTap, _NoiseDraw, int]] = []
         """Draws that are counted and not yet measured."""
         self._layout: _Layout | None = None
         self._thread = 0
@@ -98,7 +98,7 @@ class Drawn:
         if layout.launch is None or magnitude is None:
             return
         self.settle()
-        draw = _Draw(moment, fault, layout.launch(moment, magnitude))
+        draw = _NoiseDraw(moment, fault, layout.launch(moment, magnitude))
         self._thread = threading.get_ident()
         for row, (i, home) in enumerate(zip(layout.rows, layout.homes, strict=True)):
             entry, origin = new[i]

@@ -34,7 +34,7 @@ from shaketable.errors import ShaketableError
 from shaketable.harden.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay
 from shaketable.harden.aqn.spec import AQN, ROLES
 from shaketable.harden.aqn.text import from_guidance
-from shaketable.integrations.origin_configs.keys import LEFT_OUT, Found, Keys, as_number, naming
+from shaketable.integrations.origin_configs.keys import LEFT_OUT, Found, OriginKeys, as_number, naming
 from shaketable.io.yaml_file import read_yaml
 
 WEIGHTS = "trainer.noise_injection"
@@ -50,7 +50,7 @@ SCHEDULES = ("epoch_aware", "global_decay", "constant")
 
 def weights(config: Mapping[str, Any]) -> Found | None:
     """`trainer.noise_injection`: noise on the weights of norms, in the sampler."""
-    keys = Keys.of(config, WEIGHTS, WEIGHT_KEYS + WEIGHT_MORE)
+    keys = OriginKeys.of(config, WEIGHTS, WEIGHT_KEYS + WEIGHT_MORE)
     if keys is None:
         return None
     if not keys.flag("enabled"):
@@ -70,7 +70,7 @@ def weights(config: Mapping[str, Any]) -> Found | None:
 
 def outputs(config: Mapping[str, Any]) -> Found | None:
     """`aqn`: relative noise on what decoder layers return."""
-    keys = Keys.of(config, OUTPUTS, OUTPUT_KEYS)
+    keys = OriginKeys.of(config, OUTPUTS, OUTPUT_KEYS)
     if keys is None:
         return None
     if not keys.flag("enabled"):
@@ -87,7 +87,7 @@ def outputs(config: Mapping[str, Any]) -> Found | None:
     return Found(OUTPUTS, "; ".join(part for part in (fall, note) if part), aqn=aqn)
 
 
-def _weight_schedule(keys: Keys, config: Mapping[str, Any], start: float, factor: float) -> tuple[AnySchedule, str]:
+def _weight_schedule(keys: OriginKeys, config: Mapping[str, Any], start: float, factor: float) -> tuple[AnySchedule, str]:
     stages, end = keys.whole("num_stages", 10, least=3, most=10**6), keys.number("sigma_end", 0.0005, above=0)
     if end > start:
         raise keys.problem("sigma_end", f"a decay ends at or below sigma_start, which is {start:g}")
@@ -118,13 +118,13 @@ def _epochs(config: Mapping[str, Any]) -> tuple[int, str]:
     own = {key: value for key, value in trainer.items() if value is not None} if isinstance(trainer, Mapping) else {}
     if "total_epochs" not in own:
         raise ShaketableError("trainer.total_epochs is missing; an epoch-aware schedule needs the number of epochs")
-    epochs = Keys("trainer", own).whole("total_epochs", least=1, most=1000)
+    epochs = OriginKeys("trainer", own).whole("total_epochs", least=1, most=1000)
     if "total_training_steps" not in own:
         return epochs, ""
     return epochs, "an epoch is a pass through the data; where trainer.total_training_steps ends the run, the rest is left out"
 
 
-def _layer_factors(keys: Keys, start: float) -> tuple[float, tuple[int, ...] | None, dict[int, float]]:
+def _layer_factors(keys: OriginKeys, start: float) -> tuple[float, tuple[int, ...] | None, dict[int, float]]:
     """Factor of the layers that are not named, the layers with noise (None is all), and factors beside that one."""
     name, data = f"{keys.name}.layer_sigma_config", keys.values.get("layer_sigma_config")
     if isinstance(data, str | Path):
@@ -138,10 +138,10 @@ def _layer_factors(keys: Keys, start: float) -> tuple[float, tuple[int, ...] | N
     if isinstance(data, Mapping) and all(as_number(layer) is not None for layer in data):
         factors = _factors(data, name)
         return 1.0, None, _beside({layer: sigma / start for layer, sigma in factors.items()})
-    return _multiplied(Keys.inside(data, name, LAYER_KEYS))
+    return _multiplied(OriginKeys.inside(data, name, LAYER_KEYS))
 
 
-def _multiplied(keys: Keys) -> tuple[float, tuple[int, ...] | None, dict[int, float]]:
+def _multiplied(keys: OriginKeys) -> tuple[float, tuple[int, ...] | None, dict[int, float]]:
     if not keys.flag("enabled", True):
         return 1.0, None, {}
     zones = keys.values.get("zone_schedule", {"enabled": False})
@@ -166,7 +166,7 @@ def _factors(data: object, name: str) -> dict[int, float]:
         layer = as_number(key)
         if layer is None or layer < 0 or layer != int(layer) or layer >= 10**6 or int(layer) in found:
             raise ShaketableError(f"{name}.{key}: not the index of a layer, or given twice; write e.g. {{14: 1.5}}")
-        found[int(layer)] = Keys(name, {str(key): data[key]}).number(str(key))
+        found[int(layer)] = OriginKeys(name, {str(key): data[key]}).number(str(key))
     return dict(sorted(found.items()))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shaketable.errors import ShaketableError, nearest
-from shaketable.integrations.origin_configs.keys import FALSE, LEFT_OUT, TRUE, Found, Keys, as_number, naming, shown
+from shaketable.integrations.origin_configs.keys import FALSE, LEFT_OUT, TRUE, Found, OriginKeys, as_number, naming, shown
 from shaketable.layer_ranges import join_layers
 from shaketable.plan import Plan
 
@@ -61,7 +61,7 @@ VARIABLES = {
 
 def hardware(config: Mapping[str, Any]) -> Found | None:
     """`trainer.hw_error_injection`: errors on modules, or a dead zone on decoder layers."""
-    keys = Keys.of(config, HARDWARE, HARDWARE_KEYS + HARDWARE_MORE)
+    keys = OriginKeys.of(config, HARDWARE, HARDWARE_KEYS + HARDWARE_MORE)
     if keys is None:
         return None
     if not keys.flag("enabled"):
@@ -84,11 +84,11 @@ def hardware(config: Mapping[str, Any]) -> Found | None:
 
 def operators(config: Mapping[str, Any], environ: Mapping[str, str]) -> Found | None:
     """`trainer.noisy_ops` and `VERL_NOISY_OPS_*`, which may both be there and must agree."""
-    keys, given = Keys.of(config, OPERATORS, OPERATOR_KEYS), _variables(environ)
+    keys, given = OriginKeys.of(config, OPERATORS, OPERATOR_KEYS), _variables(environ)
     if keys is None and not given:
         return None
     values = _merged(keys.values if keys is not None else {}, given)
-    both = Keys(OPERATORS, values)
+    both = OriginKeys(OPERATORS, values)
     name = " and ".join([OPERATORS] * (keys is not None) + ["VERL_NOISY_OPS_*"] * bool(given))
     if not both.flag("enabled"):
         return Found(name)
@@ -107,7 +107,7 @@ def operators(config: Mapping[str, Any], environ: Mapping[str, str]) -> Found | 
 
 def dead_zone(config: Mapping[str, Any]) -> Found | None:
     """`deadzone`: small values of what decoder layers return are zeroed."""
-    keys = Keys.of(config, DEADZONE, DEADZONE_KEYS)
+    keys = OriginKeys.of(config, DEADZONE, DEADZONE_KEYS)
     if keys is None:
         return None
     if not keys.flag("enabled"):
@@ -118,7 +118,7 @@ def dead_zone(config: Mapping[str, Any]) -> Found | None:
     return _dead_zone(keys, "threshold", "layer", part, "phase=rollout+train")
 
 
-def _hardware_deadzone(keys: Keys) -> Found:
+def _hardware_deadzone(keys: OriginKeys) -> Found:
     if _point(keys) not in ("input", "output"):
         raise keys.problem("injection_point", "a deadzone acts on decoder layers; write input or output")
     ignored = "; target_modules is not used by deadzone" if keys.values.get("target_modules") else ""
@@ -126,7 +126,7 @@ def _hardware_deadzone(keys: Keys) -> Found:
     return _dead_zone(keys, "deadzone_threshold", "target_layers", "", where, ignored)
 
 
-def _dead_zone(keys: Keys, threshold: str, layers: str, part: str, where: str, more: str = "") -> Found:
+def _dead_zone(keys: OriginKeys, threshold: str, layers: str, part: str, where: str, more: str = "") -> Found:
     """A dead zone on the layers that the key `layers` names, with the threshold that the key `threshold` has."""
     value, chosen = keys.number(threshold, 0.01, most=1), keys.layers(layers)
     scope = keys.word("scope", "token", SCOPES)
@@ -143,7 +143,7 @@ def _found(name: str, clause: str, note: str) -> Found:
         return Found(name, note, plan=Plan.parse(clause))
 
 
-def _targets(keys: Keys, kind: str) -> tuple[tuple[str, ...], str]:
+def _targets(keys: OriginKeys, kind: str) -> tuple[tuple[str, ...], str]:
     chosen = keys.words("target_modules", ("rmsnorm",), tuple(TARGETS))
     names = tuple(dict.fromkeys(name for word in chosen for name in TARGETS[word]))
     if kind in FORMATS and names == ("rmsnorm",):
@@ -151,11 +151,11 @@ def _targets(keys: Keys, kind: str) -> tuple[tuple[str, ...], str]:
     return names, "lm_head is left out" if "linear" in names else ""
 
 
-def _point(keys: Keys) -> str:
+def _point(keys: OriginKeys) -> str:
     return POINTS[keys.word("injection_point", "input", tuple(POINTS))]
 
 
-def _phase(keys: Keys) -> str:
+def _phase(keys: OriginKeys) -> str:
     return PHASES[keys.word("apply_during", "rollout", tuple(PHASES))]
 
 
@@ -163,7 +163,7 @@ def _magnitude(value: float) -> str:
     return f":{value!r}".removesuffix(".0")
 
 
-def _direction(keys: Keys) -> str:
+def _direction(keys: OriginKeys) -> str:
     forward, backward = keys.flag("forward_only"), keys.flag("backward_only")
     if forward and backward:
         both = "VERL_NOISY_OPS_FORWARD_ONLY and VERL_NOISY_OPS_BACKWARD_ONLY are both on"

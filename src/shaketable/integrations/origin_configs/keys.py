@@ -47,14 +47,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Keys:
+class OriginKeys:
     """The keys of one group; null is a key that is not there."""
 
     name: str
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], name: str, valid: tuple[str, ...]) -> Keys | None:
+    def of(cls, config: Mapping[str, Any], name: str, valid: tuple[str, ...]) -> OriginKeys | None:
         """The group `name` (dotted) of a config; None when there is none.
 
         Raises:
@@ -66,7 +66,7 @@ class Keys:
         return None if found is None else cls.inside(found, name, valid)
 
     @classmethod
-    def inside(cls, found: object, name: str, valid: tuple[str, ...]) -> Keys:
+    def inside(cls, found: object, name: str, valid: tuple[str, ...]) -> OriginKeys:
         """The group that was found under `name`."""
         if not isinstance(found, Mapping):
             raise ShaketableError(f"{name} is {shown(found)}; it must be a mapping with {', '.join(valid)}")

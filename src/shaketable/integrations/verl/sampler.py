@@ -17,7 +17,7 @@ STRIDE = 4096
 """More than the copies of a model in one replica. vLLM forgets how many there are when the model is dense."""
 
 
-class Extension(extension.Extension, vLLMColocateWorkerExtension):  # type: ignore[misc]
+class SamplerExtension(extension.Extension, vLLMColocateWorkerExtension):  # type: ignore[misc]
     """What a sampler answers over `collective_rpc`."""
 
     def __new__(cls, **kwargs: Any) -> Any:

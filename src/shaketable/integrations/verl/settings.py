@@ -29,14 +29,14 @@ from shaketable.integrations.origin_configs.translate import translate
 from shaketable.integrations.verl.checks import check_verl, without_kl
 from shaketable.plan import Clause, Plan
 
-EXTENSION = "shaketable.integrations.verl.sampler.Extension"
+EXTENSION = "shaketable.integrations.verl.sampler.SamplerExtension"
 """Our extension of vLLM's workers."""
 ORDERS = "instructions.json"
 """What a trainer of ours leaves in the folder of ledgers, before anything else."""
 PHASES = {"rollout": ("rollout",), "actor": ("train",), "both": ("rollout", "train")}
 
 
-class Keys(BaseModel):
+class ShaketableKeys(BaseModel):
     """The group `shaketable` of a config, as the user wrote it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,7 +53,7 @@ class Keys(BaseModel):
     """A folder for this run's ledgers."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Keys:
+    def of(cls, config: Mapping[str, Any]) -> ShaketableKeys:
         """The keys of a config, none of which it need have."""
         group = config.get("shaketable") or {}
         if not isinstance(group, Mapping):
@@ -153,7 +153,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     group = config.get("shaketable")
     if isinstance(group, Mapping) and group.get("resolved"):
         return Shaking.read(group["resolved"])
-    keys, origin = Keys.of(config), translate(config, environ)
+    keys, origin = ShaketableKeys.of(config), translate(config, environ)
     own = keys.plan is not None or keys.aqn is not None
     if own and (origin.plan is not None or origin.aqn is not None):
         raise ShaketableError(
@@ -179,7 +179,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     return made.model_copy(update={"lines": (*origin.lines, *_lines(made), *no_kl)})
 
 
-def _placed(plan: Plan, keys: Keys) -> Plan:
+def _placed(plan: Plan, keys: ShaketableKeys) -> Plan:
     """The plan with a phase in each clause."""
     here = PHASES[keys.plan_in or "both"]
     clauses = []
@@ -208,7 +208,7 @@ def _during(clause: Clause, phases: tuple[str, ...]) -> Clause:
     return clause.model_copy(update={"site": clause.site.model_copy(update={"phase": phases})})
 
 
-def _folder(config: Mapping[str, Any], keys: Keys) -> Path:
+def _folder(config: Mapping[str, Any], keys: ShaketableKeys) -> Path:
     """An absolute path, because workers run in other folders."""
     if keys.ledger is not None:
         folder = Path(keys.ledger).expanduser().resolve()

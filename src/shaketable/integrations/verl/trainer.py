@@ -178,9 +178,9 @@ def _extension(chosen: str | None) -> str:
     """Our extension of vLLM's workers, which the driver has put into the config, or the user's own that is built on it."""
     if chosen is None or chosen == EXTENSION:
         return EXTENSION
-    from shaketable.integrations.verl.sampler import Extension
+    from shaketable.integrations.verl.sampler import SamplerExtension
 
-    if not issubclass(load_class_from_fqn(chosen), Extension):
+    if not issubclass(load_class_from_fqn(chosen), SamplerExtension):
         raise ShaketableError(f"worker_extension_cls={chosen} must be a subclass of {EXTENSION}")
     return chosen
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shaketable.locate.probes import float64_ops
 from shaketable.locate.probes.float64_ops import Call
 from shaketable.locate.probes.rounding import ACCUMULATION as UA
-from shaketable.locate.probes.rounding import TINY, Allowed, Around, Interval, Precision, Product
+from shaketable.locate.probes.rounding import TINY, Allowed, Around, Precision, Product, RoundingInterval
 
 WIDENED = 1 << 24
 """float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
@@ -141,7 +141,7 @@ def _rmsnorm(module: nn.Module, call: Call, weight: Weight) -> Allowed:
     inner = Around.relative(normed, 12, dtype).interval()
     w = weight("weight").double()
     ends = inner.low.double() * w, inner.high.double() * w
-    return Interval(torch.minimum(*ends).to(call.dtype), torch.maximum(*ends).to(call.dtype))
+    return RoundingInterval(torch.minimum(*ends).to(call.dtype), torch.maximum(*ends).to(call.dtype))
 
 
 def _rmsnorm_late(module: nn.Module, call: Call, weight: Weight) -> Around:
@@ -181,8 +181,8 @@ def _layernorm(module: nn.Module, call: Call, weight: Weight) -> Around:
     return Around(y, slack + TINY, call.dtype)
 
 
-def _embedding(module: nn.Module, call: Call, weight: Weight) -> Interval:
-    return Interval.exactly(F.embedding(_input(call), weight("weight")))
+def _embedding(module: nn.Module, call: Call, weight: Weight) -> RoundingInterval:
+    return RoundingInterval.exactly(F.embedding(_input(call), weight("weight")))
 
 
 _DEFINITIONS: dict[str, Callable[[Any, Call, Weight], Allowed]] = {
@@ -197,5 +197,5 @@ _DEFINITIONS: dict[str, Callable[[Any, Call, Weight], Allowed]] = {
     "silu": lambda module, call, weight: float64_ops.silu(call.wide(_input(call)), call.dtype),
     "gelu": lambda module, call, weight: float64_ops.gelu(call.wide(_input(call)), call.dtype, "none"),
     "gelu_tanh": lambda module, call, weight: float64_ops.gelu(call.wide(_input(call)), call.dtype, "tanh"),
-    "identity": lambda module, call, weight: Interval.exactly(_input(call)),
+    "identity": lambda module, call, weight: RoundingInterval.exactly(_input(call)),
 }

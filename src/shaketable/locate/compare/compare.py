@@ -35,7 +35,7 @@ from shaketable.locate.capture.trace import LayerCall, record_layer, trace
 from shaketable.locate.compare.fingerprint import Fingerprint, Progress
 from shaketable.locate.compare.fingerprint_file import check_same_model
 from shaketable.locate.compare.fit import fit_all
-from shaketable.locate.compare.result import Comparison, Difference, LayerRow, Row
+from shaketable.locate.compare.result import ComparisonRow, DeviceComparison, Difference, LayerRow
 from shaketable.locate.compare.teacher_forcing import Forcing
 from shaketable.locate.probes import float64_ops
 from shaketable.locate.probes.documented_precision import device_precision
@@ -48,7 +48,7 @@ from shaketable.sites.structure import Anatomy
 SHOWN = ("model", "device", "dtype", "attention", "tokens", "versions", "date", "switches")
 
 
-def compare(fingerprint: Fingerprint, model: nn.Module, *, progress: Progress | None = None) -> Comparison:
+def compare(fingerprint: Fingerprint, model: nn.Module, *, progress: Progress | None = None) -> DeviceComparison:
     """Replay a fingerprint on the device that a model is on.
 
     Args:
@@ -76,7 +76,7 @@ class _Replay:
         self.stored_precision = Precision(fingerprint.about.product_input)
         self.notes: list[str] = []
 
-    def run(self, progress: Progress | None) -> Comparison:
+    def run(self, progress: Progress | None) -> DeviceComparison:
         about = self.file.about
         here = describe(self.model) | {"model": about.model, "tokens": about.tokens}
         self._note_conditions(here)
@@ -93,7 +93,7 @@ class _Replay:
         stored = about.model_dump()
         pair = [{key: side[key] for key in SHOWN} for side in (stored, here)]
         rounds = bool(self.precision.product_input or self.stored_precision.product_input)
-        return Comparison(pair[0], pair[1], before, layers, after, self.notes, rounds)
+        return DeviceComparison(pair[0], pair[1], before, layers, after, self.notes, rounds)
 
     def _note_conditions(self, here: dict[str, Any]) -> None:
         about = self.file.about
@@ -140,19 +140,19 @@ class _Replay:
                 rows.append(row)
             rows.append(self._operator(index, label, f"{call.name}.{label}", a, b, forcing.made[label]))
         own = between.row(None, y, next(tensors_of(recording.output)))
-        rows.append(own or Row(index, None, "output", f"layer.{index}", Difference.of(y, y)))
+        rows.append(own or ComparisonRow(index, None, "output", f"layer.{index}", Difference.of(y, y)))
         return LayerRow(index, call.name, whole, rows)
 
     # ---- operators
 
-    def _outside(self, label: str) -> Row:
+    def _outside(self, label: str) -> ComparisonRow:
         x, y = self.file.op(None, label)
         module = self.model.get_submodule(label.partition("#")[0])
         return self._operator(None, label, label, x, y, next(tensors_of(module(self.bring(x)))))
 
-    def _operator(self, layer: int | None, label: str, name: str, x: Tensor, y: Tensor, made: Tensor) -> Row:
+    def _operator(self, layer: int | None, label: str, name: str, x: Tensor, y: Tensor, made: Tensor) -> ComparisonRow:
         path = name.partition("#")[0]
-        row = Row(layer, label, "output", self.site(path, "output"), Difference.of(y, made))
+        row = ComparisonRow(layer, label, "output", self.site(path, "output"), Difference.of(y, made))
         if not row.difference.differing:
             return row
         row.here = self._outside_of_interval(path, self.bring(x).cpu(), made.cpu(), self.precision)
@@ -192,7 +192,7 @@ class _Between:
         """Tensors that a correct device may make otherwise."""
         self._judgement: Judgement | None = None
 
-    def row(self, label: str | None, stored: Tensor, arrived: Tensor) -> Row | None:
+    def row(self, label: str | None, stored: Tensor, arrived: Tensor) -> ComparisonRow | None:
         """The row of what reaches an operator, or the layer's output; None when it is what the file holds, cast if need be."""
         stored = self.replay.bring(stored).cpu()
         difference = Difference.of(stored, arrived)
@@ -201,7 +201,7 @@ class _Between:
         point = "output" if label is None else "input"
         path = "" if label is None else f"{self.call.name}.{label.partition('#')[0]}"
         site = f"layer.{self.call.index}" if label is None else self.replay.site(path, "input")
-        row = Row(self.call.index, label, point, site, difference, fits=fit_all(stored, arrived.cpu()))
+        row = ComparisonRow(self.call.index, label, point, site, difference, fits=fit_all(stored, arrived.cpu()))
         row.remark = self._wrong_here(arrived)
         row.here = difference.differing if row.remark else 0
         row.stored = None if self.replay.casts else 0 if row.here else self._wrong_in_file(stored, arrived)

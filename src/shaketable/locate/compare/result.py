@@ -50,7 +50,7 @@ class Difference:
 
 
 @dataclass
-class Row:
+class ComparisonRow:
     """One operator, or what lies between operators."""
 
     layer: int | None
@@ -110,10 +110,10 @@ class LayerRow:
     name: str
     whole: Difference
     """The layer called with its stored input, nothing inside of it forced."""
-    rows: list[Row]
+    rows: list[ComparisonRow]
 
     @property
-    def beyond(self) -> Row | None:
+    def beyond(self) -> ComparisonRow | None:
         """Its first operator beyond the dtype."""
         return next((r for r in self.rows if r.beyond), None)
 
@@ -124,21 +124,21 @@ class LayerRow:
 
 
 @dataclass
-class Comparison:
+class DeviceComparison:
     """A fingerprint against this device."""
 
     stored: dict[str, Any]
     """Model, device, dtype, attention, versions and date of the fingerprint."""
     here: dict[str, Any]
-    before: list[Row]
+    before: list[ComparisonRow]
     layers: list[LayerRow]
-    after: list[Row]
+    after: list[ComparisonRow]
     notes: list[str] = field(default_factory=list)
     rounds_factors: bool = False
     """Whether one of the devices rounds the factors of its products below their dtype, as TF32 does."""
 
     @property
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ComparisonRow]:
         """Every row in the order of computation."""
         yield from self.before
         for layer in self.layers:
@@ -146,7 +146,7 @@ class Comparison:
         yield from self.after
 
     @property
-    def first(self) -> Row | None:
+    def first(self) -> ComparisonRow | None:
         """The first row beyond what the dtype explains."""
         return next((r for r in self.rows if r.beyond), None)
 
@@ -167,7 +167,7 @@ class Comparison:
             return f"EXPLAINED: {differing} of {total} operators differ, none beyond what rounding explains, {pair}."
         return f"BEYOND: {self._blame(self.first)}"
 
-    def _blame(self, row: Row) -> str:
+    def _blame(self, row: ComparisonRow) -> str:
         where = "the first is outside of the layers" if row.layer is None else f"layer {row.layer} is the first"
         count = max(row.here or 0, row.stored or 0)
         fit = row.fit
@@ -193,7 +193,7 @@ class Comparison:
             "notes": self.notes,
         }
 
-    def clauses(self) -> Iterator[tuple[Row, Fit]]:
+    def clauses(self) -> Iterator[tuple[ComparisonRow, Fit]]:
         """Sites with an error that can be injected, and that the dtype does not explain."""
         for row in self.rows:
             explained = not row.beyond and row.here is not None and not self.rounds_factors

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shaketable.locate.probes.rounding import ACCUMULATION as UA
-from shaketable.locate.probes.rounding import TINY, UNIT, Allowed, Around, Interval, Precision, Product, summation
+from shaketable.locate.probes.rounding import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
 
 _MOVING = """
     cat concat stack contiguous reshape clone to float half bfloat16 double type type_as expand __getitem__ index_select
@@ -102,7 +102,7 @@ def _addmm(call: Call) -> Around:
     return Around(value, slack + 4 * UA * value.abs(), call.dtype)
 
 
-def _grouped(call: Call) -> Interval:
+def _grouped(call: Call) -> RoundingInterval:
     """Rows [offs[i−1], offs[i]) times the matrix of expert i."""
     x, w, ends = call.args[0], call.args[1], call.get(2, "offs").tolist()
     low, high = torch.zeros(x.shape[0], w.shape[-1], dtype=call.dtype), torch.zeros(x.shape[0], w.shape[-1], dtype=call.dtype)
@@ -111,7 +111,7 @@ def _grouped(call: Call) -> Interval:
         part = product(call, x[start:end].double(), w[expert].double()).interval()
         low[start:end], high[start:end] = part.low, part.high
         start = end
-    return Interval(low, high)
+    return RoundingInterval(low, high)
 
 
 def _softmax(call: Call) -> Around:
@@ -269,7 +269,7 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
 }
 
 
-def rounded_once(call: Call, name: str) -> Interval:
+def rounded_once(call: Call, name: str) -> RoundingInterval:
     """The host does the same in the same dtype.
 
     Python numbers leave a device some freedom, and whatever it takes is allowed: a number that meets a reduced-precision
@@ -279,7 +279,7 @@ def rounded_once(call: Call, name: str) -> Interval:
         raise NotImplementedError("dropout that is on is random")
     kept = tuple(a.clone() if i == 0 and isinstance(a, Tensor) else a for i, a in enumerate(call.args))
     result = call.func(*kept, **call.kwargs)
-    exact = Interval.exactly(kept[0] if result is None else result)
+    exact = RoundingInterval.exactly(kept[0] if result is None else result)
     number = next((a for a in call.args if isinstance(a, float | int) and not isinstance(a, bool)), None)
     if name not in ARITHMETIC or number is None or not call.dtype.is_floating_point:
         return exact

@@ -155,7 +155,7 @@ def twin(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: B
 
 def _gauged(
     call: LayerCall, recording: Recording, circuit: Circuit, bench: Bench, powers: bool
-) -> tuple[twins.Difference | None, Recording]:
+) -> tuple[twins.TwinDifference | None, Recording]:
     gauge = twins.draw_gauge(circuit, bench.seed * 1000 + call.index, powers)
     with twins.gauged(call.module, circuit, gauge):
         other = record_layer(call, bench.reference, call.x * gauge.spaces["stream"].to(call.x))

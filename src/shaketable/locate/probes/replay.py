@@ -19,7 +19,7 @@ from shaketable.locate.probes import complex_ops, float64_ops
 from shaketable.locate.probes.checksums import row_scores
 from shaketable.locate.probes.documented_precision import host_arithmetic
 from shaketable.locate.probes.float64_ops import Call
-from shaketable.locate.probes.rounding import Allowed, Interval, Precision
+from shaketable.locate.probes.rounding import Allowed, Precision, RoundingInterval
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 ROWS = 128
@@ -195,7 +195,7 @@ def _expected(host: Host, record: Record, reference: Reference, prefix: str, pre
         return [Expected(results[0], float64_ops.rounded_once(call, name))]
     pairs = zip(results, tensors_of(record.func(*args, **kwargs)), strict=True)
     ordered = name in ("topk", "sort", "max", "min", "mode", "kthvalue")
-    return [Expected(got, Interval.exactly(value)) for got, value in pairs if got.is_floating_point() or not ordered]
+    return [Expected(got, RoundingInterval.exactly(value)) for got, value in pairs if got.is_floating_point() or not ordered]
 
 
 def _complex(call: Call, got: Tensor, name: str) -> Expected:
@@ -203,7 +203,7 @@ def _complex(call: Call, got: Tensor, name: str) -> Expected:
     parts = complex_ops.parts
     if name in complex_ops.BOUNDED:
         return Expected(parts(got), complex_ops.BOUNDED[name](call))
-    return Expected(parts(got), Interval.exactly(parts(float64_ops.rounded_once(call, name).low)))
+    return Expected(parts(got), RoundingInterval.exactly(parts(float64_ops.rounded_once(call, name).low)))
 
 
 def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:

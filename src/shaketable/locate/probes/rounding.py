@@ -39,20 +39,20 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Interval:
+class RoundingInterval:
     """Allowed results by their ends, in the dtype of the result."""
 
     low: Tensor
     high: Tensor
 
     @classmethod
-    def exactly(cls, value: Tensor) -> Interval:
+    def exactly(cls, value: Tensor) -> RoundingInterval:
         """One allowed value."""
         return cls(value, value)
 
-    def hull(self, other: Interval) -> Interval:
+    def hull(self, other: RoundingInterval) -> RoundingInterval:
         """What either allows."""
-        return Interval(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
+        return RoundingInterval(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
 
     def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
         """Low and high at some of the values."""
@@ -91,9 +91,9 @@ class Around:
         slack = self.slack.expand(where.shape)[where] if isinstance(self.slack, Tensor) else self.slack
         return _ends(value, slack, self.dtype)
 
-    def interval(self) -> Interval:
+    def interval(self) -> RoundingInterval:
         """Both ends everywhere."""
-        return Interval(*_ends(self.value, self.slack, self.dtype))
+        return RoundingInterval(*_ends(self.value, self.slack, self.dtype))
 
     def outside(self, got: Tensor) -> Tensor:
         """Where a result is not allowed."""
@@ -105,7 +105,7 @@ class Around:
         if self.free is not None:
             doubtful &= ~self.free
         if bool(doubtful.any()):
-            doubtful[doubtful.clone()] = Interval(*self.ends(doubtful)).outside(got[doubtful])
+            doubtful[doubtful.clone()] = RoundingInterval(*self.ends(doubtful)).outside(got[doubtful])
         return doubtful
 
 
@@ -182,14 +182,14 @@ class Product:
             wrong[wrong.clone()] = self._some(at, wrong).outside(got[wrong])
         return wrong
 
-    def _some(self, at: int, where: Tensor) -> Around | Interval:
+    def _some(self, at: int, where: Tensor) -> Around | RoundingInterval:
         """What is allowed at a few values of a block."""
         *token, channel = where.nonzero(as_tuple=True)
         x, w = self.x[tuple(token)], self.w[at + channel].double()
         part = Around((x * w).sum(-1), (summation(x.shape[-1]) * x.norm(dim=-1) * w.norm(dim=-1)).add_(TINY), self.dtype)
         return part if self.bias is None else self._with_bias(part, self.bias[at + channel].double())
 
-    def _block(self, at: int) -> Around | Interval:
+    def _block(self, at: int) -> Around | RoundingInterval:
         """What is allowed at all values of a block."""
         w = self.w[at : at + self.block].double()
         slack = (summation(self.x.shape[-1]) * self.x.norm(dim=-1, keepdim=True) * w.norm(dim=1)).add_(TINY)
@@ -199,12 +199,12 @@ class Product:
         part = Around(self.x @ w.T, slack, self.dtype)
         return part if self.bias is None else self._with_bias(part, self.bias[at : at + self.block].double())
 
-    def _with_bias(self, part: Around, bias: Tensor) -> Interval:
+    def _with_bias(self, part: Around, bias: Tensor) -> RoundingInterval:
         """A bias may be added inside of the kernel, or to a result that has been rounded already."""
         fused = Around(part.value + bias, part.slack + UA * bias.abs(), self.dtype).interval()
         once = part.interval()
-        twice = Interval((once.low.double() + bias).to(self.dtype), (once.high.double() + bias).to(self.dtype))
+        twice = RoundingInterval((once.low.double() + bias).to(self.dtype), (once.high.double() + bias).to(self.dtype))
         return fused.hull(twice)
 
 
-Allowed = Interval | Around | Product
+Allowed = RoundingInterval | Around | Product

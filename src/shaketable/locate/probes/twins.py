@@ -51,7 +51,7 @@ class Gauge:
 
 def draw_gauge(circuit: Circuit, seed: int, powers: bool) -> Gauge:
     """Random signs, and powers of two if asked, for every space that has that freedom."""
-    draw = _Draw(seed, powers)
+    draw = _TwinDraw(seed, powers)
     spaces = {name: torch.ones(size) for name, size in circuit.sizes.items()}
     kinds = {n.kind for n in circuit.norms}
     size = circuit.sizes["stream"]
@@ -71,7 +71,7 @@ def draw_gauge(circuit: Circuit, seed: int, powers: bool) -> Gauge:
     return gauge
 
 
-class _Draw:
+class _TwinDraw:
     """Factors from a generator of their own."""
 
     def __init__(self, seed: int, powers: bool) -> None:
@@ -95,7 +95,7 @@ class _Draw:
         return signs * torch.exp2(exponents.float())
 
 
-def _gauge_norm(gauge: Gauge, path: str, kind: str, eps: str, writes: str, stream: Tensor, draw: _Draw) -> None:
+def _gauge_norm(gauge: Gauge, path: str, kind: str, eps: str, writes: str, stream: Tensor, draw: _TwinDraw) -> None:
     signs = stream.sign()
     size = float(stream[0].abs())
     if size != 1:
@@ -110,13 +110,13 @@ def _gauge_norm(gauge: Gauge, path: str, kind: str, eps: str, writes: str, strea
         gauge.weights[f"{path}.bias"] = after
 
 
-def _gauge_attention(gauge: Gauge, circuit: Circuit, draw: _Draw) -> None:
+def _gauge_attention(gauge: Gauge, circuit: Circuit, draw: _TwinDraw) -> None:
     head, groups, sizes = circuit.head, circuit.groups, circuit.sizes
     pairs = sizes["k"] // head
     values = draw.factors(sizes["v"]).view(pairs, head)
     gauge.spaces["v"] = values.flatten()
     gauge.spaces["mixed"] = values.repeat_interleave(groups, 0).flatten()
-    inner = _Draw(int(draw.generator.initial_seed()) + 1, draw.powers and not circuit.head_norms)
+    inner = _TwinDraw(int(draw.generator.initial_seed()) + 1, draw.powers and not circuit.head_norms)
     keys = torch.stack([_paired(inner.factors(head), circuit.rotary) for _ in range(pairs)])
     gauge.spaces["k"] = keys.flatten()
     gauge.spaces["q"] = (1 / keys).repeat_interleave(groups, 0).flatten()
@@ -253,7 +253,7 @@ def _reordered(weight: Tensor, rows: Tensor, columns: Tensor, m: Map) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TwinDifference:
     """The first place where a twin disagrees with the original."""
 
     path: str | None
@@ -264,7 +264,7 @@ class Difference:
     """For the layer's own additions: the part of the layer that is added."""
 
 
-def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: Recording) -> Difference | None:
+def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: Recording) -> TwinDifference | None:
     """Compare leaf by leaf, in the order of computation. A leaf whose input differs already is not to blame: what lies
     between it and the leaves before it is."""
     reads, writes = circuit.inputs(), circuit.outputs()
@@ -279,11 +279,11 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
             given, twin_given = _tensor(record.args, record.kwargs), _tensor(other.args, other.kwargs)
             earlier = _compare(given, twin_given, (reads[record.path],), gauge)
             if earlier is None:
-                return Difference(record.path, *found)
-            return Difference(_between(record.path), *earlier, None if _between(record.path) else last)
+                return TwinDifference(record.path, *found)
+            return TwinDifference(_between(record.path), *earlier, None if _between(record.path) else last)
         last = record.path.partition(".")[0]
     found = _compare(next(tensors_of(original.output)), next(tensors_of(twin.output)), ("stream",), gauge)
-    return None if found is None else Difference(None, *found, last)
+    return None if found is None else TwinDifference(None, *found, last)
 
 
 def until(recording: Recording, token: int) -> Recording:

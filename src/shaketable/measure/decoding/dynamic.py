@@ -75,7 +75,7 @@ class Decoder:
             generator: Draws the tokens when the temperature is not 0, on the device of the model.
         """
         check_prompts(prompts)
-        rows = _Rows(self, model, prompts, samples, generator)
+        rows = _DynamicRows(self, model, prompts, samples, generator)
         with _unplanned_attention():
             for _ in range(self.limit):
                 rows.advance()
@@ -110,7 +110,7 @@ def _unplanned_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was)
 
 
-class _Rows:
+class _DynamicRows:
     """The rows that are still being written."""
 
     def __init__(
@@ -179,8 +179,13 @@ class _Rows:
 
     def completions(self) -> list[Completion]:
         """What was written, per row."""
-        tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
-        return [Completion(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
+        return completions_of(self.tokens, self.logprobs, self.lengths)
+
+
+def completions_of(tokens: Tensor, logprobs: Tensor, lengths: Tensor) -> list[Completion]:
+    """What was written, per row, without the padding."""
+    rows = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
+    return [Completion(t[:n], p[:n]) for t, p, n in rows]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:

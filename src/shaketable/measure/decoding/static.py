@@ -33,7 +33,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from shaketable.errors import ShaketableError
 from shaketable.inject.device.graph_key import fingerprint
 from shaketable.measure.decoding.cuda_graph import Captured
-from shaketable.measure.decoding.dynamic import DESTROYED, Completion, Decoder, check_prompts, padded, positions
+from shaketable.measure.decoding.dynamic import DESTROYED, Completion, Decoder, check_prompts, completions_of, padded, positions
 from shaketable.measure.decoding.sampling import draw
 from shaketable.measure.decoding.static_cache import Slots
 
@@ -53,7 +53,7 @@ class StaticDecoding:
         self.decoder, self.graphs = decoder, graphs
         self.word = "not used yet"
         """How the last rollout was done, and why not otherwise."""
-        self._kept: OrderedDict[Hashable, _Rows] = OrderedDict()
+        self._kept: OrderedDict[Hashable, _StaticRows] = OrderedDict()
 
     @torch.no_grad()
     def decode(
@@ -73,7 +73,7 @@ class StaticDecoding:
         self._write(rows)
         return rows.completions()
 
-    def _write(self, rows: _Rows) -> None:
+    def _write(self, rows: _StaticRows) -> None:
         step = self._stepper(rows)
         for n in range(1, self.decoder.limit):
             if n % LOOK == 0 and not rows.goes_on():
@@ -84,7 +84,7 @@ class StaticDecoding:
             refused = f"static, not captured: {step.why_not}" if step.why_not else "static"
             self.word = "static, captured" if step.is_captured else refused
 
-    def _stepper(self, rows: _Rows) -> Callable[[], None]:
+    def _stepper(self, rows: _StaticRows) -> Callable[[], None]:
         if not self.graphs or rows.device.type != "cuda":
             self.word = "static"
             return rows.step
@@ -92,19 +92,19 @@ class StaticDecoding:
             rows.captured = Captured(rows.step, rows.device)
         return rows.captured
 
-    def _rows(self, model: Any, cache: DynamicCache, count: int, width: int) -> _Rows:
+    def _rows(self, model: Any, cache: DynamicCache, count: int, width: int) -> _StaticRows:
         """The memory for so many rows and so wide prompts: that of an earlier call where nothing has moved since."""
         slots = -(-width // BUCKET) * BUCKET
         now = (_addresses(model), _hooks_and_classes(model), _arithmetic(model), fingerprint(model))
         key = (count, slots, self.decoder, *now)
-        found = self._kept.pop(key, None) or _Rows(self.decoder, cache, count, slots)
+        found = self._kept.pop(key, None) or _StaticRows(self.decoder, cache, count, slots)
         self._kept[key] = found
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return found
 
 
-class _Rows:
+class _StaticRows:
     """Everything a step reads and writes."""
 
     def __init__(self, decoder: Decoder, like: DynamicCache, count: int, slots: int) -> None:
@@ -205,8 +205,7 @@ class _Rows:
 
     def completions(self) -> list[Completion]:
         """What was written, per row."""
-        tokens, logprobs, lengths = self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist()
-        return [Completion(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
+        return completions_of(self.tokens, self.logprobs, self.lengths)
 
 
 def unfit(model: Any) -> str | None:

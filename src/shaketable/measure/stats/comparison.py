@@ -64,9 +64,9 @@ class Comparison:
 
     def sentence(self) -> str:
         """All of it for people, in one sentence."""
-        low, high = _points(self.interval.low), _points(self.interval.high)
+        low, high = points(self.interval.low), points(self.interval.high)
         p = _p(self.p) if self.adjusted is None else f"{_p(self.p)}, after Holm {_p(self.adjusted)}"
-        facts = f"{_points(self.difference)} points ({100 * self.level:g} % CI {low} to {high}, {p}, {self.over})"
+        facts = f"{points(self.difference)} points ({100 * self.level:g} % CI {low} to {high}, {p}, {self.over})"
         verdict = "distinguishable from none" if self.distinguishable else f"not distinguishable; {self._reach()}"
         return f"{facts}: {verdict}" + (f"; {self.note}" if self.note else "")
 
@@ -112,7 +112,8 @@ def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
     return [replace(c, adjusted=p) for c, p in zip(comparisons, adjusted, strict=True)]
 
 
-def _points(fraction: float) -> str:
+def points(fraction: float) -> str:
+    """A difference of shares in percentage points, with its sign."""
     text = f"{100 * fraction:+.1f}"
     return "0.0" if float(text) == 0 else text.replace("-", "−")
 

@@ -18,9 +18,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from shaketable.errors import PlanError, ShaketableError, first_problem
+from shaketable.errors import PlanError, ShaketableError
+from shaketable.io.config_model import ConfigModel
 from shaketable.plan import Plan
 
 
@@ -47,10 +48,8 @@ def magnitude_name(magnitude: float | None) -> str:
     return "plan" if magnitude is None else "clean" if magnitude == 0 else f"{magnitude:g}"
 
 
-class SweepConfig(BaseModel):
+class SweepConfig(ConfigModel):
     """One sweep, resolved: what its record begins with and a resumed sweep goes on with."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     models: tuple[str, ...] = Field(min_length=1)
     task: str
@@ -136,14 +135,6 @@ class SweepConfig(BaseModel):
         """The noise seeds of one point: a single one where no seed makes a difference."""
         many = magnitude != 0 and depends_on_seed(self.plan_at(magnitude, self.seed))
         return range(self.seed, self.seed + (self.seeds if many else 1))
-
-    @classmethod
-    def checked(cls, **fields: Any) -> SweepConfig:
-        """The configuration, or one line that says what is wrong with it."""
-        try:
-            return cls(**fields)
-        except ValidationError as error:
-            raise ShaketableError(first_problem(error)) from None
 
 
 def depends_on_seed(plan: Plan) -> bool:

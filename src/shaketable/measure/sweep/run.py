@@ -26,7 +26,7 @@ from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.inject import inject
 from shaketable.measure.sweep.config import Setting, SweepConfig
 from shaketable.measure.sweep.solve import Solving
-from shaketable.measure.sweep.text_loss import Reading
+from shaketable.measure.sweep.text_loss import TextReading
 from shaketable.measure.tasks import Problem, Task, load_task, sample
 from shaketable.measure.tasks.task import digest
 from shaketable.measure.tasks.text import TextTask
@@ -37,7 +37,7 @@ from shaketable.records.weight_hash import weights_hash
 if TYPE_CHECKING:
     from shaketable.measure.sweep.vllm import VllmSolving
 
-    Subject = Solving | Reading | VllmSolving
+    Subject = Solving | TextReading | VllmSolving
 
 Load = Callable[[str], tuple[Any, Any]]
 """A model and its tokenizer, by name."""
@@ -123,12 +123,12 @@ class Sweep:
             hint = f"a batch of {subject.batch_size} does not fit; begin anew with a smaller --batch-size"
             raise ShaketableError(f"{name} at {setting.name}: {hint}") from error
 
-    def _subject(self, name: str, model: Any, tokenizer: Any) -> Solving | Reading:
+    def _subject(self, name: str, model: Any, tokenizer: Any) -> Solving | TextReading:
         """The model at its problems, in batches of the recorded size when there is one."""
         known = self._recorded("model", model=name)
-        kind = Reading if isinstance(self.task, TextTask) else Solving
+        kind = TextReading if isinstance(self.task, TextTask) else Solving
         size = known["batch_size"] if known else self.config.batch_size
-        subject: Solving | Reading = kind(model, tokenizer, self.task, self.problems, size)
+        subject: Solving | TextReading = kind(model, tokenizer, self.task, self.problems, size)
         weight, digest = next(model.parameters()), weights_hash(model)
         if not known:
             facts = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}

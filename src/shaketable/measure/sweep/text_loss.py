@@ -29,7 +29,7 @@ LONGEST = 2048
 """Tokens of a text, for a model that names no limit."""
 
 
-class Reading:
+class TextReading:
     """One model and the texts it reads."""
 
     def __init__(self, model: Any, tokenizer: Any, task: Task, texts: Sequence[Problem], batch_size: int | None) -> None:

@@ -22,11 +22,10 @@ from typing import Any
 from shaketable.errors import InertError, ShaketableError
 from shaketable.inject import Ledger
 from shaketable.measure.decoding.dynamic import Completion, Progress
-from shaketable.measure.evaluation import Answer, Condition, Evaluation, prompt_tokens
+from shaketable.measure.evaluation import Condition, Evaluation, prompt_tokens, scored
 from shaketable.measure.sweep.config import Setting, SweepConfig
 from shaketable.measure.sweep.solve import READ
 from shaketable.measure.tasks import Problem, Task
-from shaketable.measure.tasks.task import score_of
 from shaketable.models import load_skeleton, servable_path
 
 LARGEST_BATCH = 256
@@ -97,7 +96,7 @@ class VllmSolving:
         before = self._fires()
         done = self._solve(progress)
         ledger = self._ledger(condition, before)
-        answers = [self._answer(p, c) for p, c in zip(self.problems, done, strict=True)]
+        answers = [scored(self.tokenizer, self.task, p, c) for p, c in zip(self.problems, done, strict=True)]
         found = Evaluation(condition, answers, done, ledger, time.perf_counter() - start, self.batch_size)
         facts = {**found.to_dict(), "tokens": found.tokens}
         if setting.plan is None:
@@ -142,11 +141,6 @@ class VllmSolving:
         ledger = Ledger.merge([Ledger.from_dict(report) for report in reports])
         ledger.check()
         return ledger
-
-    def _answer(self, problem: Problem, completion: Completion) -> Answer:
-        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        score = score_of(self.task, problem, text)
-        return Answer(problem.id, text, score.correct, score.formatted)
 
     def _drift(self) -> dict[str, Any]:
         """Agreement of the most likely tokens on the clean answers; on these few a rare fault may do nothing."""

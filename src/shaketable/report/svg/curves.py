@@ -19,7 +19,7 @@ from typing import Any
 from markupsafe import Markup
 
 from shaketable.report.locate_html import number
-from shaketable.report.svg.scale import Scale, finite, joined, known, needs_log
+from shaketable.report.svg.scale import Scale, amount, finite, joined, known, needs_log
 from shaketable.report.svg.style import dash, look, marker
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 196, 46, 14, 10, 26
@@ -156,17 +156,13 @@ def _columns(lines: Sequence[Line], steps: Sequence[float], unit: str) -> list[s
 
 
 def _value(point: Point, unit: str, wide: bool) -> str:
-    text = _read(point["mean"], unit)
+    text = amount(point["mean"], unit)
     low, high = point["low"], point["high"]
     banded = wide and finite(low) and finite(high) and low < high
-    return f"{text} ({_read(low, unit)} to {_read(high, unit)})" if banded else text
-
-
-def _read(value: Any, unit: str) -> str:
-    return f"{100 * value:.1f}" if unit == "points" and finite(value) else number(value)
+    return f"{text} ({amount(low, unit)} to {amount(high, unit)})" if banded else text
 
 
 def _told(lines: Sequence[Line], unit: str) -> str:
     ends = [(line.name, known(p["mean"] for p in line.points)) for line in lines]
-    told = [f"{name} from {_read(v[0], unit)} to {_read(v[-1], unit)}" for name, v in ends if v]
+    told = [f"{name} from {amount(v[0], unit)} to {amount(v[-1], unit)}" for name, v in ends if v]
     return ": " + "; ".join(told) if told else ": no value can be drawn"

@@ -15,10 +15,10 @@ from markupsafe import Markup
 from shaketable.report.svg.curves import tick
 from shaketable.report.svg.scale import Scale, finite, joined, known, signed
 
-Comparison = dict[str, Any]
+ComparisonFacts = dict[str, Any]
 
 
-def axis_of(comparisons: Iterable[Comparison]) -> Scale:
+def axis_of(comparisons: Iterable[ComparisonFacts]) -> Scale:
     """One axis for these comparisons; zero is on it, and so is every interval and every zone."""
     values: list[float] = [0.0]
     for c in comparisons:
@@ -28,11 +28,11 @@ def axis_of(comparisons: Iterable[Comparison]) -> Scale:
     return Scale.over(scaled if len(scaled) > 1 else [-1.0, 1.0], 2.0, 98.0)
 
 
-def _factor(comparisons: Iterable[Comparison]) -> float:
+def _factor(comparisons: Iterable[ComparisonFacts]) -> float:
     return next((float(c["scale"]) for c in comparisons), 1.0)
 
 
-def forest_row(c: Comparison, x: Scale) -> Markup:
+def forest_row(c: ComparisonFacts, x: Scale) -> Markup:
     """One comparison as a strip."""
     scale = float(c["scale"])
     parts = [_rules(x), _zone(c, x, scale), _seeds(c, x, scale), _interval(c, x, scale), _hit(c)]
@@ -40,12 +40,12 @@ def forest_row(c: Comparison, x: Scale) -> Markup:
     return Markup('<svg class="forest {}" role="img" aria-label="{}">{}</svg>').format(state(c), label, joined(parts))
 
 
-def state(c: Comparison) -> str:
+def state(c: ComparisonFacts) -> str:
     """The verdict as a class."""
     return {"shown": "shown", "not shown": "unshown"}.get(str(c["verdict"]), "nothing")
 
 
-def told(c: Comparison) -> str:
+def told(c: ComparisonFacts) -> str:
     """+1.8 (−0.4 to +4.1) points."""
     ends = (signed(c[key], c["scale"], c["unit"]) for key in ("difference", "ci_low", "ci_high"))
     return "{} ({} to {}) {}".format(*ends, c["unit"]).strip()
@@ -65,7 +65,7 @@ def _rules(x: Scale) -> Markup:
     return joined([*lines, Markup('<rect class="zero" x="{:.2f}%"/>').format(x(0.0))])
 
 
-def _zone(c: Comparison, x: Scale, scale: float) -> Markup:
+def _zone(c: ComparisonFacts, x: Scale, scale: float) -> Markup:
     if not finite(c["detectable"]):
         return Markup("")
     low, high = x(-abs(c["detectable"]) * scale), x(abs(c["detectable"]) * scale)
@@ -73,12 +73,12 @@ def _zone(c: Comparison, x: Scale, scale: float) -> Markup:
     return Markup(zone).format(low, high - low)
 
 
-def _seeds(c: Comparison, x: Scale, scale: float) -> Markup:
+def _seeds(c: ComparisonFacts, x: Scale, scale: float) -> Markup:
     dot = Markup('<circle cx="{:.1f}%"/>')
     return joined(dot.format(x(s["value"] * scale)) for s in c["per_seed"] if finite(s["value"]))
 
 
-def _interval(c: Comparison, x: Scale, scale: float) -> Markup:
+def _interval(c: ComparisonFacts, x: Scale, scale: float) -> Markup:
     parts = []
     if finite(c["ci_low"]) and finite(c["ci_high"]):
         low, high = x(c["ci_low"] * scale), x(c["ci_high"] * scale)
@@ -91,7 +91,7 @@ def _interval(c: Comparison, x: Scale, scale: float) -> Markup:
     return joined(parts)
 
 
-def _hit(c: Comparison) -> Markup:
+def _hit(c: ComparisonFacts) -> Markup:
     values = [signed(s["value"], c["scale"], c["unit"]) for s in c["per_seed"]]
     seeds = ["by seed: " + ", ".join(values)] if values else []
     zone = [f"smallest detectable: {signed(c['detectable'], c['scale'], c['unit']).lstrip('+')} {c['unit']}"]
@@ -99,13 +99,13 @@ def _hit(c: Comparison) -> Markup:
     return Markup('<g class="hit"><rect/><title>{}</title></g>').format(text)
 
 
-def families(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
+def families(comparisons: Sequence[ComparisonFacts]) -> list[tuple[str, list[ComparisonFacts]]]:
     """Comparisons that can share an axis, the primary one's first and each with the primary one first.
 
     Points go with points. Other units do not say enough: a loss and a length are both plain numbers, so those are kept
     apart by endpoint.
     """
-    found: dict[tuple[str, str], list[Comparison]] = {}
+    found: dict[tuple[str, str], list[ComparisonFacts]] = {}
     for c in sorted(comparisons, key=lambda c: not c["primary"]):
         key = (c["unit"], "" if c["unit"] == "points" else c["endpoint"])
         found.setdefault(key, []).append(c)

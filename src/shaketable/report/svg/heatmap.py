@@ -24,7 +24,7 @@ SHADES = 10
 
 
 @dataclass(frozen=True)
-class Row:
+class HeatmapRow:
     """A named strip and the ends of its values."""
 
     name: str
@@ -54,7 +54,7 @@ class Shading:
         return int(self.scale(value)) if self.scale.draws(value) else None
 
 
-def value_row(name: str, layers: Sequence[int], values: Sequence[Any], shading: Shading) -> Row:
+def value_row(name: str, layers: Sequence[int], values: Sequence[Any], shading: Shading) -> HeatmapRow:
     """A row of shades."""
     classes: dict[str, list[int]] = {}
     for i, value in enumerate(values):
@@ -65,10 +65,10 @@ def value_row(name: str, layers: Sequence[int], values: Sequence[Any], shading: 
     low, high = (number(end(seen)) if seen else "–" for end in (min, max))
     label = f"{name} over {len(layers)} layers, from {low} to {high}"
     told = [f"{layer}: {number(value)}" for layer, value in zip(layers, values, strict=True)]
-    return Row(name, _strip(label, name, told, joined(paths)), low, high)
+    return HeatmapRow(name, _strip(label, name, told, joined(paths)), low, high)
 
 
-def status_row(name: str, layers: Sequence[int], results: Sequence[str | None]) -> Row:
+def status_row(name: str, layers: Sequence[int], results: Sequence[str | None]) -> HeatmapRow:
     """A row of results; whatever is not a pass carries its mark."""
     width = 100 / max(len(layers), 1)
     cell = Markup('<rect class="s-{}" x="{:.3f}%" width="{:.3f}%" height="100%"/>')
@@ -81,10 +81,10 @@ def status_row(name: str, layers: Sequence[int], results: Sequence[str | None]) 
     label = f"{name} over {len(layers)} layers: " + ("; ".join(odd) or "no layer stands out")
     told = [f"{layer}: {state}" for layer, state in zip(layers, states, strict=True)]
     frame = '<svg class="row status" role="img" aria-label="{}" data-name="{}">{}<title>{}</title></svg>'
-    return Row(name, Markup(frame).format(label, name, joined(cells + signs), _title(name, told)))
+    return HeatmapRow(name, Markup(frame).format(label, name, joined(cells + signs), _title(name, told)))
 
 
-def bar_row(name: str, layers: Sequence[int], values: Sequence[Any], words: Sequence[str]) -> Row:
+def bar_row(name: str, layers: Sequence[int], values: Sequence[Any], words: Sequence[str]) -> HeatmapRow:
     """A row of bars from zero: the σ that a diagnosis was made into."""
     top = max(known(values), default=0.0) or 1.0
     width = 100 / max(len(layers), 1)
@@ -94,7 +94,7 @@ def bar_row(name: str, layers: Sequence[int], values: Sequence[Any], words: Sequ
     told = [f"{n}: {number(v)} {word}".rstrip() for n, v, word in zip(layers, values, words, strict=True)]
     label = f"{name} by layer: " + "; ".join(told)
     frame = '<svg class="row tall" role="img" aria-label="{}" data-name="{}">{}<title>{}</title></svg>'
-    return Row(name, Markup(frame).format(label, name, joined(bars), _title(name, told)), "0", number(top))
+    return HeatmapRow(name, Markup(frame).format(label, name, joined(bars), _title(name, told)), "0", number(top))
 
 
 def layer_axis(layers: Sequence[int], marked: Sequence[int] = ()) -> Markup:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.records.chain import SCHEMA, UNCHAINED, Reading, last_lines, object_of, parted
+from shaketable.records.chain import SCHEMA, UNCHAINED, ChainReader, last_lines, object_of, parted
 from shaketable.records.record import FILE, SEAL, RunRecord
 from shaketable.study.store.index import Index
 
@@ -240,7 +240,7 @@ def _ends(folder: Path, seal: dict[str, Any] | None) -> tuple[dict[str, Any] | N
     try:
         with path.open("rb") as file:
             size, line = os.fstat(file.fileno()).st_size, file.readline()
-            start = Reading(path)
+            start = ChainReader(path)
             head = start.take(line) if line.endswith(b"\n") else None
             if head is not None and head.get("schema") not in _SCHEMAS:
                 return head, []
@@ -257,9 +257,9 @@ def _checked(
     path: Path, lines: list[bytes], size: int, chained: bool, seal: dict[str, Any] | None
 ) -> list[dict[str, Any]] | None:
     """The last events, or None when they do not chain, or not end as the seal has it. The first is taken at its word."""
-    reading = Reading(path, lines=1, sha=parted(lines[0])[1], chained=chained)
+    reading = ChainReader(path, lines=1, sha=parted(lines[0])[1], chained=chained)
     try:
-        first = Reading(path, lines=1, chained=False).take(lines[0])
+        first = ChainReader(path, lines=1, chained=False).take(lines[0])
         events = [first, *(reading.take(line) for line in lines[1:])]
     except ShaketableError:
         return None

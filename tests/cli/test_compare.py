@@ -1,0 +1,112 @@
+"""`shaketable compare` as its users meet it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shaketable.locate.compare.fingerprint import make_fingerprint
+from shaketable.locate.compare.fingerprint_file import write_fingerprint
+from shaketable.plan import Plan
+from tests.cli.invoked import shaketable
+
+IDS = torch.arange(32)[None] * 7 % 41
+FAULT = "gain:0.02@module.mlp.up_proj,layers=2"
+
+
+@pytest.fixture
+def model(tiny_llama, tmp_path):
+    """The small model as a folder; a tokenizer is part of loading, and not used."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tiny_llama.save_pretrained(tmp_path / "model")
+    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def good(tiny_llama, tmp_path):
+    write_fingerprint(make_fingerprint(tiny_llama, IDS, name="tiny"), tmp_path / "good.safetensors")
+    return tmp_path / "good.safetensors"
+
+
+def test_the_same_device_exits_0_and_writes_no_plan(good, model, tmp_path):
+    done = shaketable("compare", good, model, "--plan-out", tmp_path / "measured.yaml")
+    assert done.exit_code == 0, done.output
+    assert "SAME: 47 operators" in done.output
+    assert "was not written: nothing to inject" in done.output
+    assert not (tmp_path / "measured.yaml").exists()
+
+
+def test_a_difference_exits_1_names_it_and_writes_a_plan_that_makes_it_again(good, model, tmp_path):
+    plan, facts = tmp_path / "measured.yaml", tmp_path / "found.json"
+    done = shaketable("compare", good, model, "--plan", FAULT, "--plan-out", plan, "--json", facts)
+    assert done.exit_code == 1, done.output
+    assert "layer 2 is the first, mlp.up_proj" in done.output
+    assert "gain:0.02" in done.output
+    assert json.loads(facts.read_text())["first"]["op"] == "mlp.up_proj"
+    (clause,) = Plan.load(str(plan)).clauses
+    assert (clause.fault.kind, clause.site.names) == ("gain", ("model.layers.2.mlp.up_proj",))
+    assert plan.read_text().startswith("# Errors measured by shaketable compare")
+
+    again = shaketable("compare", good, model, "--plan", plan, "--json", facts, "--force")
+    assert again.exit_code == 1
+    assert json.loads(facts.read_text())["first"]["relative"] == pytest.approx(0.02, rel=1e-3)
+
+
+def test_another_dtype_is_cast_and_said(good, model):
+    done = shaketable("compare", good, model, "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert "was cast to bfloat16" in done.output
+    assert "EXPLAINED" in done.output
+
+
+def test_the_file_s_own_attention_is_used(good, model):
+    assert "attention is" not in shaketable("compare", good, model).output
+    assert "attention is eager here" in shaketable("compare", good, model, "--attention", "eager").output
+
+
+def test_another_model_s_weights_are_refused_in_any_dtype(good, model, tiny_llama):
+    with torch.no_grad():
+        tiny_llama.lm_head.weight[0, 0] += 0.25
+    tiny_llama.save_pretrained(model)
+    for words in ([], ["--dtype", "bfloat16"]):
+        done = shaketable("compare", good, model, *words)
+        assert "the weights of tiny were not the same" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--tokens", "7"], "holds 32 tokens, not 7"),
+        (["--prompts", "text"], "was not made from"),
+        (["--plan", "gain:0.1@nowhere"], "unknown site level"),
+        (["--device", "warp"], "device 'warp' cannot be used here"),
+        (["--json", "no/such/folder.json"], "its folder does not exist"),
+    ],
+)
+def test_wrong_use_is_one_line(good, model, tmp_path, monkeypatch, words, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("other words\n")
+    assert line in str(shaketable("compare", good, model, *words).exception)
+
+
+def test_the_fingerprint_is_never_overwritten(good, model):
+    before = good.read_bytes()
+    done = shaketable("compare", good, model, "--json", good, "--force")
+    assert "reads or writes it already" in str(done.exception)
+    assert good.read_bytes() == before
+
+
+@pytest.mark.attack("hostile inputs")
+def test_a_damaged_file_is_one_line_and_exit_2(good, model):
+    good.write_bytes(good.read_bytes()[:-100])
+    words = [sys.executable, "-m", "shaketable", "compare", str(good), str(model)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "truncated, damaged or no safetensors file" in done.stderr

@@ -1,0 +1,85 @@
+"""`shaketable fingerprint` as its users meet it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.invoked import shaketable
+
+
+@pytest.fixture
+def folder(tiny_llama, tmp_path):
+    """The small model with a tokenizer of single characters, as a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {c: i for i, c in enumerate("?abcdefghijklmnopqrstuvwxyz0123456789 .,\n")}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tiny_llama.save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_it_writes_a_file_and_says_what_is_in_it(folder, tmp_path):
+    out, facts = tmp_path / "good.safetensors", tmp_path / "good.json"
+    done = shaketable("fingerprint", folder, "-o", out, "--tokens", 32, "--json", facts)
+    assert done.exit_code == 0, done.output
+    assert "float32 on cpu, sdpa attention, 32 tokens: 4 layers and 43 operators" in done.output
+
+    from shaketable.locate.compare.fingerprint_file import read_fingerprint
+
+    about = read_fingerprint(out).about
+    assert (about.tokens, about.prompts, about.model) == (32, None, str(folder))
+    assert json.loads(facts.read_text()) == json.loads(about.model_dump_json(by_alias=True))
+
+
+def test_prompts_dtype_and_attention_are_followed_and_recorded(folder, tmp_path):
+    (tmp_path / "text").write_text("what is 2 plus 2\n\nfour, as ever\n")
+    out = tmp_path / "good.safetensors"
+    words = ["--prompts", tmp_path / "text", "--dtype", "bfloat16", "--attention", "eager"]
+    done = shaketable("fingerprint", folder, "-o", out, *words)
+    assert done.exit_code == 0, done.output
+
+    from shaketable.locate.compare.fingerprint_file import read_fingerprint
+
+    about = read_fingerprint(out).about
+    assert (about.dtype, about.attention, about.tokens) == ("bfloat16", "eager", 30)
+    assert about.prompts == ["what is 2 plus 2", "four, as ever"]
+
+
+def test_a_file_that_exists_is_kept_unless_forced(folder, tmp_path):
+    out = tmp_path / "good.safetensors"
+    out.write_text("precious")
+    done = shaketable("fingerprint", folder, "-o", out)
+    assert "exists and is not overwritten" in str(done.exception)
+    assert out.read_text() == "precious"
+    assert shaketable("fingerprint", folder, "-o", out, "--force").exit_code == 0
+    assert out.read_bytes() != b"precious"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--device", "warp"], "device 'warp' cannot be used here"),
+        (["--dtype", "int4"], "unknown dtype 'int4'"),
+        (["--prompts", "none.txt"], "prompts cannot be read"),
+        (["--json", "no/such/folder.json"], "its folder does not exist"),
+    ],
+)
+def test_wrong_use_is_one_line(folder, tmp_path, words, line):
+    done = shaketable("fingerprint", folder, "-o", tmp_path / "x.safetensors", *words)
+    assert done.exit_code != 0
+    assert line in str(done.exception)
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("verb", ["fingerprint", "compare"])
+def test_help_answers_without_torch(verb):
+    code = f"import sys, shaketable.cli.{verb}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    done = shaketable(verb, "--help")
+    assert done.exit_code == 0
+    assert "--device" in done.output

@@ -1,0 +1,281 @@
+"""The generator: the same bits by C++ and by plain torch, and numbers that look random in every way we could think of.
+
+Keys are fixed, so a test either always passes or always fails; the bounds are those of honest randomness (p > 0.001 or
+five standard errors).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from shaketable.faults import Draw, make_fault
+from shaketable.faults.cpu import native
+from shaketable.faults.rng import key_of, lanes, mix64, normals, plain_normals, uniforms
+from tests.tensors import same_bits as same
+
+CPU = torch.device("cpu")
+KEYS = st.integers(0, 2**64 - 1)
+MILLION = 1_000_000
+needs_kernel = pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
+quick = settings(derandomize=True, deadline=None, database=None, max_examples=60)
+SAMPLES = {
+    "normals": lambda key, n=MILLION: normals(n, key, CPU).double().numpy(),
+    "uniforms": lambda key, n=MILLION: uniforms(n, key, CPU).double().numpy() - 0.5,
+}
+each_sample = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """In standard errors: a standard normal when `a` and `b` are unrelated."""
+    return float(np.corrcoef(a, b)[0, 1] * len(a) ** 0.5)
+
+
+# The same bits by both routes
+
+
+@needs_kernel
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 100_003])
+def test_kernel_and_plain_torch_give_the_same_bits_at_every_size(n):
+    for key in (0, 1, 2**32, 2**64 - 1, *map(key_of, range(8))):
+        assert same(native.normals(n, key), plain_normals(n, key, CPU))
+
+
+@needs_kernel
+@quick
+@given(KEYS, st.integers(0, 300))
+def test_kernel_and_plain_torch_give_the_same_bits_under_every_key(key, n):
+    assert same(native.normals(n, key), plain_normals(n, key, CPU))
+
+
+@needs_kernel
+def test_kernel_and_plain_torch_give_the_same_bits_over_millions():
+    """Rare branches of the polynomials come up here: tails, octant borders, both signs."""
+    assert same(native.normals(3 * MILLION, key_of("long")), plain_normals(3 * MILLION, key_of("long"), CPU))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["relative_gaussian", "absolute_gaussian"])
+@quick
+@given(key=KEYS, n=st.integers(1, 300), magnitude=st.floats(1e-8, 1e4))
+def test_fused_kernels_give_the_bits_of_the_formula(kind, dtype, key, n, magnitude):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+    x[:: max(1, n // 3)] = torch.tensor([0.0, -0.0, 1e-40, 3e38])[n % 4].to(dtype)
+    fault = make_fault({"kind": kind, "magnitude": magnitude})
+    fused = fault.apply(x, Draw(key))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_library", lambda: None)
+        assert native.name() == "torch"
+        assert same(fused, fault.apply(x, Draw(key)))
+    assert native.name() == "native"
+
+
+@needs_kernel
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 100_003])
+@pytest.mark.parametrize("kind", ["relative_gaussian", "absolute_gaussian"])
+def test_fused_kernels_give_the_bits_of_the_formula_at_every_size(kind, n, monkeypatch):
+    fault, draw = make_fault({"kind": kind, "magnitude": 0.05}), Draw(key_of("size", n))
+    inputs = [torch.linspace(-3, 3, n, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    fused = [fault.apply(x, draw) for x in inputs]
+    monkeypatch.setattr(native, "_library", lambda: None)
+    assert all(same(y, fault.apply(x, draw)) for x, y in zip(inputs, fused, strict=True))
+
+
+@needs_kernel
+def test_in_place_noise_is_the_same_noise():
+    x = torch.linspace(-3, 3, 1000)
+    fresh = native.add_noise(x, 0.1, 5, relative=True)
+    assert same(native.add_noise(x, 0.1, 5, relative=True, in_place=True), fresh)
+    assert same(x, fresh)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 3 * MILLION])
+def test_an_accelerator_draws_the_same_bits(n):
+    for key in (0, 2**64 - 1, key_of("accelerator")):
+        for draw in (normals, uniforms):
+            there = draw(n, key, torch.device("cuda"))
+            assert there.device.type == "cuda"
+            assert same(there.cpu(), draw(n, key, CPU))
+
+
+def test_a_longer_tensor_begins_with_the_shorter_one():
+    """Element i depends on i and the key alone, so that padding or batching leaves the noise of the rest."""
+    long = normals(1000, 7, CPU)
+    for n in (1, 31, 32, 33, 999):
+        assert same(normals(n, 7, CPU), long[:n].clone())
+        assert same(uniforms(n, 7, CPU), uniforms(1000, 7, CPU)[:n].clone())
+
+
+def test_known_values():
+    """Pinned: noise must not change between versions, or a committed run cannot be repeated."""
+    assert mix64(0) == 0xE220A8397B1DCDAF
+    assert key_of(7, "layer", 3) == 11127795187796208922
+    key = 0x0123456789ABCDEF
+    assert normals(40, key, CPU)[[0, 2, 1, 32]].tolist() == [
+        1.2348284721374512, -0.4851972162723541, 0.18942466378211975, 2.0660362243652344,
+    ]  # fmt: skip
+    assert uniforms(40, key, CPU)[:3].tolist() == [0.45824944972991943, 0.3533772826194763, 0.7111378312110901]
+
+
+# Normals
+
+
+def test_normals_are_normal():
+    for key in map(key_of, ("a", "b", "c")):
+        assert stats.kstest(SAMPLES["normals"](key), "norm").pvalue > 0.001
+
+
+def test_moments_of_normals():
+    z = SAMPLES["normals"](key_of("moments"))
+    for power, expected in enumerate((0, 1, 0, 3, 0, 15, 0, 105), start=1):
+        error = (z**power).std() / len(z) ** 0.5
+        assert abs((z**power).mean() - expected) < 5 * error
+
+
+def test_tails_of_normals():
+    z = normals(20 * MILLION, key_of("tails"), CPU)
+    for sigma in (3, 4, 5):
+        for side in (z, -z):
+            expected = len(z) * stats.norm.sf(sigma)
+            count = int((side > sigma).sum())
+            assert stats.binomtest(count, len(z), stats.norm.sf(sigma)).pvalue > 0.001, (sigma, count, expected)
+    assert z.isfinite().all()
+    assert 5.2 < z.abs().max() < 6.8
+
+
+def test_both_of_a_pair_are_normal_and_unrelated():
+    """Cosines and sines come from one radius: they must be independent, their squares too."""
+    cosines, sines = SAMPLES["normals"](key_of("halves"), 32 * 31250).reshape(-1, 2).T
+    assert stats.kstest(cosines, "norm").pvalue > 0.001
+    assert stats.kstest(sines, "norm").pvalue > 0.001
+    for power in (1, 2, 3):
+        assert abs(correlation(cosines**power, sines**power)) < 5
+        assert abs(correlation(np.abs(cosines) ** power, np.abs(sines) ** power)) < 5
+    angle = np.arctan2(sines, cosines)
+    assert stats.kstest(angle, "uniform", args=(-np.pi, 2 * np.pi)).pvalue > 0.001
+
+
+# Uniforms
+
+
+def test_uniforms_are_uniform():
+    for key in map(key_of, ("a", "b", "c")):
+        u = uniforms(MILLION, key, CPU).double().numpy()
+        assert stats.kstest(u, "uniform").pvalue > 0.001
+        assert 0 <= u.min() < 1e-5 < 1 - 1e-5 < u.max() < 1
+
+
+def test_bits_of_uniforms():
+    """Each of the 24 bits is fair; each byte takes its 256 values evenly; no two bits go together."""
+    raw = (uniforms(MILLION, key_of("bits"), CPU).double() * 2**24).long().numpy()
+    columns = (raw[:, None] >> np.arange(24)) & 1
+    assert stats.chisquare(np.stack([columns.sum(0), MILLION - columns.sum(0)]), axis=0).pvalue.min() > 0.001 / 24
+    for shift in (0, 8, 16):
+        assert stats.chisquare(np.bincount((raw >> shift) & 255, minlength=256)).pvalue > 0.001
+    together = np.corrcoef(columns.T) - np.eye(24)
+    assert np.abs(together).max() < 5 / MILLION**0.5
+
+
+def test_streams_of_a_draw_are_unrelated():
+    x = torch.empty(MILLION)
+    draw = Draw(key_of("streams"))
+    first, second, z = (t.double().numpy() for t in (draw.uniform(x), draw.uniform(x, stream=1), draw.normal(x)))
+    assert abs(correlation(first, second)) < 5
+    assert abs(correlation(first, z)) < 5
+    assert abs(correlation(first, z**2)) < 5
+
+
+def test_one_number_per_draw():
+    numbers = [Draw(k).number() for k in range(20_000)]
+    assert stats.kstest(numbers, "uniform").pvalue > 0.001
+    assert abs(correlation(np.array(numbers[1:]), np.array(numbers[:-1]))) < 5
+    assert Draw(5).number() == Draw(5).number()
+
+
+# No relation between elements, keys, channels
+
+
+@each_sample
+@pytest.mark.parametrize("lag", [1, 2, 16, 32])
+def test_neighbours_are_unrelated(sample, lag):
+    z = sample(key_of("lag"))
+    for f in (lambda v: v, np.square, np.sign):
+        assert abs(correlation(f(z[lag:]), f(z[:-lag]))) < 5
+
+
+@each_sample
+def test_consecutive_keys_are_unrelated(sample):
+    drawn = [sample(key, 100_000) for key in range(40)]
+    for a, b in pairwise(drawn):
+        assert abs(correlation(a, b)) < 5
+        assert abs(correlation(a**2, b**2)) < 5
+    first = np.array([d[0] for d in drawn])
+    assert len(set(first.tolist())) == len(first)
+
+
+@each_sample
+def test_an_element_over_consecutive_keys_is_random(sample):
+    """The same element at every step of a run: as random over keys as over positions."""
+    z = np.stack([sample(key, 64) for key in range(4000)])
+    assert abs(z.mean(0)).max() * 4000**0.5 / z.std() < 5
+    assert max(abs(correlation(z[1:, i], z[:-1, i])) for i in range(64)) < 5
+
+
+@pytest.mark.parametrize("stream", ["normal", "uniform"])
+def test_draws_whose_keys_differ_by_one_bit_are_unrelated(stream):
+    x, key = torch.empty(100_000), key_of("bit")
+    z = getattr(Draw(key), stream)(x).double().numpy()
+    related = {}
+    for bit in range(64):
+        other = getattr(Draw(key ^ (1 << bit)), stream)(x).double().numpy()
+        related[bit] = max(abs(correlation(z, other)), abs(correlation(z**2, other**2)))
+    assert not {bit: errors for bit, errors in related.items() if errors > 5}
+
+
+@each_sample
+def test_mixed_keys_are_unrelated_however_the_elements_are_aligned(sample):
+    """`mix64` makes the keys of an injection. Bare keys that share their upper half draw one sequence in another order."""
+    z = sample(mix64(100), 4096)
+    for key in (101, 102, 100 ^ (1 << 31), 100 ^ (1 << 63)):
+        other = sample(mix64(key), 4096)
+        assert not np.intersect1d(np.abs(z[:64]), np.abs(other[:64])).size
+        spectrum = np.fft.ifft(np.fft.fft(z**2 - (z**2).mean()) * np.conj(np.fft.fft(other**2 - (other**2).mean()))).real
+        assert np.abs(spectrum).max() < 6 * (z**2).std() * (other**2).std() * 4096**0.5
+
+
+@each_sample
+def test_channels_are_unrelated(sample):
+    z = sample(key_of("channels"), 8192 * 96).reshape(8192, 96)
+    for table in (z, z**2):
+        together = np.corrcoef(table.T) - np.eye(96)
+        assert np.abs(together).max() < 5.5 / 8192**0.5
+    assert np.abs(z.mean(0)).max() < 5 * z.std() / 8192**0.5
+
+
+# Lanes
+
+
+@quick
+@given(channels=st.integers(1, 2000), sparsity=st.floats(1e-6, 1), key=KEYS)
+def test_lanes_count(channels, sparsity, key):
+    mask = lanes(channels, sparsity, key)
+    assert (mask.shape, mask.dtype, mask.device.type) == ((channels,), torch.bool, "cpu")
+    assert int(mask.sum()) == max(1, round(sparsity * channels))
+    assert torch.equal(mask, lanes(channels, sparsity, key))
+
+
+def test_lanes_are_a_random_set_that_depends_on_the_key():
+    masks = torch.stack([lanes(64, 0.25, key_of("lanes", i)) for i in range(2000)])
+    assert len({tuple(m.tolist()) for m in masks}) == 2000
+    counts = masks.sum(0).double()
+    error = (2000 * 0.25 * 0.75) ** 0.5
+    assert ((counts - 500).abs() < 5 * error).all()

@@ -1,0 +1,292 @@
+"""A graph that is traced while a plan is off is the clean one; dynamo keeps both, and one guard chooses."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as entries
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.node import map_arg
+
+import shaketable as st
+from shaketable.inject.injection import Injection
+from shaketable.plan import Plan
+from tests.tensors import ids, same, step_logits
+
+PLANS = [
+    "relative_gaussian:0.05@module.linear,direction=both",
+    "relative_gaussian:0.05@module.linear,point=input",
+    "relative_gaussian:0.05@module.rmsnorm,point=weight",
+    "dead_zone:0.1,scope=token@layer.all",
+    "relative_gaussian:0.05@op.all",
+    "relative_gaussian:0.05@op.matmul;dead_zone:0.1@module.rmsnorm",
+]
+
+
+class Recorder:
+    """A backend that keeps what a compiler is given, forward and backward, and runs it as it is."""
+
+    def __init__(self):
+        self.graphs = []
+        self.backend = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)
+
+    def _keep(self, module, _):
+        self.graphs.append(written(module.graph))
+        return make_boxed_func(module.forward)
+
+    def ours(self):
+        return [any("shaketable" in line for line in lines) for lines in self.graphs]
+
+
+def written(graph):
+    """The operators of a graph on what they are called; what it is given is numbered when it is used, whatever its name."""
+    numbers = {}
+
+    def number(node):
+        return f"%{numbers.setdefault(node, len(numbers))}"
+
+    calls = [node for node in graph.nodes if node.op != "placeholder"]
+    return [f"{number(n)} = {n.op} {n.target} {map_arg((n.args, n.kwargs), number)}, {n.meta.get('val')}" for n in calls]
+
+
+def step(function, model):
+    return [step_logits(function, model), *(p.grad.clone() for p in model.parameters())]
+
+
+class Tower(nn.Module):
+    def __init__(self, floors=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(floors))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = Tower(1), Tower(2)
+
+    def forward(self, x):
+        x = self.low(x).sin()
+        torch._dynamo.graph_break()
+        return self.high(x).cos()
+
+
+NOISE = "relative_gaussian:0.1@module.linear"
+
+
+def tower(**how):
+    torch.manual_seed(0)
+    return Tower(**how), torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_graph_of_a_plan_that_is_off_is_the_clean_graph(tinier_llama, plan):
+    record = Recorder()
+    compiled = torch.compile(tinier_llama, backend=record.backend)
+    clean = step(compiled, tinier_llama)
+    injection = st.inject(tinier_llama, plan, allow_inert=True).enable().disable()
+    assert same(step(compiled, tinier_llama), clean), "traced for the first time when it is off"
+    forward, backward = record.graphs[:2]
+    assert record.graphs == [forward, backward] * 2
+    assert not any(record.ours())
+    injection.enable()
+    assert not same(step(compiled, tinier_llama), clean)
+    assert any(record.ours()[4:])
+    injection.set_magnitude(0)
+    assert same(step(compiled, tinier_llama), clean)
+    injection.set_magnitude(0.01)
+    assert not same(step(compiled, tinier_llama), clean)
+    assert len(record.graphs) == 6, "there are two of each, and no more"
+    injection.close()
+    assert same(step(compiled, tinier_llama), clean)
+    assert record.graphs[6:] == [forward, backward]
+
+
+def test_one_clause_that_is_on_is_a_plan_that_is_on():
+    net, x = tower()
+    record = Recorder()
+    compiled = torch.compile(net, backend=record.backend)
+    injection = st.inject(net, "gain:0.1@module.layers.0;gain:0.2@module.layers.1").enable()
+    found = [compiled(x)]
+    for magnitudes in ((0, 0.2), (0, 0), (0.1, 0)):
+        for clause, magnitude in enumerate(magnitudes):
+            injection.set_magnitude(magnitude, clause)
+        found.append(compiled(x))
+    assert torch.equal(found[2], net(x) if injection.disable() else None)
+    assert len(record.graphs) == 2
+    assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[i + 1 :])
+    injection.close()
+
+
+def guarded(code):
+    """Lines of guards of each graph of a function, and how many of them are about whether a plan is there."""
+    texts = [str(entry.guard_manager).splitlines() for entry in entries(code)]
+    return [sum(".present[" in line.split("#")[0] and "GuardManager" not in line for line in lines) for lines in texts]
+
+
+@pytest.mark.parametrize("plan", [NOISE, "relative_gaussian:0.1@op.matmul", "relative_gaussian:0.1@module.linear,point=weight"])
+def test_the_switch_is_one_guard_however_many_taps_there_are(plan):
+    for floors in (2, 9):
+        net, x = tower(floors=floors)
+        compiled = torch.compile(net, backend="eager")
+        with st.inject(net, plan, allow_inert=True) as _, st.inject(net, plan, allow_inert=True, seed=1):
+            compiled(x)
+            assert guarded(Tower.forward.__code__) == [2], "one for each of two plans"
+        torch._dynamo.reset()
+
+
+def test_nothing_but_the_switch_makes_another_graph():
+    net, x = tower()
+    record = Recorder()
+    compiled = torch.compile(net, backend=record.backend)
+    injection = st.inject(net, f"{NOISE},phase=rollout").enable()
+    for magnitude in (0.1, 1e-3, 2.0):
+        injection.set_magnitude(magnitude)
+        injection.step += 1
+        compiled(x)
+        with st.phase("rollout"):
+            compiled(x)
+    other = st.inject(tower()[0], NOISE)
+    compiled(x)
+    del other
+    compiled(x)
+    assert record.ours() == [True]
+    injection.close()
+
+
+@pytest.mark.parametrize("plan", [NOISE, "relative_gaussian:0.1@op.matmul"])
+def test_two_plans_are_switched_one_by_one(plan):
+    net, x = tower()
+    record = Recorder()
+    compiled = torch.compile(net, backend=record.backend, fullgraph=True)
+    clean = compiled(x)
+    one, two = (st.inject(net, plan, seed=seed).enable() for seed in (1, 2))
+    for switched in ((True, True), (True, False), (False, True), (False, False)) * 2:
+        counts = [i.ledger.forward for i in (one, two)]
+        for injection, on in zip((one, two), switched, strict=True):
+            injection.enable() if on else injection.disable()
+        assert torch.equal(compiled(x), clean) == (switched == (False, False))
+        fires = [i.ledger.forward - n for i, n in zip((one, two), counts, strict=True)]
+        assert fires == [3 * on for on in switched]
+    assert len(record.graphs) == 5
+    one.close()
+    two.close()
+
+
+@pytest.mark.parametrize("plan", [NOISE, "relative_gaussian:0.1@op.matmul"])
+def test_a_graph_that_breaks_is_clean_in_all_its_parts(plan):
+    net, x = Broken(), torch.randn(4, 8)
+    record = Recorder()
+    compiled = torch.compile(net, backend=record.backend)
+    clean = compiled(x)
+    parts = list(record.graphs)
+    assert len(parts) == 2
+    injection = st.inject(net, plan).enable().disable()
+    assert torch.equal(compiled(x), clean)
+    assert record.graphs == 2 * parts
+    injection.enable()
+    assert not torch.equal(compiled(x), clean)
+    assert injection.ledger.forward == 3
+    injection.disable()
+    made = len(record.graphs)
+    assert torch.equal(compiled(x), clean)
+    assert len(record.graphs) == made
+    injection.close()
+
+
+def test_a_part_that_is_compiled_alone_is_clean_and_comes_back():
+    """Its hooks are functions of their own to dynamo. Without an operator in them, when off, they are kept all the same."""
+    net, x = tower()
+    whole = nn.Sequential(net, nn.Tanh())
+    injection = st.inject(whole, "relative_gaussian:0.1@module.Tower", seed=1).enable().disable()
+    clean = whole(x)
+    net.compile(backend="aot_eager")
+    for fires in (1, 2, 3):
+        assert torch.equal(whole(x), clean)
+        injection.enable()
+        assert not torch.equal(whole(x), clean)
+        assert injection.ledger.forward == fires
+        injection.disable()
+    injection.close()
+
+
+def test_backward_of_a_graph_with_taps_does_nothing_when_they_are_switched_off_before_it(tinier_llama):
+    compiled = torch.compile(tinier_llama, backend="aot_eager")
+    clean = step(compiled, tinier_llama)
+    injection = st.inject(tinier_llama, "relative_gaussian:0.1@op.all,direction=backward").enable()
+    tinier_llama.zero_grad()
+    out = compiled(input_ids=ids(), labels=ids())
+    injection.disable()
+    out.loss.backward()
+    torch.testing.assert_close([out.logits.detach(), *(p.grad for p in tinier_llama.parameters())], clean)
+    assert injection.ledger.backward == 0
+    injection.enable()
+    assert not same(step(compiled, tinier_llama), clean)
+    assert injection.ledger.backward == 46
+    injection.close()
+
+
+@pytest.mark.parametrize("plan", [NOISE, "relative_gaussian:0.1@op.matmul"])
+def test_checkpointed_layers_are_clean_when_off(tinier_llama, plan):
+    tinier_llama.train()
+    tinier_llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compiled = torch.compile(tinier_llama, backend="aot_eager")
+    clean = step(compiled, tinier_llama)
+    injection = st.inject(tinier_llama, plan).enable()
+    noisy = step(compiled, tinier_llama)
+    for switch in (injection.disable, lambda: injection.enable().set_magnitude(0)):
+        switch()
+        assert same(step(compiled, tinier_llama), clean)
+    assert not same(noisy, clean)
+    injection.close()
+
+
+def test_a_sigma_of_zero_is_the_clean_graph(tinier_llama):
+    record = Recorder()
+    compiled = torch.compile(tinier_llama, backend=record.backend)
+
+    def rollout():
+        with torch.no_grad(), st.phase("rollout"):
+            return compiled(input_ids=ids()).logits
+
+    clean = rollout()
+    attached = st.AQN(st.Constant(0.05)).attach(tinier_llama, 10).enable()
+    noisy = rollout()
+    assert not torch.equal(noisy, clean)
+    attached.force_sigma(0.02)
+    assert not torch.equal(rollout(), noisy)
+    attached.force_sigma(0.0)
+    assert torch.equal(rollout(), clean)
+    attached.force_sigma(None)
+    assert not torch.equal(rollout(), clean)
+    assert record.ours() == [False, True, False]
+    assert record.graphs[2] == record.graphs[0]
+    attached.close()
+
+
+def test_taps_are_in_a_graph_that_is_traced_once():
+    """As engines do it: traced while the plan is quiet, without guards, and never again."""
+    net, x = tower()
+    record = Recorder()
+    injection = Injection(Plan.parse(NOISE), traced_once=True)
+    injection.attach(net)
+    injection.models[0].hook()
+    compiled = torch.compile(net, backend=record.backend, options={"guard_filter_fn": lambda guards: [False] * len(guards)})
+    clean = compiled(x)
+    assert torch.equal(clean, net(x))
+    injection.enable()
+    assert not torch.equal(compiled(x), clean)
+    injection.set_magnitude(0)
+    assert torch.equal(compiled(x), clean)
+    assert record.ours() == [True]
+    assert injection.ledger.forward == 3
+    injection.close(check=False)
+
+
+def test_engines_trace_once():
+    assert Injection(Plan.parse(NOISE), sampler=True).traced_once
+    assert not Injection(Plan.parse(NOISE)).traced_once

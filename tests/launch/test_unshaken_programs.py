@@ -1,0 +1,92 @@
+"""A process that computes and is not shaken, while others are, is an error; one that merely imported torch is not."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from shaketable.launch.run import collect
+from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def ranks(folder, kind, plan=LINEAR):
+    code, ledger, printed = shake(folder, plan, *TORCHRUN, str(PROGRAMS / "ranks_apart.py"), kind)
+    return code, ledger, " ".join(printed.split())
+
+
+@pytest.mark.parametrize("kind", ["other model", "layer", "no model"])
+def test_a_rank_in_which_nothing_happened_is_an_error_and_is_named(tmp_path, kind):
+    code, ledger, said = ranks(tmp_path / "l", kind)
+    assert code == ledger["exit"] == 3, said
+    (line,) = [line for line in ledger["warnings"] if "was not shaken" in line]
+    assert line.startswith("rank 1 (process ")
+    assert "error: rank 1" in said
+    why = {"other model": "Sequential ran there", "layer": "Conv1d ran there", "no model": "no pass of a model was seen"}
+    assert why[kind] in line
+    assert ledger["forward"] == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("alike", LINEAR),
+        ("evaluation", f"{LINEAR},phase=eval"),
+        ("loader", LINEAR),
+        ("backward", f"{LINEAR},direction=backward"),
+        ("alike", "bit_flip:1e-3@module.linear"),
+    ],
+)
+def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
+    code, ledger, said = ranks(tmp_path / "l", kind, plan)
+    assert code == 0, said
+    assert not any("was not shaken" in line for line in ledger["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "code"),
+    [
+        ("subprocess", LINEAR, 0),
+        ("serve", LINEAR, 0),
+        ("evaluate", f"{LINEAR},phase=train", 0),
+        ("stuck", "gain:0.1@module.linear", 0),
+        ("other_model", f"{LINEAR};gain:0.1@op.softmax", 3),
+    ],
+)
+def test_children(tmp_path, kind, plan, code):
+    found, ledger, printed = shake(tmp_path / "l", plan, *program("processes_apart.py", kind))
+    assert found == code, printed
+    lines = [line for line in ledger["warnings"] if "was not shaken" in line]
+    assert len(lines) == (code == 3)
+    if kind in ("subprocess", "serve"):
+        assert any("imported torch but injected nothing (it called no model)" in line for line in ledger["warnings"])
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    """What a program leaves whose child runs a model that no clause matches: exit code, ledger, what was printed, and the folder."""
+    folder = tmp_path_factory.mktemp("other_model") / "l"
+    return *shake(folder, LINEAR, *program("processes_apart.py", "other_model")), folder
+
+
+def test_a_child_with_another_model_is_an_error_and_allow_inert_accepts_it(other_model):
+    code, ledger, printed, folder = other_model
+    assert code == 3, printed
+    assert len([line for line in ledger["warnings"] if "was not shaken" in line]) == 1
+    again = collect(folder, [], 0, allow_inert=True)
+    assert (again.exit_code, len(again.unshaken)) == (0, 1)
+    assert collect(folder, [], 7).exit_code == 7
+
+
+def test_ledgers_from_before_are_read_and_complained_about_as_before(other_model, tmp_path):
+    shutil.copytree(other_model[-1], tmp_path / "l")
+    for file in (tmp_path / "l").glob("process-*.json"):
+        body = json.loads(file.read_text())
+        for new in ("unmatched_models", "phases", "trained", "distributed", "engine"):
+            del body[new]
+        file.write_text(json.dumps(body))
+    result = collect(tmp_path / "l", [], 0)
+    assert (result.exit_code, result.unshaken) == (0, {})
+    assert any("imported torch but injected nothing" in line for line in result.warnings)

@@ -1,0 +1,431 @@
+"""The page of a diagnosis: complete, self-contained, well formed, and safe whatever the values are."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+
+from shaketable.report.locate_html import PROBES, curve, lane_strip, number, page, ranges, reasons
+from tests.report import html_reader
+
+
+def result(status="pass", score=0.0, op=None, reason=""):
+    return {"status": status, "score": score, "op": op, "reason": reason}
+
+
+def statistics(layer, layers):
+    x = layer / max(layers - 1, 1)
+    return {
+        "gain": 1.02 + 0.05 * math.sin(7 * x) + 0.02 * math.cos(31 * x),
+        "min_gain": 0.98 - 0.04 * math.cos(9 * x),
+        "kurtosis": 10 ** (1.2 + 1.9 * math.sin(3.1 * x) + 0.1 * math.cos(40 * x)),
+        "instability": 0.0,
+        "pile_up": 0.001 + 0.0004 * math.sin(20 * x),
+        "distinct": 36864 - 120 * layer % 977,
+    }
+
+
+def rows(layers, probes=PROBES):
+    inside = [
+        {
+            "layer": n,
+            "name": f"model.layers.{n}",
+            "results": {p: result(score=0.1 + 0.5 * (n * 7 % 11) / 11 if p == "permutation" else 0.0) for p in probes},
+            "statistics": statistics(n, layers),
+        }
+        for n in range(layers)
+    ]
+    outside = {
+        "layer": None,
+        "name": "model",
+        "results": {p: result() for p in probes if p != "permutation"},
+        "statistics": None,
+    }
+    return [*inside, outside]
+
+
+def healthy(layers=30, **changes):
+    return {
+        "schema": 1,
+        "kind": "diagnosis",
+        "model": "smollm2-135m",
+        "model_class": "LlamaForCausalLM",
+        "num_layers": layers,
+        "dtype": "float32",
+        "device": "cpu",
+        "attention": "sdpa",
+        "mode": "all",
+        "date": "2026-11-15T06:00:00+00:00",
+        "versions": {"shaketable": "0.1.0", "torch": "2.13.0", "transformers": "5.22.0", "python": "3.11.9"},
+        "sequences": 1,
+        "tokens": 64,
+        "seed": 0,
+        "planted": None,
+        "verdict": "HEALTHY",
+        "sentence": f"HEALTHY: no probe found a fault in {layers} layers.",
+        "layer": None,
+        "op": None,
+        "function": None,
+        "lanes": [],
+        "lanes_of": None,
+        "fault_class": None,
+        "assumption": "host arithmetic and the weights in the file are right",
+        "not_covered": ["faults that the weights in the file already carry", "faults that need more than 64 tokens to show"],
+        "cost_forwards": 9.8,
+        "cost": {"trace": 1.1, "repeat": 1.0, "twins": 1.2, "permutation": 2.1, "statistics": 2.0, "replay": 2.4},
+        "detectable_rate": {"repeats": 2, "text": "a fault in a share p of the calls is seen with probability 1-(1-p)^2"},
+        "notes": ["weights were not compared with a file: none was given"],
+        "suspicions": [],
+        "probes": rows(layers),
+        "srdd": {
+            "blames": None,
+            "why": "no edge stands out",
+            "global_anomaly": False,
+            "edges": {"kurtosis": [0.1] * layers, "instability": [None] * layers},
+        },
+        "evidence": [],
+    } | changes
+
+
+def fault():
+    """Layer 12 of 30, three lanes of down_proj; the statistics point at layer 9."""
+    reason = "192 of 36,864 values lie outside of their rounding interval"
+    text = f"{reason}; the worst by 3.1e4 interval widths"
+    examples = [
+        {"token": 5, "channel": 77, "got": 0.0, "low": 0.01231, "high": 0.01232},
+        {"token": 9, "channel": 410, "got": 0.0, "low": -0.00412345678, "high": -0.00412345601},
+        {"token": 31, "channel": 3, "got": math.nan, "low": 0.00098, "high": 0.00099},
+    ]
+    made = healthy(
+        verdict="FAULT",
+        sentence="FAULT: layer 12, mlp.down_proj: 3 of 576 channels are zeroed below a threshold (dead_zone).",
+        layer=12,
+        op="mlp.down_proj",
+        lanes=[3, 77, 410],
+        lanes_of=576,
+        fault_class="dead_zone",
+        planted={"plan": "dead_zone:0.01,lanes=3@module.mlp.down_proj,layers=12", "changed": 1234},
+        srdd={
+            "blames": 9,
+            "why": "kurtosis falls by a factor 14 at layer 9",
+            "global_anomaly": False,
+            "edges": {"kurtosis": [0.1] * 30},
+        },
+    )
+    twin_text = "two equal tokens in one batch give rows that differ in channels 3, 77 and 410"
+    made["evidence"] = [
+        {"layer": 12, "op": "mlp.down_proj", "function": None, "probe": "replay", "text": text, "examples": examples},
+        {"layer": 12, "op": "mlp.down_proj", "function": None, "probe": "checksum", "text": twin_text, "examples": []},
+    ]
+    results = made["probes"][12]["results"]
+    results["replay"] = result("fail", 192 / 36864, "mlp.down_proj", reason)
+    results["checksum"] = result("suspect", 31000.0, "mlp.down_proj", "row sums differ by 3.1e4 tolerances")
+    results["permutation"] = result("suspect", 4.2, None, "permuted channels give another result")
+    made["suspicions"] = [
+        {"layer": 12, "probe": "permutation", "text": "permuted channels give another result, 4.2 tolerances"}
+    ]
+    made["probes"][12]["statistics"] |= {"min_gain": 0.61, "pile_up": 0.0062}
+    return made
+
+
+def inconclusive():
+    made = healthy(
+        28,
+        model="qwen2.5-1.5b-instruct",
+        model_class="Qwen2ForCausalLM",
+        device="npu:0",
+        dtype="bfloat16",
+        verdict="INCONCLUSIVE",
+        sentence="INCONCLUSIVE: layer 7 is suspect under permutation, and no exact probe could confirm or refute it.",
+        suspicions=[
+            {
+                "layer": 7,
+                "probe": "permutation",
+                "text": "1.8 times the tolerance; the tolerance holds for 99.9 % of healthy layers",
+            }
+        ],
+        notes=[],
+    )
+    for row in made["probes"]:
+        row["results"]["replay"] = result("inconclusive", None, None, "the device has no float64, intervals cannot be bounded")
+    made["probes"][7]["results"]["permutation"] = result("suspect", 1.8, None, "1.8 times the tolerance")
+    return made
+
+
+def device_mode():
+    """Two layers, and the probes that need nothing but the device."""
+    made = healthy(2, model="nano", device="cuda:0", mode="device", attention="eager", suspicions=[], detectable_rate=None)
+    made |= {
+        "probes": rows(2, ("repeat", "links", "twin", "causal", "permutation")),
+        "cost": {"repeat": 1.0, "twins": 1.2, "permutation": 2.1},
+    }
+    made |= {
+        "cost_forwards": 4.3,
+        "not_covered": ["any fault that is the same in every call and for every token, such as a wrong constant"],
+    }
+    return made
+
+
+def outside():
+    made = healthy(
+        verdict="FAULT",
+        op="lm_head",
+        fault_class="bit_flip",
+        sentence="FAULT: lm_head: bit 30 of 1 weight is flipped (bit_flip).",
+    )
+    made["probes"][-1]["results"]["weights"] = result("fail", 1e-7, "lm_head", "1 weight differs from the file")
+    examples = [{"row": 7, "column": 12, "got": 3.4e38, "file": 0.5}]
+    made["evidence"] = [
+        {"layer": None, "op": "lm_head", "function": None, "probe": "weights", "text": "1 weight differs", "examples": examples}
+    ]
+    return made
+
+
+def broken_numbers():
+    made = fault()
+    for n, value in enumerate([math.nan, None, math.inf, -math.inf, -2.0, 0.0]):
+        made["probes"][n]["statistics"] = dict.fromkeys(made["probes"][n]["statistics"], value)
+        made["probes"][n]["results"]["replay"]["score"] = value
+    made["cost"]["replay"] = None
+    return made
+
+
+def no_numbers():
+    made = healthy(srdd=None)
+    for row in made["probes"]:
+        row["statistics"] = None
+    return made
+
+
+def wide():
+    """80 layers and 2,048 faulty lanes of 14,336, in a function that a module calls."""
+    made = fault() | {
+        "num_layers": 80,
+        "sentence": "FAULT: layer 61, self_attn, scaled_dot_product_attention: 2,048 of 14,336 channels are off (gain).",
+        "lanes": list(range(0, 14336, 7)),
+        "lanes_of": 14336,
+    }
+    made["evidence"][0] |= {"layer": 61, "function": "scaled_dot_product_attention", "op": "self_attn"}
+    made |= {"layer": 61, "probes": rows(80)}
+    made["probes"][61]["results"]["replay"] = result("fail", 0.14, "self_attn", "2,048 channels differ")
+    return made
+
+
+SAMPLES = {
+    "fault": fault,
+    "healthy": healthy,
+    "inconclusive": inconclusive,
+    "device": device_mode,
+    "outside": outside,
+    "numbers": broken_numbers,
+    "none": no_numbers,
+    "wide": wide,
+    "one": lambda: healthy(1),
+}
+
+
+class Reader(html_reader.Reader):
+    def cells(self, status):
+        return [a for tag, a in self.tags if tag == "td" and status in (a.get("class") or "").split()]
+
+
+@pytest.fixture(params=SAMPLES)
+def sample(request):
+    return SAMPLES[request.param]()
+
+
+def test_page_is_well_formed_and_loads_nothing(sample):
+    text = page(sample)
+    tags = Reader(text).tags
+    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+    loads = [value for _, attrs in tags for key, value in attrs.items() if key in ("src", "href", "srcset", "data", "action")]
+    assert loads == ["data:,"]
+    assert not {"iframe", "object", "embed", "img"} & {tag for tag, _ in tags}
+    assert any("default-src 'none'" in attrs.get("content", "") for _, attrs in tags)
+
+
+def test_page_holds_every_section_and_every_cell(sample):
+    reader = Reader(page(sample))
+    assert sample["sentence"].split(": ", 1)[1].lower() in reader.words.lower()
+    assert sample["assumption"] in reader.words
+    for heading in ("Evidence", "Every layer", "Suspicions", "SRDD", "cannot see", "Cost", "Notes", "never decide"):
+        assert heading in reader.words
+    for words in [*sample["not_covered"], *sample["notes"], *(s["text"] for s in sample["suspicions"])]:
+        assert words in reader.words
+    for status in ("pass", "fail", "suspect", "inconclusive"):
+        want = sum(r["status"] == status for row in sample["probes"] for r in row["results"].values())
+        assert len(reader.cells(status)) == want
+
+
+def test_drawings_have_a_text_and_ids_are_unique(sample):
+    tags = Reader(page(sample)).tags
+    assert all(attrs["role"] == "img" and attrs["aria-label"] for tag, attrs in tags if tag == "svg")
+    ids = [attrs["id"] for _, attrs in tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    assert {a["aria-labelledby"] for _, a in tags if "aria-labelledby" in a} <= set(ids)
+    assert [tag for tag, _ in tags].count("h1") == 1
+
+
+def test_drawings_hold_only_finite_coordinates(sample):
+    for tag, attrs in Reader(page(sample)).tags:
+        if tag in ("rect", "circle", "polyline", "path", "text", "svg"):
+            shape = " ".join(v for k, v in attrs.items() if k not in ("class", "aria-label", "role"))
+            assert not re.search(r"nan|inf", shape), attrs
+
+
+def test_fault_page_shows_lanes_examples_and_both_blamed_layers():
+    words = Reader(page(fault())).words
+    assert "Channels 3, 77, 410" in words
+    assert "0.01231 below" in words and "not a number" in words
+    assert "SRDD would blame layer 9" in words and "does not agree" in words
+    assert "−0.00412345678" in words and "−0.00412345601" in words
+    assert "dead_zone:0.01,lanes=3@module.mlp.down_proj,layers=12" in words
+
+
+def test_every_curve_marks_the_verdict_and_the_layer_srdd_would_blame():
+    tags = [attrs.get("class") for tag, attrs in Reader(page(fault())).tags if tag == "g"]
+    assert tags == ["mark verdict", "mark srdd"] * 6
+    assert "mark verdict" not in page(inconclusive() | {"layer": 7})
+
+
+def test_title_of_a_cell_is_its_reason():
+    titles = [cell["title"] for cell in Reader(page(fault())).cells("fail")]
+    assert titles == ["fail, mlp.down_proj: 192 of 36,864 values lie outside of their rounding interval"]
+
+
+def test_a_fault_outside_of_the_layers_marks_that_row_only():
+    reader = Reader(page(outside()))
+    blamed = [attrs for tag, attrs in reader.tags if tag == "tr" and "blamed" in (attrs.get("class") or "")]
+    assert len(blamed) == 1 and "data-layer" not in blamed[0]
+    assert "outside of the layers › lm_head" in reader.words
+
+
+def test_device_mode_names_what_it_did_not_run():
+    words = Reader(page(device_mode())).words
+    assert "Not run in the mode device: weights, checksum, replay." in words
+
+
+@pytest.mark.attack("hostile inputs")
+def test_hostile_values_stay_text():
+    evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{ 7 * 7 }}"
+
+    def poison(value):
+        if isinstance(value, dict):
+            return {k: v if k in ("date", "verdict", "status") else poison(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [poison(v) for v in value]
+        return evil if isinstance(value, str) else value
+
+    made = poison(fault())
+    made |= {"versions": {evil: evil}, "cost": {evil: 1.0}}
+    made["probes"][3]["results"][evil] = result("fail", 1.0, evil, evil)
+    made["evidence"][0]["examples"] = [{evil: evil}]
+    made["srdd"]["edges"] = {evil: [0.0]}
+    text = page(made)
+    reader = Reader(text)
+    assert [tag for tag, _ in reader.tags].count("script") == 1
+    assert not {"img"} & {tag for tag, _ in reader.tags}
+    assert not any(key.startswith("on") for _, attrs in reader.tags for key in attrs)
+    assert "{{ 7 * 7 }}" in reader.words
+
+
+def test_missing_values_break_the_curve_and_leave_a_cross():
+    svg = curve("gain", [(0, 1.0), (1, math.nan), (2, 3.0), (3, None), (4, 2.0)], {"verdict": 2, "srdd": None})
+    assert svg.count("<polyline") == 3 and svg.count("×</text>") == 2
+    log = curve("kurtosis", [(0, 1.0), (1, -3.0), (2, 100.0)], {"verdict": None, "srdd": None}, log_from=-3.0)
+    assert log.count("×</text>") == 1
+
+
+def test_log_scale_spaces_decades_evenly():
+    svg = curve("kurtosis", [(0, -2.0), (1, 7.0), (2, 97.0)], {"verdict": None, "srdd": None}, log_from=-3.0)
+    low, middle, high = (float(y) for y in re.findall(r'cy="([\d.]+)"', svg))
+    assert low - middle == pytest.approx(middle - high, abs=0.11)
+    assert low > high
+
+
+def test_every_faulty_lane_is_under_a_mark():
+    lanes, of = [0, 77, 9000, 14335], 14336
+    bars = [
+        (float(x), float(x) + float(w)) for x, w in re.findall(r'x="([\d.]+)" y="0" width="([\d.]+)"', lane_strip(lanes, of))
+    ]
+    assert all(any(a - 0.01 <= 1000 * (n + 0.5) / of <= b + 0.01 for a, b in bars) for n in lanes)
+    assert len(bars) == len(lanes) and max(b for _, b in bars) <= 1000.01
+    assert lane_strip([], 576) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0"),
+        (36864, "36,864"),
+        (-3, "−3"),
+        (31000.4, "31,000"),
+        (3.1e7 + 0.5, "3.1e7"),
+        (1.2e-5, "1.2e−5"),
+        (0.000603, "6.03e−4"),
+        (1e-7, "1e−7"),
+        (0.0123, "0.0123"),
+        (-2.5e10, "−2.5e10"),
+        (math.nan, "NaN"),
+        (-math.inf, "−∞"),
+    ],
+)
+def test_numbers_read_well(value, text):
+    assert number(value) == text
+
+
+def test_ranges_join_neighbours_and_count_what_they_leave_out():
+    assert ranges([5, 3, 4, 9]) == "3–5, 9"
+    assert ranges(range(0, 100, 2), shown=2) == "0, 2, … and 48 more"
+
+
+def test_equal_reasons_share_a_line():
+    lines = reasons(inconclusive()["probes"])
+    assert [(line["status"], line["where"]) for line in lines] == [
+        ("suspect", "layer 7"),
+        ("inconclusive", "layers 0–27 and outside of the layers"),
+    ]
+
+
+def test_page_reads_what_json_gives_back_and_needs_no_torch(tmp_path):
+    path = tmp_path / "diagnosis.json"
+    path.write_text(json.dumps(fault()))
+    program = (
+        "import json, sys; from shaketable.report.locate_html import page\n"
+        f"text = page(json.load(open({str(path)!r})))\n"
+        "assert 'torch' not in sys.modules; print(len(text))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_says_what_was_judged_and_what_was_believed():
+    made = healthy(2, foreign=["the hook <b>louder</b> of model.layers.1.self_attn"], strict=False)
+    for row in made["probes"][:2]:
+        row["coverage"] = {
+            "mlp.down_proj": {"rows": 256, "replayed": 129, "checksums": 127},
+            "add": {"rows": 256, "replayed": 256, "checksums": 0},
+        }
+    text = page(made)
+    assert '<th scope="row" class="mono">mlp.down_proj</th>' in text
+    assert all(f'<td class="n">{n}</td>' in text for n in (2, 512, 258, 254))
+    assert '<th scope="row" class="mono">add</th>' not in text
+    assert "not replayed at every row. The other operators (1) were." in text
+    assert "and was believed" in text and "&lt;b&gt;louder" in text
+
+
+def test_a_diagnosis_from_before_coverage_still_makes_a_page():
+    assert "This diagnosis does not say." in page(healthy(2))
+    whole = healthy(1)
+    whole["probes"][0]["coverage"] = {"add": {"rows": 8, "replayed": 8, "checksums": 0}}
+    assert "Every row of every operator was replayed." in page(whole)
+
+
+def test_an_addition_of_the_layer_is_named_after_its_part():
+    made = fault()
+    made["evidence"][0] |= {"op": None, "function": "add", "after": "self_attn"}
+    assert "add after self_attn" in page(made)
