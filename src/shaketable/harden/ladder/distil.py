@@ -115,21 +115,26 @@ class Steps:
         if injection is not None:
             injection.step = self.first + step
         for at in range(0, len(pairs), size):
-            loss = self._loss(pairs[at : at + size], injection) / tokens
-            loss.backward()
-            total.append(loss.detach())
+            total.append(self._backward(pairs[at : at + size], injection, tokens))
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         return torch.stack(total).sum(), norm
 
-    def _loss(self, pairs: list[Pair], injection: Injection | None) -> Tensor:
-        """Summed over tokens."""
-        with phase("train"), self.students.arithmetic(), shaken(injection):
-            found, targets = self.students.logits(self.students.model, pairs)
-        if self.supervised:
-            return torch.nn.functional.cross_entropy(found.float(), targets, reduction="sum")
+    def _backward(self, pairs: list[Pair], injection: Injection | None, tokens: int) -> Tensor:
+        """Forward and backward of some sequences; the fault is there in both, for activations that are computed again."""
+        expected = None if self.supervised else self._expected(pairs)
+        with phase("train"), shaken(injection):
+            with self.students.arithmetic():
+                found, targets = self.students.logits(self.students.model, pairs)
+            if expected is None:
+                loss = torch.nn.functional.cross_entropy(found.float(), targets, reduction="sum") / tokens
+            else:
+                loss = forward_kl(found, expected, torch.full((len(found),), 1 / tokens, device=found.device))
+            loss.backward()
+        return loss.detach()
+
+    def _expected(self, pairs: list[Pair]) -> Tensor:
         with self.students.teacher() as clean:
-            expected, _ = self.students.logits(clean, pairs)
-        return forward_kl(found, expected, torch.ones(len(found), device=found.device))
+            return self.students.logits(clean, pairs)[0]
 
     def _check_fires(self, injection: Injection) -> None:
         lines = list(injection.inert_check.inert(trained=True).values())

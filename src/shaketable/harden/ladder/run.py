@@ -90,6 +90,7 @@ class Hardening:
     def run(self, *, resume: bool = False) -> None:
         """Climb, score, save; everything is in the record."""
         saved = self._last_checkpoint() if resume else None
+        inside = None if saved is None else checkpoints.content(saved)["inside"]
         if saved is None:
             self._first_look()
         self.before = self.record.events("evaluation")[0]["conditions"]
@@ -100,7 +101,7 @@ class Hardening:
                 continue
             if self._is_reached():
                 break
-            self._climb(rung, saved if saved is not None and self._inside(saved) == rung else None)
+            self._climb(rung, saved if rung == inside else None)
         self._finish()
 
     def _first_look(self) -> None:
@@ -265,15 +266,9 @@ class Hardening:
             "seconds": 0.0 if training is None else training.seconds,
             "counted": [injection.counted() for injection in injections],
             "ledgers": self._ledgers(injections) if injections else self.earlier,
-            "earlier": self.earlier,
             "flags": _flags(self.students.model),
         }
         checkpoint.save(self.record, step, self.students.model, training, facts)
-
-    @staticmethod
-    def _inside(saved: Path) -> str | None:
-        found: str | None = checkpoints.content(saved)["inside"]
-        return found
 
     def _last_checkpoint(self) -> Path | None:
         """The newest whole state; the model is put into it."""
@@ -284,7 +279,7 @@ class Hardening:
         checkpoints.check(folder, files)
         facts = checkpoints.content(folder)
         self.step = facts["base"]
-        self.earlier = facts["earlier"] if facts["inside"] else facts["ledgers"]
+        self.earlier = facts["ledgers"]
         if self.config.lora and (facts["inside"] or any(e["rung"] in TRAINED for e in self.record.events("rung"))):
             self._adapt()
         for name, value in facts["flags"].items():
