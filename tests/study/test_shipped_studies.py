@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "studies").glob("*.yaml"))
 NAMES = [file.stem for file in FILES]
 LISTED = {
     "module-level", "operator-level", "operator-aqn", "directions", "aqn-strength", "model-size", "systematic", "schedules", "cost",
-    "tasks", "guided-aqn", "guided-aqn-five-arms", "formats", "checkpoint-robustness",
+    "tasks", "guided-aqn", "guided-aqn-five-arms", "formats", "checkpoint-robustness", "hardening",
 }  # fmt: skip
 SMALL = (
     "seeds=1", "task=arithmetic,level=3,max_new_tokens=1", "train.steps=2", "train.prompts=1", "train.samples=2", "evaluate.n=4", "evaluate.every=0",
@@ -27,8 +27,12 @@ SMALL = (
 )  # fmt: skip
 LARGER = "smollm2-135m"
 """Its weights need a download, and its steps a minute: `nano` runs in its place, and its skeleton is checked."""
-OWN = {"directions": ("task=arithmetic,level=3", "train.prompts=4", "train.samples=8")}
+OWN = {
+    "directions": ("task=arithmetic,level=3", "train.prompts=4", "train.samples=8"),
+    "hardening": ("harden.steps=2", "harden.batch=2", "harden.calibrate_n=4"),
+}
 """Where all answers have the same reward there is no gradient: nothing that errors of a backward could change."""
+TRAINED = ("training: plan", "hardening: plan")
 
 
 def header(file):
@@ -50,7 +54,7 @@ def small(file):
 
 def hit(arm):
     """The directions in which the faults of an arm's training fired."""
-    rows = [row for row in arm["proof"] if row["where"] == "training: plan"]
+    rows = [row for row in arm["proof"] if row["where"] in TRAINED]
     return {name for name in ("forward", "backward") for row in rows if row[name] > 0}
 
 
@@ -121,7 +125,7 @@ def test_a_study_runs_and_proves_its_faults(file, tmp_path):
         asked = study.arms[arm["name"]]
         assert [s["condition"] for s in arm["scores"]] == list(study.conditions)
         where = [row["where"] for row in arm["proof"]]
-        assert ("training: plan" in where) == (asked.plan is not None)
+        assert bool(set(TRAINED) & set(where)) == (asked.plan is not None)
         assert ("training: AQN" in where) == (asked.aqn is not None)
         assert {f"scored: {name}" for name in study.evaluate.conditions} <= set(where)
         assert [row for row in arm["proof"] if row["verdict"] == "inert"] == []

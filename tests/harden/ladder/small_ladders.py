@@ -54,3 +54,9 @@ def gone_on(folder, tell=None):
 
 def weights(folder):
     return load_file(folder / "model" / "model.safetensors")
+
+
+def same_weights(one, other):
+    """Whether two runs ended in the same bits."""
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -10,7 +10,7 @@ from shaketable.harden.grpo.checkpoints import sealed
 from shaketable.harden.ladder.summary import outcome
 from shaketable.models import load_model
 from shaketable.records.record import RunRecord
-from tests.harden.ladder.small_ladders import HURTS, gone_on, hardened, prepared, small, weights
+from tests.harden.ladder.small_ladders import HURTS, gone_on, hardened, prepared, same_weights, small, weights
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bits(tmp_path):
         with pytest.raises(Stop):
             hardened(folder, tell, rungs=("distil", "supervise"))
         run = gone_on(folder)
-        assert same(weights(folder), weights(whole.record.folder)), at
+        assert same_weights(folder, whole.record.folder), at
         assert steps(run) == steps(whole)
         ledgers = [r.record.events("finished")[-1]["ledgers"][HURTS]["forward"] for r in (run, whole)]
         assert ledgers[0] == ledgers[1], at

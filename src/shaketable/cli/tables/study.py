@@ -33,6 +33,8 @@ def show(found: dict[str, Any], files: list[Path]) -> None:
     for comparison in found["comparisons"]:
         mark = "[bold]primary[/]  " if comparison["primary"] else ""
         console.print(f"  {mark}{plain(comparison['sentence'])}", soft_wrap=True)
+    for row in found["recovered"]:
+        console.print(f"  {plain(row['arm'])}, {plain(row['condition'])}: {row['sentence']}", soft_wrap=True)
     console.print(_proof(found))
     for run in found["runs"]:
         if run["error"]:

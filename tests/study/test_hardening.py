@@ -1,0 +1,91 @@
+"""Arms that are hardened: beside trained ones, on the same problems, with what came back in the report."""
+
+import pytest
+
+from shaketable.errors import ShaketableError
+from shaketable.report.study_html import page
+from shaketable.report.study_markdown import markdown
+from shaketable.study.analysis.findings import findings
+from shaketable.study.cells import cells_of
+from shaketable.study.file import parse_study
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import described
+from tests.study.small_studies import data
+
+HURTS = "dead_zone:0.7,scope=token@layer.3"
+
+
+def hardening(**replaced):
+    small = data(
+        study="hardening",
+        train={"steps": 2, "prompts": 2, "samples": 4},
+        harden={"steps": 20, "batch": 24, "rungs": ["distil"]},
+        evaluate={"n": 60, "mechanism": False, "conditions": {"faulty": HURTS}},
+        arms={
+            "nothing": {"harden": {"rungs": []}},
+            "hardened": {"plan": "faulty", "harden": {}},
+            "on from there": {"plan": "faulty", "after": "hardened"},
+        },
+        compare={"primary": {"a": "hardened", "b": "nothing", "condition": "faulty"}, "against": "nothing"},
+        seeds=2,
+    )
+    return small | replaced
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store")
+    study = parse_study(hardening())
+    for cell in cells_of(study):
+        assert do(cell, study.study, store / "hardening" / "runs", "here") == "done"
+    return study, store / "hardening"
+
+
+def test_the_share_that_came_back_is_in_findings_page_and_markdown(done):
+    found = findings(*done)
+    assert found["complete"]
+    shares = {r["arm"]: r for r in found["recovered"]}
+    assert set(shares) == {"hardened", "on from there"}
+    assert shares["hardened"]["share"] > 0.1
+    assert shares["hardened"]["seeds"] == 2
+    assert shares["hardened"]["after"] > shares["hardened"]["before"]
+    html, text = page(found), markdown(found)
+    assert "What came back" in html
+    assert "## What came back" in text
+    assert {row["where"] for arm in found["arms"] for row in arm["proof"]} >= {"hardening: plan", "scored: faulty"}
+
+
+def test_training_goes_on_from_the_hardened_weights_of_its_seed(done):
+    study, folder = done
+    found = findings(study, folder)
+    first = {a["name"]: {s["condition"]: s for s in a["scores"]} for a in found["arms"]}
+    hardened = {p["seed"]: p["value"] for p in first["hardened"]["faulty"]["per_seed"]}
+    assert first["on from there"]["faulty"]["first"] == pytest.approx(sum(hardened.values()) / 2)
+
+
+@pytest.mark.parametrize(
+    ("arm", "line"),
+    [
+        ({"harden": {"stepz": 3}}, "unknown option 'stepz'"),
+        ({"harden": {}, "aqn": "constant:0.1"}, "an arm is hardened or trained: aqn"),
+        ({"plan": "faulty", "after": "nobody"}, "there is no arm 'nobody'"),
+        ({"plan": "faulty", "after": "nothing", "aqn": {"guide": "fault"}}, "drop one of the two"),
+    ],
+)
+def test_what_cannot_be_hardened_is_one_line(arm, line):
+    with pytest.raises(ShaketableError, match=line):
+        parse_study(hardening(arms={"nothing": {"harden": {"rungs": []}}, "hardened": {"plan": "faulty", "harden": {}}, "x": arm}))
+
+
+def test_after_needs_a_hardened_arm_and_its_weights():
+    with pytest.raises(ShaketableError, match="keep must be weights"):
+        parse_study(hardening(keep="records"))
+    trained = {"one": {"plan": "faulty"}, "two": {"plan": "faulty", "after": "one"}}
+    with pytest.raises(ShaketableError, match="is not hardened"):
+        parse_study(hardening(arms=trained, compare={"primary": {"a": "one", "b": "two", "condition": "faulty"}}))
+
+
+def test_a_study_without_hardening_is_described_as_it_always_was():
+    old = described(parse_study(data()))
+    assert "harden" not in old
+    assert not any("harden" in arm or "after" in arm for arm in old["arms"].values())
