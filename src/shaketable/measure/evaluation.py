@@ -164,11 +164,16 @@ def scored(tokenizer: Any, task: Task, problem: Problem, completion: Completion)
 
 
 def prompt_tokens(tokenizer: Any, task: Task, problem: Problem) -> list[int]:
-    """What the model is given: a chat turn if it has a template for one, else the plain text."""
+    """What the model is given of a problem."""
+    return tokens_of(tokenizer, task.prompt(problem, chat=tokenizer.chat_template is not None))
+
+
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """A prompt as the model is given it: a chat turn if it has a template for one, else the plain text."""
     if tokenizer.chat_template is None:
-        found: list[int] = tokenizer(task.prompt(problem, chat=False))["input_ids"]
+        found: list[int] = tokenizer(text)["input_ids"]
         return found
-    messages = [{"role": "user", "content": task.prompt(problem, chat=True)}]
+    messages = [{"role": "user", "content": text}]
     try:
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     except Exception as error:  # a template is a program, and raises what it likes

@@ -21,7 +21,7 @@ from shaketable.errors import ShaketableError
 from shaketable.faults.rng import key_of
 from shaketable.harden.ladder.config import HardenConfig
 from shaketable.measure.decoding.dynamic import Completion, Decoder, batches
-from shaketable.measure.evaluation import prompt_tokens
+from shaketable.measure.evaluation import prompt_tokens, tokens_of
 from shaketable.measure.tasks import Problem, Task, load_task, sample
 from shaketable.measure.tasks.jsonl import side_of
 from shaketable.measure.tasks.lines import read_rows, require, text_at
@@ -61,10 +61,7 @@ class Source:
 
     def tokens(self, tokenizer: Any, problem: Problem) -> list[int]:
         """A prompt as the model is given it."""
-        if self.task is not None:
-            return prompt_tokens(tokenizer, self.task, problem)
-        found: list[int] = tokenizer(problem.question)["input_ids"]
-        return found
+        return tokens_of(tokenizer, problem.question) if self.task is None else prompt_tokens(tokenizer, self.task, problem)
 
 
 def _from_file(path: Path, config: HardenConfig) -> Source:
