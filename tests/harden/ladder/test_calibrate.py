@@ -32,14 +32,16 @@ def repaired(students, pairs, plan):
 
 def loads_again(model, pairs, folder):
     model.save_pretrained(folder)
-    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation=model.config._attn_implementation
+    )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     return same_bits(logits(model, pairs), logits(loaded.eval(), pairs))
 
 
 def test_a_gain_is_undone_and_needs_no_bias(tmp_path):
-    students, pairs = nano(8)
+    students, pairs = nano()
     before, after, facts = repaired(students, pairs, "gain:0.2@module.linear")
     assert before > 1e-3
     assert after < 1e-4 * before
@@ -51,7 +53,7 @@ def test_a_gain_is_undone_and_needs_no_bias(tmp_path):
 
 
 def test_an_offset_goes_into_biases_that_the_folder_loads_with(tmp_path):
-    students, pairs = nano(8)
+    students, pairs = nano()
     before, after, facts = repaired(students, pairs, "bias:0.3@module.linear")
     assert before > 0.1
     assert after < 1e-4 * before
@@ -64,7 +66,7 @@ def test_an_offset_goes_into_biases_that_the_folder_loads_with(tmp_path):
 
 
 def test_an_offset_of_a_layers_output_goes_into_its_last_product():
-    students, pairs = nano(8)
+    students, pairs = nano()
     before = values(students.model)
     _, after, facts = repaired(students, pairs, "bias:0.5@layer.3")
     assert facts["error_after"] < 1e-6 * facts["error_before"]
@@ -77,8 +79,8 @@ def test_an_offset_of_a_layers_output_goes_into_its_last_product():
 
 
 def test_what_is_off_only_by_a_sign_is_put_right_in_part():
-    students, pairs = nano(8)
-    before, after, facts = repaired(students, pairs, "systematic_bias:0.3@module.linear")
+    students, pairs = nano(32)
+    before, after, facts = repaired(students, pairs, "systematic_bias:0.1@module.linear")
     assert after < 0.6 * before
     assert facts["error_after"] < 0.6 * facts["error_before"]
 
@@ -92,17 +94,21 @@ def test_what_is_off_only_by_a_sign_is_put_right_in_part():
     ],
 )
 def test_clipping_and_formats_lose_their_mean_error(plan, left):
-    students, pairs = nano(8)
+    students, pairs = nano()
     _, _, facts = repaired(students, pairs, plan)
     assert facts["error_after"] < left * facts["error_before"]
 
 
 @pytest.mark.parametrize(
     "plan",
-    ["relative_gaussian:0.1@module.linear", "relative_gaussian:0.2@op.matmul,direction=forward", "absolute_gaussian:0.1@layer.3"],
+    [
+        "relative_gaussian:0.1@module.linear",
+        "relative_gaussian:0.2@op.matmul,direction=forward",
+        "absolute_gaussian:0.1@layer.3",
+    ],
 )
 def test_noise_is_left_alone(plan):
-    students, pairs = nano(8)
+    students, pairs = nano()
     before = values(students.model)
     _, _, facts = repaired(students, pairs, plan)
     assert facts["layers"] == 0
@@ -116,9 +122,9 @@ def test_noise_is_left_alone(plan):
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt2", "gemma2"])
 def test_a_gain_is_undone_in_other_architectures(name, tmp_path):
     students, pairs = students_of(tiny(name)), tiny_pairs()
-    before, after, facts = repaired(students, pairs, "gain:0.2@module.linear")
+    _, _, facts = repaired(students, pairs, "gain:0.2@module.linear")
     assert facts["layers"] == 2
-    assert after < 1e-3 * before
+    assert facts["error_after"] < 1e-6 * facts["error_before"]
     assert loads_again(students.model, pairs, tmp_path)
 
 
@@ -197,6 +203,8 @@ def test_one_large_value_proves_no_slope():
     faulty[0] = 110.0
     g, _ = regression(clean, faulty, gains=True)
     assert bool((g == 1).all())
+    g, _ = regression(clean, 1.1 * clean, gains=True)
+    assert torch.allclose(g, torch.full((50,), 1.1))
 
 
 def test_a_dead_channel_stays_dead():

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ladder_models import ARCHITECTURES, logits, nano, plan_on, quiet, same_bits, same_values, students_of, tiny, tiny_pairs, values
+from ladder_models import (
+    ARCHITECTURES,
+    logits,
+    nano,
+    plan_on,
+    quiet,
+    same_bits,
+    same_values,
+    students_of,
+    tiny,
+    tiny_pairs,
+    values,
+)
 
 from shaketable.harden.ladder import regauge as rung
+from shaketable.harden.ladder.circuits import circuits_of
 from shaketable.harden.ladder.closeness import closeness
-from shaketable.harden.ladder.regauge import circuits_of, regauge
+from shaketable.harden.ladder.regauge import regauge
 from shaketable.harden.ladder.students import Students
 from shaketable.locate.probes.gauge import free_spaces, gauge_of, rescaled
 from shaketable.sites.structure import find_layers
@@ -91,13 +104,13 @@ def test_random_powers_of_two_in_every_free_space_change_no_bit(name, seed):
 
 
 def test_nano_with_outliers_comes_back():
-    students, pairs = nano(8)
-    scale(students.model, outlier("n1"), layers=(2, 3))
-    scale(students.model, outlier("n2", channel=9), layers=(2, 3))
-    injection = plan_on(students.model, W4A4 + ",layers=2-3")
+    students, pairs = nano()
+    scale(students.model, outlier("n1"))
+    scale(students.model, outlier("n2", channel=9))
+    injection = plan_on(students.model, W4A4)
     before = kl(students, pairs, injection)
     facts = regauge(students, [injection], pairs, quiet)
-    assert before > 0.01
+    assert before > 0.5
     assert kl(students, pairs, injection) < 0.1 * before
     assert facts["bit_identical"]
     assert {"n1", "n2"} <= facts["spaces"].keys()

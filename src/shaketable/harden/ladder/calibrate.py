@@ -1,16 +1,16 @@
 """Calibrate: what is systematically off in a layer, channel by channel, is measured and folded into its weights. No gradients.
 
-The clean model's layer and the student's, under the fault and with its own hidden states, are called on the same tokens. For each
-channel of each matrix product, the faulty value is regressed on the clean one,
+The clean model's layer and the student's, under the fault and with its own hidden states, are called on the same tokens. For
+each channel of each matrix product, the faulty value is regressed on the clean one,
 
     f = g·c + o + noise          so the product is given     W ← W/g,   b ← (b − o)/g
 
 The noise is in f and not in c, so noise alone gives g = 1 and o = 0: dividing by the slope of c on f would instead shrink
 every channel by its signal-to-noise ratio. Only what lies beyond three standard errors is corrected (HC3, which knows that
-the noise of large values is larger and that a lonely large value proves nothing), and only slopes that are not near 0: a dead
-channel stays dead. Products are corrected in the order of computation, those with the same input together, each after those before
-it, so that none makes up for what was put right already. At last the mean error of the layer's output goes into the bias of the
-product that comes last.
+the noise of large values is larger; a token that has most of a channel's variance is left out of it), and only slopes that
+are not near 0: a dead channel stays dead. Products are corrected in the order of computation, those with the same input
+together, each after those before it, so that none makes up for what was put right already. At last the mean error of the
+layer's output goes into the bias of the product that comes last.
 
 Two things are tried: gains and offsets, and offsets alone (a format rounds a scaled weight to other values, so that its gain is
 another one then). The better one on the sequences that were fitted is kept if it leaves less than `LOWER` of the error of
@@ -18,17 +18,17 @@ the layer's output on those that were not.
 
 Offsets need a bias. Where a product has none, one is added only if the config has a flag that gives it one wherever the folder
 is loaded (Llama's attention_bias and mlp_bias); then all products of that flag have one, and one addition per channel and token
-is what it costs. The fault is made up for, so hardware without the fault now sees the inverse of it: calibrate fits a model to a
-device.
+is what it costs. The fault is made up for, so hardware without the fault now sees the inverse of it: calibrate fits a model
+to a device.
 
 Rejected: the offset that a fault has at zero input (it is not the mean one: think of clipping); correcting all layers from one
 recording (later layers would make up for earlier ones twice); layers that the fault does not touch, which could make up for
-errors of those before them (on nano, behind a dead zone, that took a fifth off the last layer's error and raised the KL by half).
+errors of those before them (on nano, behind a dead zone, that took a fifth off the last layer's error and raised the KL by
+half).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -37,21 +37,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaketable.harden.ladder.config_biases import add_biases, keep_biases
 from shaketable.harden.ladder.layer_error import LOWER, Stream, error_of, mean_error, reading, record
 from shaketable.harden.ladder.sequences import Pair
 from shaketable.harden.ladder.students import Students
 from shaketable.inject import Injection
-from shaketable.locate.capture.reference import rebuilt
 from shaketable.sites.nested_tensors import tensors_of
 
-FLAGS = ("attention_bias", "mlp_bias")
-"""Settings of a config that give products a bias."""
 SURE = 3.0
 """Standard errors."""
 SMALLEST = 1e-3
 """Of a channel's size: what is less is not corrected."""
 SLOPES = (0.1, 10.0)
 """Slopes that can be divided by."""
+LONELY = 0.5
+"""Share of a channel's variance that one token may have."""
 
 
 def calibrate(
@@ -70,7 +70,7 @@ def calibrate(
     """
     with reading(students, injections):
         before = _last_error(students, injections, pairs)
-        biases = _add_biases(students.model)
+        biases = add_biases(students.model)
         plain = record(students, students.clean, pairs, None)
         streams = [record(students, students.model, pairs, injection) for injection in injections]
         changed = 0
@@ -80,7 +80,7 @@ def calibrate(
                 stream.advance(index)
             tell(index + 1, len(plain.layers))
         after = mean_error(list(_errors(plain, streams))) if changed else before
-    added = _keep_biases(students.model, biases)
+    added = keep_biases(students.model, biases)
     return {
         "layers": changed,
         "of": len(plain.layers),
@@ -165,7 +165,7 @@ class _Layer:
                 slope, offset = regression(many, found[path], gains=gains)
                 fold(self.layer.get_submodule(path), slope, offset)
 
-    def _shift(self, last: nn.Module) -> None:
+    def _shift(self, last: Any) -> None:
         """The mean error of the layer's output, taken from the bias of its last product."""
         found = [s.run(self.index, b)[b.real] for s in self.streams for b in s.batches if b.fits]
         expected = [e[b.real] for _ in self.streams for e, b in zip(self.expected, self.plain.batches, strict=True) if b.fits]
@@ -239,7 +239,7 @@ def _watched(layer: nn.Module, note: Callable[[str, Tensor, Tensor], None]) -> I
 
 
 def regression(clean: Tensor, faulty: Tensor, *, gains: bool) -> tuple[Tensor, Tensor]:
-    """Slope and offset of each column of faulty values over clean ones; 1 and 0 where they are not sure, or too small to matter.
+    """Slope and offset of each column of faulty values over clean ones; 1 and 0 where they are not sure or do not matter.
 
     Args:
         clean: Tokens by channels, in float32.
@@ -249,12 +249,13 @@ def regression(clean: Tensor, faulty: Tensor, *, gains: bool) -> tuple[Tensor, T
     rows, size = len(clean), clean.square().mean(0).sqrt()
     slope = torch.ones_like(size)
     if gains:
-        x = clean - clean.mean(0)
+        some, same = _without_lonely(clean, faulty)
+        x = some - some.mean(0)
         total = x.square().sum(0).clamp_min(torch.finfo(x.dtype).tiny)
-        fitted = (x * faulty).sum(0) / total
-        rest = faulty - faulty.mean(0) - fitted * x
-        rest = rest / (1 - 1 / rows - x.square() / total).clamp_min(1e-3)
-        unsure = (x * rest).square().sum(0).sqrt() / total
+        fitted = (x * same).sum(0) / total
+        rest = same - same.mean(0) - fitted * x
+        apart = rest / (1 - 1 / rows - x.square() / total).clamp_min(0.1)
+        unsure = (x * apart).square().sum(0).sqrt() / total
         sure = ((fitted - 1).abs() > (SURE * unsure).clamp_min(SMALLEST)) & (SLOPES[0] < fitted) & (fitted < SLOPES[1])
         slope = fitted.where(sure, 1.0)
     rest = faulty - slope * clean
@@ -262,6 +263,16 @@ def regression(clean: Tensor, faulty: Tensor, *, gains: bool) -> tuple[Tensor, T
     unsure = (rest - offset).square().sum(0).sqrt() / rows
     sure = offset.abs() > torch.maximum(SURE * unsure, SMALLEST * size)
     return slope, offset.where(sure, 0.0)
+
+
+def _without_lonely(clean: Tensor, faulty: Tensor) -> tuple[Tensor, Tensor]:
+    """Where one token has most of a channel's variance, it is put at the mean of the others: it proves no slope."""
+    share = (clean - clean.mean(0)).square()
+    lonely = share > LONELY * share.sum(0)
+    others = (~lonely).sum(0).clamp_min(1)
+    middles = (x.where(~lonely, 0.0).sum(0) / others for x in (clean, faulty))
+    some, same = (x.where(~lonely, middle) for x, middle in zip((clean, faulty), middles, strict=True))
+    return some, same
 
 
 def fold(product: nn.Module, slope: Tensor, offset: Tensor) -> None:
@@ -272,37 +283,3 @@ def fold(product: nn.Module, slope: Tensor, offset: Tensor) -> None:
     if product._parameters.get("bias") is not None:
         bias = product.get_parameter("bias")
         bias.sub_(offset.to(bias)).mul_(gain)
-
-
-# ---- biases that the config can switch on
-
-
-def _add_biases(model: Any) -> dict[str, list[nn.Linear]]:
-    """Biases of 0 for products that a flag of the config can give one, by flag."""
-    config = model.config.get_text_config()
-    found: dict[str, list[nn.Linear]] = {}
-    for flag in FLAGS:
-        if getattr(config, flag, None) is not False:
-            continue
-        other = copy.deepcopy(model.config)
-        setattr(other.get_text_config(), flag, True)
-        skeleton = rebuilt(model, other)
-        assert skeleton is not None
-        with_bias = [n for n, m in skeleton.named_modules() if isinstance(m, nn.Linear) and m.bias is not None]
-        found[flag] = [m for m in map(model.get_submodule, with_bias) if m.bias is None]
-    for module in (m for modules in found.values() for m in modules):
-        module.bias = nn.Parameter(module.weight.new_zeros(module.out_features))
-    return found
-
-
-def _keep_biases(model: Any, added: dict[str, list[nn.Linear]]) -> list[nn.Linear]:
-    """Switch on the flags whose biases are of use, and take the others off again; those that stayed."""
-    kept: list[nn.Linear] = []
-    for flag, modules in added.items():
-        if any(bool(m.bias.any()) for m in modules):
-            setattr(model.config.get_text_config(), flag, True)
-            kept += modules
-        else:
-            for module in modules:
-                module.bias = None
-    return kept

@@ -3,8 +3,8 @@
 A repair of one layer is judged at that layer. The sequences pass through the model once, whole, to record what each layer is
 given beside its hidden state (masks, positions); from then on a layer is called by itself, with faults or without, and a
 candidate costs the n-th part of a pass. The error of a token is |found − expected|² / |expected|², and errors are means over
-tokens: relative by token, because the norm of the next layer is, and because a few first tokens are a thousand times larger than
-all others and would be all that a plain mean square sees.
+tokens: relative by token, because the norm of the next layer is, and because a few first tokens are a thousand times larger
+than all others and would be all that a plain mean square sees.
 
 The noise of a batch is the same at every call of the same layer (its number keys it), so that candidates differ by what
 they are and not by their luck, and another in every other batch, so that nothing is fitted to the noise that it is judged by.
@@ -75,7 +75,7 @@ class Stream:
 
 def record(students: Students, model: Any, pairs: Sequence[Pair], injection: Injection | None) -> Stream:
     """Sequences in front of the first layer: every second one is fitted to, the others are held out."""
-    found = []
+    found: list[Batch] = []
     for fits in (True, False):
         chosen = [[*p, *c] for p, c in pairs[0 if fits else 1 :: 2]]
         for indices in batches(chosen, BATCH):

@@ -9,8 +9,8 @@ Candidates of a space, channel by channel, after SmoothQuant (Xiao et al. 2023):
 
     e = α·log2(largest activation) − (1 − α)·log2(largest weight that reads it),     α = 1/4, 1/2, 3/4, 1
 
-rounded, and centred by its median; and one power of two for all channels, for faults that know an absolute size. Space by space,
-in the order of computation, the candidate with the lowest error is taken, if it leaves less than `LOWER` of the error on
+rounded, and centred by its median; and one power of two for all channels, for faults that know an absolute size. Space by
+space, in the order of computation, the candidate with the lowest error is taken, if it leaves less than `LOWER` of the error on
 sequences that it was not chosen by, and if the layer without the fault returns the same bits as before.
 
 The error is that of the layer alone: with the fault against without, both from the hidden state of the faulty model. A gauge
@@ -26,22 +26,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shaketable.harden.ladder.circuits import circuits_of
 from shaketable.harden.ladder.layer_error import BATCH, LOWER, Stream, error_of, mean_error, reading, record
 from shaketable.harden.ladder.sequences import Pair
 from shaketable.harden.ladder.students import Students
 from shaketable.inject import Injection
-from shaketable.locate.capture.reference import rebuilt
 from shaketable.locate.probes.gauge import Gauge, free_spaces, gauge_of, gauged, rescaled
-from shaketable.locate.probes.wiring import Circuit, Map, circuit_of
+from shaketable.locate.probes.wiring import Circuit, Map
 from shaketable.measure.decoding.dynamic import batches
 from shaketable.sites.nested_tensors import tensors_of
-from shaketable.sites.structure import find_layers
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 UNIFORM = (2, 4, 6)
@@ -84,38 +83,6 @@ def regauge(
             tell(index + 1, len(circuits))
         same, difference = _compared(students, [d for d in met if d.spaces], pairs)
     return _facts(met, circuits, same, difference)
-
-
-def circuits_of(model: Any) -> list[Circuit | str]:
-    """The wiring of every layer, LoRA adapters with it, or why there is none."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    plain = rebuilt(base)
-    if plain is None:
-        return [f"no gauge is known for a {type(base).__name__}"]
-    found: list[Circuit | str] = []
-    for layer, own in zip(find_layers(plain)[0], find_layers(model)[0], strict=True):
-        circuit = circuit_of(layer, base.config)
-        found.append(circuit if isinstance(circuit, str) else _with_adapters(circuit, own))
-    return found
-
-
-def _with_adapters(circuit: Circuit, layer: nn.Module) -> Circuit:
-    """The same wiring where modules are wrapped by PEFT: A reads what the module reads, B writes what it writes."""
-    maps, sizes = [], dict(circuit.sizes)
-    for m in circuit.maps:
-        module = layer.get_submodule(m.module)
-        if not hasattr(module, "base_layer"):
-            maps.append(m)
-            continue
-        base = f"{m.module}.base_layer"
-        maps.append(replace(m, parameter=f"{base}.weight", bias=m.bias and f"{base}.bias"))
-        for name, part in module.named_modules():
-            if name.startswith("lora_A."):
-                sizes[f"{m.module}.{name}"] = part.get_parameter("weight").shape[0]
-                maps.append(Map(f"{m.module}.{name}.weight", m.reads, (f"{m.module}.{name}",)))
-            if name.startswith("lora_B."):
-                maps.append(Map(f"{m.module}.{name}.weight", f"{m.module}.{name.replace('lora_B', 'lora_A')}", m.writes))
-    return replace(circuit, maps=tuple(maps), sizes=sizes)
 
 
 @dataclass(frozen=True)
