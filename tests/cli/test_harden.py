@@ -60,7 +60,10 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path):
         ([*RUN, "--plan", HURTS, "--rungs", "calibrate,polish"], "there is no rung 'polish'"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "few.txt"], "too few to keep one in five apart"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "none.txt"], "cannot read none.txt"),
-        ([*RUN[:2], "--plan", HURTS, "--prompts", "long.txt", "--max-new-tokens", "250"], "do not fit into the model's context"),
+        (
+            [*RUN[:2], "--plan", HURTS, "--prompts", "long.txt", "--max-new-tokens", "250"],
+            "do not fit into the model's context",
+        ),
         ([*RUN[:2], "--plan", HURTS, "--task", "text"], "give its file as --prompts"),
         ([*RUN, "--plan", "relative_gaussian:0.0001@module.linear"], "there is nothing to harden against"),
         ([*RUN, "--plan", "relative_gaussian:0.1@op.matmul,direction=backward"], "acts backward only"),

@@ -74,7 +74,9 @@ def test_training_goes_on_from_the_hardened_weights_of_its_seed(done):
 )
 def test_what_cannot_be_hardened_is_one_line(arm, line):
     with pytest.raises(ShaketableError, match=line):
-        parse_study(hardening(arms={"nothing": {"harden": {"rungs": []}}, "hardened": {"plan": "faulty", "harden": {}}, "x": arm}))
+        parse_study(
+            hardening(arms={"nothing": {"harden": {"rungs": []}}, "hardened": {"plan": "faulty", "harden": {}}, "x": arm})
+        )
 
 
 def test_after_needs_a_hardened_arm_and_its_weights():

@@ -9,6 +9,7 @@ from shaketable.locate.capture.recorder import same
 from shaketable.locate.capture.reference import Reference
 from shaketable.locate.capture.trace import record_layer, trace
 from shaketable.locate.probes import twins
+from shaketable.locate.probes.gauge import gauged
 from shaketable.locate.probes.wiring import circuit_of
 from shaketable.sites.nested_tensors import tensors_of
 from tests.locate.architectures import ARCHITECTURES, ROUTED, UNWIRED, build, tokens
@@ -25,7 +26,7 @@ def prepared(name, dtype=torch.float32, attention="eager", seed=0):
 
 
 def twin_of(call, circuit, reference, gauge):
-    with twins.gauged(call.module, circuit, gauge):
+    with gauged(call.module, circuit, gauge):
         return record_layer(call, reference, call.x * gauge.spaces["stream"].to(call.x))
 
 
@@ -50,7 +51,7 @@ def test_every_matrix_is_really_changed_by_a_gauge(name):
     _, _, layers = prepared(name)
     call, circuit = layers[0]
     before = {n: p.detach().clone() for n, p in call.module.named_parameters()}
-    with twins.gauged(call.module, circuit, twins.draw_gauge(circuit, 0, True)):
+    with gauged(call.module, circuit, twins.draw_gauge(circuit, 0, True)):
         changed = {n for n, p in call.module.named_parameters() if not torch.equal(p, before[n])}
     matrices = {m.parameter for m in circuit.maps}
     assert matrices <= changed
@@ -91,7 +92,7 @@ def test_weights_and_eps_come_back_after_an_exception():
     eps = call.module.input_layernorm.variance_epsilon
     with (
         pytest.raises(RuntimeError, match="on purpose"),
-        twins.gauged(call.module, circuit, twins.draw_gauge(circuit, 0, True)),
+        gauged(call.module, circuit, twins.draw_gauge(circuit, 0, True)),
     ):
         assert call.module.input_layernorm.variance_epsilon != eps
         raise RuntimeError("on purpose")

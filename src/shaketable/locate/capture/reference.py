@@ -44,11 +44,9 @@ class Reference:
 
     def _build(self, model: nn.Module) -> nn.Module:
         """The class built from its config on the meta device; the model itself where it has no config."""
-        config, build = getattr(model, "config", None), getattr(type(model), "_from_config", None)
-        if config is None or build is None:
+        skeleton = rebuilt(model)
+        if skeleton is None:
             return model
-        with torch.device("cpu"), _parameters_on_meta():
-            skeleton: nn.Module = build(config)
         if {n for n, _ in skeleton.named_modules()} != {n for n, _ in model.named_modules()}:
             return model
         self.is_rebuilt = True
@@ -119,6 +117,16 @@ class Reference:
     def leaf(self, path: str) -> Leaf | None:
         """The definition of the module at a full path."""
         return self.leaves.get(path)
+
+
+def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
+    """The model's class built anew from its config, or from another; parameters have no values. None where it has no config."""
+    config, build = config or getattr(model, "config", None), getattr(type(model), "_from_config", None)
+    if config is None or build is None:
+        return None
+    with torch.device("cpu"), _parameters_on_meta():
+        skeleton: nn.Module = build(config)
+    return skeleton
 
 
 def _agree(buffer: Tensor, given: Tensor) -> bool:

@@ -15,6 +15,7 @@ from shaketable.locate.diagnosis import Evidence, Result
 from shaketable.locate.probes import twins
 from shaketable.locate.probes.classify import fault_class, unstable_class
 from shaketable.locate.probes.documented_precision import moved_tolerance, tolerance
+from shaketable.locate.probes.gauge import Gauge, gauged
 from shaketable.locate.probes.replay import Judgement, Violation, rows_of
 from shaketable.locate.probes.rounding import Precision
 from shaketable.locate.probes.wiring import Circuit
@@ -141,10 +142,10 @@ def twin(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: B
     if isinstance(circuit, str):
         return (Result("inconclusive", reason=circuit), []), False
     powers = call.x.dtype != torch.float16
-    found, other = _gauged(call, recording, circuit, bench, powers)
+    found, other = _in_gauge(call, recording, circuit, bench, powers)
     if found is not None and powers and not (twins.stays_normal(recording) and twins.stays_normal(other)):
         powers = False
-        found, other = _gauged(call, recording, circuit, bench, powers)
+        found, other = _in_gauge(call, recording, circuit, bench, powers)
     if found is None:
         return (Result("pass", 0.0), []), powers
     text = f"a twin in another gauge differs in {found.share:.1%} of the values"
@@ -153,11 +154,11 @@ def twin(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: B
     return (Result("fail", found.share, found.path, text), [evidence]), powers
 
 
-def _gauged(
+def _in_gauge(
     call: LayerCall, recording: Recording, circuit: Circuit, bench: Bench, powers: bool
 ) -> tuple[twins.TwinDifference | None, Recording]:
     gauge = twins.draw_gauge(circuit, bench.seed * 1000 + call.index, powers)
-    with twins.gauged(call.module, circuit, gauge):
+    with gauged(call.module, circuit, gauge):
         other = record_layer(call, bench.reference, call.x * gauge.spaces["stream"].to(call.x))
     return twins.first_difference(circuit, gauge, recording, other), other
 
@@ -173,7 +174,7 @@ def causal(call: LayerCall, recording: Recording, circuit: Circuit | str, bench:
     x = call.x.clone()
     x[:, middle] = -x[:, middle]
     other = record_layer(call, bench.reference, x)
-    same_basis = twins.Gauge({name: torch.ones(size) for name, size in circuit.sizes.items()})
+    same_basis = Gauge({name: torch.ones(size) for name, size in circuit.sizes.items()})
     found = twins.first_difference(circuit, same_basis, twins.until(recording, middle), twins.until(other, middle))
     if found is None:
         return Result("pass", 0.0), []

@@ -5,30 +5,21 @@ sum, rounding and norm of the twin is the original's with a sign or an exponent 
 the same bits, and the tolerance is zero. A permutation changes the order in which sums are taken, and a larger
 companion in the batch changes how a kernel cuts up its work: those need a tolerance, and only raise a suspicion.
 
-    stream      x → S·2^k·x with signs S per channel: rows of what writes the stream, columns of what reads it; eps·4^k
-    norm output weight × n, columns of the maps it feeds × 1/n
-    values      rows of v × s, columns of o × 1/s, for every query head of the group
-    up, down    rows of up × s, columns of down × 1/s; the gate has none: SiLU is neither odd nor homogeneous
-    queries     rows of k × s, rows of q × 1/s, both channels of a rotated pair alike
-
-A LayerNorm has a mean: the stream gets one sign for all channels. A norm that multiplies by 1 + weight cannot be scaled
-exactly: its output takes the stream's signs. Powers of two are used only where every value of the call and of its twin
-stays normal, which is checked.
-
-The weights are swapped inside of the module that is on the device, for the time of one call: a copy of the layer would
-be another layer, with its own memory and its own kernels' luck.
+Which bases there are is told by `gauge.py`. Powers of two are used only where every value of the call and of its twin stays
+normal, which is checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from shaketable.locate.capture.recorder import Recording, same
+from shaketable.locate.probes.gauge import Gauge, free_spaces, gauge_of, paired, swapped
 from shaketable.locate.probes.wiring import Circuit, Map
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
@@ -37,38 +28,19 @@ ENOUGH = 32
 """Where a tolerance is needed anyway, about this many tokens of a sequence are compared: enough to see a lane."""
 
 
-@dataclass
-class Gauge:
-    """A new basis for every space: a factor per channel."""
-
-    spaces: dict[str, Tensor]
-    """Factor of each channel, as the twin has it over the original."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Factors of parameters that are not maps: norms, by their path in the layer."""
-    attributes: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Factor of a module's number: eps."""
-
-
 def draw_gauge(circuit: Circuit, seed: int, powers: bool) -> Gauge:
     """Random signs, and powers of two if asked, for every space that has that freedom."""
     draw = _TwinDraw(seed, powers)
-    spaces = {name: torch.ones(size) for name, size in circuit.sizes.items()}
     kinds = {n.kind for n in circuit.norms}
     size = circuit.sizes["stream"]
     scaled = any(n.writes == "stream" for n in circuit.norms)
     signs = draw.one().expand(size) if "layernorm" in kinds else draw.signs(size)
     stream = signs if scaled else signs * draw.power()
-    gauge = Gauge(spaces)
-    for space in ("stream", "attended", "fed"):
-        if space in spaces:
-            spaces[space] = stream
-    for norm in circuit.norms:
-        _gauge_norm(gauge, norm.module, norm.kind, norm.eps, norm.writes, stream, draw)
-    _gauge_attention(gauge, circuit, draw)
-    for prefix in ("", "shared "):
-        if f"{prefix}up" in spaces:
-            spaces[f"{prefix}up"] = spaces[f"{prefix}hidden"] = draw.factors(circuit.sizes[f"{prefix}up"])
-    return gauge
+    factors = {space: draw.factors(circuit.sizes[space]) for space in free_spaces(circuit) if space != "k"}
+    inner = _TwinDraw(seed + 1, powers and not circuit.head_norms)
+    heads = range(circuit.sizes["k"] // circuit.head)
+    factors["k"] = torch.cat([paired(inner.factors(circuit.head), circuit.rotary) for _ in heads])
+    return gauge_of(circuit, factors, stream)
 
 
 class _TwinDraw:
@@ -93,39 +65,6 @@ class _TwinDraw:
             return signs
         exponents = torch.randint(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1, (n,), generator=self.generator)
         return signs * torch.exp2(exponents.float())
-
-
-def _gauge_norm(gauge: Gauge, path: str, kind: str, eps: str, writes: str, stream: Tensor, draw: _TwinDraw) -> None:
-    signs = stream.sign()
-    size = float(stream[0].abs())
-    if size != 1:
-        gauge.attributes[path, eps] = size * size
-    if kind == "rmsnorm_one":
-        gauge.spaces[writes] = signs
-        return
-    after = draw.factors(stream.numel()) if writes != "stream" else stream
-    gauge.spaces[writes] = after
-    gauge.weights[f"{path}.weight"] = after * signs
-    if kind == "layernorm":
-        gauge.weights[f"{path}.bias"] = after
-
-
-def _gauge_attention(gauge: Gauge, circuit: Circuit, draw: _TwinDraw) -> None:
-    head, groups, sizes = circuit.head, circuit.groups, circuit.sizes
-    pairs = sizes["k"] // head
-    values = draw.factors(sizes["v"]).view(pairs, head)
-    gauge.spaces["v"] = values.flatten()
-    gauge.spaces["mixed"] = values.repeat_interleave(groups, 0).flatten()
-    inner = _TwinDraw(int(draw.generator.initial_seed()) + 1, draw.powers and not circuit.head_norms)
-    keys = torch.stack([_paired(inner.factors(head), circuit.rotary) for _ in range(pairs)])
-    gauge.spaces["k"] = keys.flatten()
-    gauge.spaces["q"] = (1 / keys).repeat_interleave(groups, 0).flatten()
-
-
-def _paired(factors: Tensor, rotary: int) -> Tensor:
-    """Both channels of a rotated pair alike."""
-    half = rotary // 2
-    return torch.cat([factors[:half], factors[:half], factors[rotary:]]) if half else factors
 
 
 @dataclass
@@ -169,23 +108,6 @@ def _cycle(n: int, generator: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def gauged(layer: nn.Module, circuit: Circuit, gauge: Gauge) -> Iterator[None]:
-    """The layer with the gauge's weights, for as long as the context is open."""
-    changed = {}
-    for m in circuit.maps:
-        rows = torch.cat([gauge.spaces[s] for s in m.writes])
-        changed[m.parameter] = _scaled(layer.get_parameter(m.parameter), rows, 1 / gauge.spaces[m.reads], m)
-        if m.bias is not None:
-            changed[m.bias] = _times(layer.get_parameter(m.bias), rows)
-    for path, factor in gauge.weights.items():
-        owner, _, name = path.rpartition(".")
-        if layer.get_submodule(owner)._parameters.get(name) is not None:
-            changed[path] = _times(layer.get_parameter(path), factor)
-    with swapped(layer, changed, gauge.attributes):
-        yield
-
-
-@contextmanager
 def shuffled(layer: nn.Module, circuit: Circuit, shuffle: Shuffle) -> Iterator[None]:
     """The layer with permuted weights, for as long as the context is open."""
     changed = {}
@@ -201,36 +123,6 @@ def shuffled(layer: nn.Module, circuit: Circuit, shuffle: Shuffle) -> Iterator[N
                 changed[f"{norm.module}.{name}"] = parameter.detach()[order.to(parameter.device)]
     with swapped(layer, changed, {}):
         yield
-
-
-@contextmanager
-def swapped(layer: nn.Module, changed: dict[str, Tensor], attributes: dict[tuple[str, str], float]) -> Iterator[None]:
-    """Other values in the layer's own modules; what was there comes back whatever happens."""
-    owners = {path: (layer.get_submodule(path.rpartition(".")[0])._parameters, path.rpartition(".")[2]) for path in changed}
-    before = {path: table[name] for path, (table, name) in owners.items()}
-    numbers = {(path, name): getattr(layer.get_submodule(path), name) for path, name in attributes}
-    try:
-        for path, (table, name) in owners.items():
-            table[name] = nn.Parameter(changed[path], requires_grad=False)
-        for (path, name), factor in attributes.items():
-            setattr(layer.get_submodule(path), name, numbers[path, name] * factor)
-        yield
-    finally:
-        for path, (table, name) in owners.items():
-            table[name] = before[path]
-        for (path, name), number in numbers.items():
-            setattr(layer.get_submodule(path), name, number)
-
-
-def _times(tensor: Tensor, factor: Tensor) -> Tensor:
-    return tensor.detach() * factor.to(tensor)
-
-
-def _scaled(weight: Tensor, rows: Tensor, columns: Tensor, m: Map) -> Tensor:
-    rows, columns = rows.to(weight), columns.to(weight)
-    if m.layout == "in,out":
-        rows, columns = columns, rows
-    return (weight.detach() * rows[:, None]).mul_(columns)
 
 
 def _order(spaces: tuple[str, ...], circuit: Circuit, shuffle: Shuffle) -> Tensor:
