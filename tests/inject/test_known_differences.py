@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shaketable as st
 from tests.inject.code_paths import Body, Tower
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 NOISE = "relative_gaussian:0.05"
 DID_NOT_RAISE = pytest.fail.Exception
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests import slow
 from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
 
 
@@ -103,7 +104,9 @@ def test_nothing_is_overwritten(tmp_path):
     assert (tmp_path / "l" / "ledger.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("kind", "fires", "shaken"), [("fork", 6, 3), ("spawn", 6, 3), ("loader", 6, 2), ("threads", 12, 1)])
+@pytest.mark.parametrize(
+    ("kind", "fires", "shaken"), [("fork", 6, 3), slow("spawn", 6, 3), ("loader", 6, 2), ("threads", 12, 1)]
+)
 def test_workers_are_shaken_and_write_their_own_ledger(tmp_path, kind, fires, shaken):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("workers.py", kind))
     assert code == 0, printed
@@ -118,7 +121,7 @@ def test_what_a_parent_did_before_it_forked_is_not_counted_again_in_the_child(tm
 
 
 @pytest.mark.parametrize(
-    ("package", "start"), [("multiprocessing", "fork"), ("multiprocessing", "spawn"), ("torch.multiprocessing", "fork")]
+    ("package", "start"), [("multiprocessing", "fork"), slow("multiprocessing", "spawn"), slow("torch.multiprocessing", "fork")]
 )
 def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("pool.py", package, start))
@@ -134,7 +137,7 @@ def test_a_ledger_that_cannot_be_written_stops_nobody_and_has_everything_when_it
     assert ledger["forward"] == 20
 
 
-@pytest.mark.parametrize(("plan", "fires"), [(LINEAR, (6, 0)), ("relative_gaussian:0.05@op.matmul", (9, 15))])
+@pytest.mark.parametrize(("plan", "fires"), [(LINEAR, (6, 0)), slow("relative_gaussian:0.05@op.matmul", (9, 15))])
 def test_compiled_programs_are_shaken_wherever_their_models_are_met(tmp_path, plan, fires):
     code, ledger, printed = shake(tmp_path / "l", plan, *program("compiled.py"))
     assert code == 0, printed
@@ -190,6 +193,7 @@ def test_a_hugging_face_trainer_is_shaken(tmp_path):
 
 
 @pytest.mark.covers("TRL", "`shaketable run` of a GRPO script", "eager")
+@pytest.mark.slow
 def test_trl_grpo_samples_in_rollout_and_learns_in_train(tmp_path):
     plan = "relative_gaussian:0.05@module.linear,phase=rollout;noise:0.01@layer.1"
     code, ledger, printed = shake(tmp_path / "l", plan, *program("trl_grpo.py", str(tmp_path / "out")))
