@@ -236,3 +236,10 @@ def test_without_the_plan_python_starts_as_ever():
         text=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_command_itself_imports_no_torch():
+    """It waits for a program and adds up what it wrote: seconds of every run, and a torch on a machine that need not have one."""
+    code = "import sys, shaketable.launch.run, shaketable.ledger.table; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
