@@ -66,7 +66,7 @@ def test_a_backward_clause_is_told_when_an_optimizer_steps(tmp_path):
         ("gain:0.1@module.linear", "functional", 0),
         slow("gain:0.1@module.rmsnorm;gain:0.1@module.linear;gain:0.1@module.embedding", "two models", 0),
         slow("gain:0.1@op.matmul,direction=backward", "frozen", 0),
-        ("gain:0.1@module.linear,phase=train", "evaluation", 3),
+        slow("gain:0.1@module.linear,phase=train", "evaluation", 3),
         slow("gain:0.1@op.matmul,direction=backward", "evaluation", 3),
         ("gain:0@module.linear", "plain", 3),
         slow("bit_flip:1e-7@module.linear", "plain", 3),

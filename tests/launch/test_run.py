@@ -13,8 +13,14 @@ from tests import slow
 from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
 
 
-def test_a_plain_loop_is_shaken_forward(tmp_path):
-    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("plain_loop.py"))
+@pytest.fixture(scope="module")
+def plain_loop(tmp_path_factory):
+    """A plain loop under noise: exit code, ledger, what was printed."""
+    return shake(tmp_path_factory.mktemp("plain_loop") / "l", LINEAR, *program("plain_loop.py"))
+
+
+def test_a_plain_loop_is_shaken_forward(plain_loop):
+    code, ledger, printed = plain_loop
     assert code == 0, printed
     assert (ledger["forward"], ledger["backward"]) == (10, 0)
     assert ledger["sites"][0]["matched"] == 2
@@ -28,8 +34,8 @@ def test_operators_are_shaken_forward_and_backward(tmp_path):
     assert (ledger["forward"], ledger["backward"]) == (10, 25)
 
 
-def test_the_same_seed_gives_the_same_program(tmp_path):
-    printed = [shake(tmp_path / str(i), LINEAR, *program("plain_loop.py"))[2].splitlines()[0] for i in range(2)]
+def test_the_same_seed_gives_the_same_program(plain_loop, tmp_path):
+    printed = [done[2].splitlines()[0] for done in (plain_loop, shake(tmp_path / "l", LINEAR, *program("plain_loop.py")))]
     clean = subprocess.run(program("plain_loop.py"), capture_output=True, text=True).stdout.splitlines()[0]
     assert printed[0] == printed[1] != clean
 
@@ -149,6 +155,7 @@ def test_threads_meet_operators_too(tmp_path):
     assert ledger["forward"] == 12
 
 
+@pytest.mark.slow
 def test_ranks_share_the_broken_lanes_and_not_the_noise(tmp_path):
     plan = "relative_gaussian:0.05,sparsity=0.5@op.matmul"
     command = [
@@ -180,6 +187,7 @@ def test_ray_workers_are_shaken(tmp_path):
 
 
 @pytest.mark.covers("Transformers", "`shaketable run` of a Trainer script", "eager")
+@pytest.mark.slow
 def test_a_hugging_face_trainer_is_shaken(tmp_path):
     plan = "relative_gaussian:0.05@module.linear,phase=train;relative_gaussian:0.05@op.all,layers=1"
     code, ledger, printed = shake(tmp_path / "l", plan, *program("hf_trainer.py", str(tmp_path / "out")))
