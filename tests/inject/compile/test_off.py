@@ -85,7 +85,7 @@ def tower(**how):
     return Tower(**how), torch.randn(4, 8)
 
 
-@pytest.mark.parametrize("plan", [PLANS[0], *map(slow, PLANS[1:-1]), PLANS[-1]])
+@pytest.mark.parametrize("plan", [PLANS[0], *map(slow, PLANS[1:])])
 def test_the_graph_of_a_plan_that_is_off_is_the_clean_graph(tinier_llama, plan):
     record = Recorder()
     compiled = torch.compile(tinier_llama, backend=record.backend)
