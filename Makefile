@@ -21,7 +21,7 @@ test: $(STAMP) ## The tests, but for the slow ones; at most ten minutes on two i
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: test ## All tests, the slow ones too; what CI runs
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 check: $(STAMP) ## Lint, formatting, types, and which package may import which
 	$(BIN)/ruff check .

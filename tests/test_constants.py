@@ -27,8 +27,8 @@ CONSTANTS = {
     "locate.probes.twins.ENOUGH": 32,
     "locate.probes.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
-    "inject.inert.ENOUGH": 256,
-    "inject.inert.NEVER": 1e-6,
+    "faults.inert.ENOUGH": 256,
+    "faults.inert.NEVER": 1e-6,
     "launch.inert_notices.PASSES": 2,
     # measured equals asked
     "ledger.ledger.TOLERANCE": 0.1,

@@ -11,6 +11,7 @@ from torch import nn
 
 import shaketable as st
 from tests.inject.code_paths import Checkpointed
+from tests.inject.recomputation import assert_recomputation_sees_the_same_noise
 from tests.tensors import ids, same, step
 
 NOISE = "relative_gaussian:0.05"
@@ -249,19 +250,7 @@ def test_law_8_an_error_in_backward_reaches_its_layer_and_those_before(tiny_llam
     ],
 )
 def test_law_8_recomputation_sees_the_noise_of_the_first_pass(tiny_llama, plan, reentrant):
-    tiny_llama.train()
-    with st.inject(tiny_llama, plan, seed=3) as ledger:
-        plain = step(tiny_llama)
-    tiny_llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        tiny_llama.enable_input_require_grads()
-    with st.inject(tiny_llama, plan, seed=3) as checkpointed:
-        again = step(tiny_llama)
-    assert torch.equal(plain[0], again[0])
-    assert same(plain, again)
-    assert (checkpointed.forward, checkpointed.backward) == (ledger.forward, ledger.backward)
-    assert checkpointed.to_dict()["sites"][0]["recomputed"] > 0
-    assert checkpointed.sites[0].by("layer") == ledger.sites[0].by("layer")
+    assert_recomputation_sees_the_same_noise(tiny_llama, plan, reentrant, step)
 
 
 def test_law_8_accumulated_micro_batches_keep_their_noise_apart(tiny_llama):

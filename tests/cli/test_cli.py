@@ -1,5 +1,6 @@
 """The command line as its users meet it."""
 
+import functools
 import json
 import os
 import subprocess
@@ -8,10 +9,16 @@ import sys
 import pytest
 
 import shaketable as shaketable_package
+from tests.cli import command_server
 
 
 def shaketable(*words):
     return subprocess.run([sys.executable, "-m", "shaketable", *words], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def inspect(tmp_path):
+    return functools.partial(command_server.shaketable, tmp_path, "inspect")
 
 
 QWEN = {
@@ -34,9 +41,9 @@ def qwen(tmp_path):
     return str(path)
 
 
-def test_inspect_reproduces_the_origin_s_table(qwen, tmp_path):
-    done = shaketable("inspect", qwen, "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
+def test_inspect_reproduces_the_origin_s_table(inspect, qwen, tmp_path):
+    done = inspect(qwen, "--json", str(tmp_path / "out.json"))
+    assert done.code == 0, done.stderr
     facts = json.loads((tmp_path / "out.json").read_text())
     assert facts["layers"] == 28
     assert not facts["moe"]
@@ -50,10 +57,10 @@ def test_inspect_reproduces_the_origin_s_table(qwen, tmp_path):
     assert "57" in done.stdout
 
 
-def test_inspect_shows_exactly_what_a_plan_would_hit(qwen, tmp_path):
+def test_inspect_shows_exactly_what_a_plan_would_hit(inspect, qwen, tmp_path):
     plan = "mxfp4@module.mlp.down_proj,layers=3;relative_gaussian:0.1@op.matmul,layers=0-1;gain:1@layer.27"
-    done = shaketable("inspect", qwen, "--plan", plan, "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
+    done = inspect(qwen, "--plan", plan, "--json", str(tmp_path / "out.json"))
+    assert done.code == 0, done.stderr
     sites = json.loads((tmp_path / "out.json").read_text())["sites"]
     assert sites[0]["modules"] == ["model.layers.3.mlp.down_proj:weight", "model.layers.3.mlp.down_proj:input"]
     assert (sites[1]["families"], sites[1]["layers"]) == (["matmul"], 2)
@@ -61,14 +68,14 @@ def test_inspect_shows_exactly_what_a_plan_would_hit(qwen, tmp_path):
     assert "model.layers.3.mlp.down_proj:weight" in done.stdout
 
 
-def test_inspect_knows_the_built_in_model_without_weights(tmp_path):
-    done = shaketable("inspect", "smollm2-135m", "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
+def test_inspect_knows_the_built_in_model_without_weights(inspect, tmp_path):
+    done = inspect("smollm2-135m", "--json", str(tmp_path / "out.json"))
+    assert done.code == 0, done.stderr
     roles = json.loads((tmp_path / "out.json").read_text())["roles"]
     assert (roles["rmsnorm"]["count"], roles["linear"]["count"], roles["lm_head"]["count"]) == (61, 210, 1)
 
 
-def test_a_mixture_of_experts_is_costed_by_the_experts_a_token_visits(tmp_path):
+def test_a_mixture_of_experts_is_costed_by_the_experts_a_token_visits(inspect, tmp_path):
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
     shares = []
     for visited in (1, 4):
@@ -79,7 +86,7 @@ def test_a_mixture_of_experts_is_costed_by_the_experts_a_token_visits(tmp_path):
             "num_experts_per_tok": visited,
         }
         (tmp_path / "config.json").write_text(json.dumps(config))
-        shaketable("inspect", str(tmp_path / "config.json"), "--json", str(tmp_path / "out.json"))
+        inspect(str(tmp_path / "config.json"), "--json", str(tmp_path / "out.json"))
         facts = json.loads((tmp_path / "out.json").read_text())
         assert facts["moe"]
         shares.append(facts["roles"]["linear"]["flops_per_token"])
@@ -90,16 +97,16 @@ def test_a_mixture_of_experts_is_costed_by_the_experts_a_token_visits(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["inspect", "no/such/folder/here"], "no/such/folder/here"),
-        (["inspect", "smollm"], "did you mean 'smollm2-135m'"),
-        (["inspect", "smollm2-135m", "--plan", "gain:1@layer.40"], "layers 0-29"),
-        (["inspect", "smollm2-135m", "--plan", "gain:1@module.lineer"], "did you mean 'linear'"),
-        (["inspect", "smollm2-135m", "--plan", "gain:x@module.linear"], "magnitude"),
+        (["no/such/folder/here"], "no/such/folder/here"),
+        (["smollm"], "did you mean 'smollm2-135m'"),
+        (["smollm2-135m", "--plan", "gain:1@layer.40"], "layers 0-29"),
+        (["smollm2-135m", "--plan", "gain:1@module.lineer"], "did you mean 'linear'"),
+        (["smollm2-135m", "--plan", "gain:x@module.linear"], "magnitude"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(words, expected):
-    done = shaketable(*words)
-    assert done.returncode == 2
+def test_bad_input_is_one_line_and_exit_2(inspect, words, expected):
+    done = inspect(*words)
+    assert done.code == 2
     assert expected in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stderr

@@ -6,10 +6,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shaketable.cli import train
+from shaketable.cli import sweep, train
 from shaketable.cli.config_options import options_of
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.io.config_model import ConfigModel
+from shaketable.measure.sweep.config import SweepConfig
 
 
 class Bread(ConfigModel):
@@ -60,10 +61,23 @@ def test_what_a_value_may_be_is_the_config_s_own_affair(bake):
     assert "flour: Input should be 'rye' or 'wheat' (got 'sand')" in str(done.exception)
 
 
-def test_every_option_of_train_says_what_its_field_says():
-    options = {p.name: p for p in typer.main.get_command(_app(train)).params}
-    fields = {name: field for name, field in TrainConfig.model_fields.items() if name in options}
-    assert len(fields) > 20
+def test_a_default_that_the_command_leaves_to_the_config_is_shown():
+    app = typer.Typer()
+
+    @app.command()
+    @options_of(Bread, "flour", "seeds", default={"flour": None, "seeds": None}, text=["seeds"])
+    def bake(**fields) -> None:
+        assert fields == {"flour": None, "seeds": "poppy"}
+
+    assert CliRunner().invoke(app, ["--seeds", "poppy"]).exit_code == 0
+    assert "[default: (rye)]" in CliRunner().invoke(app, ["--help"]).output
+
+
+@pytest.mark.parametrize(("command", "config", "least"), [(train, TrainConfig, 20), (sweep, SweepConfig, 10)])
+def test_every_option_of_a_command_says_what_its_field_says(command, config, least):
+    options = {p.name: p for p in typer.main.get_command(_app(command)).params}
+    fields = {name: field for name, field in config.model_fields.items() if name in options}
+    assert len(fields) > least
     for name, field in fields.items():
         assert field.description and options[name].help == field.description, name
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
+
+from tests.cli.command_server import shaketable
 
 PLAN = "dead_zone:0.2,scope=token,sparsity=0.1@module.mlp.down_proj,layers=1"
 
@@ -31,42 +34,42 @@ def folder(tmp_path_factory):
     return path
 
 
-def locate(*arguments):
-    command = [sys.executable, "-m", "shaketable", "locate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def locate(tmp_path):
+    return functools.partial(shaketable, tmp_path, "locate")
 
 
-def test_a_healthy_model_exits_0(folder, tmp_path):
+def test_a_healthy_model_exits_0(locate, folder, tmp_path):
     done = locate(folder, "--tokens", 48, "--json", tmp_path / "d.json", "--html", tmp_path / "d.html")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     assert "HEALTHY: all 3 layers" in done.stdout
     assert "This holds if" in done.stdout
     assert json.loads((tmp_path / "d.json").read_text())["verdict"] == "HEALTHY"
     assert (tmp_path / "d.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_planted_fault_exits_1_and_is_named(folder, tmp_path):
+def test_a_planted_fault_exits_1_and_is_named(locate, folder, tmp_path):
     done = locate(folder, "--tokens", 48, "--plan", PLAN, "--json", tmp_path / "d.json", "--dtype", "bfloat16")
-    assert done.returncode == 1, done.stderr
+    assert done.code == 1, done.stderr
     assert "FAULT: layer 1, mlp.down_proj" in done.stdout
     data = json.loads((tmp_path / "d.json").read_text())
     assert (data["layer"], data["op"], data["fault_class"], data["dtype"]) == (1, "mlp.down_proj", "dead_zone", "bfloat16")
     assert len(data["lanes"]) == 3
 
 
-def test_a_diagnosis_is_not_overwritten_unasked(folder, tmp_path):
+def test_a_diagnosis_is_not_overwritten_unasked(locate, folder, tmp_path):
     (tmp_path / "d.json").write_text("mine")
     done = locate(folder, "--tokens", 16, "--json", tmp_path / "d.json")
-    assert done.returncode == 2
+    assert done.code == 2
     assert "add --force" in done.stderr
     assert (tmp_path / "d.json").read_text() == "mine"
-    assert locate(folder, "--tokens", 16, "--json", tmp_path / "d.json", "--force").returncode == 0
+    assert locate(folder, "--tokens", 16, "--json", tmp_path / "d.json", "--force").code == 0
     assert json.loads((tmp_path / "d.json").read_text())["verdict"] == "HEALTHY"
 
 
-def test_a_suspicion_exits_4(folder):
+def test_a_suspicion_exits_4(locate, folder):
     done = locate(folder, "--tokens", 48, "--mode", "device", "--plan", "gain:0.5,sparsity=0.1@module.mlp.down_proj,layers=1")
-    assert done.returncode == 4, done.stderr
+    assert done.code == 4, done.stderr
     assert "INCONCLUSIVE: layer 1 is suspect" in done.stdout
     assert "Device mode cannot see" in done.stdout
 
@@ -86,7 +89,7 @@ def test_a_suspicion_exits_4(folder):
         (("MODEL", "--json", "MISSING/d.json"), "its folder does not exist"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(folder, tmp_path, arguments, message):
+def test_bad_input_is_one_line_and_exit_2(locate, folder, tmp_path, arguments, message):
     (tmp_path / "empty").write_text("\n \n")
     names = {
         "MODEL": folder,
@@ -96,21 +99,21 @@ def test_bad_input_is_one_line_and_exit_2(folder, tmp_path, arguments, message):
     }
     done = locate(*(names.get(a, a) for a in arguments), "--tokens", 16)
     lines = [line for line in done.stderr.splitlines() if "Loading weights" not in line and line.strip()]
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.code == 2, done.stdout + done.stderr
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("error:")
     assert message in lines[0]
 
 
-def test_a_folder_without_a_tokenizer_is_refused(folder, tmp_path):
+def test_a_folder_without_a_tokenizer_is_refused(locate, folder, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     done = locate(tmp_path)
-    assert done.returncode == 2
+    assert done.code == 2
     assert "cannot be loaded" in done.stderr
 
 
-def test_nan_weights_are_reported_before_anything_else(folder, tmp_path):
+def test_nan_weights_are_reported_before_anything_else(locate, folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
     for file in folder.iterdir():
@@ -120,7 +123,7 @@ def test_nan_weights_are_reported_before_anything_else(folder, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "empty").write_text("")
     done = locate(tmp_path, "--prompts", tmp_path / "empty")
-    assert done.returncode == 2
+    assert done.code == 2
     assert "NaN" in done.stderr
 
 

@@ -10,6 +10,7 @@ from torch import nn
 import shaketable as st
 from tests.gpu.shaken_device import DEVICE, NOISE, every_dtype, ids, on_device, settle, step
 from tests.inject.code_paths import Checkpointed
+from tests.inject.recomputation import assert_recomputation_sees_the_same_noise
 from tests.tensors import same
 
 pytestmark = on_device
@@ -41,19 +42,7 @@ def test_an_error_in_backward_reaches_its_layer_and_those_before(tiny_llama, lay
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("plan", CHECKPOINTED)
 def test_recomputation_sees_the_noise_of_the_first_pass(tiny_llama, plan, reentrant):
-    model = tiny_llama.to(DEVICE).train()
-    with st.inject(model, plan, seed=3) as ledger:
-        plain = step(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    with st.inject(model, plan, seed=3) as checkpointed:
-        again = step(model)
-    settle()
-    assert same(plain, again)
-    assert (checkpointed.forward, checkpointed.backward) == (ledger.forward, ledger.backward)
-    assert checkpointed.to_dict()["sites"][0]["recomputed"] > 0
-    assert checkpointed.sites[0].by("layer") == ledger.sites[0].by("layer")
+    assert_recomputation_sees_the_same_noise(tiny_llama.to(DEVICE), plan, reentrant, step, settle)
 
 
 @pytest.mark.parametrize("site", ["module.linear", "op.matmul", "module.linear,point=weight"])

@@ -8,7 +8,7 @@ from torch import nn
 
 import shaketable as st
 from shaketable.faults import make_fault
-from shaketable.inject.inert import changes_nothing
+from shaketable.faults.inert import changes_nothing
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
 

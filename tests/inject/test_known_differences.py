@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
+from tests import slow
 from tests.inject.code_paths import Body, Tower
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 NOISE = "relative_gaussian:0.05"
 DID_NOT_RAISE = pytest.fail.Exception
 
@@ -98,7 +100,7 @@ def is_named(ledger):
     return any("lm_head" in note for site in ledger.sites for note in site.notes)
 
 
-@pytest.mark.parametrize("how", HEADS)
+@pytest.mark.parametrize("how", [slow(how) if how == "compiled" else how for how in HEADS])
 def test_a_head_that_is_not_named_is_left_alone_where_trl_multiplies_by_it(monkeypatch, how):
     ledger, _ = trained(monkeypatch, f"{NOISE}@op.matmul", **HEADS[how])
     assert spots(ledger) == DECODER
@@ -107,7 +109,7 @@ def test_a_head_that_is_not_named_is_left_alone_where_trl_multiplies_by_it(monke
 TILES = {"two tiles": 2}
 
 
-@pytest.mark.parametrize("how", HEADS)
+@pytest.mark.parametrize("how", [slow(how) if how == "compiled" else how for how in HEADS])
 def test_a_head_that_is_named_is_met_forward_and_backward_where_trl_multiplies_by_it(monkeypatch, how):
     """One product a tile, and two gradients; the product that backward computes again is none more."""
     ledger, _ = trained(monkeypatch, f"{NOISE}@op.matmul,include=lm_head", **HEADS[how])
@@ -293,7 +295,7 @@ SKIPPED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "site", "when"), SKIPPED)
+@pytest.mark.parametrize(("call", "site", "when"), [slow(*row) if row in SKIPPED[-8:] else row for row in SKIPPED])
 def test_a_pass_of_the_reference_is_left_alone(call, site, when):
     from shaketable.integrations.hf.trainer_state import reference_test
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.covers("Ray", "actors, tasks, restarts; own and running cluster", "eager")
+pytestmark = [pytest.mark.slow, pytest.mark.covers("Ray", "actors, tasks, restarts; own and running cluster", "eager")]
 
 PROGRAMS = Path(__file__).with_name("ray_programs")
 PLAN = "relative_gaussian:0.05,sparsity=0.5@module.linear"

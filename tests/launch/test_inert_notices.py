@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests import slow
 from tests.launch.shaken_programs import program, shake
 
 SILENT = "silent_plans.py"
@@ -38,8 +39,8 @@ def test_a_layer_that_is_not_there_is_named_with_the_class_of_the_model(tmp_path
             "gain:0.1@module.linear;gain:0.1@module.second",
             r"gain:0.1@module.second was on in \d passes and never fired",
         ),
-        ("plain", "gain:0.1@module.linear;gain:0.1@op.softmax", r"gain:0.1@op.softmax was on in \d passes and never fired"),
-        ("compiled", "saturation:2@module.linear", r"saturation:2@module.linear fired \d times and changed no value"),
+        slow("plain", "gain:0.1@module.linear;gain:0.1@op.softmax", r"gain:0.1@op.softmax was on in \d passes and never fired"),
+        slow("compiled", "saturation:2@module.linear", r"saturation:2@module.linear fired \d times and changed no value"),
     ],
 )
 def test_a_clause_that_does_nothing_is_told_after_the_first_passes(tmp_path, kind, plan, said):
@@ -63,12 +64,12 @@ def test_a_backward_clause_is_told_when_an_optimizer_steps(tmp_path):
     ("plan", "kind", "code"),
     [
         ("gain:0.1@module.linear", "functional", 0),
-        ("gain:0.1@module.rmsnorm;gain:0.1@module.linear;gain:0.1@module.embedding", "two models", 0),
-        ("gain:0.1@op.matmul,direction=backward", "frozen", 0),
-        ("gain:0.1@module.linear,phase=train", "evaluation", 3),
-        ("gain:0.1@op.matmul,direction=backward", "evaluation", 3),
+        slow("gain:0.1@module.rmsnorm;gain:0.1@module.linear;gain:0.1@module.embedding", "two models", 0),
+        slow("gain:0.1@op.matmul,direction=backward", "frozen", 0),
+        slow("gain:0.1@module.linear,phase=train", "evaluation", 3),
+        slow("gain:0.1@op.matmul,direction=backward", "evaluation", 3),
         ("gain:0@module.linear", "plain", 3),
-        ("bit_flip:1e-7@module.linear", "plain", 3),
+        slow("bit_flip:1e-7@module.linear", "plain", 3),
     ],
 )
 def test_nothing_is_said_of_what_acts_or_may_still_act(tmp_path, plan, kind, code):
@@ -77,6 +78,7 @@ def test_nothing_is_said_of_what_acts_or_may_still_act(tmp_path, plan, kind, cod
     assert [line for line in notices(printed) if "Sequential" not in line] == []
 
 
+@pytest.mark.slow
 def test_many_processes_say_it_once(tmp_path):
     for start in ("fork", "spawn"):
         code, _, printed = shake(tmp_path / start, "saturation:1e9@module.linear", *program("workers.py", start))

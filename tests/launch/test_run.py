@@ -9,11 +9,18 @@ import time
 
 import pytest
 
+from tests import slow
 from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
 
 
-def test_a_plain_loop_is_shaken_forward(tmp_path):
-    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("plain_loop.py"))
+@pytest.fixture(scope="module")
+def plain_loop(tmp_path_factory):
+    """A plain loop under noise: exit code, ledger, what was printed."""
+    return shake(tmp_path_factory.mktemp("plain_loop") / "l", LINEAR, *program("plain_loop.py"))
+
+
+def test_a_plain_loop_is_shaken_forward(plain_loop):
+    code, ledger, printed = plain_loop
     assert code == 0, printed
     assert (ledger["forward"], ledger["backward"]) == (10, 0)
     assert ledger["sites"][0]["matched"] == 2
@@ -27,8 +34,8 @@ def test_operators_are_shaken_forward_and_backward(tmp_path):
     assert (ledger["forward"], ledger["backward"]) == (10, 25)
 
 
-def test_the_same_seed_gives_the_same_program(tmp_path):
-    printed = [shake(tmp_path / str(i), LINEAR, *program("plain_loop.py"))[2].splitlines()[0] for i in range(2)]
+def test_the_same_seed_gives_the_same_program(plain_loop, tmp_path):
+    printed = [done[2].splitlines()[0] for done in (plain_loop, shake(tmp_path / "l", LINEAR, *program("plain_loop.py")))]
     clean = subprocess.run(program("plain_loop.py"), capture_output=True, text=True).stdout.splitlines()[0]
     assert printed[0] == printed[1] != clean
 
@@ -103,7 +110,9 @@ def test_nothing_is_overwritten(tmp_path):
     assert (tmp_path / "l" / "ledger.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("kind", "fires", "shaken"), [("fork", 6, 3), ("spawn", 6, 3), ("loader", 6, 2), ("threads", 12, 1)])
+@pytest.mark.parametrize(
+    ("kind", "fires", "shaken"), [("fork", 6, 3), slow("spawn", 6, 3), ("loader", 6, 2), ("threads", 12, 1)]
+)
 def test_workers_are_shaken_and_write_their_own_ledger(tmp_path, kind, fires, shaken):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("workers.py", kind))
     assert code == 0, printed
@@ -118,7 +127,7 @@ def test_what_a_parent_did_before_it_forked_is_not_counted_again_in_the_child(tm
 
 
 @pytest.mark.parametrize(
-    ("package", "start"), [("multiprocessing", "fork"), ("multiprocessing", "spawn"), ("torch.multiprocessing", "fork")]
+    ("package", "start"), [("multiprocessing", "fork"), slow("multiprocessing", "spawn"), slow("torch.multiprocessing", "fork")]
 )
 def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("pool.py", package, start))
@@ -134,7 +143,7 @@ def test_a_ledger_that_cannot_be_written_stops_nobody_and_has_everything_when_it
     assert ledger["forward"] == 20
 
 
-@pytest.mark.parametrize(("plan", "fires"), [(LINEAR, (6, 0)), ("relative_gaussian:0.05@op.matmul", (9, 15))])
+@pytest.mark.parametrize(("plan", "fires"), [(LINEAR, (6, 0)), slow("relative_gaussian:0.05@op.matmul", (9, 15))])
 def test_compiled_programs_are_shaken_wherever_their_models_are_met(tmp_path, plan, fires):
     code, ledger, printed = shake(tmp_path / "l", plan, *program("compiled.py"))
     assert code == 0, printed
@@ -146,6 +155,7 @@ def test_threads_meet_operators_too(tmp_path):
     assert ledger["forward"] == 12
 
 
+@pytest.mark.slow
 def test_ranks_share_the_broken_lanes_and_not_the_noise(tmp_path):
     plan = "relative_gaussian:0.05,sparsity=0.5@op.matmul"
     command = [
@@ -177,6 +187,7 @@ def test_ray_workers_are_shaken(tmp_path):
 
 
 @pytest.mark.covers("Transformers", "`shaketable run` of a Trainer script", "eager")
+@pytest.mark.slow
 def test_a_hugging_face_trainer_is_shaken(tmp_path):
     plan = "relative_gaussian:0.05@module.linear,phase=train;relative_gaussian:0.05@op.all,layers=1"
     code, ledger, printed = shake(tmp_path / "l", plan, *program("hf_trainer.py", str(tmp_path / "out")))
@@ -190,6 +201,7 @@ def test_a_hugging_face_trainer_is_shaken(tmp_path):
 
 
 @pytest.mark.covers("TRL", "`shaketable run` of a GRPO script", "eager")
+@pytest.mark.slow
 def test_trl_grpo_samples_in_rollout_and_learns_in_train(tmp_path):
     plan = "relative_gaussian:0.05@module.linear,phase=rollout;noise:0.01@layer.1"
     code, ledger, printed = shake(tmp_path / "l", plan, *program("trl_grpo.py", str(tmp_path / "out")))
@@ -232,3 +244,10 @@ def test_without_the_plan_python_starts_as_ever():
         text=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_command_itself_imports_no_torch():
+    """It waits for a program and adds up what it wrote: seconds of every run, and a torch on a machine that need not have one."""
+    code = "import sys, shaketable.launch.run, shaketable.ledger.table; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

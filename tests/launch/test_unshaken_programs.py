@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from shaketable.launch.run import collect
+from tests import slow
 from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -17,7 +18,7 @@ def ranks(folder, kind, plan=LINEAR):
     return code, ledger, " ".join(printed.split())
 
 
-@pytest.mark.parametrize("kind", ["other model", "layer", "no model"])
+@pytest.mark.parametrize("kind", ["other model", slow("layer"), slow("no model")])
 def test_a_rank_in_which_nothing_happened_is_an_error_and_is_named(tmp_path, kind):
     code, ledger, said = ranks(tmp_path / "l", kind)
     assert code == ledger["exit"] == 3, said
@@ -33,10 +34,10 @@ def test_a_rank_in_which_nothing_happened_is_an_error_and_is_named(tmp_path, kin
     ("kind", "plan"),
     [
         ("alike", LINEAR),
-        ("evaluation", f"{LINEAR},phase=eval"),
-        ("loader", LINEAR),
-        ("backward", f"{LINEAR},direction=backward"),
-        ("alike", "bit_flip:1e-3@module.linear"),
+        slow("evaluation", f"{LINEAR},phase=eval"),
+        slow("loader", LINEAR),
+        slow("backward", f"{LINEAR},direction=backward"),
+        slow("alike", "bit_flip:1e-3@module.linear"),
     ],
 )
 def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
@@ -49,10 +50,10 @@ def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
     ("kind", "plan", "code"),
     [
         ("subprocess", LINEAR, 0),
-        ("serve", LINEAR, 0),
-        ("evaluate", f"{LINEAR},phase=train", 0),
-        ("stuck", "gain:0.1@module.linear", 0),
-        ("other_model", f"{LINEAR};gain:0.1@op.softmax", 3),
+        slow("serve", LINEAR, 0),
+        slow("evaluate", f"{LINEAR},phase=train", 0),
+        slow("stuck", "gain:0.1@module.linear", 0),
+        slow("other_model", f"{LINEAR};gain:0.1@op.softmax", 3),
     ],
 )
 def test_children(tmp_path, kind, plan, code):

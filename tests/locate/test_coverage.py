@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.locate.probes import float64_ops
+from shaketable.locate.probes import operator_rounding
 from tests.locate.architectures import build, tokens
 
 pytestmark = pytest.mark.attack("coverage of locate")
@@ -132,7 +132,7 @@ def test_device_mode_says_what_it_only_repeated_and_that_it_is_blind_to_tokens()
 
 def test_a_function_without_a_definition_is_named(monkeypatch):
     """Host and device make the same bits: on one CPU that is little, and the sentence says so."""
-    monkeypatch.delitem(float64_ops.BOUNDED, "scaled_dot_product_attention")
+    monkeypatch.delitem(operator_rounding.BOUNDED, "scaled_dot_product_attention")
     found = st.locate(long(), mode="host", input_ids=tokens())
     assert found.verdict == "HEALTHY"
     assert "of scaled_dot_product_attention only that the host makes the same bits is known" in found.sentence

@@ -10,7 +10,7 @@ import torch
 import shaketable as st
 from shaketable.errors import ModelError, ShaketableError
 from shaketable.locate.diagnosis import PROBES
-from shaketable.locate.probes import float64_ops
+from shaketable.locate.probes import operator_rounding
 from tests.locate.architectures import ARCHITECTURES, ROUTED, UNWIRED, build, tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -328,7 +328,7 @@ def test_routed_layers_have_no_permutation_test(name):
 
 def test_a_function_without_a_host_definition_makes_replay_inconclusive(monkeypatch):
     """Host and device differ, and nobody can say who is right: no verdict, and no crash."""
-    monkeypatch.delitem(float64_ops.BOUNDED, "softmax")
+    monkeypatch.delitem(operator_rounding.BOUNDED, "softmax")
     model = build("llama", attention="eager")
     assert found(model, "host").verdict == "HEALTHY"
     diagnosis = found(model, "host", plan="gain:0.01@op.softmax,layers=1,direction=forward")
@@ -341,7 +341,7 @@ def test_a_definition_that_fails_makes_replay_inconclusive(monkeypatch):
     def fails(call):
         raise NotImplementedError("not for this shape")
 
-    monkeypatch.setitem(float64_ops.BOUNDED, "scaled_dot_product_attention", fails)
+    monkeypatch.setitem(operator_rounding.BOUNDED, "scaled_dot_product_attention", fails)
     diagnosis = found(build("llama", attention="sdpa"), "host")
     assert diagnosis.verdict == "INCONCLUSIVE"
     assert "not for this shape" in diagnosis.probes[0].results["replay"].reason

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, slow
 from tests.cli.command_server import shaketable
 
 DOCS = ROOT / "docs"
@@ -21,6 +21,7 @@ PAGES = (
     "env",
     *(f"journeys/{name}" for name in ("device", "format", "sampler", "training", "study")),
 )
+QUICK = ("start", "inspect", "env")
 SMALL = "seeds=1 train.steps=4 train.prompts=2 train.samples=2 evaluate.n=6 evaluate.every=0 evaluate.mechanism=false diagnose.tokens=32"
 TRAIN = """
 import torch
@@ -39,7 +40,7 @@ def commands(page):
     return [line for line in lines if line.startswith("shaketable") and line not in elsewhere]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page if page in QUICK else slow(page) for page in PAGES])
 def test_commands_of_a_page_run(page, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     assert commands(page)

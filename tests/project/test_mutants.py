@@ -30,6 +30,7 @@ def test_nearly_every_bug_is_a_line_that_is_there_and_leaves_python_behind(mutan
             assert (ROOT / "tests" / test.split("::")[0]).exists(), test
 
 
+@pytest.mark.slow
 def test_a_caught_bug_a_missed_one_and_a_run_that_goes_on(mutants, tmp_path):
     def plant(new):
         return mutants.Mutant(

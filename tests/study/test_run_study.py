@@ -169,6 +169,7 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
 
 
 @pytest.mark.attack("kills")
+@pytest.mark.slow
 def test_a_worker_does_not_outlive_its_parent(tmp_path):
     """kill -9 of the parent: the worker sees it by itself, and its run is left as partial and not as failed."""
     file, store = file_of(tmp_path, train=data()["train"] | {"steps": 400}), tmp_path / "store"

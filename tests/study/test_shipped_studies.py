@@ -13,7 +13,7 @@ from shaketable.study.config import Guide
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import check
-from tests import ROOT
+from tests import ROOT, slow
 
 FILES = sorted((ROOT / "studies").glob("*.yaml"))
 NAMES = [file.stem for file in FILES]
@@ -113,7 +113,7 @@ def test_a_study_as_it_ships_stands_its_check(file):
     check(load_study(file))
 
 
-@pytest.mark.parametrize("file", FILES, ids=NAMES)
+@pytest.mark.parametrize("file", [f if f.stem == "guided-aqn" else slow(f) for f in FILES], ids=NAMES)
 def test_a_study_runs_and_proves_its_faults(file, tmp_path):
     study = small(file)
     for cell in cells_of(study):

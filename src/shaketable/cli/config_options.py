@@ -10,13 +10,14 @@ What a value may be is checked by the config and not by typer, so that it is the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
 
 Command = Callable[..., None]
 
@@ -27,6 +28,7 @@ def options_of(
     metavar: Mapping[str, str] = {},
     default: Mapping[str, Any] = {},
     flag: Mapping[str, str] = {},
+    text: Collection[str] = (),
 ) -> Callable[[Command], Command]:
     """Give a command that takes `**fields` one option for each field that is named, in this order.
 
@@ -36,11 +38,15 @@ def options_of(
         metavar: What help calls a value, where its type says too little.
         default: Where a command begins with another value than the config.
         flag: Options that are not called like their field.
+        text: Fields that the config reads from a word.
     """
 
     def given(command: Command) -> Command:
         own = list(inspect.signature(command, eval_str=True).parameters.values())
-        made = [_parameter(config, name, metavar.get(name), default, flag.get(name)) for name in names]
+        made = [
+            _parameter(name, config.model_fields[name], metavar.get(name), default, flag.get(name), name in text)
+            for name in names
+        ]
         first = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
         rest = [p for p in own if p.kind is p.KEYWORD_ONLY]
         command.__signature__ = inspect.Signature([*first, *made, *rest])  # type: ignore[attr-defined]
@@ -50,16 +56,17 @@ def options_of(
 
 
 def _parameter(
-    config: type[BaseModel], name: str, metavar: str | None, default: Mapping[str, Any], flag: str | None
+    name: str, field: FieldInfo, metavar: str | None, default: Mapping[str, Any], flag: str | None, is_text: bool
 ) -> inspect.Parameter:
-    field = config.model_fields[name]
     kind: Any = field.annotation
-    value = default[name] if name in default else field.get_default()
-    if get_origin(kind) is Literal:
+    own: Any = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+    value = default.get(name, own)
+    if is_text or get_origin(kind) is Literal:
         kind = str
     elif get_origin(kind) is tuple:
         kind, value = list[str], list(value)
     if value is None and type(None) not in getattr(kind, "__args__", ()):
         kind = kind | None
-    option = typer.Option(flag or f"--{name.replace('_', '-')}", metavar=metavar, help=field.description)
+    shown = str(own) if value is None and own not in (None, {}) else True
+    option = typer.Option(flag or f"--{name.replace('_', '-')}", metavar=metavar, help=field.description, show_default=shown)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option])

@@ -8,41 +8,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.config_options import options_of
 from shaketable.errors import ShaketableError
 from shaketable.io.output_files import check_free, write
+from shaketable.measure.sweep.config import SweepConfig
 
 if TYPE_CHECKING:
-    from shaketable.measure.sweep.config import SweepConfig
     from shaketable.records.record import RunRecord
 
 
+OPTIONS = ("task", "plan", "magnitudes", "n", "seeds", "seed", "batch_size", "device", "dtype", "engine", "engine_args")
+
+
+@options_of(
+    SweepConfig,
+    *OPTIONS,
+    metavar={"magnitudes": "NUMBERS", "engine_args": "JSON"},
+    default=dict.fromkeys(OPTIONS),
+    text=("magnitudes", "engine_args"),
+)
 def sweep(
     models: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL…", help="Folders, Hugging Face ids, nano or smollm2-135m.")
+        list[str] | None, typer.Argument(metavar="MODEL…", help=SweepConfig.model_fields["models"].description)
     ] = None,
-    task: Annotated[str | None, typer.Option(help="What to solve or read, e.g. gsm8k, arithmetic,level=3 or text.")] = None,
-    plan: Annotated[
-        str | None, typer.Option(help="The faults; a clause without a magnitude takes each of --magnitudes.")
-    ] = None,
-    magnitudes: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="e.g. 0,0.05,0.1. 0 is clean, and measured in any case.")
-    ] = None,
-    n: Annotated[
-        int | None, typer.Option("--n", min=1, show_default="200, or all texts", help="Problems, the same for all.")
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, show_default="3", help="Noise seeds of every faulty point.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**32 - 1, show_default="0", help="Draws the problems; the first noise seed.")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, show_default="what fits", help="Problems at a time.")] = None,
-    device: Annotated[str | None, typer.Option(show_default="cpu", help="cpu, cuda, npu, xpu, mps.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own by default.")] = None,
-    engine: Annotated[
-        str | None, typer.Option(show_default="hf", help="Who computes: hf, or vllm where vLLM is installed.")
-    ] = None,
-    engine_args: Annotated[
-        str | None, typer.Option(metavar="JSON", help="For vLLM's LLM, e.g. '{\"tensor_parallel_size\": 2}'.")
-    ] = None,
+    *,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", show_default="runs/sweep-…", help="A new folder for the run record.")
     ] = None,
@@ -52,25 +41,13 @@ def sweep(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the points as JSON.")] = None,
     png_file: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the curve.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    **fields: Any,
 ) -> None:
     """Measure how a model's accuracy falls as a fault grows: intervals, paired differences, KL, and proof of the fault.
 
     shaketable sweep nano --task arithmetic,level=3 --plan relative_gaussian@op.matmul --magnitudes 0,0.05,0.1
     """
-    asked = {
-        "models": tuple(models or ()),
-        "task": task,
-        "plan": plan,
-        "magnitudes": magnitudes,
-        "n": n,
-        "seeds": seeds,
-        "seed": seed,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "engine": engine,
-        "engine_args": engine_args,
-    }
+    asked = {"models": tuple(models or ()), **fields}
     given = {key: value for key, value in asked.items() if value not in (None, ())}
     check_free([f for f in (json_file, png_file) if f is not None], [], force)
     config, record = _new(given, out) if resume is None else _old(given, out, resume)
@@ -81,7 +58,7 @@ def sweep(
 def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecord]:
     """A sweep that begins: all that can be known to be wrong with it is said before a folder is made."""
     from shaketable.cli.locate import load
-    from shaketable.measure.sweep.config import SweepConfig, parse_magnitudes, resolve_plan
+    from shaketable.measure.sweep.config import parse_magnitudes, resolve_plan
     from shaketable.records.environment import gather
 
     needed = {"models": "MODEL", "task": "--task", "plan": "--plan"}
@@ -112,7 +89,6 @@ def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) 
 
 def _old(given: dict[str, Any], out: Path | None, folder: Path) -> tuple[SweepConfig, RunRecord]:
     """A sweep that goes on, with what it began with."""
-    from shaketable.measure.sweep.config import SweepConfig
     from shaketable.records.environment import gather
     from shaketable.records.record import RunRecord
 

@@ -15,7 +15,7 @@ from shaketable.errors import ShaketableError, first_problem
 class ConfigModel(BaseModel):
     """What a command is asked to do."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @classmethod
     def checked(cls, **fields: Any) -> Self:

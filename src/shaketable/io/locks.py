@@ -56,19 +56,27 @@ def _locked(file: IO[str], kind: int) -> bool:
 
 
 @contextmanager
-def held(runs: Path, name: str, *, wait: float = 0.0) -> Iterator[bool]:
-    """Try to get a run's lock, for `wait` seconds; yields whether it is ours."""
-    path = runs / FOLDER / name
+def locked(path: Path, where: str, wait: float = 0.0, *, make_folder: bool = False) -> Iterator[bool]:
+    """Try to lock a file, for `wait` seconds; yields whether it is ours. Errors say `where` it lies."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     except OSError as error:
-        raise ShaketableError(f"cannot write in the store {runs}: {error.strerror or error}") from None
+        raise ShaketableError(f"cannot write in {where}: {error.strerror or error}") from None
     with file:
         try:
             mine = take(file, wait)
         except OSError as error:
             raise ShaketableError(f"cannot lock {path}: {error.strerror or error}") from None
+        yield mine
+
+
+@contextmanager
+def held(runs: Path, name: str, *, wait: float = 0.0) -> Iterator[bool]:
+    """Try to get a run's lock, for `wait` seconds; yields whether it is ours."""
+    path = runs / FOLDER / name
+    with locked(path, f"the store {runs}", wait, make_folder=True) as mine:
         yield mine
 
 

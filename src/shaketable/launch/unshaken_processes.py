@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shaketable.inject.inert import changes_nothing
+from shaketable.faults.inert import changes_nothing
 from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Clause, Plan
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.io.locks import is_taken, take
+from shaketable.io.locks import is_taken, locked
 from shaketable.io.replacing import replacing
 from shaketable.records.chain import SCHEMA, UNCHAINED, ChainReader, is_seal, last_lines, link, linked, object_of, parted
 
@@ -202,15 +202,7 @@ class RunRecord:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Work on this run; an error when another process does."""
-        try:
-            file = (self.folder / ".lock").open("w")
-        except OSError as error:
-            raise ShaketableError(f"cannot write in {self.folder}: {error.strerror or error}") from None
-        with file:
-            try:
-                mine = take(file, _PATIENCE)
-            except OSError as error:
-                raise ShaketableError(f"cannot lock {self.folder}: {error.strerror or error}") from None
+        with locked(self.folder / ".lock", str(self.folder), _PATIENCE) as mine:
             if not mine:
                 raise ShaketableError(f"another process is working on the run in {self.folder}")
             yield

@@ -9,6 +9,7 @@ from torch import nn
 import shaketable as st
 from shaketable.inject import fault_operator
 from shaketable.inject.compile import custom_ops
+from tests import slow
 from tests.inject.compile.graphs import graphs
 from tests.tensors import ids
 from tests.tensors import step_logits as step
@@ -22,7 +23,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [plan if "direction=both" in plan else slow(plan) for plan in PLANS])
 def test_the_plan_is_in_the_graph_forward_and_backward(tinier_llama, fresh_graphs, plan):
     compiled = torch.compile(tinier_llama, backend="aot_eager", fullgraph=True)
     clean = step(compiled, tinier_llama)

@@ -14,6 +14,7 @@ from shaketable.inject.compile import fused_noise as fused
 from shaketable.inject.device.table import USES
 from shaketable.inject.fast import linear
 from shaketable.inject.fault_operator import Application
+from tests import slow
 from tests.inject.compile.graphs import NOISE, graphs, tabled
 
 pytest.importorskip("triton")
@@ -154,7 +155,7 @@ def test_a_compiled_pass_is_fresh_live_counted_and_off(dynamic):
     assert torch.equal(call(data()), clean)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
 @torch.no_grad()
 def test_off_is_bit_identical_in_a_real_model(tinier_llama, dtype):
     """Inductor keeps sums of a smaller type in float32 inside of a kernel; where it cuts must not depend on us."""

@@ -11,8 +11,10 @@ from torch.fx.node import map_arg
 import shaketable as st
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
+from tests import slow
 from tests.tensors import ids, same, step_logits
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 PLANS = [
     "relative_gaussian:0.05@module.linear,direction=both",
     "relative_gaussian:0.05@module.linear,point=input",
@@ -83,7 +85,7 @@ def tower(**how):
     return Tower(**how), torch.randn(4, 8)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [PLANS[0], *map(slow, PLANS[1:])])
 def test_the_graph_of_a_plan_that_is_off_is_the_clean_graph(tinier_llama, plan):
     record = Recorder()
     compiled = torch.compile(tinier_llama, backend=record.backend)

@@ -73,6 +73,23 @@ def dpo(folder, model, callback, peft_config=None, **more):
     )  # fmt: skip
 
 
+def evaluating(folder, model, callback, seen):
+    """A GRPO training that evaluates before and after each step; what each evaluation added to `seen`."""
+    found = []
+    trainer = grpo(folder, model, callback, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    evaluate = trainer.evaluate
+
+    def watched(*args, **more):
+        before = len(seen)
+        result = evaluate(*args, **more)
+        found.append(seen[before:])
+        return result
+
+    trainer.evaluate = watched
+    trainer.train()
+    return found
+
+
 class Spy:
     """Notes for every pass of a model what it was, and whether its last MLP returned what its weights say."""
 

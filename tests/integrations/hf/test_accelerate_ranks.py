@@ -14,7 +14,7 @@ import pytest
 
 from shaketable import Ledger
 
-pytestmark = pytest.mark.covers("Accelerate", "two ranks, gloo: callback and `shaketable run`", "eager")
+pytestmark = [pytest.mark.slow, pytest.mark.covers("Accelerate", "two ranks, gloo: callback and `shaketable run`", "eager")]
 
 PROGRAMS = Path(__file__).parent / "programs"
 BESIDE = Path(sys.executable).parent

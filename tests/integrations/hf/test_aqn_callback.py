@@ -7,7 +7,7 @@ import torch
 
 import shaketable as st
 from shaketable.integrations.trl import AQNCallback
-from tests.integrations.hf.small_trainers import grpo, llama
+from tests.integrations.hf.small_trainers import evaluating, grpo, llama
 
 pytestmark = pytest.mark.covers("TRL", "callback: AQN in GRPO", "eager")
 
@@ -67,18 +67,8 @@ def test_origin_04_sigma_of_each_layer_reaches_the_sampler(tmp_path):
 
 def test_origin_05_what_a_trainer_evaluates_is_clean(tmp_path):
     model, callback = llama(), AQNCallback("constant:0.2")
-    spy, evaluations = Spy(model), []
-    trainer = grpo(tmp_path, model, callback, eval_strategy="steps", eval_steps=1, eval_on_start=True)
-    evaluate = trainer.evaluate
-
-    def watched(*args, **more):
-        before = len(spy.calls)
-        found = evaluate(*args, **more)
-        evaluations.append(spy.calls[before:])
-        return found
-
-    trainer.evaluate = watched
-    trainer.train()
+    spy = Spy(model)
+    evaluations = evaluating(tmp_path, model, callback, spy.calls)
     assert len(evaluations) == 4 and all(len(calls) > 1 for calls in evaluations)
     assert not any(noisy for calls in evaluations for _, noisy in calls)
     assert any(spy.noisy(training=False))

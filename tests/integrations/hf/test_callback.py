@@ -10,7 +10,7 @@ import shaketable as st
 from shaketable.errors import ShaketableError
 from shaketable.integrations.hf.vllm_sampler import sampler_of
 from shaketable.integrations.trl import ShaketableCallback
-from tests.integrations.hf.small_trainers import Spy, dpo, grpo, llama, lora, sft
+from tests.integrations.hf.small_trainers import Spy, dpo, evaluating, grpo, llama, lora, sft
 
 pytestmark = pytest.mark.covers("TRL", "callback: plan and AQN in GRPO, SFT and DPO; references clean", "eager")
 
@@ -83,7 +83,8 @@ def test_the_reference_that_peft_makes_of_the_same_weights_is_clean(tmp_path, ma
 
 def test_evaluation_is_clean_also_when_it_samples(tmp_path):
     callback = ShaketableCallback(plan=PLAN, aqn="constant:0.2")
-    passes = evaluating(tmp_path, callback)
+    model = llama()
+    passes = evaluating(tmp_path, model, callback, Spy(model).passes)
     assert len(passes) == 4 and all(len(found) > 2 for found in passes)
     assert not any(noise for found in passes for _, noise in found)
     assert set(fires(callback)) == {"rollout", "train"} and callback.noise.rollouts == 3
@@ -91,29 +92,12 @@ def test_evaluation_is_clean_also_when_it_samples(tmp_path):
 
 def test_evaluation_is_shaken_when_a_clause_says_so(tmp_path):
     callback = ShaketableCallback(plan=f"{PLAN},phase=eval; gain:1@module.rmsnorm", aqn="constant:0.2")
-    passes = evaluating(tmp_path, callback)
+    model = llama()
+    passes = evaluating(tmp_path, model, callback, Spy(model).passes)
     assert all(noise for found in passes for _, noise in found)
     assert set(fires(callback)) == {"eval"}
     assert set(callback.merged.sites[1].by("phase")) == {"rollout", "train"}, "what names no phase is not for evaluations"
     assert set(callback.merged.sites[2].by("phase")) == {"rollout"} and callback.noise.rollouts == 3
-
-
-def evaluating(folder, callback):
-    """A GRPO training that evaluates before and after each step, and the passes of each evaluation."""
-    model, found = llama(), []
-    spy = Spy(model)
-    trainer = grpo(folder, model, callback, eval_strategy="steps", eval_steps=1, eval_on_start=True)
-    evaluate = trainer.evaluate
-
-    def watched(*args, **more):
-        before = len(spy.passes)
-        result = evaluate(*args, **more)
-        found.append(spy.passes[before:])
-        return result
-
-    trainer.evaluate = watched
-    trainer.train()
-    return found
 
 
 def test_weights_are_saved_clean_and_the_model_is_left_as_it_was(tmp_path):

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shaketable.locate.capture import leaf_modules
 from shaketable.locate.capture.leaf_modules import leaf_of
-from shaketable.locate.probes.float64_ops import Call
+from shaketable.locate.probes.operator_rounding import Call
 from shaketable.locate.probes.rounding import Precision
 from tests.tensors import draw
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from shaketable.io.config_model import ConfigModel
 
@@ -18,6 +18,8 @@ PLAN_IN: dict[str, tuple[str, ...]] = {"both": ("rollout", "train"), "rollout": 
 
 class TrainConfig(ConfigModel):
     """One training run."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str
     """nano, smollm2-135m, a folder with safetensors, or a hub id."""

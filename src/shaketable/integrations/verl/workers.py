@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import InertError, ShaketableError
+from shaketable.faults.inert import changes_nothing
 from shaketable.harden.aqn.spec import AQN
-from shaketable.inject.inert import changes_nothing
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
 from shaketable.integrations.verl.settings import ORDERS

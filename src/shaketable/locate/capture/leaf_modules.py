@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shaketable.locate.probes import float64_ops
-from shaketable.locate.probes.float64_ops import Call
+from shaketable.locate.probes import operator_rounding
+from shaketable.locate.probes.operator_rounding import Call
 from shaketable.locate.probes.rounding import ACCUMULATION as UA
 from shaketable.locate.probes.rounding import TINY, Allowed, Around, Precision, Product, RoundingInterval
 
@@ -194,8 +194,8 @@ _DEFINITIONS: dict[str, Callable[[Any, Call, Weight], Allowed]] = {
     "rmsnorm_bare": _rmsnorm_bare,
     "layernorm": _layernorm,
     "embedding": _embedding,
-    "silu": lambda module, call, weight: float64_ops.silu(call.wide(_input(call)), call.dtype),
-    "gelu": lambda module, call, weight: float64_ops.gelu(call.wide(_input(call)), call.dtype, "none"),
-    "gelu_tanh": lambda module, call, weight: float64_ops.gelu(call.wide(_input(call)), call.dtype, "tanh"),
+    "silu": lambda module, call, weight: operator_rounding.silu(call.wide(_input(call)), call.dtype),
+    "gelu": lambda module, call, weight: operator_rounding.gelu(call.wide(_input(call)), call.dtype, "none"),
+    "gelu_tanh": lambda module, call, weight: operator_rounding.gelu(call.wide(_input(call)), call.dtype, "tanh"),
     "identity": lambda module, call, weight: RoundingInterval.exactly(_input(call)),
 }

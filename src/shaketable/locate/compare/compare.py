@@ -37,9 +37,9 @@ from shaketable.locate.compare.fingerprint_file import check_same_model
 from shaketable.locate.compare.fit import fit_all
 from shaketable.locate.compare.result import ComparisonRow, DeviceComparison, Difference, LayerRow
 from shaketable.locate.compare.teacher_forcing import Forcing
-from shaketable.locate.probes import float64_ops
+from shaketable.locate.probes import operator_rounding
 from shaketable.locate.probes.documented_precision import device_precision
-from shaketable.locate.probes.float64_ops import Call
+from shaketable.locate.probes.operator_rounding import Call
 from shaketable.locate.probes.replay import Judgement, judge
 from shaketable.locate.probes.rounding import ACCUMULATION, TINY, UNIT, Precision
 from shaketable.sites.nested_tensors import tensors_of
@@ -188,7 +188,7 @@ class _Between:
         self.call = call
         self.recording = recording
         self.forced = forced
-        self.inexact = self._reached_from(lambda i, r: r.function not in float64_ops.ROUNDED_ONCE, set())
+        self.inexact = self._reached_from(lambda i, r: r.function not in operator_rounding.ROUNDED_ONCE, set())
         """Tensors that a correct device may make otherwise."""
         self._judgement: Judgement | None = None
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.locate.probes.float64_ops import ARITHMETIC, ROUNDED_ONCE, Call
+from shaketable.locate.probes.operator_rounding import ARITHMETIC, ROUNDED_ONCE, Call
 from shaketable.locate.probes.rounding import ACCUMULATION as UA
 from shaketable.locate.probes.rounding import TINY, Around
 

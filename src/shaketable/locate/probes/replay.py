@@ -15,10 +15,10 @@ from torch import Tensor
 from shaketable.locate.capture.leaf_modules import WIDENED, Leaf, Weight
 from shaketable.locate.capture.recorder import Record, Recording, function_name
 from shaketable.locate.capture.reference import Reference
-from shaketable.locate.probes import complex_ops, float64_ops
+from shaketable.locate.probes import complex_ops, operator_rounding
 from shaketable.locate.probes.checksums import row_scores
 from shaketable.locate.probes.documented_precision import host_arithmetic
-from shaketable.locate.probes.float64_ops import Call
+from shaketable.locate.probes.operator_rounding import Call
 from shaketable.locate.probes.rounding import Allowed, Precision, RoundingInterval
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
@@ -175,7 +175,7 @@ def _is_defined(record: Record) -> bool:
     if any(t.is_complex() for t in tensors_of((record.args, record.kwargs, record.output))):
         return complex_ops.is_defined(name)
     floating = any(t.is_floating_point() for t in tensors_of(record.output))
-    return name in float64_ops.ROUNDED_ONCE or name in float64_ops.BOUNDED or not floating
+    return name in operator_rounding.ROUNDED_ONCE or name in operator_rounding.BOUNDED or not floating
 
 
 def _expected(host: Host, record: Record, reference: Reference, prefix: str, precision: Precision) -> list[Expected]:
@@ -185,14 +185,14 @@ def _expected(host: Host, record: Record, reference: Reference, prefix: str, pre
     if record.func is None:
         return [_leaf(call, results[0], f"{prefix}.{record.path}" if prefix else record.path, reference)]
     name = function_name(record.func)
-    if name in float64_ops.BOUNDED and results[0].is_floating_point():
-        return [Expected(results[0], float64_ops.BOUNDED[name](call))]
+    if name in operator_rounding.BOUNDED and results[0].is_floating_point():
+        return [Expected(results[0], operator_rounding.BOUNDED[name](call))]
     if name in ("empty", "empty_like", "new_empty", "empty_strided", "argsort"):  # no values yet; ties in any order
         return []
     if len(results) == 1 and results[0].is_complex():
         return [_complex(call, results[0], name)]
     if len(results) == 1:
-        return [Expected(results[0], float64_ops.rounded_once(call, name))]
+        return [Expected(results[0], operator_rounding.rounded_once(call, name))]
     pairs = zip(results, tensors_of(record.func(*args, **kwargs)), strict=True)
     ordered = name in ("topk", "sort", "max", "min", "mode", "kthvalue")
     return [Expected(got, RoundingInterval.exactly(value)) for got, value in pairs if got.is_floating_point() or not ordered]
@@ -203,7 +203,7 @@ def _complex(call: Call, got: Tensor, name: str) -> Expected:
     parts = complex_ops.parts
     if name in complex_ops.BOUNDED:
         return Expected(parts(got), complex_ops.BOUNDED[name](call))
-    return Expected(parts(got), RoundingInterval.exactly(parts(float64_ops.rounded_once(call, name).low)))
+    return Expected(parts(got), RoundingInterval.exactly(parts(operator_rounding.rounded_once(call, name).low)))
 
 
 def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:

@@ -52,24 +52,29 @@ class SweepConfig(ConfigModel):
     """One sweep, resolved: what its record begins with and a resumed sweep goes on with."""
 
     models: tuple[str, ...] = Field(min_length=1)
+    """Folders, Hugging Face ids, nano or smollm2-135m."""
     task: str
+    """What to solve or read, e.g. gsm8k, arithmetic,level=3 or text."""
     plan: str
-    """In one line; a file's plan is written out here."""
+    """The faults, in one line or their YAML file; a clause without a magnitude takes each of --magnitudes."""
     magnitudes: tuple[float, ...] | None = None
-    """For the clauses without one, ascending; None when every clause has its own or is a format."""
+    """e.g. 0,0.05,0.1. 0 is clean, and measured in any case."""
     n: int = Field(ge=1)
-    """Problems, the same for every model and point."""
+    """Problems, the same for all; 200, or all texts, by default."""
     seeds: int = Field(default=3, ge=1, le=1000)
+    """Noise seeds of every faulty point."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Draws the problems, and is the first seed of the noise."""
+    """Draws the problems; the first noise seed."""
     batch_size: int | None = Field(default=None, ge=1)
-    """None: what fits into memory, found once for each model and recorded."""
+    """Problems at a time; by default what fits into memory, found once for each model and recorded."""
     device: str = "cpu"
+    """cpu, cuda, npu, xpu, mps."""
     dtype: str | None = None
+    """float32, bfloat16 or float16; the checkpoint's own by default."""
     engine: Literal["hf", "vllm"] = "hf"
-    """Who computes: Hugging Face's model in this process, or vLLM."""
+    """Who computes: hf, or vllm where vLLM is installed."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """For vLLM's own `LLM`: tensor_parallel_size, gpu_memory_utilization, …"""
+    """For vLLM's LLM, e.g. '{"tensor_parallel_size": 2}'."""
 
     @field_validator("models")
     @classmethod

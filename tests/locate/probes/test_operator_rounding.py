@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 from scipy import special
 
 from shaketable.locate.capture.recorder import function_name
-from shaketable.locate.probes.float64_ops import ARITHMETIC, BOUNDED, ROUNDED_ONCE, Call, rounded_once
+from shaketable.locate.probes.operator_rounding import ARITHMETIC, BOUNDED, ROUNDED_ONCE, Call, rounded_once
 from shaketable.locate.probes.rounding import Precision
 from shaketable.sites.nested_tensors import map_tensors
 
