@@ -91,3 +91,8 @@ def test_origin_02_a_schedule_that_never_fires_in_this_run_is_an_error():
     with pytest.raises(ShaketableError, match="σ"):
         aqn_of(config(aqn="global_decay:0.05-0.0005,stages=10", steps=1))
     assert aqn_of(config(aqn="global_decay:0.05-0.0005,stages=10", steps=10)) is not None
+
+
+def test_conditions_by_name_come_after_the_clean_one_and_in_place_of_the_plan():
+    made = config(plan=NOISE, conditions={"half": "gain:0.5@layer.0", "noise": NOISE})
+    assert [c.name for c in conditions_of(made)] == ["clean", "half", "noise"]

@@ -11,7 +11,7 @@ import shaketable as st
 from shaketable.locate.compare.compare import compare
 from shaketable.locate.compare.fingerprint import FingerprintError, make_fingerprint
 from shaketable.locate.compare.fit import Fit
-from shaketable.locate.compare.result import Difference, Row
+from shaketable.locate.compare.result import Difference, LayerRow, Row
 from shaketable.plan import Plan
 
 IDS = torch.arange(48)[None] * 7 % 64
@@ -263,3 +263,10 @@ def test_products_of_rounded_factors_are_a_clause_though_they_are_documented(goo
     assert found.plan_text() is None
     found.rounds_factors = True
     assert "q_proj" in found.plan_text()
+
+
+def test_a_layer_names_its_first_operator_beyond_the_dtype():
+    same = Difference.of(torch.zeros(2), torch.zeros(2))
+    rows = [Row(0, op, "output", f"module.{op}", same, here=here) for op, here in (("q", 0), ("k", 1), ("v", 2))]
+    assert LayerRow(0, "layers.0", same, rows).beyond is rows[1]
+    assert LayerRow(0, "layers.0", same, rows[:1]).beyond is None

@@ -243,3 +243,29 @@ def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
     assert [site.forward for site in ledger.sites] == [3, 3]
     model.experts = nn.ModuleList([nn.Linear(4, 4)])
     assert Anatomy.of(model).role_counts() == {"linear": 3, "router": 1}, "where there are experts, it is"
+
+
+class FusedMLP(nn.Module):
+    """One kernel with its own weights: there is nothing inside of it to name."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+
+def test_a_block_is_one_only_if_it_has_parts():
+    model = nn.Sequential()
+    model.mlp, model.ffn, model.attention = FusedMLP(), nn.Sequential(nn.Linear(2, 2)), nn.Identity()
+    assert Anatomy.of(model).role_counts() == {"linear": 1, "mlp": 1}
+
+
+class OtherBlock(nn.Sequential):
+    """A layer of another class."""
+
+
+@pytest.mark.parametrize("kinds", [(nn.Sequential,), (nn.Sequential, OtherBlock)], ids=["one layer", "two kinds"])
+def test_a_stack_that_is_named_as_one_may_have_one_layer_or_two_kinds(kinds):
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList(kind(nn.Linear(2, 2)) for kind in kinds)
+    assert find_layers(model)[1] == [f"model.layers.{i}" for i in range(len(kinds))]

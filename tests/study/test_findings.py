@@ -227,3 +227,7 @@ def test_a_record_in_the_store_is_a_run_of_train(store):
     assert RunRecord.open(folder, "train").config["conditions"]
     assert (folder / "model").is_dir() and not list(folder.glob("checkpoint-*"))
     assert (folder / FILE).read_text().count('"event": "attempt"') == 1
+
+
+def test_the_primary_comparison_is_told_with_the_study(found):
+    assert found["study"]["primary"] == small().compare.primary.model_dump()

@@ -1,0 +1,74 @@
+"""A fresh sample of bugs: at which lines, and which tests are asked. Nobody chooses either.
+
+    python scripts/mutant_sample.py SEED
+
+prints four statements of every part of the core, drawn with the seed. At each of them a person writes a plausible bug, or at
+the nearest statement that can be wrong, before looking at the tests. Left out are parts that only a GPU or an engine runs.
+
+A row of such a list names no tests. It gets whole files: those of the folder of tests that mirrors the module's, first the ones
+that import it, small ones first, and then those of the folders above. They are run until one fails, or until the time is over,
+which counts as not caught.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE, TESTS = ROOT / "src" / "shaketable", ROOT / "tests"
+CORE = ("plan.py", "faults", "sites", "inject", "ledger", "records", "locate", "measure", "harden", "study", "launch", "io")
+ELSEWHERE = (
+    "faults/gpu", "inject/device", "inject/fast", "inject/compile", "measure/decoding/cuda_graph.py",
+    "measure/sweep/vllm.py", "study/engines/ray.py", "sites/vllm",
+)  # fmt: skip
+EACH = 4
+NO_LOGIC = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass, ast.Global, ast.Nonlocal)
+
+
+def statements(path: Path) -> list[int]:
+    """The lines at which statements begin that can be wrong."""
+    found = (n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.stmt))
+    return sorted({n.lineno for n in found if not isinstance(n, NO_LOGIC) and not _is_docstring(n)})
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def draw(seed: int) -> Iterator[tuple[Path, int]]:
+    """Files and lines."""
+    chance = random.Random(seed)
+    for part in CORE:
+        files = sorted((PACKAGE / part).rglob("*.py")) if (PACKAGE / part).is_dir() else [PACKAGE / part]
+        here = [f for f in files if not str(f.relative_to(PACKAGE)).startswith(ELSEWHERE)]
+        yield from chance.sample([(file, line) for file in here for line in statements(file)], EACH)
+
+
+def mirrored(file: str) -> tuple[str, ...]:
+    """The files of tests for a file of the package, in the order in which they are asked."""
+    path, module = Path(file), "shaketable." + file.removesuffix(".py").replace("/", ".")
+    above, _, name = module.rpartition(".")
+    words = (f"{module} import", f"from {above} import {name}")
+    text = {test: test.read_text(encoding="utf-8") for folder in _folders(path) for test in _tests(folder, path)}
+    order = {folder: i for i, folder in enumerate(_folders(path))}
+    asked = sorted(text, key=lambda t: (order[t.parent], not any(w in text[t] for w in words), len(text[t]), t))
+    return tuple(str(test.relative_to(TESTS)) for test in asked)
+
+
+def _folders(path: Path) -> list[Path]:
+    """Of tests, from the one that mirrors the file's up to the top."""
+    return [TESTS / folder for folder in path.parents if (TESTS / folder).is_dir()]
+
+
+def _tests(folder: Path, path: Path) -> list[Path]:
+    """At the top only what is named after the file: the rest there is about everything."""
+    return sorted(folder.glob(f"test_{path.stem}*.py" if folder == TESTS else "test_*.py"))
+
+
+if __name__ == "__main__":
+    for file, line in draw(int(sys.argv[1])):
+        print(f"{file.relative_to(PACKAGE)}:{line}: {file.read_text(encoding='utf-8').splitlines()[line - 1].strip()}")
