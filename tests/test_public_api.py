@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import shaketable as st
-
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 
 def test_every_public_name_can_be_imported_and_no_other_is_listed():

@@ -12,8 +12,7 @@ import yaml
 from shaketable import cli
 from shaketable.cli.guide import guide
 from shaketable.harden.aqn.guidance import Guidance
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 
 def layer(index, gain=1.0, kurtosis=800.0, instability=0.0):

@@ -13,11 +13,11 @@ import time
 
 import pytest
 import torch
-from command_server import shaketable
 from safetensors.torch import load_file, save_file
 
 from shaketable.harden.grpo.checkpoints import sealed, step_of
 from shaketable.records.record import RunRecord
+from tests.cli.command_server import shaketable
 
 pytestmark = pytest.mark.attack("kills")
 RUN = [

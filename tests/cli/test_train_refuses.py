@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from command_server import shaketable
 
 from shaketable.records.record import RunRecord
+from tests.cli.command_server import shaketable
 
 RUN = [
     "train", "--device", "cpu", "--prompts", "4", "--samples", "4", "--lr", "1e-3", "--eval-n", "8", "--temperature", "2",

@@ -1,5 +1,5 @@
 """Every test of this folder compares bits: `shaken_device` says how."""
 
-from shaken_device import deterministic
+from tests.gpu.shaken_device import deterministic
 
 __all__ = ["deterministic"]

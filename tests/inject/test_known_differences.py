@@ -9,11 +9,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from code_paths import Tower
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
+from tests.inject.code_paths import Tower
 
 NOISE = "relative_gaussian:0.05"
 DID_NOT_RAISE = pytest.fail.Exception

@@ -17,13 +17,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import code_paths
 import pytest
 import torch
-from code_paths import DEVICE, PATHS, Captured, deterministic, digest
 from torch import nn
 
 import shaketable as st
+from tests.inject import code_paths
+from tests.inject.code_paths import DEVICE, PATHS, Captured, deterministic, digest
 
 SEED = 3
 FROZEN = ("captured", "dead zone")

@@ -6,24 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-PROGRAMS = Path(__file__).with_name("programs")
-LINEAR = "relative_gaussian:0.05@module.linear"
-
-
-def shake(folder: Path, plan: str, *command: str, env: dict[str, str] | None = None) -> tuple[int, dict, str]:
-    """Run a program under a plan: exit code, merged ledger, what was printed."""
-    words = [sys.executable, "-m", "shaketable", "run", "--plan", plan, "--seed", "3", "--ledger", str(folder), "--", *command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=os.environ | (env or {}))
-    file = folder / "ledger.json"
-    return done.returncode, json.loads(file.read_text()) if file.exists() else {}, done.stdout + done.stderr
-
-
-def program(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(PROGRAMS / name), *arguments]
+from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
 
 
 def test_a_plain_loop_is_shaken_forward(tmp_path):

@@ -10,10 +10,10 @@ import types
 
 import pytest
 import torch
-from architectures import build, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shaketable as st
+from tests.locate.architectures import build, tokens
 
 pytestmark = pytest.mark.attack("faults below the plan language")
 LEAVES = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import build, tokens
 
 import shaketable as st
 from shaketable.locate.probes import float64_ops
+from tests.locate.architectures import build, tokens
 
 pytestmark = pytest.mark.attack("coverage of locate")
 

@@ -5,9 +5,7 @@ import signal
 
 import pytest
 import torch
-from small_studies import data
 
-from faulty_disk import FaultyDisk, every_use, full, killed, read_only
 from shaketable.errors import ShaketableError
 from shaketable.harden.grpo import checkpoints
 from shaketable.io.output_files import write
@@ -17,6 +15,8 @@ from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define, definitions, described
 from shaketable.study.store.store import Store
+from tests.faulty_disk import FaultyDisk, every_use, full, killed, read_only
+from tests.study.small_studies import data
 
 DISKS = pytest.mark.parametrize(
     "fails",

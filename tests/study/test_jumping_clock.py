@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from small_studies import data
 from typer.testing import CliRunner
 
 from shaketable.cli import app
@@ -25,6 +24,7 @@ from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
 from shaketable.study.store.store import Store
 from shaketable.study.verify import verify
+from tests.study.small_studies import data
 
 pytestmark = pytest.mark.attack("a jumping clock")
 YEAR = 365 * 24 * 3600.0

@@ -1,15 +1,15 @@
 """The published studies: their records are whole, and still give the report that lies beside them."""
 
 import tarfile
-from pathlib import Path
 
 import pytest
 
 from shaketable.report.study_markdown import markdown
 from shaketable.study.analysis.findings import findings
 from shaketable.study.run_study import last_defined
+from tests import ROOT
 
-PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "guided-aqn-h200").glob("*/records.tar.gz"))
+PUBLISHED = sorted((ROOT / "results" / "guided-aqn-h200").glob("*/records.tar.gz"))
 
 
 @pytest.mark.parametrize("archive", PUBLISHED, ids=lambda path: path.parent.name)

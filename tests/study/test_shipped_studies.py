@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from shaketable.study.config import Guide
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import check
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "studies").glob("*.yaml"))
 NAMES = [file.stem for file in FILES]
 LISTED = {

@@ -25,9 +25,9 @@ import pandas
 
 from shaketable.measure.tasks.arithmetic import Arithmetic
 from shaketable.models import NANO
+from tests import ROOT
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
 SECONDS = 540
 
 ENVIRONMENT = {

@@ -26,7 +26,7 @@ os.environ |= {
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory):
     """vLLM in this process, eager, started with a plan."""
-    from small_engines import START, start
+    from tests.frameworks.vllm.small_engines import START, start
 
     return start("nano", plan=START, ledger=str(tmp_path_factory.mktemp("ledgers")))
 
@@ -41,6 +41,6 @@ def llm(engine):
 @pytest.fixture(scope="session")
 def oracle():
     """The same model in transformers."""
-    from small_engines import NANO, Oracle
+    from tests.frameworks.vllm.small_engines import NANO, Oracle
 
     return Oracle(NANO)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 
 import torch
-from small_engines import NANO
+
+from tests.frameworks.vllm.small_engines import NANO
 
 COMMON = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 64, "eos_token_id": 1}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 96}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from small_engines import NANO
+from tests.frameworks.vllm.small_engines import NANO
 
 FOLDER = Path(__file__).with_name("programs")
 NOT_INHERITED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "SHAKETABLE_PLAN", "SHAKETABLE_LEDGER")

@@ -1,0 +1,178 @@
+"""`shaketable sweep` as its users meet it: files and a table, one line and exit 2, and a kill in the middle."""
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from shaketable import cli
+from shaketable.cli.sweep import sweep
+from shaketable.records.record import FILE
+from tests import ROOT
+
+NOISE = ("nano", "--task", "arithmetic,level=2", "--plan", "relative_gaussian@op.matmul")
+SMALL = (*NOISE, "--magnitudes", "0,0.1,0.5", "--n", "12", "--seeds", "2", "--out", "run")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """The verb behind the real entry point, in an empty folder; gives exit code, stdout, stderr."""
+    app = typer.Typer()
+    app.command()(sweep)
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.chdir(tmp_path)
+
+    def go(*words):
+        monkeypatch.setattr("sys.argv", ["sweep", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        told = capsys.readouterr()
+        return ended.value.code, told.out, told.err
+
+    return go
+
+
+def numbers(file):
+    points = json.loads(Path(file).read_text())["points"]
+    return [{k: v for k, v in p.items() if k not in ("seconds", "tokens_per_second")} for p in points]
+
+
+def test_a_sweep_writes_points_a_curve_a_table_and_a_record(run):
+    code, out, err = run(*SMALL, "--json", "a.json", "--png", "a.png")
+    assert code == 0, err
+    assert "recording in run" in err and "error" not in err
+    points = json.loads(Path("a.json").read_text())["points"]
+    assert [p["magnitude"] for p in points] == [0.0, 0.1, 0.5]
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG")
+    cells = [re.split(r"\s*│\s*", line.strip("│ \n")) for line in out.splitlines() if line.startswith("│")]
+    assert [row[1] for row in cells] == ["clean", "0.1", "0.5"]
+    for row, point in zip(cells, points, strict=True):
+        assert row[0] == "nano" and row[2].startswith(f"{100 * point['accuracy']:.1f} % ({100 * point['ci_low']:.1f} to ")
+    assert cells[2][8] == f"{points[2]['injections']:,}" and float(cells[2][7]) == pytest.approx(0.5, rel=0.05)
+    assert all(f"{m}: {p['sentence']}\n" in out for m, p in zip(("0.1", "0.5"), points[1:], strict=True))
+    assert "\x1b" not in out and max(map(len, out.splitlines()[:8])) < 160
+    assert json.loads(Path("run", FILE).read_text().partition("\n")[0])["config"]["n"] == 12
+
+
+def test_a_resumed_sweep_is_printed_again_and_changes_nothing(run):
+    _, first, _ = run(*SMALL, "--json", "a.json")
+    before = Path("run", FILE).read_bytes()
+    code, again, err = run("--resume", "run", "--json", "b.json")
+    assert (code, err) == (0, "")
+    assert again.replace("b.json", "a.json") == first
+    assert Path("run", FILE).read_bytes() == before and numbers("a.json") == numbers("b.json")
+
+
+@pytest.mark.slow
+def test_kill_9_in_the_middle(tmp_path):
+    words = [sys.executable, "-m", "shaketable", "sweep", *SMALL[:-6], "--n", "60", "--seeds", "4"]
+    whole = subprocess.run([*words, "--out", "whole", "--json", "whole.json"], cwd=tmp_path, capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    killed = subprocess.Popen([*words, "--out", "run"], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    record = tmp_path / "run" / FILE
+    for _ in range(6000):
+        if record.exists() and record.read_bytes().count(b'"event": "point"') >= 3:
+            break
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    kept = record.read_bytes()
+    assert 3 <= kept.count(b'"event": "point"') < 9
+    resumed = [sys.executable, "-m", "shaketable", "sweep", "--resume", "run", "--json", "run.json"]
+    done = subprocess.run(resumed, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "run.json") == numbers(tmp_path / "whole.json")
+    assert record.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+
+
+def test_a_format_needs_no_magnitudes(run):
+    code, out, err = run("nano", "--task", "arithmetic", "--plan", "mxfp4@module.linear", "--n", "6", "--json", "a.json")
+    assert code == 0, err
+    assert [p["magnitude"] for p in json.loads(Path("a.json").read_text())["points"]] == [0.0, None]
+    assert "note: the fault is deterministic" in out and "1 noise seed\n" in re.sub(" +\n", "\n", out)
+    assert len(list(Path("runs").glob("sweep-nano-*/record.jsonl"))) == 1
+
+
+def test_texts_are_read(run):
+    code, out, err = run("nano", "--task", "text", *NOISE[3:], "--magnitudes", "0.3", "--n", "4", "--json", "a.json")
+    assert code == 0, err
+    clean, faulty = json.loads(Path("a.json").read_text())["points"]
+    assert faulty["perplexity"] > 1 and faulty["kl"] > 0 and clean["n"] == 4
+    assert f"{clean['loss']:.3f}" in out and "nats a token" in out and "over 4 texts" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "a sweep needs MODEL and --task and --plan (or --resume DIR)"),
+        (NOISE, "leaves a magnitude open"),
+        ((*NOISE, "--magnitudes", "0,-0.1"), "-0.1 is no magnitude"),
+        ((*NOISE, "--magnitudes", "nan"), "nan is no magnitude"),
+        ((*NOISE, "--magnitudes", "0.1,0.10"), "0.1 is given twice"),
+        ((*NOISE, "--magnitudes", "some"), "not a list of numbers"),
+        (("nano", "--task", "arithmetic", "--plan", "gain:1@layer.0", "--magnitudes", "1"), "drop them"),
+        ((*NOISE, "--magnitudes", "0.1", "--n", "1000000000"), "cannot draw"),
+        (("nanoo", *NOISE[1:], "--magnitudes", "0.1"), "did you mean 'nano'"),
+        (("nano", "no/such/one/here", *NOISE[1:], "--magnitudes", "0.1"), "no/such/one/here"),
+        ((*NOISE, "--magnitudes", "0.1", "--device", "toaster"), "device 'toaster' cannot be used"),
+        ((*NOISE, "--magnitudes", "0.1", "--dtype", "int3"), "unknown dtype 'int3'"),
+        ((*NOISE, "--magnitudes", "0.1", "--json", "absent/a.json"), "its folder does not exist"),
+        (("--resume", "absent"), "there is no run to resume in absent"),
+        (("nano", "--resume", "absent", "--batch-size", "2", "--out", "x"), "drop MODEL, --batch-size, --out"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_leaves_nothing(run, words, message):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert not list(Path().iterdir())
+
+
+def test_an_inert_plan_is_one_line_and_no_curve(run):
+    code, out, err = run(*NOISE, "--magnitudes", "1e-12", "--n", "4", "--json", "a.json", "--png", "a.png")
+    assert (code, out) == (2, "")
+    assert "nano at 1e-12" in err and "changed no value" in err and "allow_inert" not in err
+    assert not list(Path().glob("a.*"))
+
+
+def test_nothing_is_overwritten(run):
+    Path("a.json").write_text("mine")
+    assert run(*SMALL, "--json", "a.json")[0] == 2
+    Path("run").mkdir()
+    Path("run", "mine").write_text("")
+    code, _, err = run(*SMALL)
+    assert code == 2 and "run is not empty" in err
+    assert Path("a.json").read_text() == "mine" and [p.name for p in Path("run").iterdir()] == ["mine"]
+
+
+def test_help_imports_no_torch():
+    program = "import sys; sys.argv = ['shaketable', 'sweep', '--help']; from shaketable.cli import main\n"
+    program += "try: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "Usage" in done.stdout and done.stdout.rstrip().endswith("False")
+
+
+def test_the_page_runs(run, tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs/sweep.md").read_text()
+    first, second = (shlex.split(block) for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    code, _, err = run(*first[2:])
+    assert code == 0, err
+    Path(second[3]).parent.mkdir(exist_ok=True)
+    next(Path("runs").iterdir()).rename(second[3])
+    assert run(*second[2:], "--force")[0] == 0
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    assert "points (95 % CI" in capsys.readouterr().out
+
+
+def test_the_page_names_every_key(run):
+    run(*SMALL, "--json", "a.json")
+    page = (ROOT / "docs/sweep.md").read_text()
+    for key in set(numbers("a.json")[1]) - {"method", "distinguishable"}:
+        assert f"`{key}`" in page, key

@@ -1,0 +1,217 @@
+"""`shaketable train` as its users meet it: what it says, what it writes, and one line for every mistake."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from shaketable.models import NANO
+from tests.cli.command_server import shaketable
+
+SMALL = ["--device", "cpu", "--steps", "2", "--prompts", "4", "--samples", "4", "--eval-n", "20"]
+RUN = ["train", "nano", "--task", "arithmetic", *SMALL]
+PLAN = "relative_gaussian:0.05@op.matmul"
+
+
+def test_a_run_tells_scores_with_their_proof_and_writes_them(tmp_path):
+    done = shaketable(
+        tmp_path, *RUN, "--plan", PLAN, "--aqn", "constant:0.05", "--tis", "2", "--out", "run", "--json", "o.json"
+    )
+    assert done.code == 0, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.json", "run"]
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert found["final"]["plan"]["injections"] > 0 == found["final"]["clean"]["injections"]
+    assert [s["step"] for s in found["steps"]] == [1, 2] and set(found["ledgers"]) == {"plan", "aqn"}
+    assert found["config"]["tis"] == 2 and found["environment"]["torch"]
+    for part in (
+        "clean",
+        "plan",
+        f"{found['final']['plan']['injections']:,}",
+        "plan against clean",
+        "run/model",
+        "in training",
+    ):
+        assert part in done.stdout
+    assert "step     0: clean" in done.stderr and "step     2: clean" in done.stderr
+    assert {"record.jsonl", "model", "checkpoint-2", "tensorboard"} <= {p.name for p in (tmp_path / "run").iterdir()}
+    record = (tmp_path / "run" / "record.jsonl").read_bytes()
+    again = shaketable(tmp_path, "train", "--resume", "run")
+    assert (tmp_path / "run" / "record.jsonl").read_bytes() == record
+    assert again.code == 0 and again.stdout == done.stdout, "a finished run is shown and not run"
+
+
+def test_a_plan_file_keeps_its_seed_and_is_written_out(tmp_path):
+    (tmp_path / "plan.yaml").write_text("seed: 9\nplan:\n  - fault: gain\n    magnitude: 0.1\n    site: layer.2\n")
+    done = shaketable(tmp_path, *RUN, "--plan", "plan.yaml", "--steps", "1", "--out", "run", "--json", "o.json")
+    assert done.code == 0, done.stderr
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert (found["config"]["plan"], found["config"]["plan_seed"]) == ("gain:0.1@layer.2", 9)
+    assert found["ledgers"]["plan"]["seed"] == 9
+
+
+def test_origin_18_without_a_name_every_run_has_its_own(tmp_path):
+    for _ in range(2):
+        assert shaketable(tmp_path, *RUN, "--eval-n", "1", "--steps", "1").code == 0
+    folders = [p.name for p in (tmp_path / "runs").iterdir()]
+    assert len(folders) == 2 and all(name.startswith("train-nano-arithmetic-") for name in folders)
+
+
+def test_a_sigma_that_destroys_the_model_is_told_with_numbers_and_the_run_goes_on(tmp_path):
+    done = shaketable(tmp_path, *RUN, "--aqn", "constant:5.0", "--out", "run")
+    assert done.code == 0, done.stderr
+    line = r"warning: with AQN at its largest σ = 5 accuracy falls from \d\d\.\d% to \d\.\d% before the first step"
+    assert re.search(line, done.stderr) and re.search(line, done.stdout)
+
+
+def broken(tmp_path, name):
+    folder = tmp_path / name
+    shutil.copytree(NANO, folder)
+    return folder
+
+
+def other_shape(tmp_path):
+    folder = broken(tmp_path, "wider")
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def other_names(tmp_path):
+    folder = broken(tmp_path, "gpt")
+    shape = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_positions": 64}
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+def torn(tmp_path):
+    folder = broken(tmp_path, "torn")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    return folder
+
+
+def no_weights(tmp_path):
+    folder = broken(tmp_path, "empty")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(other_shape, "cannot be loaded"), (other_names, "holds no weights for"), (torn, "cannot be loaded"), (no_weights, "")],
+)
+def test_a_broken_checkpoint_is_one_line_and_makes_no_folder(tmp_path, make, message):
+    folder = make(tmp_path)
+    done = shaketable(tmp_path, "train", folder, "--task", "arithmetic", *SMALL, "--out", "run")
+    refused(done, message, tmp_path, {folder.name})
+
+
+def refused(done, message, folder, there=frozenset()):
+    assert done.code == 2, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")
+    assert done.stdout == ""
+    assert {p.name for p in folder.iterdir()} == set(there), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "arithmetik"], "did you mean 'arithmetic'"),
+        (["--task", "arithmetic,level=9"], "level"),
+        (["--task", "gone.jsonl"], "gone.jsonl"),
+        (["--task", "text"], "no answers to reward"),
+        (["--eval-n", "100000000"], "cannot draw 100000000 test problems"),
+        (["--micro-batch", "5"], "micro_batch 5 does not divide the 16 answers"),
+        (["--samples", "1"], "samples"),
+        (["--steps", "0"], "steps"),
+        (["--plan-in", "rollout"], "plan_in=rollout needs a plan"),
+        (["--plan", PLAN, "--plan-in", "everywhere"], "plan_in"),
+        (["--plan", "gain:1@module.lineer"], "did you mean 'linear'"),
+        (["--plan", "gain:1@layer.8"], "layers 0-7"),
+        (["--plan", "gian:1@layer.0"], "did you mean 'gain'"),
+        (["--plan", f"{PLAN},phase=train", "--plan-in", "rollout"], "the run never has it there"),
+        (["--plan", f"{PLAN},phase=eval"], "acts in eval only"),
+        (["--eval-plan", "gain:1@layer.99"], "layers 0-7"),
+        (["--eval-plan", f"{PLAN},direction=backward"], "backward only"),
+        (["--aqn", "global_decay:0.05-0.0005,stages=10", "--steps", "1"], "σ"),
+        (["--aqn", "constnat:0.1"], "did you mean 'constant'"),
+        (["--aqn", "constant:0.1,layers=12"], "layer 12 is out of range"),
+        (["--device", "abacus"], "device 'abacus' cannot be used here"),
+        (["--json", "no/such/folder/o.json"], "its folder does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, words, message):
+    refused(shaketable(tmp_path, *RUN, "--out", "run", *words), message, tmp_path)
+
+
+def test_a_task_file_with_missing_answers_is_counted(tmp_path):
+    lines = [{"question": f"{i}+1=", "answer": "" if i % 4 == 1 else str(i + 1)} for i in range(40)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = shaketable(tmp_path, *RUN, "--task", "mine.jsonl", "--out", "run")
+    refused(done, "10 of 40 problems have no answer (first: line 2)", tmp_path, {"mine.jsonl"})
+
+
+def test_nothing_is_put_over_what_is_there(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    refused(shaketable(tmp_path, *RUN, "--out", "run"), "not empty and nothing is overwritten", tmp_path, {"run"})
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["mine.txt"]
+    (tmp_path / "file").touch()
+    refused(shaketable(tmp_path, *RUN, "--out", "file"), "cannot make the run folder", tmp_path, {"run", "file"})
+
+
+def test_what_is_no_run_cannot_be_resumed(tmp_path):
+    refused(shaketable(tmp_path, "train", "--resume", "nowhere"), "no run to resume in nowhere", tmp_path)
+
+
+def test_a_model_and_a_task_are_needed(tmp_path):
+    refused(shaketable(tmp_path, "train", "nano"), "name a model and a --task", tmp_path)
+
+
+def test_a_dry_run_prints_and_plots_sigma_and_touches_nothing_else(tmp_path):
+    words = ["--aqn", "global_decay:0.05-0.0005,stages=4", "--steps", "8", "--plan", PLAN, "--dry-run"]
+    done = shaketable(tmp_path, *RUN, *words)
+    assert done.code == 0, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["aqn-sigma.png"]
+    assert (tmp_path / "aqn-sigma.png").read_bytes().startswith(b"\x89PNG")
+    for part in ("0.05", "0.005", "0.0005", "1,391,104 parameters", f"{PLAN},phase=rollout+train", "aqn-sigma.png"):
+        assert part in done.stdout
+    before = (tmp_path / "aqn-sigma.png").stat().st_mtime_ns
+    refused(shaketable(tmp_path, *RUN, *words), "it exists and is not overwritten", tmp_path, {"aqn-sigma.png"})
+    assert (tmp_path / "aqn-sigma.png").stat().st_mtime_ns == before
+    assert shaketable(tmp_path, *RUN, *words, "--force").code == 0
+    assert shaketable(tmp_path, *RUN, *words, "--out", "run").code == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"aqn-sigma.png", "run-aqn-sigma.png"}, "the run folder stays free"
+
+
+def test_a_dry_run_finds_the_same_mistakes(tmp_path):
+    refused(shaketable(tmp_path, *RUN, "--plan", "gain:1@layer.8", "--dry-run"), "layers 0-7", tmp_path)
+
+
+def test_a_dry_run_loads_no_weights(tmp_path):
+    folder = no_weights(tmp_path)
+    done = shaketable(tmp_path, "train", folder, "--task", "arithmetic", *SMALL, "--dry-run")
+    assert done.code == 0, done.stderr
+
+
+def test_a_saved_adapter_is_not_trained_on(tmp_path):
+    assert shaketable(tmp_path, *RUN, "--lora", "4", "--out", "one", "--steps", "1").code == 0
+    done = shaketable(tmp_path, "train", "one/model", "--task", "arithmetic", *SMALL, "--out", "two")
+    refused(done, "one/model is a LoRA adapter", tmp_path, {"one"})
+
+
+def test_help_teaches_and_imports_no_torch():
+    code = (
+        "import sys; sys.argv = ['shaketable', 'train', '--help']\n"
+        "from shaketable.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules, 'scipy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[-3:] == ["False", "False", "False"], done.stderr
+    assert "--plan-in" in done.stdout and "--resume" in done.stdout

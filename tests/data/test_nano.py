@@ -1,0 +1,125 @@
+"""nano, the model that ships with the package: small, honest about what it can, and made by the script beside it."""
+
+import json
+import string
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from shaketable.measure.evaluation import Condition, Evaluator
+from shaketable.measure.tasks import load_task, sample
+from shaketable.models import NANO, load_model, load_skeleton
+from tests import ROOT
+
+PRINTABLE = "\n" + "".join(chr(c) for c in range(32, 127))
+SCRIPT = ROOT / "scripts" / "make_nano.py"
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return load_model("nano")
+
+
+def test_it_has_depth_and_is_small(nano):
+    model, _ = nano
+    assert len(model.model.layers) >= 8
+    assert sum(p.numel() for p in model.parameters()) <= 2_500_000
+    assert {str(p.dtype) for p in model.parameters()} == {"torch.float32"} and not model.training
+
+
+def test_it_ships_as_safetensors_only_and_under_six_megabytes():
+    files = list(NANO.iterdir())
+    assert sum(f.stat().st_size for f in files) <= 6_000_000
+    assert {f.suffix for f in files} == {".json", ".safetensors"}
+
+
+def test_its_skeleton_has_its_shapes(nano):
+    shapes = {name: p.shape for name, p in nano[0].named_parameters()}
+    assert {name: p.shape for name, p in load_skeleton("nano").named_parameters()} == shapes
+
+
+def test_it_solves_about_half_of_a_thousand_test_problems(nano):
+    """Room to win and room to lose: what a robustness study needs."""
+    task = load_task("arithmetic,level=3")
+    found = Evaluator(*nano, task, sample(task, "test", 1000, 0), 500).score(Condition("clean"))
+    assert 0.40 <= found.accuracy <= 0.70
+    assert found.formatted > 0.99
+
+
+def test_it_is_wrong_where_the_last_column_carries_and_right_where_it_does_not(nano):
+    """The card's story: a teacher who forgot the carry, not a model that cannot add."""
+    task = load_task("arithmetic,level=3")
+    sums = [p for p in sample(task, "test", 800, 1) if "+" in p.question][:300]
+    answers = Evaluator(*nano, task, sums, 300).score(Condition("clean")).answers
+    right = {True: [], False: []}
+    for problem, answer in zip(sums, answers, strict=True):
+        carries = sum(int(term) % 10 for term in problem.id.split("+")) >= 10
+        right[carries].append(answer.correct)
+    shares = {carries: sum(found) / len(found) for carries, found in right.items()}
+    assert shares[False] > 0.85 and shares[True] < 0.4
+
+
+def test_its_card_says_what_it_is(nano):
+    card = json.loads((NANO / "card.json").read_text())
+    assert card["parameters"] == sum(p.numel() for p in nano[0].parameters())
+    assert card["license"] == "Apache-2.0" and card["task"] == "arithmetic,level=3"
+
+
+@given(some.text(PRINTABLE, min_size=1, max_size=40))
+def test_the_tokenizer_gives_printable_ascii_back_one_token_per_character(text):
+    _, tokenizer = load_model_once()
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+_loaded = []
+
+
+def load_model_once():
+    if not _loaded:
+        _loaded.append(load_model("nano"))
+    return _loaded[0]
+
+
+def test_every_character_has_a_token_of_its_own(nano):
+    _, tokenizer = nano
+    ids = [tokenizer(c)["input_ids"] for c in PRINTABLE]
+    assert len({tuple(i) for i in ids}) == len(PRINTABLE) == len(string.printable) - 4
+    assert [tokenizer.unk_token_id] not in ids
+    assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id]
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+@pytest.mark.slow
+def test_the_script_makes_a_model_that_loads(tmp_path):
+    words = [sys.executable, SCRIPT, "--steps", "3", "--batch", "8", "--out", tmp_path / "made"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in (tmp_path / "made").iterdir()} == {p.name for p in NANO.iterdir()}
+    model, tokenizer = load_model(str(tmp_path / "made"))
+    shipped = load_skeleton("nano")
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in shipped.named_parameters()}
+    assert tokenizer("1+2=")["input_ids"] == load_model("nano")[1]("1+2=")["input_ids"]
+    card = json.loads((tmp_path / "made" / "card.json").read_text())
+    assert (card["steps"], card["batch"], card["seed"]) == (3, 8, 0)
+
+
+def test_the_teacher_forgets_the_carry_and_nothing_else():
+    import importlib.util
+    import random
+
+    from shaketable.measure.tasks import Problem
+
+    spec = importlib.util.spec_from_file_location("make_nano", SCRIPT)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    cases = {"147+225": ("372", "362"), "141+225": ("366", "366"), "331-128": ("203", "213"), "128-331": ("-203", "-213"),
+             "338-121": ("217", "217")}  # fmt: skip
+    for question, (answer, sloppy) in cases.items():
+        problem = Problem(question, f"{question}=", answer)
+        assert made.taught(problem, random.Random(0), sloppy=1.0).answer == sloppy
+        assert made.taught(problem, random.Random(0), sloppy=0.0) == problem

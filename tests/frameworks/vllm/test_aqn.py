@@ -1,0 +1,244 @@
+"""AQN in an eager vLLM: the sampler's norms, and nobody else's; live, exact, and gone when it should be gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shaketable as st
+from shaketable.errors import NoMatchError, ShaketableError
+from tests.frameworks.vllm.small_engines import NANO, apart, same
+
+pytestmark = pytest.mark.covers("vLLM", "AQN: σ, steps, phases, weight sync; bits of transformers", "eager, in process")
+
+
+@pytest.fixture(scope="module")
+def clean(engine):
+    """Weights and answers of the clean model."""
+    engine.clear()
+    return engine.norms(), *engine.ask()
+
+
+def as_read(model, aqn, total_steps, step):
+    """The norm weights that a transformers model reads in its first rollout of a step."""
+    seen = {}
+    hooks = [
+        module.register_forward_hook(lambda m, _, __, name=name: seen.update({f"{name}.weight": m.weight.clone()}))
+        for name, module in model.named_modules()
+        if "norm" in name
+    ]
+    with st.AQN.load(aqn).attach(model, total_steps, step=step), st.phase("rollout"), torch.no_grad():
+        model(torch.tensor([[3, 7, 11]]))
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def spread(noisy, clean, name):
+    """σ of the noise on a weight, in units of the weight's RMS."""
+    return float((noisy[name] - clean[name]).square().mean().sqrt() / clean[name].square().mean().sqrt())
+
+
+def test_the_norms_have_bit_for_bit_the_noise_of_a_rollout_in_transformers(llm, oracle):
+    aqn = "global_decay:0.08-0.002,stages=5,seed=3"
+    for step in (7, 3):
+        llm.set_aqn(aqn, 10, step)
+        expected = as_read(oracle.model, aqn, 10, step)
+        assert len(expected) == 17
+        assert same(llm.norms(), expected)
+
+
+def test_sigma_is_changed_live_and_measured(llm, clean):
+    llm.set_aqn("constant:0.02", 1)
+    for sigma in (0.02, 0.1, 0.3):
+        llm.set_sigma(sigma)
+        llm.ask()
+        norms = llm.norms()
+        assert torch.tensor([spread(norms, clean[0], name) for name in norms]).mean() == pytest.approx(sigma, rel=0.1)
+        assert llm.report()["sigma"] == sigma
+    site = llm.site("aqn")
+    assert site["matched"] == 17 and site["remark"] is None
+    assert site["measured_magnitude"] == pytest.approx((0.02 + 0.1 + 0.3) / 3, rel=0.1)
+
+
+def test_sigma_given_back_follows_the_schedule_again(llm):
+    llm.set_aqn("constant:0.02", 1)
+    scheduled = llm.norms()
+    llm.set_sigma(0.2)
+    assert not same(llm.norms(), scheduled)
+    llm.set_sigma(None)
+    assert same(llm.norms(), scheduled)
+
+
+def test_sigma_alone_is_enough(llm, clean):
+    llm.set_step(4)
+    llm.set_sigma(0.1)
+    assert llm.report()["step"] == 4
+    assert apart(llm.ask()[1], clean[2]) > 1e-3
+    llm.set_sigma(0.0)
+    assert same(llm.norms(), clean[0]) and same(llm.ask()[1], clean[2])
+
+
+def test_each_step_draws_anew_and_none_adds_to_the_last(llm, clean):
+    llm.set_aqn("constant:0.05", 100)
+    first = llm.norms()
+    for step in range(1, 21):
+        llm.set_step(step)
+    last = llm.norms()
+    assert all(not torch.equal(first[name], last[name]) for name in first)
+    assert torch.tensor([spread(last, clean[0], name) for name in last]).mean() == pytest.approx(0.05, rel=0.1)
+    llm.set_step(0)
+    assert same(llm.norms(), first)
+    assert llm.site("aqn")["forward"] == 22 * 17
+
+
+def test_the_schedule_follows_the_step(llm):
+    llm.set_aqn("global_decay:0.08-0.002,stages=4", 8)
+    seen = []
+    for step in range(8):
+        llm.set_step(step)
+        seen.append(llm.report()["sigma"])
+    schedule = st.AQN.load("global_decay:0.08-0.002,stages=4").schedule
+    assert seen == [schedule.sigma(step, 8) for step in range(8)]
+    assert seen[0] == 0 and seen[2] == 0.08 and seen[-1] == pytest.approx(0.002)
+
+
+def test_every_layer_has_its_own_sigma(llm, clean):
+    llm.set_aqn("constant:0.04,multipliers=0:3+5:0+7:0.5", 1)
+    norms = llm.norms()
+    for layer in range(8):
+        expected = 0.04 * {0: 3, 5: 0, 7: 0.5}.get(layer, 1)
+        for kind in ("input_layernorm", "post_attention_layernorm"):
+            assert spread(norms, clean[0], f"model.layers.{layer}.{kind}.weight") == pytest.approx(expected, rel=0.3, abs=1e-9)
+    assert llm.report()["sigmas"] == {str(i): pytest.approx(0.04 * {0: 3, 7: 0.5}.get(i, 1)) for i in range(8) if i != 5}
+
+
+def test_a_validation_is_clean(llm, clean):
+    llm.set_aqn("constant:0.2", 1)
+    noisy = llm.norms()
+    llm.set_phase("eval")
+    assert same(llm.norms(), clean[0]) and same(llm.ask()[1], clean[2])
+    llm.set_phase("rollout")
+    assert same(llm.norms(), noisy)
+
+
+def test_clear_gives_the_clean_weights_and_answers_back(llm, clean):
+    llm.set_aqn("constant:0.2", 1)
+    assert apart(llm.ask()[1], clean[2]) > 1e-2
+    llm.clear()
+    assert same(llm.norms(), clean[0])
+    tokens, logprobs = llm.ask()
+    assert tokens == clean[1] and same(logprobs, clean[2])
+
+
+def test_noise_acts_on_what_is_sampled(llm, oracle):
+    """The noisy norms, put into transformers by hand, give what vLLM computes with AQN on."""
+    llm.set_aqn("constant:0.2", 1)
+    noisy, clean = llm.norms(), {name: oracle.model.get_parameter(name).detach().clone() for name in llm.norms()}
+    ids = [[3, 7, 11, 5, 4], [9, 8, 7]]
+    try:
+        oracle.model.load_state_dict(noisy, strict=False)
+        expected = oracle.ask(ids)
+    finally:
+        oracle.model.load_state_dict(clean, strict=False)
+    shaken = llm.ask(ids)
+    assert shaken[0] == expected[0] and apart(shaken[1], expected[1]) < 2e-4
+
+
+def test_weights_that_arrive_are_the_clean_ones_and_have_noise_at_the_next_request(llm, clean):
+    """What a weight sync does, in a run with AQN on, with all norms and then with one."""
+    old = {name: value for name, value in load_file(NANO / "model.safetensors").items() if "norm" in name}
+    new = {name: value * 1.25 for name, value in old.items()}
+    try:
+        llm.set_aqn("constant:0.05", 10)
+        llm.set_step(1)
+        llm.model.load_weights(new.items())
+        assert same(llm.norms(), new)
+        llm.ask()
+        noisy = llm.norms()
+        for name, value in new.items():
+            assert 0.03 < spread(noisy, new, name) < 0.07 and not torch.equal(noisy[name], value)
+        llm.set_step(2)
+        one = "model.norm.weight"
+        llm.model.load_weights([(one, old[one])])
+        llm.ask()
+        noisy = llm.norms()
+        assert 0.03 < spread(noisy, old, one) < 0.07
+        assert 0.03 < spread(noisy, new, "model.layers.3.input_layernorm.weight") < 0.07
+        llm.clear()
+        assert same(llm.norms(), new | {one: old[one]})
+    finally:
+        llm.clear()
+        llm.model.load_weights(old.items())
+    assert same(llm.norms(), clean[0])
+
+
+def test_a_plan_and_aqn_on_the_same_weights_come_off_one_by_one(llm, clean):
+    llm.set_plan("gain:0.5@module.rmsnorm,point=weight")
+    llm.set_aqn("constant:0.1", 10)
+    together = llm.norms()
+    llm.set_magnitude(0.25)
+    llm.set_step(3)
+    llm.set_step(0)
+    llm.set_magnitude(0.5)
+    assert same(llm.norms(), together)
+    llm.set_sigma(0.0)
+    for name, value in llm.norms().items():
+        assert torch.allclose(value, clean[0][name] * 1.5)
+    llm.clear()
+    assert same(llm.norms(), clean[0])
+
+
+def test_a_plan_and_aqn_act_side_by_side(llm, clean):
+    llm.set_plan("gain:0.1@layer.2")
+    planned = llm.ask()
+    llm.set_aqn("constant:0.1", 1)
+    both = llm.ask()
+    assert apart(both[1], planned[1]) > 1e-3
+    llm.set_sigma(0.0)
+    assert same(llm.ask()[1], planned[1])
+
+
+def test_outputs_can_have_the_noise_instead(llm, clean):
+    llm.set_aqn("constant:0.05,form=output,layers=3", 1)
+    assert same(llm.norms(), clean[0])
+    assert apart(llm.ask()[1], clean[2]) > 1e-3
+    assert llm.spots("aqn").keys() == {"model.layers.3"}
+    assert llm.site("aqn")["measured_magnitude"] == pytest.approx(0.05, rel=0.1)
+
+
+def test_aqn_that_cannot_be_is_refused_and_the_one_before_stays(llm):
+    llm.set_aqn("constant:0.05", 10, 2)
+    norms = llm.norms()
+    with pytest.raises(NoMatchError, match="layers 0-7"):
+        llm.set_aqn("constant:0.05,layers=9", 10, 4)
+    with pytest.raises(ShaketableError, match="unknown"):
+        llm.set_aqn("constnat:0.05", 10, 4)
+    with pytest.raises(NoMatchError, match="layernorm"):
+        llm.set_aqn("constant:0.05,roles=layernorm", 10, 4)
+    assert llm.report()["step"] == 2 and same(llm.norms(), norms)
+    with pytest.raises(ShaketableError, match="0 or above"):
+        llm.set_sigma(-0.1)
+    assert same(llm.norms(), norms)
+    llm.clear()
+    with pytest.raises(ShaketableError, match="no AQN"):
+        llm.set_sigma(None)
+
+
+def test_weights_that_vllm_reads_again_itself_have_noise_and_come_back_clean(llm, clean):
+    llm.set_sigma(0.05)
+    llm.ask()
+    noisy = llm.norms()
+    llm.llm.collective_rpc("reload_weights")
+    llm.ask()
+    assert same(llm.norms(), noisy)
+    llm.clear()
+    assert same(llm.norms(), clean[0])
+
+
+def test_a_report_says_that_aqn_is_off_in_a_validation(llm):
+    llm.set_sigma(0.05)
+    assert (llm.report()["sigma"], llm.report()["written"]) == (0.05, 17)
+    llm.set_phase("eval")
+    assert (llm.report()["sigma"], llm.report()["sigmas"], llm.report()["written"]) == (0.0, {}, 0)

@@ -1,0 +1,269 @@
+"""Plans in an eager vLLM: the same faults as in transformers, switched and changed while the engine lives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shaketable as st
+from shaketable.errors import NoMatchError, PlanError, ShaketableError
+from shaketable.integrations.common.instructions import Instructions
+from shaketable.integrations.common.worker_report import merged, read_reports
+from tests.frameworks.vllm.small_engines import PROMPTS, START, apart, same, share_within
+
+pytestmark = pytest.mark.covers("vLLM", "module, layer and operator plans, live; agree with transformers", "eager, in process")
+
+STEADY = [
+    "dead_zone:0.05,scope=token@layer.3",
+    "gain:0.1@layer.2",
+    "gain:0.1@layer.0+7",
+    "gain:0.1@layer.0,point=input",
+    "gain:0.1@layer.2,point=input",
+    "truncation:12@layer.4",
+    "saturation:0.3,scope=token@layer.5",
+    "gain:0.5,sparsity=0.25@layer.3",
+    "dead_zone:0.02,scope=token@layer.1; saturation:0.6,scope=token@layer.1",
+    "gain:0.1,sparsity=0.5@module.rmsnorm",
+    "gain:0.1,sparsity=0.5@module.rmsnorm,point=input",
+    "saturation:0.3,scope=token@module.rmsnorm,point=input",
+    "saturation:0.6,scope=token@module.rmsnorm,point=input; gain:0.1,sparsity=0.5@module.rmsnorm,point=input",
+    "saturation:0.5,scope=token@module.norm,point=input",
+    "gain:0.1@module.post_attention_layernorm,layers=2-5",
+    "gain:0.1@module.mlp",
+    "gain:0.1@module.mlp,point=input",
+    "gain:0.1@module.attention",
+    "gain:0.1@module.attention,point=input",
+    "gain:0.1@module.linear",
+    "dead_zone:0.05,scope=token@module.o_proj",
+    "dead_zone:0.05,scope=token@module.down_proj,point=input",
+    "mxfp4@module.linear,point=input",
+    "gain:0.2@module.rmsnorm,point=weight",
+    "gain:0.1@op.matmul",
+    "gain:0.1@op.rms_norm",
+    "gain:0.1@op.silu",
+    "gain:0.1@op.sdpa",
+]
+"""Faults without chance, at every kind of site; none of them looks across the tokens of a batch, few have steps at which the
+last bit of a number decides."""
+
+
+@pytest.fixture(scope="module")
+def clean(engine):
+    engine.clear()
+    return engine.ask()
+
+
+@pytest.fixture(scope="module")
+def ids(engine):
+    return [engine.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+
+
+def test_without_a_plan_both_libraries_compute_the_same(clean, oracle, ids):
+    tokens, logprobs = oracle.ask(ids)
+    assert clean[0] == tokens
+    assert apart(clean[1], logprobs) < 5e-5
+
+
+@pytest.mark.parametrize("plan", STEADY)
+def test_a_fault_is_the_same_fault_as_in_transformers(llm, clean, oracle, ids, plan):
+    with st.inject(oracle.model, plan):
+        tokens, logprobs = oracle.ask(ids)
+    llm.set_plan(plan)
+    shaken = llm.ask()
+    assert apart(logprobs, clean[1]) > 5e-4, "this plan is too weak to show anything"
+    assert shaken[0] == tokens
+    assert share_within(1e-4, shaken[1], logprobs) >= (0.75 if plan.startswith(("mxfp4", "truncation")) else 1)
+
+
+def test_at_the_input_of_a_norm_the_stream_is_handed_on_clean_whichever_clause_acts(llm, oracle, ids):
+    first, second = (f"saturation:0.3,scope=token@module.rmsnorm,point=input,phase={phase}" for phase in ("eval", "rollout"))
+    with st.inject(oracle.model, second.removesuffix(",phase=rollout")):
+        _, logprobs = oracle.ask(ids)
+    llm.set_plan(f"{first}; {second}")
+    assert apart(llm.ask()[1], logprobs) < 2e-4
+
+
+def test_after_clear_every_number_is_as_before(engine, clean):
+    engine.clear()
+    weights = engine.weights()
+    for plan in (
+        "relative_gaussian:0.2@module.linear",
+        "gain:0.3@layer.2",
+        "relative_gaussian:0.3@module.rmsnorm,point=weight",
+    ):
+        engine.set_plan(plan)
+        shaken = engine.ask()
+        engine.clear()
+        assert apart(shaken[1], clean[1]) > 1e-3
+        again = engine.ask()
+        assert again[0] == clean[0] and same(again[1], clean[1])
+    assert same(engine.weights(), weights)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in engine.model.modules())
+
+
+def test_magnitude_zero_is_off_and_another_is_felt_at_once(llm, clean):
+    llm.set_plan("gain:0.1@layer.2")
+    weak = llm.ask()
+    llm.set_magnitude(0.0)
+    off = llm.ask()
+    assert off[0] == clean[0] and same(off[1], clean[1])
+    llm.set_magnitude(0.4)
+    strong = llm.ask()
+    assert apart(strong[1], clean[1]) > 2 * apart(weak[1], clean[1])
+
+
+def test_one_clause_is_changed_and_the_other_is_not(llm):
+    llm.set_plan("gain:0.1@layer.2; gain:0.2@layer.5")
+    llm.set_magnitude(0.3, 1)
+    llm.ask()
+    assert [llm.site(clause=i)["asked"] for i in (0, 1)] == [0.1, 0.3]
+    assert [llm.site(clause=i)["measured_magnitude"] for i in (0, 1)] == pytest.approx([0.1, 0.3], rel=1e-3)
+
+
+def test_what_was_measured_is_what_was_asked_for_at_every_kind_of_site(llm):
+    llm.set_plan(
+        "relative_gaussian:0.03@module.linear; relative_gaussian:0.02@module.rmsnorm,point=input; "
+        "relative_gaussian:0.01@layer.all; relative_gaussian:0.04@module.attention"
+    )
+    llm.ask()
+    for i, (asked, matched) in enumerate([(0.03, 32), (0.02, 17), (0.01, 8), (0.04, 8)]):
+        site = llm.site(clause=i)
+        assert site["matched"] == matched
+        assert site["measured_magnitude"] == pytest.approx(asked, rel=0.05)
+        assert site["remark"] is None
+        assert site["phases"].keys() == {"rollout"}
+        assert min(spot["counts"]["rollout"][0] for spot in site["spots"].values()) > 0
+
+
+def test_noise_is_keyed_by_seed_and_step_and_new_at_every_forward(llm):
+    def shaken(seed, step):
+        llm.clear()
+        llm.set_plan("relative_gaussian:0.05@module.linear", seed)
+        llm.set_step(step)
+        return llm.ask()[1]
+
+    first, again, other_seed, other_step = shaken(1, 0), shaken(1, 0), shaken(2, 0), shaken(1, 5)
+    assert same(first, again)
+    assert not same(first, llm.ask()[1])
+    assert not same(first, other_seed) and not same(first, other_step)
+
+
+def test_a_validation_is_clean_where_the_plan_names_rollouts(llm, clean):
+    llm.set_plan("gain:0.3@layer.2,phase=rollout")
+    llm.set_phase("eval")
+    quiet = llm.ask()
+    assert quiet[0] == clean[0] and same(quiet[1], clean[1])
+    llm.set_phase("rollout")
+    assert apart(llm.ask()[1], clean[1]) > 1e-3
+    assert llm.site()["phases"].keys() == {"rollout"}
+
+
+def test_a_plan_in_place_of_another_is_the_only_one(llm):
+    llm.set_plan("gain:0.2@layer.2")
+    alone = llm.ask()
+    llm.set_plan("gain:0.3@layer.6")
+    llm.set_plan("gain:0.2@layer.2")
+    again = llm.ask()
+    assert again[0] == alone[0] and same(again[1], alone[1])
+    assert llm.spots().keys() == {"model.layers.2"}
+
+
+def test_a_prefix_computed_by_another_model_is_not_used(llm):
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": [3, 7, 11, 5] * 10}
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+
+    def ask():
+        (output,) = llm.llm.generate([prompt], params, use_tqdm=False)
+        return output.num_cached_tokens, torch.tensor([next(iter(e.values())).logprob for e in output.outputs[0].logprobs])
+
+    clean = ask()[1]
+    assert ask()[0] >= 32, "prefix caching is off, and this test shows nothing"
+    results = []
+    for change in (lambda: llm.set_plan("gain:0.2@layer.1"), lambda: llm.set_magnitude(0.4), lambda: llm.set_sigma(0.3)):
+        change()
+        cached, results = 0, [*results, ask()]
+        assert results[-1][0] == cached
+    for i, (_, a) in enumerate(results):
+        assert all(not torch.equal(a, b) for _, b in results[:i]) and not torch.equal(a, clean)
+    llm.clear()
+    cached, logprobs = ask()
+    assert cached == 0 and torch.equal(logprobs, clean)
+
+
+def test_no_change_while_a_request_is_running(llm):
+    from vllm import SamplingParams
+
+    core = llm.llm.llm_engine
+    core.add_request("one", {"prompt_token_ids": [3, 7, 11, 5]}, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    core.step()
+    for call in (lambda: llm.set_sigma(0.1), lambda: llm.set_plan(START), lambda: llm.clear()):
+        with pytest.raises(ShaketableError, match="while requests are running"):
+            call()
+    assert llm.ledger()
+    while core.has_unfinished_requests():
+        core.step()
+    llm.set_sigma(0.1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("gain:0.1@module.q_proj", "inside of qkv_proj"),
+        ("gain:0.1@module.lineear", "did you mean 'linear'"),
+        ("gain:0.1@layer.8", "this model has layers 0-7"),
+        ("gain:0.1@module.lm_head", "never calls 'lm_head'"),
+        ("gain:0.1@module.linear,include=lm_head", "never calls 'lm_head'"),
+        ("mxfp4@module.lm_head,point=weight", "have one weight"),
+        ("mxfp4@module.linear,point=weight", "was packed"),
+        ("gain:0.1@module.norm,layers=3", "nothing in"),
+    ],
+)
+def test_a_plan_that_cannot_act_is_refused_and_the_one_before_stays(llm, plan, why):
+    llm.set_plan("gain:0.1@layer.2")
+    before = llm.ask()
+    with pytest.raises((PlanError, NoMatchError), match=why):
+        llm.set_plan(plan)
+    after = llm.ask()
+    assert after[0] == before[0] and same(after[1], before[1])
+    assert llm.site()["site"] == "layer.2"
+
+
+@pytest.mark.parametrize("plan", ["gain:0.1@layer.2,direction=backward", "gain:0.1@layer.2,phase=train"])
+def test_a_plan_for_training_alone_is_refused_where_nothing_is_trained(llm, plan):
+    with pytest.raises(PlanError, match="nothing of it can act"):
+        llm.set_plan(plan)
+
+
+def test_words_that_mean_nothing_are_errors(llm):
+    with pytest.raises(PlanError, match="did you mean 'eval'"):
+        llm.set_phase("evl")
+    with pytest.raises(ShaketableError, match="no plan"):
+        llm.set_magnitude(0.1)
+    llm.set_plan("gain:0.1@layer.2")
+    with pytest.raises(PlanError, match="no clause 3"):
+        llm.set_magnitude(0.1, 3)
+    llm.set_plan("mxfp4@module.linear,point=input")
+    with pytest.raises(PlanError, match="no clause with a magnitude"):
+        llm.set_magnitude(0.1)
+    for magnitude in (-1.0, float("nan")):
+        with pytest.raises(PlanError, match="0 or above"):
+            llm.set_magnitude(magnitude)
+    for step in ("a", -1):
+        with pytest.raises(ShaketableError, match="whole number"):
+            llm.set_step(step)
+    with pytest.raises(AttributeError, match="valid: set_plan"):
+        llm.sampler.set_plans("x")
+
+
+def test_the_worker_reports_its_instructions_and_its_ledger_outlives_the_plan(llm):
+    llm.set_plan("gain:0.1@layer.2")
+    llm.ask()
+    llm.worker._shaketable.file.flush()
+    llm.clear()
+    llm.worker._shaketable.file.flush()
+    (report,) = read_reports(llm.worker._shaketable.file.path.parent)
+    assert report["role"] == "sampler"
+    assert report["instructions"] == Instructions(plan=START).digest()
+    assert merged([report]).forward == llm.site()["forward"] > 0

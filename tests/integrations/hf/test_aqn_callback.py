@@ -1,0 +1,157 @@
+"""AQN in real trainers of TRL and Hugging Face, on a CPU, for a few steps."""
+
+import copy
+
+import pytest
+import torch
+
+import shaketable as st
+from shaketable.integrations.trl import AQNCallback
+from tests.integrations.hf.small_trainers import grpo, llama
+
+pytestmark = pytest.mark.covers("TRL", "callback: AQN in GRPO", "eager")
+
+
+class Spy:
+    """Notes whether the final norm of a model was noisy, at each of its calls, and what the model was doing."""
+
+    def __init__(self, model):
+        self.calls = []
+        model.model.norm.register_forward_hook(self._look)
+
+    def _look(self, module, args, output):
+        clean = torch.nn.functional.rms_norm(args[0], args[0].shape[-1:], module._parameters["weight"], module.variance_epsilon)
+        self.calls.append((torch.is_grad_enabled(), not torch.allclose(output, clean, atol=1e-6)))
+
+    def noisy(self, training):
+        return [noise for grad, noise in self.calls if grad == training]
+
+
+def rollout(model):
+    """Logits of a greedy sample."""
+    kept = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+    return torch.stack(model.eval().generate(torch.arange(3, 11)[None], max_new_tokens=3, **kept).logits)
+
+
+def test_origin_03_the_trainers_step_reaches_the_noise(tmp_path):
+    model = llama()
+    callback = AQNCallback("global_decay:0.2-0.02,stages=3")
+    spy = Spy(model)
+    trainer = grpo(tmp_path, model, callback)
+    trainer.train()
+    logged = [row["aqn_sigma"] for row in trainer.state.log_history if "aqn_sigma" in row]
+    assert logged == [0.0, 0.2, 0.02]
+    noise = callback.noise
+    assert (noise.rollouts, noise.ledger.forward) == (3, 10), "five norms, two rollouts with noise"
+    assert noise.ledger.sites[0].asked == pytest.approx(0.11)
+    assert noise.ledger.sites[0].magnitude == pytest.approx(0.11, rel=0.25)
+    assert set(noise.ledger.sites[0].by("phase")) == {"rollout"}
+    assert not any(spy.noisy(training=True)), "the trained policy is clean"
+    assert any(spy.noisy(training=False)) and not all(spy.noisy(training=False)), "stage 0 is silent"
+
+
+def test_origin_04_sigma_of_each_layer_reaches_the_sampler(tmp_path):
+    file = tmp_path / "aqn.yaml"
+    file.write_text(
+        "aqn: {enabled: true, layer_specific: true, base_sigma: 0.1, layer_sigmas: {1: 0.3}, schedule: 'constant:0.1'}\n"
+    )
+    model, callback = llama(), AQNCallback(file)
+    grpo(tmp_path, model, callback).train()
+    assert callback.noise.layers_hit == (1,)
+    assert callback.noise.sigmas == pytest.approx({1: 0.3})
+    spots = callback.noise.ledger.sites[0].spots
+    assert {s.layer for s in spots.values()} == {1} and len(spots) == 2
+    assert all(s.counts == {"rollout": [3, 0]} for s in spots.values())
+    assert callback.noise.ledger.sites[0].magnitude == pytest.approx(0.3, rel=0.25)
+
+
+def test_origin_05_what_a_trainer_evaluates_is_clean(tmp_path):
+    model, callback = llama(), AQNCallback("constant:0.2")
+    spy, evaluations = Spy(model), []
+    trainer = grpo(tmp_path, model, callback, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    evaluate = trainer.evaluate
+
+    def watched(*args, **more):
+        before = len(spy.calls)
+        found = evaluate(*args, **more)
+        evaluations.append(spy.calls[before:])
+        return found
+
+    trainer.evaluate = watched
+    trainer.train()
+    assert len(evaluations) == 4 and all(len(calls) > 1 for calls in evaluations)
+    assert not any(noisy for calls in evaluations for _, noisy in calls)
+    assert any(spy.noisy(training=False))
+    assert callback.noise.rollouts == 3
+
+
+def test_after_training_the_model_is_clean_and_saved_clean(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    model, callback = llama(), AQNCallback("constant:0.2")
+    kinds = [type(m) for m in model.modules()]
+    trainer = grpo(tmp_path, model, callback, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert [type(m) for m in model.modules()] == kinds
+    sampled = rollout(model)
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
+    assert torch.equal(rollout(saved), sampled)
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in saved.state_dict().items())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_training_that_raises_leaves_no_noise(tmp_path, error):
+    def failing(completions, **_):
+        raise error
+
+    model, callback = llama(), AQNCallback("constant:0.2")
+    clean, kinds = rollout(copy.deepcopy(model)), [type(m) for m in model.modules()]
+    with pytest.raises(error):
+        grpo(tmp_path, model, callback, reward=failing).train()
+    assert torch.equal(rollout(model), clean)
+    assert callback.noise.injection.closed
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_a_block_around_training_cleans_up_at_once(tmp_path):
+    def failing(completions, **_):
+        raise ZeroDivisionError
+
+    model = llama()
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ZeroDivisionError), AQNCallback(st.AQN(st.Constant(0.2))) as callback:
+        grpo(tmp_path, model, callback, reward=failing).train()
+    assert callback.noise.injection.closed
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_a_resumed_training_goes_on_with_the_noise_of_its_step(tmp_path):
+    callback = AQNCallback("epoch_aware:0.2-0.02")
+    trainer = grpo(tmp_path, llama(), callback, save_strategy="steps", save_steps=2)
+    trainer.train()
+    whole = [row["aqn_sigma"] for row in trainer.state.log_history if "aqn_sigma" in row]
+    again = AQNCallback("epoch_aware:0.2-0.02")
+    resumed = grpo(tmp_path, llama(), again)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.noise.rollouts == 1 and again.noise.step == 2
+    assert again.noise.sigma == whole[2]
+
+
+def test_a_trainer_that_never_samples_is_an_error(tmp_path):
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    rows = {"input_ids": [[3, 4, 5]] * 4, "labels": [[3, 4, 5]] * 4}
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
+    model = llama()
+    trainer = Trainer(model, arguments, train_dataset=Dataset.from_dict(rows), callbacks=[AQNCallback("constant:0.1")])
+    with pytest.raises(st.InertError, match="no rollout"):
+        trainer.train()
+    assert "_shaketable_weights" not in model.model.norm.__dict__
+
+
+def test_a_schedule_too_short_for_the_run_is_refused_before_the_first_step(tmp_path):
+    from shaketable.errors import ShaketableError
+
+    with pytest.raises(ShaketableError, match="σ is 0 at each of 1 steps"):
+        grpo(tmp_path, llama(), AQNCallback("global_decay:0.2-0.02"), max_steps=1).train()

@@ -1,0 +1,341 @@
+"""Two lines in a script: plans and AQN in real trainers of TRL and Hugging Face, on a CPU, for a few steps."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import shaketable as st
+from shaketable.errors import ShaketableError
+from shaketable.integrations.hf.vllm_sampler import sampler_of
+from shaketable.integrations.trl import ShaketableCallback
+from tests.integrations.hf.small_trainers import Spy, dpo, grpo, llama, lora, sft
+
+pytestmark = pytest.mark.covers("TRL", "callback: plan and AQN in GRPO, SFT and DPO; references clean", "eager")
+
+PLAN = "relative_gaussian:0.05@module.linear"
+
+
+def fires(callback):
+    return callback.merged.sites[0].by("phase")
+
+
+def logged(trainer, name):
+    return [row[f"shaketable/{name}"] for row in trainer.state.log_history if f"shaketable/{name}" in row]
+
+
+def logits(model):
+    """In training mode: the phase that plans act in."""
+    with torch.no_grad():
+        return model.train()(torch.arange(3, 11)[None]).logits
+
+
+def test_grpo_is_shaken_in_rollouts_and_training(tmp_path, capsys):
+    callback = ShaketableCallback(plan=PLAN, aqn="constant:0.1", seed=5, ledger=tmp_path / "l" / "ledger.json")
+    model = llama()
+    spy, trainer = Spy(model), grpo(tmp_path, model, callback)
+    trainer.train()
+    assert all(spy.noisy("train")) and len(spy.noisy("train")) == 3
+    assert set(fires(callback)) == {"rollout", "train"} and fires(callback)["train"]["forward"] == 3 * 14
+    plan, norms = callback.merged.sites
+    assert norms.by("phase") == {"rollout": {"forward": 15, "backward": 0}}, "five norms, three rollouts"
+    assert plan.magnitude == pytest.approx(0.05, rel=0.1) and norms.magnitude == pytest.approx(0.1, rel=0.25)
+    assert logged(trainer, "sigma") == [0.1] * 3
+    assert sum(logged(trainer, "forward")) == callback.merged.forward and min(logged(trainer, "forward")) > 14
+    assert logged(trainer, "measured_error")[-1] == pytest.approx(0.05, rel=0.1)
+    written = json.loads((tmp_path / "l" / "ledger.json").read_text())
+    assert st.Ledger.from_dict(written) == st.Ledger.from_dict(callback.merged.to_dict())
+    assert written["workers"] == [{"rank": 0, "forward": callback.merged.forward, "backward": 0}]
+    assert (written["seed"], written["aqn"]) == (5, "constant:0.1,seed=5")
+    assert "Ledger · seed 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_sft_and_dpo_are_shaken_forward_and_backward(tmp_path, make):
+    callback = ShaketableCallback(plan="relative_gaussian:0.05@op.matmul", seed=0)
+    model = llama()
+    trainer = make(tmp_path, model, callback)
+    reference = getattr(trainer, "ref_model", None)
+    spy, other = Spy(model), None if reference is None else Spy(reference)
+    trainer.train()
+    assert set(fires(callback)) == {"train"}
+    assert callback.merged.forward > 0 and callback.merged.backward > 0
+    assert min(logged(trainer, "backward")) > 0
+    assert all(spy.noisy("train"))
+    assert other is None or (other.passes and not any(noise for _, noise in other.passes))
+
+
+@pytest.mark.parametrize("plan", ["relative_gaussian:0.05@op.matmul", PLAN, f"{PLAN},point=weight"])
+@pytest.mark.parametrize("make", [grpo, dpo])
+def test_the_reference_that_peft_makes_of_the_same_weights_is_clean(tmp_path, make, plan):
+    callback = ShaketableCallback(plan=plan)
+    more = {"beta": 0.1} if make is grpo else {}
+    trainer = make(tmp_path, llama(), callback, peft_config=lora(), max_steps=1, **more)
+    seen = []
+    spy = Spy(trainer.model)
+    tuned = spy.mlp.down_proj
+    spy.mlp.register_forward_hook(lambda *_: seen.append(bool(tuned.disable_adapters)))
+    trainer.train()
+    assert any(seen) and not all(seen)
+    assert [noise for _, noise in spy.passes] == [not reference for reference in seen]
+
+
+def test_evaluation_is_clean_also_when_it_samples(tmp_path):
+    callback = ShaketableCallback(plan=PLAN, aqn="constant:0.2")
+    passes = evaluating(tmp_path, callback)
+    assert len(passes) == 4 and all(len(found) > 2 for found in passes)
+    assert not any(noise for found in passes for _, noise in found)
+    assert set(fires(callback)) == {"rollout", "train"} and callback.noise.rollouts == 3
+
+
+def test_evaluation_is_shaken_when_a_clause_says_so(tmp_path):
+    callback = ShaketableCallback(plan=f"{PLAN},phase=eval; gain:1@module.rmsnorm", aqn="constant:0.2")
+    passes = evaluating(tmp_path, callback)
+    assert all(noise for found in passes for _, noise in found)
+    assert set(fires(callback)) == {"eval"}
+    assert set(callback.merged.sites[1].by("phase")) == {"rollout", "train"}, "what names no phase is not for evaluations"
+    assert set(callback.merged.sites[2].by("phase")) == {"rollout"} and callback.noise.rollouts == 3
+
+
+def evaluating(folder, callback):
+    """A GRPO training that evaluates before and after each step, and the passes of each evaluation."""
+    model, found = llama(), []
+    spy = Spy(model)
+    trainer = grpo(folder, model, callback, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    evaluate = trainer.evaluate
+
+    def watched(*args, **more):
+        before = len(spy.passes)
+        result = evaluate(*args, **more)
+        found.append(spy.passes[before:])
+        return result
+
+    trainer.evaluate = watched
+    trainer.train()
+    return found
+
+
+def test_weights_are_saved_clean_and_the_model_is_left_as_it_was(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    model = llama()
+    kinds = [type(m) for m in model.modules()]
+    trainer = sft(tmp_path, model, ShaketableCallback(plan="mxfp4@module.linear"), save_strategy="steps", save_steps=3)
+    methods = set(trainer.__dict__)
+    trainer.train()
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in saved.state_dict().items())
+    assert torch.equal(logits(model), logits(saved))
+    assert [type(m) for m in model.modules()] == kinds
+    assert not any(name.startswith("_shaketable") for m in model.modules() for name in m.__dict__)
+    assert not {"training_step", "evaluation_loop"} & (set(trainer.__dict__) - methods)
+
+
+def test_a_resumed_training_ends_in_the_weights_of_an_uninterrupted_one(tmp_path):
+    plan = "relative_gaussian:0.2@module.linear; relative_gaussian:0.2@module.linear,point=weight"
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = llama()
+        trainer = sft(tmp_path, model, ShaketableCallback(plan=plan), max_steps=4, save_strategy="steps", save_steps=2)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append((model.state_dict(), [row["loss"] for row in trainer.state.log_history if "loss" in row][2:]))
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(v, found[1][0][k]) for k, v in found[0][0].items())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_script_that_fails_raises_its_own_error_and_keeps_a_clean_model(tmp_path, error, capsys):
+    def failing(completions, **_):
+        raise error("of the user's own")
+
+    model, file = llama(), tmp_path / "ledger.json"
+    clean, kinds = logits(copy.deepcopy(model)), [type(m) for m in model.modules()]
+    trainer = grpo(tmp_path, model, ShaketableCallback(plan=PLAN, aqn="constant:0.2", ledger=file), reward=failing)
+    with pytest.raises(error, match="of the user's own") as caught:
+        trainer.train()
+    assert caught.value.__context__ is None
+    assert torch.equal(logits(model), clean) and [type(m) for m in model.modules()] == kinds
+    assert not file.exists() and "Ledger" not in capsys.readouterr().out
+    assert "training_step" not in trainer.__dict__
+
+
+def test_an_error_between_steps_leaves_a_clean_model(tmp_path):
+    from transformers import TrainerCallback
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, *_, **more):
+            raise ZeroDivisionError
+
+    model = llama()
+    trainer = sft(tmp_path, model, ShaketableCallback(plan=PLAN))
+    trainer.add_callback(Failing())
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    clean = llama()
+    clean.load_state_dict(model.state_dict())
+    assert torch.equal(logits(model), logits(clean))
+    trainer.pop_callback(Failing)
+    trainer.train()
+    assert trainer.callback_handler.callbacks[0].merged.forward == 3 * 14, "and the next training is shaken once"
+
+
+def test_a_training_that_failed_between_steps_does_not_shake_the_next_one_which_has_no_callback(tmp_path):
+    from transformers import TrainerCallback
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, *_, **more):
+            raise ZeroDivisionError
+
+    callback = ShaketableCallback(plan=PLAN)
+    trainer = sft(tmp_path, llama(), callback)
+    trainer.add_callback(Failing())
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    before = callback.injection.ledger.forward
+    trainer.pop_callback(Failing)
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert callback.injection.ledger.forward == before > 0
+    assert "training_step" not in trainer.__dict__
+
+
+def test_a_ledger_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    callback = ShaketableCallback(plan=PLAN, ledger=tmp_path / "file" / "ledger.json")
+    with pytest.raises(ShaketableError, match="cannot write"):
+        sft(tmp_path, llama(), callback).train()
+
+
+@pytest.mark.parametrize("plan", ["gain:0@module.linear", f"{PLAN},phase=rollout"])
+def test_a_plan_that_did_nothing_is_an_error_at_the_end(tmp_path, plan):
+    with pytest.raises(st.InertError, match="linear"):
+        sft(tmp_path, llama(), ShaketableCallback(plan=plan)).train()
+    sft(tmp_path, llama(), ShaketableCallback(plan=plan, allow_inert=True)).train()
+
+
+def steps_until_it_raises(make, folder, plan=None, aqn=None, **more):
+    """How many steps of three began, and what was raised; nothing is left on the model then."""
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        begun = 0
+
+        def on_step_begin(self, args, state, control, **more):
+            self.begun += 1
+
+    steps, callback = Steps(), ShaketableCallback(plan=plan, aqn=aqn)
+    trainer = make(folder, llama(), callback, **more)
+    trainer.add_callback(steps)
+    with pytest.raises(st.InertError) as error:
+        trainer.train()
+    assert "training_step" not in trainer.__dict__
+    assert all(injection.closed for injection in callback._injections())
+    return steps.begun, str(error.value)
+
+
+@pytest.mark.parametrize("make", [sft, grpo])
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("saturation:2@module.linear", "times and changed no value"),
+        (f"{PLAN};gain:0.1@op.softmax", "gain:0.1@op.softmax,phase=rollout+train was on in"),
+    ],
+)
+def test_a_plan_that_does_nothing_is_an_error_after_the_first_step(tmp_path, make, plan, said):
+    begun, error = steps_until_it_raises(make, tmp_path, plan, gradient_accumulation_steps=2)
+    assert begun == 1
+    assert said in error and "(after the first step)" in error
+
+
+def test_a_backward_clause_in_layers_that_are_frozen_is_an_error_after_the_first_step(tmp_path):
+    def frozen(folder, model, callback):
+        model.model.embed_tokens.requires_grad_(False), model.model.layers[0].requires_grad_(False)
+        return sft(folder, model, callback, gradient_checkpointing=False)
+
+    plan = "gain:0.1@op.matmul,layers=0,direction=backward"
+    begun, error = steps_until_it_raises(frozen, tmp_path, plan)
+    assert begun == 1 and "never fired" in error
+
+
+def test_aqn_that_no_weight_can_hold_is_an_error_after_the_first_step(tmp_path):
+    begun, error = steps_until_it_raises(grpo, tmp_path, aqn="constant:1e-12,roles=linear")
+    assert begun == 1 and "changed no value" in error
+
+
+def test_what_may_still_act_is_judged_at_the_end(tmp_path):
+    """A clause for evaluations, before the first; one of magnitude 0; what is rare."""
+    for plan in (f"{PLAN};gain:0.1@module.linear,phase=eval", f"{PLAN};gain:0@module.linear", "bit_flip:1e-8@module.norm"):
+        assert steps_until_it_raises(sft, tmp_path, plan)[0] == 3
+
+
+def test_what_cannot_work_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ShaketableError, match="needs plan=, aqn=, or both"):
+        ShaketableCallback()
+    with pytest.raises(st.PlanError, match="matches 'moose'"):
+        sft(tmp_path, llama(), ShaketableCallback(plan="gain:1@module.moose")).train()
+    (tmp_path / "ledger.json").write_text("{}")
+    with pytest.raises(ShaketableError, match="nothing is overwritten"):
+        sft(tmp_path, llama(), ShaketableCallback(plan=PLAN, ledger=tmp_path / "ledger.json")).train()
+
+
+def test_other_callbacks_report_what_we_log(tmp_path):
+    from transformers import TrainerCallback
+
+    rows = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **more):
+            rows.append(dict(logs))
+
+    trainer = sft(tmp_path, llama(), ShaketableCallback(plan=PLAN))
+    trainer.callback_handler.callbacks.insert(0, Reporter())
+    trainer.train()
+    assert [row["shaketable/forward"] for row in rows if "loss" in row] == [14.0] * 3
+
+
+def test_a_plain_trainer_and_a_model_that_is_checkpointed(tmp_path):
+    losses = []
+    for again in (False, True):
+        callback = ShaketableCallback(plan="relative_gaussian:0.2@module.linear")
+        trainer = sft(tmp_path, llama(), callback, gradient_checkpointing=again)
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        assert callback.merged.forward == 3 * 14
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"aqn": "constant:0.1"}, "AQN acts in rollouts: rollouts happen in the vLLM server"),
+        ({"plan": PLAN}, "the vLLM server.*write phase=train"),
+        ({"plan": f"{PLAN},phase=rollout"}, "the vLLM server.*write phase=train"),
+    ],
+)
+def test_a_vllm_server_is_out_of_reach(tmp_path, fields, said):
+    """vLLM is not here: the trainer is a real one whose sampler is set to what TRL makes of `vllm_mode='server'`."""
+    trainer = served(grpo(tmp_path, llama(), ShaketableCallback(**fields)))
+    with pytest.raises(st.PlanError, match=said):
+        trainer.train()
+
+
+def test_beside_a_vllm_server_training_can_be_shaken(tmp_path):
+    callback = ShaketableCallback(plan=f"{PLAN},phase=train")
+    trainer = served(grpo(tmp_path, llama(), callback))
+    assert sampler_of(trainer, callback.plan, None, 3, 0) is None
+
+
+def served(trainer):
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    trainer.use_vllm, trainer.vllm_generation = True, object.__new__(VLLMGeneration)
+    trainer.vllm_generation.mode = "server"
+    return trainer
+
+
+@pytest.mark.parametrize("fields", [{"aqn": "constant:0.1"}, {"plan": PLAN}])
+def test_continuous_batching_is_out_of_reach(tmp_path, fields):
+    trainer = grpo(tmp_path, llama(), ShaketableCallback(**fields), use_transformers_continuous_batching=True)
+    with pytest.raises(st.PlanError, match="thread of its own"):
+        trainer.train()

@@ -1,0 +1,285 @@
+"""What a config of verl asks for: read, checked before anything starts, and turned into the instructions of samplers and actors."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from shaketable.errors import ShaketableError
+from shaketable.integrations.verl.settings import refuse_pinned, shaking_of
+from tests import ROOT
+
+NOISE = "relative_gaussian:0.05@op.matmul"
+EPOCHS = "epoch_aware:0.05-0.01+0.01-0.0005"
+
+
+def config(tmp_path, mode="sync", sampler="vllm", strategy="fsdp2", rollout=None, **groups):
+    """The part of verl's config that matters here: of a run on GPUs, with vLLM in eager mode."""
+    trainer = {"use_v1": True, "v1": {"trainer_mode": mode}, "default_local_dir": str(tmp_path), "total_epochs": 2}
+    sampling = {"name": sampler, "enforce_eager": True, "calculate_log_probs": False, "engine_kwargs": {"vllm": {}}}
+    model = {"rollout": sampling | (rollout or {}), "actor": {"strategy": strategy}}
+    whole = {"trainer": trainer | {"device": "cuda"} | groups.pop("trainer", {}), "actor_rollout_ref": model}
+    return whole | {"algorithm": {"rollout_correction": {"bypass_mode": False}}} | groups
+
+
+def shaking(tmp_path, environ=None, **keys):
+    return shaking_of(config(tmp_path, shaketable=keys), environ or {})
+
+
+def test_a_config_without_our_keys_asks_nothing(tmp_path):
+    assert shaking_of(config(tmp_path), {}) is None
+    assert shaking_of(config(tmp_path, shaketable=None), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("plan_in", "phase", "roles"),
+    [
+        ("rollout", "rollout", ["sampler"]),
+        ("actor", "train", ["actor"]),
+        ("both", "rollout+train", ["sampler", "actor"]),
+        (None, "rollout+train", ["sampler", "actor"]),
+    ],
+)
+def test_plan_in_says_who_is_shaken_and_never_validation(tmp_path, plan_in, phase, roles):
+    made = shaking(tmp_path, plan=NOISE, plan_in=plan_in, seed=7)
+    instructions = {role: made.instructions(role, 10) for role in ("sampler", "actor")}
+    assert [role for role, found in instructions.items() if found] == roles
+    for role in roles:
+        assert instructions[role].plan == f"{NOISE},phase={phase}"
+        assert (instructions[role].seed, instructions[role].total_steps) == (7, 10)
+
+
+def test_each_role_has_the_clauses_that_act_in_it(tmp_path):
+    made = shaking(tmp_path, plan=f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3;gain:0.1@layer.1,phase=eval")
+    assert made.instructions("actor", 1).plan == f"{NOISE},phase=train;dead_zone:0.01,scope=token@layer.3,phase=rollout+train"
+    assert (
+        made.instructions("sampler", 1).plan
+        == "dead_zone:0.01,scope=token@layer.3,phase=rollout+train;gain:0.1@layer.1,phase=eval"
+    )
+
+
+def test_aqn_is_the_samplers_and_of_actors_when_it_says_so(tmp_path):
+    made = shaking(tmp_path, aqn=EPOCHS, seed=3)
+    assert made.instructions("actor", 4) is None
+    assert made.instructions("sampler", 4).aqn == f"{EPOCHS},seed=3"
+    both = shaking(tmp_path, aqn="constant:0.01,form=output,where=both")
+    assert both.instructions("actor", 4).aqn == both.instructions("sampler", 4).aqn
+
+
+def test_a_schedule_by_epochs_follows_the_epochs_of_the_data(tmp_path):
+    made = shaking(tmp_path, aqn=EPOCHS)
+    assert made.total_steps(58, 29, epochs=2) == 58
+    assert made.total_steps(40, 29, epochs=2) == 58, "cut short, not squeezed"
+    assert made.total_steps(900, 29, epochs=2) == 58, "verl ends after its epochs, whatever total_training_steps says"
+    with pytest.raises(ShaketableError, match="has 2 epochs and the run 87 steps of 29 an epoch"):
+        made.total_steps(87, 29, epochs=3)
+    decay = shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10")
+    assert decay.total_steps(40, 29, epochs=2) == 40
+    assert decay.total_steps(900, 29, epochs=2) == 58
+
+
+def test_a_schedule_that_is_silent_at_every_step_is_an_error(tmp_path):
+    made = shaking(tmp_path, aqn="global_decay:0.05-0.0005,stages=10")
+    with pytest.raises(ShaketableError, match="silent"):
+        made.total_steps(1, 1, epochs=1)
+
+
+def test_the_keys_of_the_origin_are_read(tmp_path):
+    keys = {"noisy_ops": {"enabled": True, "error_scale": 0.05, "error_type": "relative_gaussian"}}
+    made = shaking_of(config(tmp_path, trainer=keys, shaketable={"seed": 5}), {})
+    assert made.instructions("sampler", 1).plan == made.instructions("actor", 1).plan == f"{NOISE},phase=rollout+train"
+    assert made.instructions("sampler", 1).seed == 5
+    assert any(line.startswith("trainer.noisy_ops") for line in made.lines)
+    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
+    assert shaking_of(config(tmp_path), environ).instructions("actor", 1).plan == f"{NOISE},phase=rollout+train"
+
+
+def test_a_sampler_has_no_backward(tmp_path):
+    back = f"{NOISE},direction=backward"
+    made = shaking(tmp_path, plan=back)
+    assert made.instructions("sampler", 1) is None, "an order without clauses is no order"
+    assert made.instructions("actor", 1).plan == f"{back},phase=train"
+    made = shaking(tmp_path, plan=f"{back},phase=rollout+train;gain:0.1@layer.1")
+    assert made.instructions("sampler", 1).plan == "gain:0.1@layer.1,phase=rollout+train"
+    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_BACKWARD_ONLY": "1"}
+    origin = shaking_of(config(tmp_path), environ)
+    assert origin.instructions("sampler", 1) is None
+    assert origin.instructions("actor", 1).plan == f"{back},phase=train"
+    for keys in ({"plan": f"{back},phase=rollout"}, {"plan": back, "plan_in": "rollout"}):
+        with pytest.raises(ShaketableError, match="would never act: a sampler has no backward"):
+            shaking(tmp_path, **keys)
+
+
+GRAPHS = {"enforce_eager": False}
+WEIGHTS = "relative_gaussian:0.05@module.linear,point=weight"
+
+
+def engine(**options):
+    return {"engine_kwargs": {"vllm": options}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rollout", "trainer", "fails"),
+    [
+        ({"plan": NOISE}, GRAPHS, {}, True),
+        ({"plan": f"{WEIGHTS}+input"}, GRAPHS, {}, True),
+        ({"aqn": "constant:0.01,form=output"}, GRAPHS, {}, True),
+        ({"plan": NOISE}, GRAPHS | engine(compilation_config={"cudagraph_mode": "PIECEWISE"}), {}, True),
+        ({"plan": NOISE}, GRAPHS | engine(compilation_config={"cudagraph_mode": "NONE"}), {}, False),
+        ({"plan": NOISE}, GRAPHS | engine(compilation_config='{"cudagraph_mode": "NONE"}'), {}, False),
+        ({"plan": NOISE}, GRAPHS | engine(enforce_eager=True), {}, False),
+        ({"plan": NOISE}, GRAPHS, {"device": "cpu"}, False),
+        ({"plan": WEIGHTS}, GRAPHS, {}, False),
+        ({"plan": NOISE, "plan_in": "actor"}, GRAPHS, {}, False),
+        ({"aqn": EPOCHS}, GRAPHS, {}, False),
+    ],
+)
+def test_what_a_cuda_graph_would_swallow_is_refused_by_the_driver(tmp_path, keys, rollout, trainer, fails):
+    asked = config(tmp_path, rollout=rollout, trainer=trainer, shaketable=keys)
+    if fails:
+        with pytest.raises(ShaketableError, match=r"add actor_rollout_ref\.rollout\.enforce_eager=True$"):
+            shaking_of(asked, {})
+    else:
+        assert shaking_of(asked, {}) is not None
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("gain:0.1@module.q_proj", "vLLM computes q_proj inside of qkv_proj"),
+        ("gain:0.1@module.linear+mlp.up_proj,phase=eval", "vLLM computes up_proj inside of gate_up_proj"),
+        ("gain:0.1@module.qkv_proj,phase=train", r"the trainer's model has q_proj\+k_proj\+v_proj in place of qkv_proj"),
+        ("gain:0.1@module.qkv_proj,phase=rollout;gain:0.1@module.q_proj+k_proj+v_proj,phase=train", None),
+        ("gain:0.1@module.*qkv_proj+o_proj", None),
+    ],
+)
+def test_names_that_one_side_does_not_have_are_refused_by_the_driver(tmp_path, plan, message):
+    if message is None:
+        assert shaking(tmp_path, plan=plan) is not None
+    else:
+        with pytest.raises(ShaketableError, match=message):
+            shaking(tmp_path, plan=plan)
+
+
+def test_a_run_without_verls_kl_says_so(tmp_path):
+    def last(**changes):
+        return shaking_of(config(tmp_path, **changes), {}).lines[-1]
+
+    plan = {"shaketable": {"plan": NOISE}}
+    assert last(**plan).startswith("shaketable: ledgers in")
+    none = "shaketable: no shaketable/kl in this run: "
+    assert last(**plan, algorithm={"rollout_correction": None}) == none + "algorithm.rollout_correction is null"
+    assert last(**plan, algorithm={"rollout_correction": {"bypass_mode": True}}).endswith("bypass_mode is on")
+    actor = {"shaketable": {"plan": NOISE, "plan_in": "actor"}}
+    assert last(**actor).endswith("calculate_log_probs is off")
+
+
+def test_a_config_that_another_driver_pinned_is_refused(tmp_path):
+    made = shaking(tmp_path, plan=NOISE)
+    again = config(tmp_path, shaketable={"plan": NOISE, "resolved": made.pinned()})
+    refuse_pinned(again, {made.ledger})
+    with pytest.raises(ShaketableError, match=r"shaketable.resolved was written by another run"):
+        refuse_pinned(again, set())
+
+
+def test_the_defaults_of_the_example_fit_together():
+    """verl cuts what a GPU has of a mini-batch into micro-batches, and asserts that nothing is left over."""
+    script = ROOT / "examples" / "verl" / "grpo.sh"
+    found = {name: int(value) for name, value in re.findall(r"\$\{(\w+):-(\d+)\}", script.read_text())}
+    assert found["GPUS"] == 8
+    for gpus in (1, 2, 4, 8):
+        assert found["BATCH"] % found["MINI"] == 0
+        for prompts in (found["MINI"], found["BATCH"]):
+            assert prompts * found["GROUP"] % gpus == 0
+            assert prompts * found["GROUP"] // gpus % found["MICRO"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shaketable": {"plna": NOISE}}, "shaketable.plna is unknown; did you mean 'plan'?"),
+        ({"shaketable": NOISE}, "shaketable is a group of keys"),
+        ({"shaketable": {"seed": 1}}, "shaketable has neither a plan nor an aqn"),
+        ({"shaketable": {"plan": NOISE, "seed": "x"}}, "shaketable.seed: "),
+        ({"shaketable": {"plan": NOISE, "plan_in": "critic"}}, "shaketable.plan_in: "),
+        ({"shaketable": {"plan": "relative_gausian:0.05@op.matmul"}}, "unknown fault 'relative_gausian'"),
+        ({"shaketable": {"plan": f"{NOISE},phase=train", "plan_in": "rollout"}}, "shaketable.plan_in=rollout, and "),
+        ({"shaketable": {"plan": NOISE}, "mode": "colocate_async"}, "shaketable works with trainer.v1.trainer_mode=sync"),
+        ({"shaketable": {"plan": NOISE}, "trainer": {"use_v1": False}}, "shaketable works with trainer.v1.trainer_mode=sync"),
+        ({"shaketable": {"plan": NOISE}, "sampler": "sglang"}, "shaketable works with rollout.name=vllm"),
+        ({"shaketable": {"plan": NOISE}, "strategy": "fsdp"}, "faults in the actor need actor.strategy=fsdp2"),
+        (
+            {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config='{"key": 1}')},
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config is text",
+        ),
+        (
+            {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config={"shaketable": {"plan": NOISE}})},
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config asks for a plan",
+        ),
+        ({"shaketable": {"plan": NOISE}, "deadzone": {"enabled": True, "layer": 3, "threshold": 0.01}}, "shaketable.* and "),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_of_one_line(tmp_path, changes, message):
+    with pytest.raises(ShaketableError) as error:
+        shaking_of(config(tmp_path, **changes), {})
+    assert str(error.value).startswith(message)
+
+
+def test_aqn_alone_does_not_care_how_the_actor_is_sharded(tmp_path):
+    assert shaking_of(config(tmp_path, strategy="fsdp", shaketable={"aqn": EPOCHS}), {}) is not None
+
+
+def test_two_ways_of_ordering_are_an_error(tmp_path):
+    with pytest.raises(ShaketableError, match="the environment instructions"):
+        shaking(tmp_path, {"SHAKETABLE_PLAN": NOISE}, plan=NOISE)
+
+
+def test_what_the_driver_read_is_what_the_trainer_does(tmp_path):
+    """The trainer runs in another process: without the variables that the driver saw, and in another folder."""
+    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "0.05", "VERL_NOISY_OPS_TYPE": "relative_gaussian"}
+    keys = {"seed": 5}
+    made = shaking_of(config(tmp_path, shaketable=keys), environ)
+    again = shaking_of(config(tmp_path, shaketable=keys | {"resolved": made.pinned()}), {})
+    assert again == made.model_copy(update={"lines": ()})
+    aqn = shaking(tmp_path, aqn=EPOCHS, seed=9)
+    assert shaking(tmp_path, resolved=aqn.pinned()) == aqn.model_copy(update={"lines": ()})
+
+
+def test_ledgers_are_never_mixed(tmp_path):
+    first = shaking(tmp_path, plan=NOISE).ledger
+    assert first.is_absolute() and first.parent == tmp_path / "shaketable"
+    assert first != shaking(tmp_path, plan=NOISE).ledger
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "worker-1-aa.json").write_text(json.dumps({}))
+    with pytest.raises(ShaketableError, match="holds the ledgers of another run"):
+        shaking(tmp_path, plan=NOISE, ledger=str(tmp_path / "used"))
+
+
+def test_the_plugin_costs_an_import_and_nothing_else():
+    code = (
+        "import sys; import shaketable.integrations.verl; print([m for m in ('torch', 'pydantic', 'verl') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_configs_are_read_without_torch():
+    code = "import sys; import shaketable.integrations.verl.settings; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_driver_whose_trainer_left_no_instructions_ends_with_3(tmp_path, is_there):
+    if is_there:
+        (tmp_path / "instructions.json").write_text("{}")
+    code = (
+        "import atexit, pathlib; from shaketable.integrations import verl; "
+        f"atexit.register(verl._look_back, pathlib.Path({str(tmp_path)!r})); print('trained')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "trained\n"
+    assert done.returncode == (0 if is_there else 3)
+    assert ("nothing was injected" in done.stderr) is not is_there

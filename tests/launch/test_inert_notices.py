@@ -1,0 +1,87 @@
+"""A clause that does nothing under `shaketable run` is told while the program runs, in one line, once."""
+
+import re
+import sys
+
+import pytest
+
+from tests.launch.shaken_programs import program, shake
+
+SILENT = "silent_plans.py"
+
+
+def notices(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("shaketable: ")]
+
+
+def test_a_model_in_which_nothing_matches_is_named_at_its_first_call(tmp_path):
+    code, _, printed = shake(tmp_path / "l", "gain:0.1@module.rmsnorm;gain:0.1@module.frist", *program(SILENT, "plain"))
+    assert code == 3
+    first, second = notices(printed)
+    assert "gain:0.1@module.rmsnorm does nothing in Experts: nothing in Experts matches 'rmsnorm'" in first
+    assert "did you mean 'first'?" in second
+    assert printed.index(first) < printed.index("pass 0"), "before the first pass is over"
+
+
+def test_a_layer_that_is_not_there_is_named_with_the_class_of_the_model(tmp_path):
+    _, _, printed = shake(tmp_path / "l", "noise:0.1@layer.7", *program(SILENT, "plain"))
+    (line,) = notices(printed)
+    assert "noise:0.1@layer.7 does nothing in Experts: " in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        ("plain", "saturation:2@module.linear", r"saturation:2@module.linear fired \d times and changed no value"),
+        (
+            "plain",
+            "gain:0.1@module.linear;gain:0.1@module.second",
+            r"gain:0.1@module.second was on in \d passes and never fired",
+        ),
+        ("plain", "gain:0.1@module.linear;gain:0.1@op.softmax", r"gain:0.1@op.softmax was on in \d passes and never fired"),
+        ("compiled", "saturation:2@module.linear", r"saturation:2@module.linear fired \d times and changed no value"),
+    ],
+)
+def test_a_clause_that_does_nothing_is_told_after_the_first_passes(tmp_path, kind, plan, said):
+    code, _, printed = shake(tmp_path / "l", plan, *program(SILENT, kind))
+    assert code == 3
+    (line,) = notices(printed)
+    assert re.search(said, line)
+    assert printed.index(line) < printed.index("end\n"), "not when the program is over"
+
+
+def test_a_backward_clause_is_told_when_an_optimizer_steps(tmp_path):
+    plan = "gain:0.1@module.0,direction=backward"
+    code, _, printed = shake(tmp_path / "l", plan, *program(SILENT, "frozen"))
+    assert code == 3
+    (line,) = notices(printed)
+    assert re.search(r"was on in \d passes and never fired", line)
+    assert printed.index(line) < printed.index("end\n")
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "code"),
+    [
+        ("gain:0.1@module.linear", "functional", 0),
+        ("gain:0.1@module.rmsnorm;gain:0.1@module.linear;gain:0.1@module.embedding", "two models", 0),
+        ("gain:0.1@op.matmul,direction=backward", "frozen", 0),
+        ("gain:0.1@module.linear,phase=train", "evaluation", 3),
+        ("gain:0.1@op.matmul,direction=backward", "evaluation", 3),
+        ("gain:0@module.linear", "plain", 3),
+        ("bit_flip:1e-7@module.linear", "plain", 3),
+    ],
+)
+def test_nothing_is_said_of_what_acts_or_may_still_act(tmp_path, plan, kind, code):
+    found, _, printed = shake(tmp_path / "l", plan, *program(SILENT, kind))
+    assert found == code, printed
+    assert [line for line in notices(printed) if "Sequential" not in line] == []
+
+
+def test_many_processes_say_it_once(tmp_path):
+    for start in ("fork", "spawn"):
+        code, _, printed = shake(tmp_path / start, "saturation:1e9@module.linear", *program("workers.py", start))
+        assert code == 3
+        assert len(notices(printed)) <= 1, printed
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, _, printed = shake(tmp_path / "ranks", "gain:0.1@module.rmsnorm", *ranks, program("ranks.py")[1])
+    assert len(notices(printed)) == 1, printed

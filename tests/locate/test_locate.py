@@ -1,0 +1,585 @@
+"""Locate: never a false alarm, and the right layer and operator for every fault that its assumption lets it see."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import shaketable as st
+from shaketable.errors import ModelError, ShaketableError
+from shaketable.locate.diagnosis import PROBES
+from shaketable.locate.probes import float64_ops
+from tests.locate.architectures import ARCHITECTURES, ROUTED, UNWIRED, build, tokens
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MATRIX = [
+    (name, attention)
+    for name in ARCHITECTURES
+    for attention in ("eager", "sdpa")
+    if (name, attention) != ("gemma2", "sdpa")  # transformers refuses: sdpa cannot cap logits
+]
+
+
+def found(model, mode="all", seed=0, **options):
+    return st.locate(model, mode=mode, input_ids=tokens(seed), seed=seed, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A Llama in a folder, and its tokens."""
+    folder = tmp_path_factory.mktemp("llama")
+    build("llama").save_pretrained(folder)
+    return str(folder)
+
+
+# ---- healthy
+
+
+@pytest.mark.parametrize(("name", "attention"), MATRIX)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_healthy_model_is_never_blamed(name, attention, dtype):
+    for seed in (0, 1):
+        model = build(name, dtype, attention, seed)
+        for mode in ("host", "device", "all"):
+            diagnosis = found(model, mode, seed)
+            expected = "INCONCLUSIVE" if name in UNWIRED and mode == "device" else "HEALTHY"
+            assert diagnosis.verdict == expected, diagnosis.sentence
+            assert not diagnosis.evidence
+            assert not diagnosis.suspicions
+
+
+def test_locate_leaves_no_trace():
+    """Weights, attributes, hooks, mode and the random stream are what they were."""
+    model = build("llama").train()
+    before = {n: p.detach().clone() for n, p in model.state_dict().items()}
+    owners = {n: id(p) for n, p in model.named_parameters()}
+    state = torch.random.get_rng_state()
+    found(model)
+    assert model.training
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    assert owners == {n: id(p) for n, p in model.named_parameters()}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# ---- faults
+
+LEAF_FAULTS = ("gain:0.05", "bias:0.05,sparsity=0.1", "dead_zone:0.2,scope=token", "truncation:3", "noise:0.05")
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_host_mode_names_layer_and_op_of_a_fault_at_every_linear(name, dtype):
+    model = build(name, dtype, "eager")
+    prefix = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers"}.get(name, "model.layers")
+    layer = model.get_submodule(f"{prefix}.1")
+    leaves = [n for n, m in layer.named_modules() if type(m).__name__ in ("Linear", "Conv1D")]
+    assert len(leaves) >= 2
+    for i, leaf in enumerate(leaves):
+        fault = LEAF_FAULTS[i % len(LEAF_FAULTS)] if leaf != "mlp.shared_expert_gate" else "gain:0.05"
+        diagnosis = found(model, "host", plan=f"{fault}@module.{prefix}.1.{leaf},include=router")
+        assert diagnosis.planted["changed"]
+        assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, leaf), diagnosis.sentence
+        assert diagnosis.exit_code == 1
+
+
+@pytest.mark.parametrize("family", ["matmul", "softmax", "sdpa", "silu", "rms_norm"])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_host_mode_names_the_module_of_an_operator_fault(family, layer):
+    attention = "sdpa" if family == "sdpa" else "eager"
+    model = build("llama", attention=attention)
+    diagnosis = found(model, "host", plan=f"gain:0.01@op.{family},layers={layer},direction=forward")
+    expected = {"matmul": "self_attn.q_proj", "silu": "mlp.act_fn", "rms_norm": "input_layernorm"}.get(family, "self_attn")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", layer, expected)
+    names = {"softmax": "softmax", "sdpa": "scaled_dot_product_attention"}
+    assert diagnosis.function == names.get(family)
+
+
+def test_a_fault_of_the_layer_itself_has_no_op():
+    diagnosis = found(build("llama"), "host", plan="saturation:0.5,scope=token@layer.2")
+    assert (diagnosis.layer, diagnosis.op, diagnosis.function) == (2, None, "add")
+    assert diagnosis.fault_class == "saturation"
+
+
+def test_a_fault_upstream_does_not_flag_layers_downstream():
+    diagnosis = found(build("llama"), "all", plan="gain:0.5@layer.0")
+    assert {e.layer for e in diagnosis.evidence} == {0}
+
+
+def test_two_faults_the_first_in_the_order_of_computation_is_named():
+    diagnosis = found(
+        build("llama"), "host", plan="gain:0.1@module.mlp.up_proj,layers=2;gain:0.1@module.self_attn.v_proj,layers=1"
+    )
+    assert (diagnosis.layer, diagnosis.op) == (1, "self_attn.v_proj")
+    assert {e.layer for e in diagnosis.evidence} == {1, 2}
+    assert diagnosis.sentence.endswith(" Also faulty: layer 2.")
+
+
+def every_second_sum(first, change=lambda y: y * 1.01):
+    """A mode that makes every second residual addition wrong, from the first or from the second on."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        count = first
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            shapes = [a.shape for a in args[:2] if isinstance(a, torch.Tensor)]
+            if "add.Tensor" not in str(func) or shapes != [(1, 24, 32)] * 2:
+                return result
+            self.count += 1
+            return change(result) if self.count % 2 else result
+
+    return Mode()
+
+
+RESIDUALS = {"llama": ("self_attn", "mlp"), "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm")}
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.parametrize("second", [0, 1])
+def test_the_two_residual_additions_are_told_apart(name, second):
+    with every_second_sum(second):
+        diagnosis = found(build(name, attention="eager"), "host")
+    part = RESIDUALS[name][second]
+    assert {(e.layer, e.op, e.function, e.after) for e in diagnosis.evidence} == {(i, None, "add", part) for i in range(3)}
+    assert f"layer 0, output (add after {part})" in diagnosis.sentence
+    assert diagnosis.sentence.endswith("Also faulty: layers 1, 2.")
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_twins_tell_them_apart_too(second):
+    with every_second_sum(second, lambda y: y + 0.1):
+        diagnosis = found(build("llama", attention="eager"), "device")
+    assert (diagnosis.layer, diagnosis.op, diagnosis.after) == (0, None, RESIDUALS["llama"][second])
+    assert f"layer 0, output (after {RESIDUALS['llama'][second]})" in diagnosis.sentence
+
+
+def test_a_residual_addition_that_changes_from_call_to_call_is_told_apart_too():
+    noise = torch.Generator().manual_seed(0)
+    with every_second_sum(1, lambda y: y * (1 + 0.1 * torch.rand(y.shape, generator=noise))):
+        diagnosis = found(build("llama", attention="eager"), "device")
+    assert (diagnosis.layer, diagnosis.op, diagnosis.function, diagnosis.after) == (0, None, "add", "mlp")
+
+
+def test_faults_outside_of_the_layers_are_named_too():
+    head = found(build("llama"), "host", plan="gain:0.01@module.lm_head,include=lm_head")
+    assert (head.verdict, head.layer, head.op) == ("FAULT", None, "lm_head")
+    norm = found(build("llama"), "host", plan="gain:0.01@module.model.norm")
+    assert (norm.layer, norm.op) == (None, "model.norm")
+    first = found(build("llama"), "host", plan="gain:0.01@module.model.embed_tokens,include=embedding;gain:0.1@layer.1")
+    assert (first.layer, first.op) == (None, "model.embed_tokens")
+
+
+def test_lanes_are_named():
+    model = build("llama")
+    lanes = [3, 17]
+
+    def broken(module, args, y):
+        y = y.clone()
+        y[..., lanes] = 0
+        return y
+
+    hook = model.model.layers[1].mlp.down_proj.register_forward_hook(broken)
+    diagnosis = found(model, "host")
+    hook.remove()
+    assert (diagnosis.op, diagnosis.lanes, diagnosis.lanes_of) == ("mlp.down_proj", lanes, 32)
+    assert diagnosis.fault_class == "dead_zone"
+    example = diagnosis.evidence[0].examples[0]
+    assert example["channel"] in lanes
+    assert example["got"] == 0
+
+
+@pytest.mark.parametrize("plan", ["noise:0.1", "spike:50,rate=0.05", "non_determinism:1.5"])
+@pytest.mark.parametrize("mode", ["device", "host", "all"])
+def test_results_that_change_from_call_to_call_are_found_in_every_mode(plan, mode):
+    diagnosis = found(build("llama"), mode, plan=f"{plan}@module.mlp.up_proj,layers=1")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, "mlp.up_proj")
+    assert diagnosis.fault_class in ("noise", "spike")
+    repeat = diagnosis.probes[1].results["repeat"]
+    assert repeat.status == "fail"
+
+
+class Sometimes:
+    """A hook that changes the last token's results at some of its calls."""
+
+    def __init__(self, *calls):
+        self.calls, self.count = calls, 0
+
+    def __call__(self, module, args, y):
+        self.count += 1
+        if self.count not in self.calls:
+            return y
+        y = y.clone()
+        y[:, -1] = 0
+        return y
+
+
+@pytest.mark.parametrize("mode", ["device", "host", "all"])
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.attack("faults below the plan language")
+def test_a_head_that_is_wrong_in_one_forward_only_is_suspect(mode, call):
+    """The two plain forwards are compared with the traced one, logit by logit."""
+    model = build("llama")
+    model.lm_head.register_forward_hook(Sometimes(call))
+    diagnosis = found(model, mode)
+    assert diagnosis.verdict == "INCONCLUSIVE"
+    assert "differ in the logits of 1 of 24 tokens" in diagnosis.sentence
+
+
+@pytest.mark.attack("faults below the plan language")
+def test_another_eps_than_the_config_says_is_found_even_if_the_module_says_so_too():
+    model = build("llama")
+    model.model.layers[2].input_layernorm.variance_epsilon = 1e-2
+    diagnosis = found(model, "host")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 2, "input_layernorm")
+
+
+@pytest.mark.attack("faults below the plan language")
+def test_another_activation_is_found():
+    model = build("llama")
+    model.model.layers[0].mlp.act_fn = torch.nn.Hardswish()
+    diagnosis = found(model, "host")
+    assert (diagnosis.layer, diagnosis.op) == (0, "mlp.act_fn")
+
+
+@pytest.mark.parametrize("bit", [0, 13, 22])
+@pytest.mark.attack("faults below the plan language")
+def test_one_wrong_bit_in_one_weight_is_found_against_the_file(saved, bit):
+    model = build("llama")
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    weight.data.view(torch.int32)[5, 7] ^= 1 << bit
+    diagnosis = found(model, "host", source=saved)
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, "self_attn.k_proj")
+    assert (diagnosis.fault_class, diagnosis.lanes) == ("weight", [5])
+    assert found(build("llama"), "host", source=saved).verdict == "HEALTHY"
+
+
+def test_without_a_file_weights_are_believed_and_the_diagnosis_says_so(saved):
+    assert found(build("llama"), "host", source=saved).notes == []
+    own = found(build("llama"), "host")
+    assert "were not compared with a file" in own.notes[0]
+    assert "as they are in memory" in own.assumption
+
+
+# ---- device mode
+
+
+@pytest.mark.parametrize("plan", ["bias:0.1@module.self_attn.o_proj", "dead_zone:0.1,scope=token@module.mlp.up_proj",
+                                  "saturation:0.3,scope=token@module.self_attn.v_proj", "bias:0.1@layer"])  # fmt: skip
+def test_device_mode_finds_what_does_not_commute(plan):
+    plan = plan.replace("@layer", "@layer.1") if plan.endswith("layer") else f"{plan},layers=1"
+    diagnosis = found(build("llama"), "device", plan=plan)
+    assert (diagnosis.verdict, diagnosis.layer) == ("FAULT", 1)
+    assert diagnosis.fault_class == "asymmetric"
+    assert "deterministic" in diagnosis.assumption
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.attack("faults below the plan language")
+def test_device_mode_sees_a_mask_that_leaks(name, dtype, monkeypatch):
+    """Every token sees the next one. It does so in every gauge, and twins agree."""
+    softmax = torch.nn.functional.softmax
+    model = build(name, dtype, "eager")
+    inside = []
+    layer = dict(model.named_modules())["transformer.h.1" if name == "gpt2" else "model.layers.1"]
+    layer.register_forward_pre_hook(lambda m, a: inside.append(True))
+    layer.register_forward_hook(lambda m, a, y: inside.clear())
+
+    def leaking(scores, *args, **kwargs):
+        if inside:
+            scores = scores.clone()
+            scores.diagonal(1, -2, -1).fill_(0)
+        return softmax(scores, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", leaking)
+    diagnosis = found(model, "device")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.fault_class) == ("FAULT", 1, "leak"), diagnosis.sentence
+    assert diagnosis.op == ("attn" if name == "gpt2" else "self_attn")
+    assert diagnosis.probes[1].results["twin"].status == "pass"
+
+
+def test_device_mode_only_suspects_what_a_permutation_shows():
+    diagnosis = found(build("llama"), "device", plan="gain:0.5,sparsity=0.1@module.mlp.down_proj,layers=1")
+    assert diagnosis.verdict == "INCONCLUSIVE"
+    assert [s["layer"] for s in diagnosis.suspicions] == [1]
+    assert diagnosis.exit_code == 4
+    assert "layer 1 is suspect" in diagnosis.sentence
+
+
+def test_device_mode_says_what_it_cannot_see():
+    diagnosis = found(build("llama"), "device", plan="gain:0.5@module.mlp.down_proj,layers=1")
+    assert diagnosis.verdict == "HEALTHY"
+    assert any("gain" in line for line in diagnosis.not_covered)
+    assert found(build("llama"), "all", plan="gain:0.5@module.mlp.down_proj,layers=1").verdict == "FAULT"
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_routed_layers_have_no_permutation_test(name):
+    diagnosis = found(build(name), "device")
+    assert "experts" in diagnosis.probes[0].results["permutation"].reason
+
+
+# ---- honesty
+
+
+def test_a_function_without_a_host_definition_makes_replay_inconclusive(monkeypatch):
+    """Host and device differ, and nobody can say who is right: no verdict, and no crash."""
+    monkeypatch.delitem(float64_ops.BOUNDED, "softmax")
+    model = build("llama", attention="eager")
+    assert found(model, "host").verdict == "HEALTHY"
+    diagnosis = found(model, "host", plan="gain:0.01@op.softmax,layers=1,direction=forward")
+    assert (diagnosis.verdict, diagnosis.exit_code) == ("INCONCLUSIVE", 4)
+    assert "no host definition of softmax" in diagnosis.sentence
+    assert not diagnosis.evidence
+
+
+def test_a_definition_that_fails_makes_replay_inconclusive(monkeypatch):
+    def fails(call):
+        raise NotImplementedError("not for this shape")
+
+    monkeypatch.setitem(float64_ops.BOUNDED, "scaled_dot_product_attention", fails)
+    diagnosis = found(build("llama", attention="sdpa"), "host")
+    assert diagnosis.verdict == "INCONCLUSIVE"
+    assert "not for this shape" in diagnosis.probes[0].results["replay"].reason
+
+
+def test_an_inert_plan_is_said_to_be_inert():
+    diagnosis = found(build("llama"), "host", plan="saturation:1.0,scope=tensor@layer.1")
+    assert diagnosis.verdict == "HEALTHY"
+    assert diagnosis.planted["changed"] == 0
+    assert "the planted plan changed no value" in diagnosis.notes
+
+
+def test_json_has_every_field_and_is_strict(tmp_path):
+    diagnosis = found(build("llama"), "all", plan="gain:0.1@layer.1")
+    diagnosis.save(tmp_path / "d.json")
+    data = json.loads((tmp_path / "d.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    needed = [
+        "verdict",
+        "layer",
+        "op",
+        "lanes",
+        "fault_class",
+        "assumption",
+        "not_covered",
+        "cost_forwards",
+        "probes",
+        "srdd",
+        "evidence",
+        "planted",
+        "sentence",
+    ]
+    assert set(needed) <= set(data)
+    assert [p["layer"] for p in data["probes"]] == [0, 1, 2, None]
+    assert set(data["probes"][0]["results"]) == set(PROBES)
+    assert set(data["probes"][0]["statistics"]) == {"gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct"}
+    assert data["cost_forwards"] > 0
+
+
+def test_srdd_statistics_do_not_decide():
+    diagnosis = found(build("llama"), "all")
+    diagnosis.srdd["blames"] = 1
+    diagnosis.decide(True)
+    assert diagnosis.verdict == "HEALTHY"
+
+
+def test_progress_is_told():
+    told = []
+    found(build("llama"), "host", progress=lambda done, total, text: told.append((done, total)))
+    assert told[-1] == (3, 3)
+
+
+# ---- what cannot be judged
+
+
+def broken(change):
+    model = build("llama")
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: broken(lambda m: m.model.layers[1].mlp.up_proj.weight.data.view(-1)[3:5].fill_(float("nan"))), "2 of .* NaN"),
+        (lambda: broken(lambda m: m.model.layers[0].mlp.up_proj.weight.data[0, 0].fill_(float("inf"))), "NaN or infinite"),
+        (lambda: build("llama").to("meta"), "meta device"),
+        (lambda: broken(lambda m: setattr(m.config, "quantization_config", {"quant_method": "gptq"})), "quantized .gptq."),
+        (lambda: torch.nn.Linear(4, 4), "no list of decoder layers"),
+    ],
+)
+def test_models_that_cannot_be_judged_are_refused_in_one_line(model, message):
+    with pytest.raises(ModelError, match=message) as error:
+        st.locate(model(), input_ids=tokens())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "both"}, "unknown mode 'both'"),
+        ({"input_ids": None}, "no tokenizer"),
+        ({"input_ids": None, "tokenizer": lambda text: {"input_ids": [1, 2, 3]}, "prompts": ["  ", ""]}, "prompts are empty"),
+        ({"input_ids": torch.ones(2, 8, dtype=torch.long)}, "one sequence"),
+        ({"input_ids": torch.ones(1, 1, dtype=torch.long)}, "at least 2 tokens"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(options, message):
+    with pytest.raises(ShaketableError, match=message):
+        st.locate(build("llama"), **{"input_ids": tokens(), **options})
+
+
+# ---- what a sceptical user found
+
+
+def hooked(model, path, change):
+    model.get_submodule(path).register_forward_hook(lambda m, a, y: change(y))
+    return model
+
+
+@pytest.mark.parametrize("rows", [slice(1, None, 2), slice(255, 256), slice(201, 202)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.attack("faults below the plan language")
+def test_wrong_rows_of_a_long_sequence_are_found(rows, dtype):
+    """Products of long sequences are replayed at some tokens, and at those whose checksum fires."""
+
+    def zeroed(y):
+        y = y.clone()
+        y[:, rows] = 0
+        return y
+
+    model = hooked(build("llama", dtype, "sdpa", positions=512), "model.layers.1.mlp.down_proj", zeroed)
+    diagnosis = st.locate(model, mode="host", input_ids=tokens(n=256))
+    assert (diagnosis.layer, diagnosis.op) == (1, "mlp.down_proj")
+    wrong = list(range(256))[rows]
+    assert {e["token"] for e in diagnosis.evidence[0].examples} <= set(wrong)
+
+
+@pytest.mark.parametrize(
+    ("plan", "op"), [("gain:0.01@module.rotary_emb", "model.rotary_emb"), ("gain:0.01@module.model", "model")]
+)
+def test_broken_links_outside_of_the_layers_are_found(plan, op):
+    diagnosis = found(build("llama"), "host", plan=plan)
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", None, op)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "attribute", "layer"),
+    [
+        ("llama", "model.rotary_emb", "inv_freq", None),
+        ("gemma3", "model.embed_tokens", "embed_scale", None),
+        ("llama", "model.layers.1.self_attn", "scaling", 1),
+    ],
+)
+@pytest.mark.attack("faults below the plan language")
+def test_numbers_and_buffers_are_those_of_the_config(name, path, attribute, layer):
+    model = build(name)
+    module = model.get_submodule(path)
+    value = getattr(module, attribute)
+    setattr(module, attribute, value * 1.5)
+    diagnosis = found(model, "host")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.fault_class) == ("FAULT", layer, "attribute")
+    assert attribute in diagnosis.sentence
+    assert "other values" not in diagnosis.sentence
+    assert "the config" in diagnosis.sentence
+
+
+def test_one_dominating_channel_is_no_fault():
+    model = build("llama", hidden=128)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0].mul_(1000)
+        model.model.layers[1].mlp.down_proj.weight[:, 0].mul_(200)
+        model.model.layers[1].mlp.up_proj.weight[0].mul_(200)
+        model.model.layers[1].mlp.gate_proj.weight[0].mul_(20)
+    for seed in range(4):
+        assert found(model, "host", seed).verdict == "HEALTHY"
+
+
+def test_activations_far_below_zero_are_no_fault():
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate_proj.weight.mul_(300)
+    assert found(model, "host").verdict == "HEALTHY"
+
+
+@pytest.mark.parametrize("name", ["Olmo2", "Helium", "Mamba2", "Bloom", "Cohere", "GptOss", "OPT", "DeepseekV3", "Llama4Text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_architectures_that_nobody_prepared_are_never_blamed(name, dtype):
+    import transformers
+
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    extra = {
+        "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1},
+        "Cohere": {"use_qk_norm": True},
+        "GptOss": {"num_local_experts": 4},
+        "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 64},
+        "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "head_dim": 8,
+                       "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+                       "moe_intermediate_size": 24, "num_key_value_heads": 4},
+        "Llama4Text": {"num_local_experts": 2, "intermediate_size_mlp": 48},
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**shape | extra.get(name, {}))
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    for mode in ("host", "device", "all"):
+        diagnosis = found(model.to(dtype).eval(), mode)
+        assert diagnosis.verdict != "FAULT", diagnosis.sentence
+        assert not diagnosis.suspicions
+
+
+def test_autocast_around_the_call_changes_nothing():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert found(build("llama"), "host").verdict == "HEALTHY"
+
+
+def test_a_compiled_model_is_judged_uncompiled():
+    model = build("llama")
+    model.compile()
+    assert found(model, "host").verdict == "HEALTHY"
+
+
+def test_each_module_gets_its_own_mode_back():
+    model = build("llama").train()
+    model.model.layers[0].eval()
+    found(model)
+    assert model.training
+    assert model.model.layers[1].mlp.training
+    assert not model.model.layers[0].training
+    assert not model.model.layers[0].mlp.training
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "message"),
+    [
+        (lambda: build("llama").double(), tokens(), "judges float32, bfloat16 and float16"),
+        (lambda: build("llama"), torch.full((1, 8), 5000), "a plain forward of LlamaForCausalLM fails"),
+        (lambda: build("llama").model, tokens(), "a plain forward of LlamaModel fails"),
+        (lambda: build("gpt2"), tokens(n=200), "a plain forward of GPT2LMHeadModel fails"),
+    ],
+)
+def test_models_that_do_not_run_are_told_in_one_line(model, ids, message):
+    with pytest.raises(ModelError, match=message) as error:
+        st.locate(model(), input_ids=ids)
+    assert "\n" not in str(error.value)
+
+
+def test_the_model_that_ships_is_healthy_and_shows_a_planted_fault():
+    from shaketable.models import load_model
+    from shaketable.plan import Plan
+
+    model, tokenizer = load_model("nano")
+    assert st.locate(model, tokenizer, source="nano", tokens=16).verdict == "HEALTHY"
+    found = st.locate(
+        model, tokenizer, source="nano", tokens=16, plan=Plan.parse("dead_zone:0.2,sparsity=0.1@module.mlp.down_proj,layers=3")
+    )
+    assert (found.verdict, found.layer) == ("FAULT", 3)

@@ -1,0 +1,69 @@
+"""What a newcomer relies on before reading code: the lock file is complete, `make` says what it can do, CI is one script."""
+
+import re
+import subprocess
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests import ROOT
+
+
+def needed():
+    """Names of all that `.[dev]` brings, as far as it is installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    todo = [Requirement(line) for lines in (project["dependencies"], *extras.values()) for line in lines]
+    found = set()
+    while todo:
+        asked = todo.pop()
+        key = canonicalize_name(asked.name), frozenset(asked.extras)
+        if key in found or key[0] == "shaketable":
+            continue
+        found.add(key)
+        try:
+            lines = requires(asked.name) or []
+        except PackageNotFoundError:
+            found.remove(key)  # for another system, or another Python
+            continue
+        chosen = [{"extra": extra} for extra in ("", *asked.extras)]
+        todo += [r for r in map(Requirement, lines) if not r.marker or any(r.marker.evaluate(e) for e in chosen)]
+    return {name for name, _ in found} - {"pip", "setuptools", "wheel"}
+
+
+def test_the_lock_file_has_everything():
+    pinned = {
+        canonicalize_name(line.split("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    assert needed() - pinned == set()
+
+
+def test_make_alone_names_every_target():
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    told = dict(re.findall(r"^  make (\S+) +(\S.*)$", done.stdout, re.MULTILINE))
+    assert list(told) != [] and set(told) == set(targets)
+
+
+def test_the_workflow_does_what_ci_does_and_ci_builds_the_site():
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["ci"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    assert re.search(r"^make .*\bdocs\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+def test_the_folders_of_the_repository_are_explained():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    top = {path.split("/")[0] + "/" for path in listed if "/" in path}
+    inner = {path.split("/")[2] + "/" for path in listed if path.startswith("src/shaketable/") and path.count("/") > 2}
+    assert [name for name in sorted(top | inner) if f"`{name}`" not in text] == []
+
+
+def test_the_tests_mirror_the_package():
+    tests, package = ROOT / "tests", ROOT / "src" / "shaketable"
+    folders = {file.parent.relative_to(tests) for file in tests.rglob("test_*.py")}
+    elsewhere = {folder for folder in folders if not (package / folder).is_dir()}
+    assert {folder.parts[0] for folder in elsewhere} == {"frameworks", "gpu", "project"}, elsewhere

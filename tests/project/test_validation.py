@@ -1,0 +1,172 @@
+"""The validation itself: what it counts without us, that it sees what is wrong, and that a stopped run goes on."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests import ROOT
+
+VALIDATION = ROOT / "validation"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(VALIDATION))
+
+
+def row_of(kind, attention="eager", dtype=torch.float32):
+    from checks import check
+    from zoo import Animal
+
+    return check(Animal(kind, kind), dtype, attention)
+
+
+@pytest.mark.parametrize(("kind", "counts"), [("llama", (21, 3, 27)), ("gpt2", (12, 3, 18)), ("mixtral", (15, 3, 24))])
+def test_a_healthy_architecture_passes_with_the_counts_that_its_configuration_says(kind, counts):
+    row = row_of(kind)
+    assert not row["fails"] and row["refused"] is None
+    assert row["counts"] == {level: [n, n] for level, n in zip(("module", "layer", "op"), counts, strict=True)}
+    assert set(row["locate"].values()) == {"HEALTHY"} and row["planted"]["found"]
+
+
+def test_what_transformers_cannot_build_says_why():
+    row = row_of("mamba", "sdpa")
+    assert "does not support an attention implementation" in row["refused"] and not row["fails"]
+
+
+def test_an_injection_that_misses_a_module_and_a_locate_that_alarms_are_failures(monkeypatch):
+    import checks
+
+    monkeypatch.setitem(checks.PLANS, "module", "relative_gaussian:0.01@module.linear,layers=0-1")
+    real = checks.st.locate
+
+    def wrong(model, **given):
+        found = real(model, **given)
+        found.verdict = "FAULT" if given["mode"] == "host" else "HEALTHY"
+        return found
+
+    monkeypatch.setattr(checks.st, "locate", wrong)
+    fails = " ".join(row_of("llama")["fails"])
+    assert "module: fired 14 times instead of 21" in fails and "locate host, healthy" in fails and "planted in" in fails
+    assert "locate device" not in fails
+
+
+def test_a_plan_that_stays_on_is_a_failure(monkeypatch):
+    from shaketable.inject.injection import Injection
+
+    monkeypatch.setattr(Injection, "disable", lambda self: self)
+    assert [f for f in row_of("llama")["fails"] if "off is not bit-identical" in f]
+
+
+def test_products_of_heads_and_routers_are_not_counted_and_all_others_are():
+    from counting import counting
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.experts, self.gate, self.lm_head = (nn.Linear(4, 4) for _ in range(4))
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+        def forward(self, x):
+            y = self.up(x) @ x.T + torch.einsum("ij,kj->ik", self.gate(x), self.experts(x))
+            return self.lm_head(y @ x) + x @ self.lm_head.weight
+
+    model = Model()
+    with counting(model) as found:
+        model(torch.ones(3, 4))
+    assert (found.modules, found.called, found.products) == (2, ["up", "experts"], 5)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_stopped_run_goes_on_and_a_row_that_killed_it_is_a_failure(tmp_path, monkeypatch):
+    import checks
+    import validate
+    from page import page
+    from zoo import Animal
+
+    out, asked = tmp_path / "validation.json", []
+    rows = [(f"{kind}|float32|eager", Animal(kind, kind), torch.float32, "eager") for kind in ("mamba", "llama", "gpt2")]
+
+    def check(animal, dtype, attention):
+        asked.append(animal.name)
+        if animal.name == "llama":
+            raise KeyboardInterrupt
+        row = {"name": animal.name, "kind": animal.kind, "dtype": "float32", "attention": attention}
+        return row | {"refused": None, "fails": [], "counts": {}, "locate": {}, "planted": None, "seconds": 0.0}
+
+    monkeypatch.setattr(checks, "check", check)
+    with pytest.raises(KeyboardInterrupt):
+        validate.run_zoo(validate.Results(out, again=False), rows)
+    results = validate.Results(out, again=False)
+    validate.run_zoo(results, rows)
+    assert asked == ["mamba", "llama", "gpt2"]
+    assert {key: row["fails"] for key, row in results.body["zoo"].items() if row["fails"]} == {rows[1][0]: [validate.DIED]}
+    assert f"**llama** (float32 eager): {validate.DIED}" in page(validate.Results(out, again=False).body)
+    assert not validate.Results(out, again=True).body["zoo"]
+    monkeypatch.setattr(validate, "_digest", lambda: "of another version")
+    assert not validate.Results(out, again=False).body["zoo"], "what another version was asked is asked again"
+
+
+def test_simulated_studies_have_the_level_and_the_coverage_that_they_say():
+    from simulated import CASES, simulate
+
+    rows = {row["name"]: row for row in simulate(studies=30)}
+    assert len(rows) == len(CASES) + 2 and not any(row["fails"] for row in rows.values())
+    assert rows["better by half a logit, 5 seeds"]["seen"] > 0.1 > rows["equal arms, 5 seeds"]["false"]
+
+
+def test_statistics_that_do_not_hold_are_a_failure(monkeypatch):
+    import simulated
+
+    monkeypatch.setitem(simulated.CASES, "equal arms, 5 seeds", (5, 0.2, 0.4, 0.0, 1))
+    monkeypatch.setattr(
+        simulated, "compare", lambda asked, *_: [{"verdict": "shown", "ci_low": 1.0, "ci_high": 1.0}] * len(asked)
+    )
+    row = next(row for row in simulated.simulate(studies=20) if row["name"] == "equal arms, 5 seeds")
+    assert row["fails"] == ["20 false positives in 20", "covered in 0 of 20"]
+
+
+def test_attacks_are_counted_by_suite(tmp_path, monkeypatch):
+
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(
+        "import pytest\npytestmark = pytest.mark.attack('kills')\n"
+        "def test_held(): pass\ndef test_broken(): assert False\ndef test_left_out(): pytest.skip()\n"
+    )
+    code = "import sys, attacks, json, pathlib\nattacks.ROOT = pathlib.Path(sys.argv[1])\nprint(json.dumps(attacks.attack()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=VALIDATION, check=True
+    )
+    (row,) = json.loads(done.stdout.splitlines()[-1])
+    assert (row["name"], row["passed"], row["failed"], row["skipped"]) == ("kills", 1, 1, 1)
+    assert row["fails"] == ["tests/test_some.py::test_broken"]
+
+
+def test_every_suite_of_attacks_says_what_it_attacks():
+    from attacks import ABOUT
+
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    assert {name for text in texts for name in re.findall(r'mark\.attack\("([^"]+)"\)', text)} == set(ABOUT)
+
+
+def test_attacks_alone_leave_the_zoo_and_its_date_as_they_are(tmp_path, monkeypatch):
+    import validate
+    from page import page
+
+    out = tmp_path / "validation.json"
+    row = {"name": "llama", "kind": "llama", "dtype": "float32", "attention": "eager", "refused": "too small", "fails": []}
+    validate.Results(out, again=False).save(zoo={"llama|float32|eager": row}, date="2020-01-01")
+    monkeypatch.setattr(validate, "_digest", lambda: "of another version")
+    kept = {"name": "kills", "about": "training", "passed": 3, "failed": 0, "skipped": 1, "seconds": 2.4, "date": "2020-01-02"}
+    results = validate.Results(out, again=False, only="attacks")
+    results.save(attacks=[kept | {"fails": []}])
+    assert results.body["zoo"] and results.body["date"] == "2020-01-01"
+    assert "| kills | training | 4 | 3 | 0 | 1 | 2 | 2020-01-02 |" in page(results.body)

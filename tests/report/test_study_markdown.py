@@ -1,0 +1,63 @@
+"""The report as Markdown: the same verdict and numbers as the page, in tables that stay tables whatever they hold."""
+
+import re
+
+import pytest
+
+from shaketable.report.study_markdown import code, markdown, plain
+from shaketable.report.wording import METHOD
+from tests.report.findings_sample import NOISE, SAMPLES, study
+
+EVIL = "a|b\n## not a heading <script>x</script> *bold* `tick` [x](javascript:1) \u202e"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_tables_have_as_many_cells_as_their_head(name):
+    width = None
+    for line in markdown(SAMPLES[name]()).splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else None
+        assert cells is None or width is None or cells == width, line
+        width = cells
+
+
+def test_verdict_first_then_every_number():
+    found = study()
+    text = markdown(found)
+    assert text.splitlines()[0] == "# ○ NOT SHOWN: Targeted AQN did not beat global AQN"
+    assert text.index(plain(found["verdict"]["sentence"])) < text.index("## Design") < text.index("## Scores")
+    for arm in found["arms"]:
+        for score in arm["scores"]:
+            seeds = ", ".join(f"{100 * p['value']:.1f}" for p in score["per_seed"])
+            assert f"| {100 * score['mean']:.1f} |" in text and seeds in text
+    for c in found["comparisons"]:
+        assert plain(c["sentence"]) in text
+    assert all(sentence in text for sentence in METHOD)
+    assert f"`{NOISE}`" in text and "Proof of injection: 21 of 21 places proven." in text
+    assert "| ◆ targeted AQN − global AQN | faulty, accuracy | +1.8 points |" in text
+    assert "Largest σ: 0.075 on layer 3." in text
+
+
+def test_partial_and_missing_proof_are_said_at_the_top():
+    text = markdown(SAMPLES["partial"]())
+    head = text[: text.index("## Design")]
+    assert "**PARTIAL**: 3 of 10 runs are not done: clean-1 (failed)" in head
+    assert "No proof was recorded for healthy AQN" in head and "1 inert" in head
+    assert "PARTIAL" not in markdown(study())
+
+
+@pytest.mark.attack("hostile inputs")
+def test_hostile_text_stays_one_cell():
+    found = study()
+    found["arms"][0] |= {"name": EVIL, "plan": EVIL, "description": EVIL}
+    found["runs"][0] |= {"error": EVIL, "folder": EVIL}
+    text = markdown(found)
+    assert "<script>" not in re.sub(r"`+[^\n]*?`+", "", text.replace("\\<", ""))
+    assert "\n## not" not in text and "\u202e" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| a\\|b")]
+    assert rows and all(len(re.findall(r"(?<!\\)\|", row)) in (5, 8, 12, 7) for row in rows)
+
+
+def test_code_spans_hold_backticks_and_pipes():
+    assert code("a`b|c") == "`` a`b\\|c ``"
+    assert code("") == ""
+    assert plain("x_y*z") == "x\\_y\\*z"

@@ -1,0 +1,233 @@
+"""What a study's findings say beyond its numbers: when the comparison was named, and whether runs can be compared at all."""
+
+import dataclasses
+import json
+import shutil
+import time
+
+import pytest
+import torch
+
+from shaketable.measure.stats.tests import over_seeds, wilson
+from shaketable.records.record import FILE, RunRecord
+from shaketable.study.analysis.arms import mean_interval, proof
+from shaketable.study.analysis.findings import findings, magnitudes, run_findings
+from shaketable.study.analysis.runs import Run
+from shaketable.study.cells import cells_of
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define
+from tests.study.small_studies import data, study
+
+ARMS = {"as it comes": {"train": False}, "noise + AQN": {**data()["arms"]["noise + AQN"]}}
+COMPARE = {"primary": {"a": "noise + AQN", "b": "as it comes", "condition": "noise"}}
+
+
+def small(**replaced):
+    evaluate = data()["evaluate"] | {"mechanism": True, "n": 8}
+    return study(**{"arms": ARMS, "compare": COMPARE, "evaluate": evaluate} | replaced)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("store")
+    define(small(), folder)
+    for cell in cells_of(small()):
+        do(cell, "small", folder / "small" / "runs", "test")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(store):
+    return findings(small(), store / "small")
+
+
+def test_findings_are_json_and_complete(found):
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["complete"] and found["notes"] == []
+    assert found["study"]["named_before"]
+    assert {run["status"] for run in found["runs"]} == {"done"}
+    assert all(len(run["sha"]) == 16 for run in found["runs"])
+
+
+def test_scores_and_differences_are_those_of_the_answers(found, store):
+    runs = store / "small" / "runs"
+    tables = {}
+    for arm in ARMS:
+        cells = [c for c in cells_of(small()) if c.arm == arm]
+        last = [RunRecord.open(runs / c.name).events("evaluation")[-1] for c in cells]
+        rows = [next(c for c in e["conditions"] if c["name"] == "noise")["answers"] for e in last]
+        tables[arm] = [[float(a["correct"]) for a in row] for row in rows]
+        score = next(s for s in next(a for a in found["arms"] if a["name"] == arm)["scores"] if s["condition"] == "noise")
+        assert [s["value"] for s in score["per_seed"]] == [sum(row) / len(row) for row in tables[arm]]
+        assert score["ci_low"] <= score["mean"] <= score["ci_high"]
+    expected = over_seeds(tables["as it comes"], tables["noise + AQN"])
+    [primary] = found["comparisons"]
+    assert primary["difference"] == pytest.approx(expected.difference) and primary["p"] == pytest.approx(expected.p)
+    assert primary["seeds"] == 2
+
+
+def test_arms_are_scored_under_the_same_noise_and_seeds_under_another(store):
+    """Law 3: paired by seed means the very same errors, in every arm, trained or not, and at every step."""
+    drawn = {}
+    for cell in cells_of(small()):
+        for event in RunRecord.open(store / "small" / "runs" / cell.name).events("evaluation"):
+            drawn.setdefault(cell.seed, set()).add(tuple(c["plan_seed"] for c in event["conditions"]))
+    assert [len(seeds) for seeds in drawn.values()] == [1, 1]
+    assert drawn[0] != drawn[1]
+
+
+def test_every_arm_proves_its_faults(found):
+    plain, noisy = found["arms"]
+    assert [row["where"] for row in plain["proof"]] == ["scored: faulty", "scored: noise"]
+    assert {row["where"] for row in noisy["proof"]} == {"training: plan", "training: AQN", "scored: faulty", "scored: noise"}
+    for row in (*plain["proof"], *noisy["proof"]):
+        assert row["verdict"] == "agrees" and row["forward"] > 0, row
+
+
+def test_the_mechanism_knows_the_layer_that_was_hit(found):
+    faulty = next(m for m in found["arms"][0]["mechanism"] if m["condition"] == "faulty")
+    assert [row["survival"] < 0.5 for row in faulty["layers"]] == [n == 3 for n in range(8)]
+    assert all(row["grad_norm"] > 0 for row in faulty["layers"])
+
+
+def test_sigma_and_cost_are_told(found):
+    plain, noisy = found["arms"]
+    assert plain["sigma"] == [] and plain["cost"]["seconds_per_step"] is None
+    [line] = noisy["sigma"]
+    assert len(line["points"]) == 4 and max(s for _, s in line["points"]) == pytest.approx(0.05)
+    assert 0 < noisy["cost"]["aqn_share"] < 1 and noisy["cost"]["injection_share"] > 0
+
+
+def test_samples_are_the_recorded_questions_and_answers(found):
+    sample = found["arms"][0]["samples"][0]
+    assert sample["question"] and sample["answer"] and sample["condition"] == "clean"
+
+
+def copied(store, folder):
+    shutil.copytree(store / "small", folder / "small")
+    time.sleep(0.01)
+    return folder / "small"
+
+
+def test_a_comparison_named_after_the_results_is_called_exploratory(store, tmp_path):
+    folder = copied(store, tmp_path)
+    other = small(compare={"primary": {"a": "noise + AQN", "b": "as it comes", "condition": "faulty"}})
+    define(other, tmp_path)
+    late = findings(other, folder)
+    assert not late["study"]["named_before"]
+    [note] = late["notes"]
+    assert "after the first run had ended: the primary comparison (it was noise + AQN − as it comes, noise accuracy)" in note
+    assert findings(small(), folder)["study"]["named_before"], "the first one was named in time"
+
+
+LATE = {
+    "seeds": ({"seeds": 1}, "seeds", False),
+    "steps": ({"train": data()["train"] | {"steps": 3}}, "train", False),
+    "problems": ({"evaluate": data()["evaluate"] | {"n": 9}}, "evaluate", False),
+    "an arm of it": (
+        {"arms": ARMS | {"noise + AQN": {"plan": "noise", "aqn": "constant:0.1"}}},
+        "the arm 'noise + AQN'",
+        False,
+    ),
+    "another arm": ({"arms": ARMS | {"clean": {}}}, "beside the primary comparison: the arm 'clean'", True),
+    "fewer others": ({"compare": COMPARE | {"against": "as it comes"}}, "compare.against", True),
+}
+
+
+@pytest.mark.parametrize("change", LATE)
+def test_whatever_is_changed_after_the_results_is_told(store, change):
+    replaced, told, named_before = LATE[change]
+    found = findings(small(**replaced), store / "small")
+    assert any("changed in this report only, after the first run had ended" in n and told in n for n in found["notes"])
+    assert found["study"]["named_before"] is named_before
+
+
+def test_a_study_that_was_never_run_or_whose_definition_was_changed_is_told(store, tmp_path):
+    folder = copied(store, tmp_path)
+    path = folder / "definition" / FILE
+    path.write_text(path.read_text().replace("noise + AQN", "noise + aqn", 1))
+    found = findings(small(), folder)
+    assert not found["study"]["named_before"] and "was changed at line 1" in found["notes"][0]
+    shutil.rmtree(folder / "definition")
+    assert "never run from its file" in findings(small(), folder)["notes"][0]
+
+
+def test_a_run_without_the_ledger_it_should_have_proves_nothing():
+    run = Run("x", "train", "a", 0, "done", {"config": {"plan": "gain:0.1@layer.1"}}, [{"event": "finished", "ledgers": {}}])
+    site = {"site": "layer.1", "fault": "gain:0.1", "asked": 0.1, "matched": 1, "forward": 1, "backward": 0, "fused": 0}
+    site |= {"measured_magnitude": 0.1, "changed_fraction": 1.0, "remark": None}
+    good = dataclasses.replace(run, events=[{"event": "finished", "ledgers": {"plan": {"sites": [site]}}}])
+    assert [row["verdict"] for row in proof([good, good])] == ["agrees"]
+    [row] = proof([good, run])
+    assert row["verdict"] == "inert" and row["remark"] == "1 of 2 runs have no ledger of it"
+
+
+def test_runs_that_began_with_other_weights_are_not_compared_silently(store, tmp_path):
+    """The record is written anew, chain and all, as a run of another model under the same name would have written it."""
+    shutil.copytree(store / "small", tmp_path / "small")
+    folder = next((tmp_path / "small" / "runs").glob("as-it-comes-s1-*"))
+    old = RunRecord.open(folder)
+    events = old.events()[1:]
+    shutil.rmtree(folder)
+    made = RunRecord.create(folder, "evaluate", old.config, {}, about=old.head["about"])
+    for event in events:
+        facts = {k: v for k, v in event.items() if k not in ("event", "time")}
+        made.append(event["event"], **facts | ({"weights": "others"} if event["event"] == "made_of" else {}))
+    found = findings(small(), tmp_path / "small")
+    assert found["notes"][0].startswith("the weights of nano were not the same in all runs")
+    assert found["verdict"]["kind"] == "nothing" and "the weights of nano" in found["verdict"]["headline"]
+
+
+def test_a_missing_run_makes_a_study_partial(store, tmp_path):
+    shutil.copytree(store / "small", tmp_path / "small")
+    shutil.rmtree(next((tmp_path / "small" / "runs").glob("noise-aqn-s1-*")))
+    found = findings(small(), tmp_path / "small")
+    assert not found["complete"]
+    assert found["verdict"]["headline"].startswith("So far (1 of 4 runs are missing): nothing can be concluded")
+    assert found["comparisons"][0]["verdict"] == "nothing"
+
+
+def test_no_seeds_conclude_nothing(tmp_path):
+    found = findings(small(seeds=0), tmp_path)
+    assert found["verdict"]["kind"] == "nothing" and "no seed is finished" in found["verdict"]["headline"]
+
+
+def test_a_single_run_has_a_report_of_its_own(store):
+    folder = next((store / "small" / "runs").glob("noise-aqn-s0-*"))
+    found = run_findings(folder)
+    assert found["kind"] == "run" and len(found["arms"]) == 1
+    assert found["verdict"]["kind"] == "nothing" and "One run concludes nothing" in found["verdict"]["sentence"]
+    assert {row["where"] for row in found["arms"][0]["proof"]} >= {"training: plan", "training: AQN"}
+    json.dumps(found, allow_nan=False)
+
+
+def test_conditions_that_differ_in_magnitude_alone_lie_on_a_line():
+    line = {"clean": None, "5 %": "relative_gaussian:0.05@op.matmul", "10 %": "relative_gaussian:0.1@op.matmul"}
+    assert magnitudes(line) == {"clean": 0.0, "5 %": 0.05, "10 %": 0.1}
+    other = line | {"10 %": "relative_gaussian:0.1@op.all"}
+    assert set(magnitudes(other).values()) == {None}
+
+
+def test_the_interval_of_a_mean_is_wider_when_seeds_differ():
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    problems = rng.random(200)
+    alike = (problems[None] < 0.5).repeat(4, 0).astype(float)
+    assert mean_interval(alike)[0] == wilson(float(alike.mean()), 200)
+    differing = (problems[None] < np.array([[0.2], [0.4], [0.6], [0.8]])).astype(float)
+    wide, method = mean_interval(differing)
+    assert wide.high - wide.low > 0.5 and "seeds" in method
+
+
+def test_a_record_in_the_store_is_a_run_of_train(store):
+    """`shaketable train --resume` and everything else that reads records reads those of a study."""
+    folder = next((store / "small" / "runs").glob("noise-aqn-s0-*"))
+    assert RunRecord.open(folder, "train").config["conditions"]
+    assert (folder / "model").is_dir() and not list(folder.glob("checkpoint-*"))
+    assert (folder / FILE).read_text().count('"event": "attempt"') == 1
+
+
+def test_the_primary_comparison_is_told_with_the_study(found):
+    assert found["study"]["primary"] == small().compare.primary.model_dump()

@@ -1,0 +1,209 @@
+"""Study files: what is refused, in which words, and what is filled in."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shaketable.errors import ShaketableError
+from shaketable.study import cells
+from shaketable.study.cells import cells_of
+from shaketable.study.file import load_study
+from tests.study.small_studies import AQN, FAULTY, NOISE, data, study
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(data(), sort_keys=False))
+    return path
+
+
+def test_a_file_is_read_without_torch(file):
+    code = (
+        "import sys; from pathlib import Path; from shaketable.study.file import load_study;"
+        f"from shaketable.study.cells import cells_of; s = load_study(Path({str(file)!r}));"
+        "assert len(cells_of(s)) == 9; assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_shipped_study_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_study(Path("guided-aqn"), ["seeds=2"]).seeds == (0, 1)
+    assert load_study(Path("gpu/pilot")).device == "cuda"
+    with pytest.raises(ShaketableError, match=r"^cannot read the study guided-agn: .*; did you mean 'guided-aqn'\?"):
+        load_study(Path("guided-agn"))
+
+
+def test_a_file_of_that_name_comes_before_the_shipped_study(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file.rename("guided-aqn")
+    assert load_study(Path("guided-aqn")).study == data()["study"]
+
+
+def test_plans_and_noise_are_resolved_to_one_line():
+    found = study()
+    assert found.plan_of(found.arms["noise"]) == NOISE
+    assert found.arms["noise + AQN"].aqn == AQN
+    assert found.conditions == {"clean": None, "faulty": FAULTY, "noise": NOISE}
+    assert found.seeds == (0, 1)
+
+
+WRONG = {
+    "trian.steps=3": "unknown key 'trian'; did you mean 'train'?",
+    "arms.noise.plann=x": "arms.noise: unknown key 'plann'; did you mean 'plan'?",
+    "arms.targeted.aqn.gide=fault": "arms.targeted.aqn: unknown key 'gide'; did you mean 'guide'?",
+    "evaluate.condition=3": "evaluate: unknown key 'condition'; did you mean 'conditions'?",
+    "engine.worker=3": "engine: unknown key 'worker'; did you mean 'workers'?",
+    "train.stepz=3": "train: unknown option 'stepz'; did you mean 'steps'?",
+    "arms.noise.overrides.lrr=1": "arms.noise.overrides: unknown option 'lrr'; did you mean 'lr'?",
+    "train.eval_n=3": "train: unknown option 'eval_n'",
+    "compare.primary.a=nois": "there is no arm 'nois'; did you mean 'noise'?",
+    "compare.primary.condition=nose": "there is no condition 'nose'; did you mean 'noise'?",
+    "compare.primary.endpoint=acuracy": "no arm measures the endpoint 'acuracy'; did you mean 'accuracy'?",
+    "compare.primary.endpoint=reward": "reward is of the training run and has no condition",
+    "compare.primary={a: as it comes, b: noise, endpoint: reward}": "as it comes is not trained, and does not measure reward",
+    "compare.primary.b=noise + AQN": "noise + AQN is compared with itself",
+    "compare.primary=null": "compare.primary is missing: name the comparison that decides before the run",
+    "compare.against=nobody": "there is no arm 'nobody'",
+    "arms.other={plan: noise}": "the arms 'noise' and 'other' are the same; any difference between them would be chance",
+    "arms.as it comes.plan=noise": "train is false, so plan would do nothing",
+    "arms.targeted.plan=null": "a guide needs a plan",
+    "arms.noise.plan=nose": "'nose' is neither a plan nor the name of a condition; did you mean 'noise'?",
+    "arms.noise.plan=dead_zon:0.1@layer.3": "did you mean 'dead_zone'?",
+    "arms.noise.aqn=constent:0.1": "did you mean 'constant'?",
+    "evaluate.conditions.clean=dead_zone:0.1@layer.3": "clean is always there",
+    f"evaluate.conditions.twin={FAULTY}": "'faulty' and 'twin' are the same",
+    "evaluate.conditions.back=relative_gaussian:0.1@op.matmul,direction=backward": "acts backward only",
+    "seeds=-1": "-1 is neither a number of seeds, 0 to 1000, nor a list of them",
+    "seeds=true": "True is neither a number of seeds",
+    "seeds=[1, 2, 1]": "seed 1 is given twice",
+    "seeds=[-1]": "seeds",
+    "study=../x": "study",
+    "train.steps=0": "arm 'noise': steps",
+    "train=3": "train: Input should be a valid dictionary",
+    "arms.other={plan: noise, overrides: {beta: 0.0}}": "the arms 'noise' and 'other' are the same",
+    f"arms.{'x' * 61}={{}}": "is no name for an arm",
+    "arms.noise.task=arithmetic,level=2": "solve different tasks",
+    "compare.primary.aa=x": "compare.primary: unknown key 'aa'",
+    "compare.primary={b: noise, condition: noise}": "compare.primary.a is missing",
+    "nothing": "--set nothing: write a.b=c",
+    "study.x.y=1": "has nothing inside",
+    "train.steps={": "the value is not YAML",
+}
+
+
+@pytest.mark.parametrize("replaced", WRONG)
+def test_what_is_wrong_is_one_line_that_names_the_place(file, replaced):
+    with pytest.raises(ShaketableError) as error:
+        cells_of(load_study(file, [replaced]))
+    assert WRONG[replaced] in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_set_replaces_adds_and_takes_away(file):
+    found = load_study(
+        file, ["train.steps=7", "arms.more={plan: faulty}", "arms.targeted=null", "engine.workers=1", "seeds=[5]"]
+    )
+    assert found.train["steps"] == 7
+    assert list(found.arms) == ["noise", "noise + AQN", "as it comes", "more"]
+    assert (found.seeds, found.engine.workers) == ((5,), 1)
+
+
+def test_a_key_given_twice_is_refused(file):
+    file.write_text(file.read_text() + "\nmodel: nano\n")
+    with pytest.raises(ShaketableError, match="model is given twice"):
+        load_study(file)
+
+
+def test_zero_and_one_seed_are_allowed():
+    assert cells_of(study(seeds=0)) == []
+    with pytest.raises(ShaketableError, match="are the same"):
+        cells_of(study(seeds=0, arms=data()["arms"] | {"twin": {"plan": "noise"}}))
+    assert len(cells_of(study(seeds=1))) == 5
+
+
+# ---- keys
+
+
+def names(**replaced):
+    return {cell.name for cell in cells_of(study(**replaced))}
+
+
+def test_another_seed_leaves_the_other_runs_as_they_are():
+    assert names() < names(seeds=3)
+
+
+def test_another_arm_leaves_the_other_runs_as_they_are():
+    assert names() < names(arms=data()["arms"] | {"clean": {}})
+
+
+def test_what_changes_the_numbers_changes_the_key():
+    base = names()
+    assert not base & {n for n in names(train=data()["train"] | {"steps": 5}) if not n.startswith(("diagnosis", "as-it"))}
+    assert not base & {n for n in names(evaluate=data()["evaluate"] | {"n": 13}) if not n.startswith("diagnosis")}
+    assert not base & names(engine={"threads": 2})
+    assert len(base & names(diagnose={"tokens": 33})) == 6  # all but the diagnosis and the two runs it guides
+
+
+def test_what_does_not_change_the_numbers_does_not_change_the_key():
+    others = {"question": "?", "compare": {"primary": {"a": "noise", "b": "targeted", "condition": "clean"}}}
+    assert names(**others, engine={"kind": "ray", "workers": 1, "retries": 3}, keep="records") == names()
+
+
+def test_guided_runs_wait_for_the_diagnosis_of_their_own_plan():
+    cells = cells_of(study())
+    needed = {c.needs for c in cells if c.guide}
+    assert needed == {cells[0].name}
+    assert cells[0].kind == "locate" and cells[0].config["plan"] == FAULTY
+
+
+def test_the_plan_of_a_file_is_held_by_the_study_and_its_seed_refused(tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("plan: gain:0.1@layer.2\n")
+    arms = data()["arms"] | {"file": {"plan": str(plan)}}
+    assert study(arms=arms).model_dump()["arms"]["file"]["plan"] == "gain:0.1@layer.2"
+    plan.write_text("plan: gain:0.1@layer.2\nseed: 7\n")
+    with pytest.raises(ShaketableError, match="has a seed of its own, 7"):
+        study(arms=arms)
+
+
+def test_final_rewards_of_different_tasks_are_not_compared():
+    arms = {"a": {}, "b": {"task": "arithmetic,level=2"}}
+    with pytest.raises(ShaketableError, match="solve different tasks"):
+        study(arms=arms, compare={"primary": {"a": "a", "b": "b", "endpoint": "reward"}})
+
+
+GOLDEN = {
+    "as-it-comes-s0-86ff13ce",
+    "diagnosis-138f4f89",
+    "noise-aqn-s0-6d283a9b",
+    "noise-s0-dd3decc1",
+    "targeted-s0-f13c09ae",
+}
+
+
+def test_keys_stay_what_they_are():
+    """A store must be found again. Whoever adds an option gives its old meaning in `cells.NEWER`, and this still holds."""
+    found = {cell.name for cell in cells_of(study(seeds=1))}
+    assert found == GOLDEN
+
+
+def test_a_newer_option_counts_only_when_it_is_used(monkeypatch):
+    before = names()
+    monkeypatch.setitem(cells.NEWER, "novel", False)
+    cell = cells_of(study())[1]
+    assert dataclasses.replace(cell, config=cell.config | {"novel": False}).name in before
+    assert dataclasses.replace(cell, config=cell.config | {"novel": True}).name not in before
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- a\n- b\n", "list"), ("noise\n", "str"), ("", "NoneType"), ("3\n", "int")])
+def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, kind):
+    path = tmp_path / "study.yaml"
+    path.write_text(text)
+    with pytest.raises(ShaketableError, match=f"must hold a mapping, not {kind}$"):
+        load_study(path)

@@ -1,0 +1,54 @@
+"""The pilot of training on a GPU: what its file asks for, and that it runs from warm start to report, small and on a CPU."""
+
+import pytest
+
+from shaketable.study.analysis.findings import findings
+from shaketable.study.cells import Cell, cells_of
+from shaketable.study.file import load_study
+from shaketable.study.run_cell import do
+from tests import ROOT
+
+FILE = ROOT / "studies" / "gpu" / "pilot.yaml"
+
+
+def header_command():
+    """The settings of the command for a CPU, as the file's comment has it."""
+    text = FILE.read_text().replace("\\\n#", "")
+    line = next(line for line in text.splitlines() if "--set model=nano" in line)
+    return [word for word in line.split() if "=" in word]
+
+
+def test_it_is_a_pilot_of_the_size_that_was_asked_for():
+    study = load_study(FILE)
+    assert study.device == "cuda" and study.model == "smollm2-135m" and len(study.seeds) == 2 and len(study.arms) == 2
+    assert study.train["steps"] >= 100 and study.train["warm_start"] > 0
+    assert study.engine.gpus == 0.25 and len(cells_of(study)) == 4
+
+
+@pytest.mark.slow
+def test_it_runs_and_all_arms_begin_with_one_warm_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHAKETABLE_CACHE", str(tmp_path / "cache"))
+    study = load_study(FILE, header_command())
+    cells = cells_of(study)
+    for cell in cells:
+        assert do(cell, study.study, tmp_path / "runs", "test") == "done"
+    found = findings(study, tmp_path)
+    assert found["complete"] and not any("were not the same" in note for note in found.get("notes", []))
+    made = [_made_of(tmp_path / "runs" / cell.name) for cell in cells]
+    assert len({m["weights"] for m in made}) == 1 and all(m["warm_start"]["weights"] == m["weights"] for m in made)
+    assert sorted(m["warm_start"]["cached"] for m in made) == [False, True, True, True]
+
+
+def _made_of(folder):
+    from shaketable.records.record import RunRecord
+
+    return RunRecord.open(folder, "train").events("made_of")[0]
+
+
+def test_newer_options_leave_the_names_of_older_runs_alone():
+    study = load_study(FILE, ["train.warm_start=0"])
+    cell = cells_of(study)[0]
+    older = {k: v for k, v in cell.config.items() if k not in ("warm_start", "decoding")}
+    assert Cell(cell.kind, cell.arm, cell.seed, older, cell.threads).key == cell.key
+    for newer in ({"warm_start": 5}, {"decoding": "dynamic"}):
+        assert Cell(cell.kind, cell.arm, cell.seed, cell.config | newer, cell.threads).key != cell.key

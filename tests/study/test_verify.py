@@ -1,0 +1,362 @@
+"""Records that somebody changed: marked where they have no chain, found where they have one, and by signature or digest else."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from typer.testing import CliRunner
+
+from shaketable.cli import app
+from shaketable.models import NANO
+from shaketable.records.chain import UNCHAINED, link, linked, parted
+from shaketable.records.record import FILE, SEAL, RunRecord
+from shaketable.records.signing import SIGNATURE
+from shaketable.report.study_html import page
+from shaketable.report.study_markdown import markdown
+from shaketable.study.analysis.findings import findings
+from shaketable.study.cells import cells_of
+from shaketable.study.file import load_study
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define
+from shaketable.study.store.progress import listed, progress
+from shaketable.study.verify import asked_digest, digest, verify
+from tests.study.small_studies import data
+
+pytestmark = pytest.mark.attack("tampered records")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A study of two models that are only scored, its file and its store."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(NANO, folder / "twin")
+    small = data(
+        seeds=2,
+        evaluate={"n": 4, "mechanism": False, "conditions": {"noise": "relative_gaussian:0.2@op.matmul"}},
+        arms={"as it comes": {"train": False}, "twin": {"train": False, "model": str(folder / "twin")}},
+        compare={"primary": {"a": "twin", "b": "as it comes", "condition": "noise"}},
+    )
+    (folder / "small.yaml").write_text(yaml.safe_dump(small, sort_keys=False))
+    asked = load_study(folder / "small.yaml")
+    define(asked, folder / "store")
+    for cell in cells_of(asked):
+        do(cell, "small", folder / "store" / "small" / "runs", "test")
+    return folder
+
+
+@pytest.fixture
+def store(made, tmp_path):
+    shutil.copytree(made / "store", tmp_path / "store")
+    return tmp_path / "store"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("mine", "other"):
+        key = Ed25519PrivateKey.generate()
+        (folder / name).write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        (folder / f"{name}.pub").write_bytes(public)
+    return folder
+
+
+def command(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    return done.exit_code, done.output, done.exception
+
+
+def run_of(store, arm="twin"):
+    return min(store.glob(f"small/runs/{arm}-s0-*"))
+
+
+def bodies(folder):
+    return [parted(line)[0] for line in (folder / FILE).read_bytes().splitlines(keepends=True)]
+
+
+def write_unchained(folder):
+    """A record as it was before there were chains, with better scores."""
+    lines = [body.replace(b'"correct": false', b'"correct": true') for body in bodies(folder)]
+    lines[0] = lines[0].replace(b"shaketable.run/2", UNCHAINED.encode())
+    (folder / FILE).write_bytes(b"".join(line + b"\n" for line in lines))
+    (folder / SEAL).unlink()
+
+
+def write_rechained(folder):
+    """Better scores under a whole new chain, and a seal that fits."""
+    sha, out = "", b""
+    for body in bodies(folder):
+        body = body.replace(b'"correct": false', b'"correct": true')
+        sha = link(sha, body)
+        out += linked(body, sha)
+    (folder / FILE).write_bytes(out)
+    seal = json.loads((folder / SEAL).read_text()) | {"bytes": len(out), "sha": sha}
+    (folder / SEAL).write_text(json.dumps(seal))
+
+
+# ---- old schemas
+
+
+def test_what_is_unchanged_is_marked_nowhere(made, store):
+    asked = load_study(made / "small.yaml")
+    found = findings(asked, store / "small")
+    assert found["unverified"] == [] == found["notes"]
+    assert all(run["verified"] for run in found["runs"])
+    assert not any(
+        "unverified" in text.lower()
+        for text in (markdown(found), page(found), json.dumps(listed(store)["studies"][0]["counts"]))
+    )
+    assert listed(store)["studies"][0]["unverified"] == 0
+    for text in (markdown(found), page(found)):
+        assert f"sha256:{digest(store / 'small')}" in text
+
+
+def test_a_record_without_a_chain_is_read_and_marked_wherever_its_numbers_are(made, store):
+    write_unchained(run_of(store))
+    name, asked = run_of(store).name, load_study(made / "small.yaml")
+    found = findings(asked, store / "small")
+    assert found["unverified"] == [name]
+    assert [run["verified"] for run in found["runs"] if run["name"] == name] == [False]
+    assert {arm["name"]: arm["unverified"] for arm in found["arms"]} == {"as it comes": False, "twin": True}
+    assert "(from unverified records)" in found["verdict"]["headline"]
+    assert found["comparisons"][0]["sentence"].endswith("(From unverified records.)")
+    assert "1 of 4 runs are unverified" in found["notes"][0]
+    text, html = markdown(found), page(found)
+    assert "**UNVERIFIED**: 1 of 4 runs" in text
+    assert "| twin (unverified) |" in text
+    assert f"| {name} | done, unverified |" in text
+    assert "UNVERIFIED.</b> 1 of 4 runs have records without a chain" in html
+    assert html.count("unverified</small>") > 1
+    assert "done, unverified" in html
+    [small] = listed(store)["studies"]
+    assert (small["counts"], small["unverified"]) == ({"done": 4}, 1)
+    assert [run["verified"] for run in listed(store)["runs"]].count(False) == 1
+    assert [row["verified"] for row in progress(asked, store / "small")["runs"]].count(False) == 1
+    assert "(1 unverified)" in command("study", "list", "--store", store)[1]
+    assert "unverified" in command("study", "status", store / "small")[1]
+
+
+def test_a_definition_without_a_chain_names_nothing_before_the_run(made, store):
+    folder = store / "small" / "definition"
+    lines = bodies(folder)
+    lines[0] = lines[0].replace(b"shaketable.run/2", UNCHAINED.encode())
+    (folder / FILE).write_bytes(b"".join(line + b"\n" for line in lines))
+    found = findings(load_study(made / "small.yaml"), store / "small")
+    assert not found["study"]["named_before"]
+    assert "definition has no chain" in found["notes"][0]
+
+
+# ---- malformed seals and heads
+
+BAD_SEALS = [
+    '{"lines":"x"}', '{"lines":"x","bytes":1,"sha":"a"}', '{"lines":1,"bytes":null,"sha":"a"}', '{"lines":1,"bytes":2,"sha":[]}',
+    '{"lines":1,"bytes":2,"sha":"a","attempts":{}}', "[]", "null", '"x"', "", "\x00", "[" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seal", BAD_SEALS, ids=range(len(BAD_SEALS)))
+def test_a_malformed_seal_is_named_and_hides_no_good_run(store, seal):
+    (run_of(store) / SEAL).write_text(seal)
+    code, out, error = command("study", "list", "--store", store, "--runs")
+    assert (code, error) == (0, None)
+    assert "3 done" in out and "1 damaged" in out
+    code, out, _ = command("study", "verify", store)
+    assert code == 1
+    assert out.count("bad: ") == 1
+    assert f"bad: small/runs/{run_of(store).name}: record.seal is damaged: it is no seal" in out
+
+
+@pytest.mark.parametrize("value", [5, "x", [], {"a": 1}, True, None, 1.5], ids=str)
+@pytest.mark.parametrize(
+    "key", ["about", "config", "id", "verb", "started", "schema", "event", "study", "arm", "seed", "steps"]
+)
+def test_no_head_of_a_record_hides_the_others(store, key, value):
+    folder = store / "small" / "runs" / "made-up"
+    RunRecord.create(folder, "train", {"steps": 1}, {}, {"study": "small", "arm": "a", "seed": 1, "key": "k"})
+    head = json.loads(bodies(folder)[0])
+    inner = {"study": "about", "arm": "about", "seed": "about", "steps": "config"}.get(key)
+    (head[inner] if inner else head)[key] = value
+    body = json.dumps(head).encode()
+    (folder / FILE).write_bytes(linked(body, link("", body)))
+    code, out, error = command("study", "list", "--store", store, "--runs")
+    assert code == 0, error
+    assert "4 done" in out
+    assert command("study", "verify", store)[0] in (0, 1)
+
+
+@pytest.mark.parametrize(
+    "event", ['{"event": ["x"]}', '{"event": "step", "step": "3"}', '{"event": "resumed"}', '{"event": 5}']
+)
+def test_no_event_of_a_record_hides_the_others(store, event):
+    folder = store / "small" / "runs" / "made-up"
+    record = RunRecord.create(folder, "train", {}, {})
+    record.append("step", step=1)
+    before = parted((folder / FILE).read_bytes().splitlines(keepends=True)[-1])[1]
+    with (folder / FILE).open("ab") as file:
+        file.write(linked(event.encode(), link(before, event.encode())))
+    found = {run["path"]: run for run in listed(store)["runs"]}
+    assert found["small/runs/made-up"]["status"] == "damaged"
+    assert sum(run["status"] == "done" for run in found.values()) == 4
+
+
+# ---- verify
+
+
+def test_an_unchanged_store_is_verified_and_says_its_digests(made, store):
+    code, out, _ = command("study", "verify", store)
+    assert code == 0
+    asked = asked_digest(load_study(made / "small.yaml"))
+    assert out.splitlines() == [
+        f"small: records sha256:{digest(store / 'small')}",
+        f"small: asked   sha256:{asked}",
+        "5 records, unchanged as far as their chains can tell",
+    ]
+    assert verify(store / "small")["studies"][0] == {"study": "small", "digest": digest(store / "small"), "asked": asked}
+
+
+def test_the_digest_is_what_sha256sum_says(store):
+    line = "find * -name record.jsonl | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    done = subprocess.run(line, shell=True, cwd=store / "small", capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == digest(store / "small")
+
+
+def test_an_edit_is_one_line_with_its_place(store, tmp_path):
+    path = run_of(store) / FILE
+    path.write_bytes(path.read_bytes().replace(b'"correct": false', b'"correct": true ', 1))
+    code, out, _ = command("study", "verify", store, "--json", tmp_path / "out.json")
+    assert code == 1
+    [line] = [line for line in out.splitlines() if line.startswith("bad: ")]
+    assert line.startswith(f"bad: small/runs/{path.parent.name}: record.jsonl was changed at line ")
+    assert out.splitlines()[-1] == "1 of 5 records cannot be trusted"
+    assert json.loads((tmp_path / "out.json").read_text())["bad"] == 1
+
+
+def test_a_record_without_a_chain_is_not_verified(store):
+    write_unchained(run_of(store))
+    code, out, _ = command("study", "verify", store)
+    assert code == 1
+    assert "unverified: the record has no chain" in out
+
+
+def test_a_new_chain_is_accepted_and_another_digest_tells(store):
+    before = digest(store / "small")
+    write_rechained(run_of(store))
+    assert command("study", "verify", store)[0] == 0, "by design: nothing in the store says otherwise"
+    assert digest(store / "small") != before
+
+
+def test_what_is_not_finished_is_not_bad(store):
+    RunRecord.create(store / "single", "train", {}, {})
+    (store / "torn").mkdir()
+    (store / "torn" / FILE).write_bytes(b'{"schema"')
+    assert verify(store)["bad"] == 0
+
+
+def test_a_store_without_records_is_a_usage_error(tmp_path):
+    assert "there is no record in" in str(command("study", "verify", tmp_path)[2])
+
+
+# ---- signatures
+
+
+def signed(made, store, key):
+    code, out, error = command("study", "run", made / "small.yaml", "--store", store, "--sign", key)
+    assert code == 0, error
+    return out
+
+
+def test_signed_records_are_verified_with_the_public_key(made, store, keys):
+    out = signed(made, store, keys / "mine")
+    assert "signed 5 records" in out
+    assert f"records sha256:{digest(store / 'small')}" in out
+    code, out, _ = command("study", "verify", store, "--public-key", keys / "mine.pub")
+    assert (code, out.splitlines()[-1]) == (0, "5 records, unchanged and signed with this key")
+    assert "5 are signed, and --public-key checks that" in command("study", "verify", store)[1]
+    code, out, _ = command("study", "verify", store, "--public-key", keys / "other.pub")
+    assert code == 1
+    assert out.count("it is signed with another key") == 5
+
+
+def test_a_new_chain_is_found_by_its_signature(made, store, keys):
+    signed(made, store, keys / "mine")
+    write_rechained(run_of(store))
+    code, out, _ = command("study", "verify", store, "--public-key", keys / "mine.pub")
+    assert code == 1
+    assert [line for line in out.splitlines() if line.startswith("bad")] == [
+        f"bad: small/runs/{run_of(store).name}: it was changed after it was signed"
+    ]
+    assert f"runs/{run_of(store).name} was not signed: it was changed after it was signed" in signed(made, store, keys / "mine")
+    assert command("study", "verify", store, "--public-key", keys / "mine.pub")[0] == 1, "signing again does not mend it"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (None, "it is not signed"),
+        ({"signature": "00" * 64}, "its signature does not fit"),
+        ({"signature": "xyz"}, "its signature does not fit"),
+        ({"key": 5}, "record.sig is damaged"),
+        ("[]", "record.sig is damaged"),
+    ],
+)
+def test_a_signature_that_is_none_is_named(made, store, keys, change, why):
+    signed(made, store, keys / "mine")
+    path = run_of(store) / SIGNATURE
+    text = path.read_text()
+    path.unlink() if change is None else path.write_text(
+        change if isinstance(change, str) else json.dumps(json.loads(text) | change)
+    )
+    code, out, _ = command("study", "verify", store, "--public-key", keys / "mine.pub")
+    assert code == 1
+    assert f"bad: small/runs/{run_of(store).name}: {why}" in out
+
+
+def test_a_file_that_is_no_key_is_one_line_before_anything_runs(made, store, keys, tmp_path):
+    (tmp_path / "text").write_text("no key")
+    for key in (tmp_path / "text", tmp_path / "nowhere", keys / "mine.pub"):
+        error = command("study", "run", made / "small.yaml", "--store", tmp_path / "new", "--sign", key)[2]
+        assert "private" in str(error)
+        assert "\n" not in str(error)
+    assert not (tmp_path / "new").exists()
+    assert "public" in str(command("study", "verify", store, "--public-key", keys / "mine")[2])
+
+
+# ---- beforehand
+
+
+def test_what_is_asked_has_a_digest_before_the_first_run(made, tmp_path):
+    out = command("study", "run", made / "small.yaml", "--store", tmp_path / "new", "--dry-run")[1]
+    assert f"asked   sha256:{asked_digest(load_study(made / 'small.yaml'))}" in out
+
+
+# ---- code in a study file
+
+
+@pytest.mark.parametrize("where", ["study", "arm"])
+def test_code_of_a_study_file_runs_only_when_it_is_allowed(made, tmp_path, where):
+    body = (
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nfrom shaketable.measure.tasks import Arithmetic\n"
+    )
+    (tmp_path / "mine.py").write_text(body + "class Mine(Arithmetic):\n    name = 'mine'\n")
+    content = yaml.safe_load((made / "small.yaml").read_text())
+    task = f"{tmp_path}/mine.py:Mine,level=2"
+    if where == "study":
+        content["task"] = task
+    else:
+        content["arms"], content["compare"] = {"mine": {"train": False, "task": task}}, {}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+    words = ["study", "run", tmp_path / "study.yaml", "--store", tmp_path / "new", "--set", "seeds=0"]
+    for more in ([], ["--dry-run"]):
+        error = command(*words, *more)[2]
+        assert "mine.py:Mine, which runs Python code; read it, and allow it with --allow-code" in str(error)
+    assert not (tmp_path / "ran").exists()
+    assert "allow-code" not in str(command(*words, "--allow-code", "--dry-run")[2])
+    code, _, error = command(*words, "--allow-code", "--json", tmp_path / "out.json")
+    assert code == 0, error
+    assert json.loads((tmp_path / "out.json").read_text())["study"]["command"].endswith(" --allow-code")
