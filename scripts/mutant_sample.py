@@ -5,9 +5,9 @@
 prints four statements of every part of the core, drawn with the seed. At each of them a person writes a plausible bug, or at
 the nearest statement that can be wrong, before looking at the tests. Left out are parts that only a GPU or an engine runs.
 
-A row of such a list names no tests. It gets whole files: those of the folder of tests that mirrors the module's, first the ones
-that import it, small ones first, and then those of the folders above. They are run until one fails, or until the time is over,
-which counts as not caught.
+A row of such a list names no tests. It gets whole files: those of the folder of tests that mirrors the module's, of the folders
+above, of the rest of that part, and those elsewhere that import the module, with the laws; of each first the ones that import
+it, and small ones first. They are run until one fails, or until the time is over, which counts as not caught.
 """
 
 from __future__ import annotations
@@ -50,23 +50,24 @@ def draw(seed: int) -> Iterator[tuple[Path, int]]:
 
 def mirrored(file: str) -> tuple[str, ...]:
     """The files of tests for a file of the package, in the order in which they are asked."""
-    path, module = Path(file), "shaketable." + file.removesuffix(".py").replace("/", ".")
+    module = "shaketable." + file.removesuffix(".py").replace("/", ".")
     above, _, name = module.rpartition(".")
-    words = (f"{module} import", f"from {above} import {name}")
-    text = {test: test.read_text(encoding="utf-8") for folder in _folders(path) for test in _tests(folder, path)}
-    order = {folder: i for i, folder in enumerate(_folders(path))}
-    asked = sorted(text, key=lambda t: (order[t.parent], not any(w in text[t] for w in words), len(text[t]), t))
+    text = {test: test.read_text(encoding="utf-8") for test in TESTS.rglob("test_*.py")}
+    importing = {t for t, words in text.items() if f"{module} import" in words or f"from {above} import {name}" in words}
+    places = {t: _distance(t.relative_to(TESTS), Path(file), t in importing) for t in text}
+    asked = sorted((t for t in text if places[t] is not None), key=lambda t: (places[t], t not in importing, len(text[t]), t))
     return tuple(str(test.relative_to(TESTS)) for test in asked)
 
 
-def _folders(path: Path) -> list[Path]:
-    """Of tests, from the one that mirrors the file's up to the top."""
-    return [TESTS / folder for folder in path.parents if (TESTS / folder).is_dir()]
-
-
-def _tests(folder: Path, path: Path) -> list[Path]:
-    """At the top only what is named after the file: the rest there is about everything."""
-    return sorted(folder.glob(f"test_{path.stem}*.py" if folder == TESTS else "test_*.py"))
+def _distance(test: Path, file: Path, imports: bool) -> int | None:
+    """0 in the folder that mirrors the file's, 1 above it, 2 in the same part of the package, 3 elsewhere; None: not asked."""
+    if str(test).startswith((*ELSEWHERE, "gpu", "frameworks", "project")):
+        return None
+    if test.name == f"test_{file.name}" and test.parent == file.parent:
+        return 0
+    if len(test.parts) == 1 or len(file.parts) == 1 or test.parts[0] != file.parts[0]:
+        return 3 if imports or str(test) == "test_laws.py" else None
+    return 0 if test.parent == file.parent else 1 if test.parent in file.parents else 2
 
 
 if __name__ == "__main__":

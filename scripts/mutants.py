@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -209,10 +210,18 @@ def page(body: dict[str, Any]) -> str:
         whole = len(read(name)) if name in NAMES else len(rows)
         lines.append(f"| {name} | {whole} | {len(rows)} | {_share(first, len(rows))} | {_share(caught, len(rows))} |")
     for name in names:
-        lines += ["", f"## {name}", "", "| file | bug | caught by |", "|---|---|---|"]
+        lines += ["", f"## {name}", "", *about(name), "| file | bug | caught by |", "|---|---|---|"]
         for r in (r for r in body["rows"] if r["list"] == name):
             lines.append(f"| {r['file']} | {_code(r['old'])} → {_code(r['new'])} | {r['caught_by'] or '**nothing**'} |")
     return "\n".join(lines) + "\n"
+
+
+def about(name: str) -> list[str]:
+    """How a list was made, as the lines at its head say."""
+    path = LISTS / f"{name}.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    said = " ".join(line.removeprefix("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    return [said, ""] if said else []
 
 
 def _share(part: int, whole: int) -> str:
