@@ -6,14 +6,15 @@ prints four statements of every part of the core, drawn with the seed. At each o
 the nearest statement that can be wrong, before looking at the tests. Left out are parts that only a GPU or an engine runs.
 
 A row of such a list names no tests. It gets whole files: those of the folder of tests that mirrors the module's, of the folders
-above, of the rest of that part, and those elsewhere that import the module, with the laws; of each first the ones that import
-it, and small ones first. They are run until one fails, or until the time is over, which counts as not caught.
+above, of the rest of that part, and those elsewhere that import the module, with the laws; of each first the ones that speak
+most often of what it defines. They are run until one fails, or until the time is over, which counts as not caught.
 """
 
 from __future__ import annotations
 
 import ast
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +56,17 @@ def mirrored(file: str) -> tuple[str, ...]:
     text = {test: test.read_text(encoding="utf-8") for test in TESTS.rglob("test_*.py")}
     importing = {t for t, words in text.items() if f"{module} import" in words or f"from {above} import {name}" in words}
     places = {t: _distance(t.relative_to(TESTS), Path(file), t in importing) for t in text}
-    asked = sorted((t for t in text if places[t] is not None), key=lambda t: (places[t], t not in importing, len(text[t]), t))
+    names = re.compile(rf"\b({'|'.join(_names(PACKAGE / file))})\b")
+    about = {t: -len(names.findall(words)) for t, words in text.items()}
+    asked = sorted((t for t in text if places[t] is not None), key=lambda t: (places[t], about[t], len(text[t]), t))
     return tuple(str(test.relative_to(TESTS)) for test in asked)
+
+
+def _names(path: Path) -> list[str]:
+    """What a module defines for others."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    found = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
+    return found or [path.stem]
 
 
 def _distance(test: Path, file: Path, imports: bool) -> int | None:
