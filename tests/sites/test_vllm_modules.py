@@ -73,7 +73,9 @@ def test_ranks_have_noise_of_their_own_on_shards_and_the_same_on_what_all_hold(m
         injection = Injection(Plan.parse(f"relative_gaussian:0.1@module.{module},point={point}"), sampler=True)
         injection.attach(part)
         injection.enable()
-        return part["layers"][0](torch.ones(2, 16))
+        found = part["layers"][0](torch.ones(2, 16))
+        injection.close()
+        return found
 
     assert torch.equal(hit(0), hit(1)) is not differs
 
