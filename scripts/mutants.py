@@ -49,7 +49,7 @@ RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")
 PATIENCE = 300
 """Seconds after which tests that still run count as failed: a bug may well be an endless loop."""
-LIMIT = 120
+LIMIT = 60
 """Seconds for tests that nobody chose; those that have not failed by then count as passed."""
 PASSED, FAILED, NOT_COLLECTED, LATE = 0, 1, 2, 3
 

@@ -533,3 +533,15 @@ def test_the_module_is_the_command_line():
         [sys.executable, "-m", "shaketable", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
     assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize("role", ["lm_head", "embedding", "router", "lora", "rotary"])
+def test_every_role_that_is_left_out_can_be_included(role):
+    text = f"gain:0.1@op.matmul,include={role}"
+    assert Plan.parse(text).clauses[0].site.include == (role,) and Plan.parse(text).text() == text
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 0.5])
+def test_a_magnitude_that_is_filled_in_may_be_zero(magnitude):
+    (clause,) = Plan.parse("gain@module.linear", magnitude=magnitude).clauses
+    assert clause.fault.magnitude == magnitude

@@ -269,3 +269,25 @@ def test_a_stack_that_is_named_as_one_may_have_one_layer_or_two_kinds(kinds):
     model.model = nn.Module()
     model.model.layers = nn.ModuleList(kind(nn.Linear(2, 2)) for kind in kinds)
     assert find_layers(model)[1] == [f"model.layers.{i}" for i in range(len(kinds))]
+
+
+@pytest.mark.parametrize("place", ["layer.0+3", "layer.3", "layer.1-7", "module.linear,layers=0+3"])
+def test_a_layer_that_is_not_there_is_refused_wherever_it_is_named(place):
+    with pytest.raises(st.NoMatchError, match=r"layers 0-2"):
+        targets(Plan.parse(f"gain:0.1@{place}").clauses[0], Anatomy.of(skeleton("Llama")))
+
+
+def test_layers_are_matched_by_all_of_their_numbers():
+    anatomy = Anatomy.of(skeleton("Llama"))
+    found = targets(Plan.parse("gain:0.1@layer.0+2").clauses[0], anatomy)
+    assert [t.part.layer for t in found] == [0, 2] and found[1].part.module is anatomy.layers[2]
+
+
+def test_a_stack_inside_of_a_layer_is_no_stack_of_layers():
+    """However it is named: here the inner ones are called decoders, which win where they stand for themselves."""
+    model = nn.Module()
+    model.encoder = nn.Module()
+    model.encoder.layers = nn.ModuleList(nn.Module() for _ in range(2))
+    for block in model.encoder.layers:
+        block.decoder_layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    assert find_layers(model)[1] == ["encoder.layers.0", "encoder.layers.1"]
