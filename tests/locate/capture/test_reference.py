@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shaketable.errors import ModelError
-from shaketable.locate.capture.reference import Reference, check_model
+from shaketable.locate.capture.reference import Reference, _fills, check_model
 from shaketable.locate.capture.trace import record_layer, trace
 from shaketable.locate.probes.replay import judge
 from shaketable.locate.probes.rounding import Precision
@@ -319,3 +319,10 @@ def test_rotations_that_follow_the_length_may_have_other_frequencies(kind, blame
     rotary.rope_type = kind
     rotary.inv_freq = rotary.inv_freq * 2
     assert bool(list(reference.other_numbers(model, ""))) == blames
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fills"), [(torch.zeros(4), True), (torch.zeros(4)[:2], False), (torch.zeros(2, device="meta"), False)]
+)
+def test_a_part_of_a_larger_memory_does_not_fill_it(tensor, fills):
+    assert _fills(tensor) == fills

@@ -270,3 +270,10 @@ def test_a_layer_names_its_first_operator_beyond_the_dtype():
     rows = [Row(0, op, "output", f"module.{op}", same, here=here) for op, here in (("q", 0), ("k", 1), ("v", 2))]
     assert LayerRow(0, "layers.0", same, rows).beyond is rows[1]
     assert LayerRow(0, "layers.0", same, rows[:1]).beyond is None
+
+
+def test_both_sides_are_described_alike(good, tiny_llama):
+    found = compare(good, tiny_llama)
+    assert found.stored.keys() == found.here.keys()
+    alike = ("model", "device", "dtype", "attention", "tokens", "versions")
+    assert {k: found.here[k] for k in alike} == {k: found.stored[k] for k in alike} and found.here["tokens"] > 0
