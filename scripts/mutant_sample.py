@@ -6,8 +6,9 @@ prints four statements of every part of the core, drawn with the seed. At each o
 the nearest statement that can be wrong, before looking at the tests. Left out are parts that only a GPU or an engine runs.
 
 A row of such a list names no tests. It gets whole files: those of the folder of tests that mirrors the module's, of the folders
-above, of the rest of that part, and those elsewhere that import the module, with the laws; of each first the ones that speak
-most often of what it defines. They are run until one fails, or until the time is over, which counts as not caught.
+above, of the rest of that part, and those elsewhere that import the module, with the laws; of each first the one with its name,
+then those that speak most often of what it defines. They are run until one fails, or until the time is over, and the bug is not
+caught. A bug that got past them gets a test, and the row names it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def mirrored(file: str) -> tuple[str, ...]:
     importing = {t for t, words in text.items() if f"{module} import" in words or f"from {above} import {name}" in words}
     places = {t: _distance(t.relative_to(TESTS), Path(file), t in importing) for t in text}
     names = re.compile(rf"\b({'|'.join(_names(PACKAGE / file))})\b")
-    about = {t: -len(names.findall(words)) for t, words in text.items()}
+    about = {t: (t.name != f"test_{Path(file).name}", -len(names.findall(words))) for t, words in text.items()}
     asked = sorted((t for t in text if places[t] is not None), key=lambda t: (places[t], about[t], len(text[t]), t))
     return tuple(str(test.relative_to(TESTS)) for test in asked)
 
@@ -73,7 +74,7 @@ def _distance(test: Path, file: Path, imports: bool) -> int | None:
     """0 in the folder that mirrors the file's, 1 above it, 2 in the same part of the package, 3 elsewhere; None: not asked."""
     if str(test).startswith((*ELSEWHERE, "gpu", "frameworks", "project")):
         return None
-    if test.name == f"test_{file.name}" and test.parent == file.parent:
+    if (test.parent, test.name) == (file.parent, f"test_{file.name}"):
         return 0
     if len(test.parts) == 1 or len(file.parts) == 1 or test.parts[0] != file.parts[0]:
         return 3 if imports or str(test) == "test_laws.py" else None

@@ -1,6 +1,7 @@
 """The lock of a run: one worker at a time, and any number who look."""
 
 import fcntl
+import threading
 
 import pytest
 
@@ -24,3 +25,19 @@ def test_looking_at_a_lock_is_not_working_on_the_run(tmp_path):
     with (tmp_path / FOLDER / "one").open("r") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # another process looks at this moment
         assert not is_held(tmp_path, "one")
+
+
+def test_a_lock_can_be_taken_before_there_is_a_store(tmp_path):
+    with held(tmp_path / "not" / "yet", "one") as mine:
+        assert mine
+
+
+@pytest.mark.parametrize(("wait", "gets"), [(30.0, True), (0.0, False)])
+def test_a_lock_that_is_given_back_meanwhile_is_waited_for(tmp_path, wait, gets):
+    first = held(tmp_path, "one")
+    first.__enter__()
+    later = threading.Timer(0.3, first.__exit__, (None, None, None))
+    later.start()
+    with held(tmp_path, "one", wait=wait) as mine:
+        assert mine == gets
+    later.join()
