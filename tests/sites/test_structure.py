@@ -291,3 +291,12 @@ def test_a_stack_inside_of_a_layer_is_no_stack_of_layers():
     for block in model.encoder.layers:
         block.decoder_layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
     assert find_layers(model)[1] == ["encoder.layers.0", "encoder.layers.1"]
+
+
+def test_a_block_inside_of_one_of_the_same_role_is_a_part_of_it_and_another_is_not():
+    model = nn.Sequential()
+    model.mlp = nn.Sequential()
+    model.mlp.mlp = nn.Sequential(nn.Linear(2, 2))
+    model.mlp.attention = type("Attention", (nn.Sequential,), {})(nn.Linear(2, 2))
+    roles = {p.name: p.role for p in Anatomy.of(model).parts}
+    assert (roles["mlp"], roles["mlp.mlp"], roles["mlp.attention"]) == ("mlp", None, "attention")

@@ -13,7 +13,9 @@ def test_a_run_has_a_core_at_least():
         study(engine={"threads": 0})
 
 
-@pytest.mark.parametrize("name", ["model", "task", "seed", "plan", "plan_seed", "plan_in", "aqn", "device", "dtype", "report_to"])
+@pytest.mark.parametrize(
+    "name", ["model", "task", "seed", "plan", "plan_seed", "plan_in", "aqn", "device", "dtype", "report_to"]
+)
 def test_what_an_arm_or_the_study_says_is_no_option_of_training(name):
     assert name not in OPTIONS
     with pytest.raises(ShaketableError, match=name):
