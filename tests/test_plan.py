@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shaketable.errors import PlanError
 from shaketable.faults import KINDS, Format
 from shaketable.layer_ranges import Layers, join_layers, parse_layers
-from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan
+from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan, Site
 
 often = settings(derandomize=True, deadline=None, database=None, max_examples=200)
 
@@ -545,3 +545,10 @@ def test_every_role_that_is_left_out_can_be_included(role):
 def test_a_magnitude_that_is_filled_in_may_be_zero(magnitude):
     (clause,) = Plan.parse("gain@module.linear", magnitude=magnitude).clauses
     assert clause.fault.magnitude == magnitude
+
+
+@pytest.mark.parametrize("mark", [",", ";", "+"])
+def test_a_name_that_holds_a_separator_is_refused(mark):
+    """Written out and read back it would be two names, or a key."""
+    with pytest.raises(ValueError, match="which separate names, keys and clauses"):
+        Site(level="module", names=(f"a{mark}b",))
