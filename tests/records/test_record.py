@@ -525,3 +525,10 @@ def test_what_is_put_in_place_survives_a_power_cut(tmp_path, monkeypatch):
     put_in_place(tmp_path / "seal", "{}")
     assert [there for _, there in synced] == [False, True] and synced[1][0] == tmp_path
     assert (tmp_path / "seal").read_text() == "{}"
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_numbers_that_are_not_finite_are_null_wherever_they_stand(tmp_path, kind):
+    record = RunRecord.create(tmp_path / "run", "train", {}, {})
+    record.append("step", values=kind([1.0, float("nan"), {"a": kind([float("inf")])}]))
+    assert record.events("step")[0]["values"] == [1.0, None, {"a": [None]}]
