@@ -300,3 +300,8 @@ def test_a_block_inside_of_one_of_the_same_role_is_a_part_of_it_and_another_is_n
     model.mlp.attention = type("Attention", (nn.Sequential,), {})(nn.Linear(2, 2))
     roles = {p.name: p.role for p in Anatomy.of(model).parts}
     assert (roles["mlp"], roles["mlp.mlp"], roles["mlp.attention"]) == ("mlp", None, "attention")
+
+
+def test_a_module_is_a_target_at_each_of_its_points():
+    found = targets(Plan.parse("gain:0.1@module.q_proj,point=input+output,layers=1").clauses[0], Anatomy.of(skeleton("Llama")))
+    assert [(t.part.layer, t.point) for t in found] == [(1, "input"), (1, "output")]
