@@ -3,13 +3,14 @@
     python scripts/mutants.py [LIST …] [--only TEXT] [--survivors] [--again]
 
 A bug is one line of `src/shaketable` that is replaced by another, in a copy, and the tests that ought to notice. The
-lists are in scripts/mutants, in the order in which they were made: the bugs of `first` and `second` that nothing caught got
-tests, so their rates today show what those tests bought, and the rate when they were made what was missing. For `fresh` no test
-was written. A line that the package has no more is not planted.
+lists are in scripts/mutants, in the order in which they were made: the bugs that nothing caught got tests, so the rates today
+show what those tests bought, and the rates when they were first planted what was missing. A line that the package has no more
+is not planted.
 
-A bug is caught when a named test fails. Only the named tests are run, so a bug that survives here may still be caught by
-another test: the rates are lower bounds. The same tests are run on the unchanged copy first, because a test that fails
-anyway catches nothing. A bug that keeps the tests from being collected is an error in the list and no catch.
+A bug is caught when a test fails. Only the tests that the list names are run, or where it names none those that
+`scripts/mutant_sample.py` finds, for a limited time; a bug that survives here may still be caught by another test: the rates
+are lower bounds. The named tests are run on the unchanged copy first, because a test that fails anyway catches nothing; of
+those that were found, the one that has caught the bug is run there afterwards.
 
 Results are kept in benchmarks/mutants.json after every bug, and are used again as long as the changed file, the line and
 the tests are what they were; so a run that was stopped goes on where it was. Rejected: mutmut, which makes thousands of
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -38,15 +40,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from mutant_sample import mirrored
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "scripts" / "mutants"
-NAMES = ("first", "second", "fresh")
+NAMES = ("first", "second", "fresh", "third_fresh", "fourth_fresh")
 RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")
 PATIENCE = 300
 """Seconds after which tests that still run count as failed: a bug may well be an endless loop."""
-PASSED, FAILED, NOT_COLLECTED = 0, 1, 2
+LIMIT = 60
+"""Seconds for tests that nobody chose; those that have not failed by then count as passed."""
+PASSED, FAILED, NOT_COLLECTED, LATE = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Mutant:
     tests: tuple[str, ...]
     """Files below tests, or tests in them (`file::name`)."""
     note: str = ""
+    is_drawn: bool = False
+    """Whether line and tests were chosen by `scripts/mutant_sample.py`."""
 
     @property
     def room(self) -> str:
@@ -97,7 +104,14 @@ def _content(path: Path) -> str:
 def read(name: str) -> list[Mutant]:
     """The bugs of one list; a line that the package has no more is left out by who plants them."""
     data = yaml.safe_load((LISTS / f"{name}.yaml").read_text(encoding="utf-8"))
-    return [Mutant(name, **(row | {"tests": tuple(row["tests"].split())})) for row in data]
+    return [
+        _drawn(name, row) if "tests" not in row else Mutant(name, **(row | {"tests": tuple(row["tests"].split())}))
+        for row in data
+    ]
+
+
+def _drawn(name: str, row: dict[str, str]) -> Mutant:
+    return Mutant(name, **row, tests=mirrored(row["file"]), is_drawn=True)
 
 
 class Copy:
@@ -123,7 +137,7 @@ class Copy:
                 cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return FAILED, f"still running after {patience:g} s"
+            return LATE, f"still running after {patience:g} s"
         found = re.search(r"^(?:FAILED|ERROR) tests/(\S+::.*?)(?: - |$)", done.stdout, re.MULTILINE)
         if done.returncode == FAILED and found is None:
             return NOT_COLLECTED, done.stdout[-400:]
@@ -196,10 +210,18 @@ def page(body: dict[str, Any]) -> str:
         whole = len(read(name)) if name in NAMES else len(rows)
         lines.append(f"| {name} | {whole} | {len(rows)} | {_share(first, len(rows))} | {_share(caught, len(rows))} |")
     for name in names:
-        lines += ["", f"## {name}", "", "| file | bug | caught by |", "|---|---|---|"]
+        lines += ["", f"## {name}", "", *about(name), "| file | bug | caught by |", "|---|---|---|"]
         for r in (r for r in body["rows"] if r["list"] == name):
             lines.append(f"| {r['file']} | {_code(r['old'])} → {_code(r['new'])} | {r['caught_by'] or '**nothing**'} |")
     return "\n".join(lines) + "\n"
+
+
+def about(name: str) -> list[str]:
+    """How a list was made, as the lines at its head say."""
+    path = LISTS / f"{name}.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    said = " ".join(line.removeprefix("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    return [said, ""] if said else []
 
 
 def _share(part: int, whole: int) -> str:
@@ -215,7 +237,7 @@ def check(copy: Copy, mutants: list[Mutant], results: Results, say: Callable[[st
     """The tests that are named pass on the unchanged copy; asked once for every state of package and tests."""
     state = hashlib.blake2b(_content(ROOT / "src").encode(), digest_size=8)
     known = results.body.setdefault("clean", {})
-    now = {t: state.hexdigest() + _short(t) for m in mutants for t in m.tests}
+    now = {t: state.hexdigest() + _short(t) for m in mutants if not m.is_drawn for t in m.tests}
     if unknown := tuple(sorted(t for t in now if known.get(t) != now[t])):
         say(f"the tests named, without a bug ({len(unknown)} files or tests)")
         code, said = copy.test(unknown, PATIENCE * len(unknown))
@@ -235,13 +257,31 @@ def run(mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> 
         check(copy, mutants, results, say)
         for i, mutant in enumerate(mutants):
             start = time.monotonic()
-            copy.write(mutant.file, mutant.text())
-            code, by = copy.test(mutant.tests)
-            copy.write(mutant.file, mutant.clean)
-            if code not in (PASSED, FAILED):
-                raise SystemExit(f"{mutant.list}: {mutant.new!r} in {mutant.file} is no bug that a test could catch: {by}")
-            results.add(mutant, by if code == FAILED else None, time.monotonic() - start)
-            say(f"{i + 1}/{len(mutants)} {mutant.file}: {mutant.new.strip()}: {by if code == FAILED else 'NOT CAUGHT'}")
+            by = plant(copy, mutant)
+            results.add(mutant, by, time.monotonic() - start)
+            say(f"{i + 1}/{len(mutants)} {mutant.file}: {mutant.new.strip()}: {by or 'NOT CAUGHT'}")
+
+
+def plant(copy: Copy, mutant: Mutant) -> str | None:
+    """The test that catches a bug."""
+    copy.write(mutant.file, mutant.text())
+    code, said = _one_by_one(copy, mutant.tests) if mutant.is_drawn else copy.test(mutant.tests)
+    copy.write(mutant.file, mutant.clean)
+    if code not in (PASSED, FAILED, LATE):
+        raise SystemExit(f"{mutant.list}: {mutant.new!r} in {mutant.file} is no bug that a test could catch: {said}")
+    if mutant.is_drawn and code == FAILED and copy.test((said,))[0] != PASSED:
+        raise SystemExit(f"this test fails without any bug planted: {said}")
+    return said if code == FAILED or (code == LATE and not mutant.is_drawn) else None
+
+
+def _one_by_one(copy: Copy, files: tuple[str, ...]) -> tuple[int, str]:
+    """Files that nobody chose are run each by itself: one may leave something behind that makes the next one fail."""
+    end = time.monotonic() + LIMIT
+    for file in files:
+        code, said = copy.test((file,), max(end - time.monotonic(), 0.1))
+        if code != PASSED:
+            return code, said
+    return PASSED, ""
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shaketable.errors import PlanError
 from shaketable.faults import KINDS, Format
 from shaketable.layer_ranges import Layers, join_layers, parse_layers
-from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan
+from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan, Site
 
 often = settings(derandomize=True, deadline=None, database=None, max_examples=200)
 
@@ -533,3 +533,22 @@ def test_the_module_is_the_command_line():
         [sys.executable, "-m", "shaketable", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
     assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize("role", ["lm_head", "embedding", "router", "lora", "rotary"])
+def test_every_role_that_is_left_out_can_be_included(role):
+    text = f"gain:0.1@op.matmul,include={role}"
+    assert Plan.parse(text).clauses[0].site.include == (role,) and Plan.parse(text).text() == text
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 0.5])
+def test_a_magnitude_that_is_filled_in_may_be_zero(magnitude):
+    (clause,) = Plan.parse("gain@module.linear", magnitude=magnitude).clauses
+    assert clause.fault.magnitude == magnitude
+
+
+@pytest.mark.parametrize("mark", [",", ";", "+"])
+def test_a_name_that_holds_a_separator_is_refused(mark):
+    """Written out and read back it would be two names, or a key."""
+    with pytest.raises(ValueError, match="which separate names, keys and clauses"):
+        Site(level="module", names=(f"a{mark}b",))

@@ -410,3 +410,11 @@ def test_stochastic_rounding_never_moves_a_value_that_is_on_the_grid(grid):
     x = codes(dtype)
     for noise in (0.0, 0.5, 1 - 2.0**-24):
         assert same(rounded(x, torch.full_like(x, noise)), x.clamp(-largest, largest))
+
+
+@pytest.mark.parametrize("power", [-110, -116, 100])
+def test_nvfp4_does_not_depend_on_the_size_of_a_tensor(power):
+    """As long as the tensor's own scale is a normal number of float32; 2⁻¹¹⁶ is the last power of which it is one."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    x[0, 0] = 3.0
+    assert same(quantized("nvfp4", x * 2.0**power), quantized("nvfp4", x) * 2.0**power)

@@ -299,3 +299,18 @@ def test_a_plan_that_acts_costs_no_look_at_the_ledger():
         injection.step = step
     assert looks == []
     injection.close()
+
+
+def test_what_is_known_of_other_sites_is_believed():
+    """Of the ledger of a whole process, which knows of its engines too."""
+    here, elsewhere = (Injection(Plan.parse("gain:0.5@module.second")) for _ in range(2))
+    for injection in (here, elsewhere):
+        model = Chooses()
+        model.chosen = model.first if injection is here else model.second
+        injection.attach(model)
+        injection.enable()
+        run(injection, model)
+    assert list(here.inert_check.inert()) == [0]
+    assert here.inert_check.inert(sites=elsewhere.ledger.sites) == {}
+    elsewhere.close()
+    here.close(check=False)

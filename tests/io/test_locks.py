@@ -46,3 +46,19 @@ def test_who_waits_gets_the_lock_when_the_other_is_done(tmp_path):
         threading.Timer(0.05, mine.close).start()
         assert take(theirs, 5.0)
     assert not is_taken(path) and not is_taken(path / "no such folder") and not is_taken(tmp_path / "other")
+
+
+def test_a_lock_can_be_taken_before_there_is_a_store(tmp_path):
+    with held(tmp_path / "not" / "yet", "one") as mine:
+        assert mine
+
+
+@pytest.mark.parametrize(("wait", "gets"), [(30.0, True), (0.0, False)])
+def test_a_lock_that_is_given_back_meanwhile_is_waited_for(tmp_path, wait, gets):
+    first = held(tmp_path, "one")
+    first.__enter__()
+    later = threading.Timer(0.3, first.__exit__, (None, None, None))
+    later.start()
+    with held(tmp_path, "one", wait=wait) as mine:
+        assert mine == gets
+    later.join()

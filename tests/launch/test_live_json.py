@@ -72,3 +72,18 @@ def test_what_changes_is_written_and_flush_writes_at_once(tmp_path):
     while json.loads(file.path.read_text()) != {"n": 2} and time.monotonic() < until:
         time.sleep(0.01)
     assert json.loads(file.path.read_text()) == {"n": 2}
+
+
+def test_a_write_that_breaks_off_leaves_what_was_there(tmp_path, monkeypatch):
+    content, path = {"a": 1}, tmp_path / "file.json"
+    kept = KeptFile(path, lambda: dict(content))
+
+    def half(self, text, **_):
+        with self.open("w") as file:
+            file.write(text[:3])
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(type(path), "write_text", half)
+    content["a"] = 2
+    kept.try_flush()
+    assert path.read_text() == '{"a": 1}'

@@ -111,3 +111,10 @@ def test_the_number_of_a_name_is_that_of_every_run_and_never_zero(size):
 def test_a_child_of_an_actor_says_so():
     assert process_identity.Place("Sampler#2", "id").child() == process_identity.Place("child of Sampler#2")
     assert process_identity.Place().child() == process_identity.Place()
+
+
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_a_name_becomes_as_many_bytes_as_are_asked_for(size):
+    found = [process_identity.number(f"actor {i}", size) for i in range(64)]
+    assert 256 ** (size - 1) / 64 < max(found) < 256**size and min(found) > 0
+    assert size == 1 or len(set(found)) == 64

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import shaketable as st
+from shaketable.launch.run import RunResult, collect
 from shaketable.launch.unshaken_processes import unshaken
+from shaketable.ledger.ledger import Ledger
 
 
 def ledger(plan, acts):
@@ -65,3 +67,20 @@ def test_rare_faults_and_old_ledgers_are_left_alone():
     old = process(GAIN, False)
     del old["phases"]
     assert not unshaken([shaken, old])
+
+
+def test_a_process_that_was_not_shaken_is_told_once(tmp_path):
+    """As one that should have been, and not as one that was idle too."""
+    processes = [
+        process(GAIN, True, late=[]),
+        process(GAIN, False, pid=2, late=[]),
+        process(GAIN, False, pid=3, phases=[], late=[]),
+    ]
+    merged = Ledger.merge(Ledger.from_dict(p["ledger"]) for p in processes)
+    found = RunResult(["true"], 0, tmp_path, merged, processes).warnings
+    assert [sum(f"process {pid}" in line for line in found) for pid in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_a_folder_that_the_program_deleted_is_made_again(tmp_path):
+    folder = tmp_path / "a" / "b"
+    assert collect(folder, ["true"], 0).ledger is None and (folder / "ledger.json").is_file()

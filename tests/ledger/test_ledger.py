@@ -14,6 +14,7 @@ from shaketable.inject import counters
 from shaketable.inject.counters import measure
 from shaketable.inject.injection import Injection
 from shaketable.ledger.ledger import Ledger
+from shaketable.ledger.spot import Spot
 from shaketable.plan import Plan
 
 
@@ -213,3 +214,20 @@ def test_compiled_sums_are_those_of_plain_torch(dtype):
         torch.tensor([1.0, float("nan"), 2.0, 0.0]),
     )
     torch.testing.assert_close(sums(clean, faulty), plain_sums(clean, faulty), rtol=1e-12, atol=0)
+
+
+def test_a_ledger_that_was_cleared_measures_its_next_fire():
+    """As a new one would; measuring thins out, so that the sixth fire is not measured otherwise."""
+    layer = nn.Linear(8, 8)
+    with st.inject(layer, "gain:0.1@module.linear") as ledger:
+        for _ in range(5):
+            layer(torch.ones(2, 8))
+        ledger.clear()
+        layer(torch.ones(2, 8))
+        assert (ledger.forward, ledger.sites[0].measured().fires) == (1, 1)
+
+
+def test_spots_that_are_added_took_the_time_of_both():
+    one, other = Spot("a", 0, seconds=1.5), Spot("a", 0, seconds=0.25)
+    one.add(other)
+    assert one.seconds == 1.75

@@ -10,6 +10,7 @@ from tests import ROOT
 
 @pytest.fixture
 def mutants(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(__import__("sys").modules, "mutants", module)
@@ -55,3 +56,25 @@ TEST = "test_a_child_of_an_actor_says_so"
 def test_a_line_that_is_gone_is_not_planted(mutants):
     assert not mutants.Mutant("tried", "plan.py", "no such line", "", ()).is_there
     assert not mutants.Mutant("tried", "no_such_file.py", "x", "y", ()).is_there
+
+
+def test_a_sample_is_drawn_by_its_seed_from_every_part_of_the_core(mutants):
+    sample = __import__("mutant_sample")
+    found = list(sample.draw(31))
+    assert found == list(sample.draw(31)) != list(sample.draw(32))
+    assert len(found) == sample.EACH * len(sample.CORE) == len(set(found))
+    parts = {str(file.relative_to(sample.PACKAGE)).split("/")[0] for file, _ in found}
+    assert parts == set(sample.CORE)
+    for file, line in found:
+        assert file.read_text(encoding="utf-8").splitlines()[line - 1].strip()
+
+
+def test_a_bug_that_was_drawn_meets_the_tests_of_its_module_first_and_slow_ones_do_not_count(mutants, monkeypatch, tmp_path):
+    drawn = next(m for m in mutants.read("third_fresh") if m.file == "plan.py" and m.is_drawn)
+    assert drawn.tests[0] == "test_plan.py" and len(drawn.tests) > 1
+    copy = mutants.Copy(tmp_path / "copy")
+    monkeypatch.setattr(copy, "test", lambda tests, patience=0: (mutants.LATE, "still running"))
+    assert mutants.plant(copy, drawn) is None
+    monkeypatch.setattr(copy, "test", lambda tests, patience=0: (mutants.FAILED, "test_plan.py::test_always_fails"))
+    with pytest.raises(SystemExit, match="fails without any bug"):
+        mutants.plant(copy, drawn)

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from shaketable.errors import ShaketableError
+from shaketable.io import replacing
 from shaketable.records.environment import gather
-from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord, unique_folder
+from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord, put_in_place, unique_folder
 
 OLD = Path(__file__).with_name("record_without_chain.jsonl.gz")
 
@@ -515,3 +516,19 @@ def test_the_environment_names_the_revision_and_whether_it_is_changed(tmp_path, 
     assert gather()["dirty"] is True
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (gather()["revision"], gather()["dirty"]) == (None, None), "without git"
+
+
+def test_what_is_put_in_place_survives_a_power_cut(tmp_path, monkeypatch):
+    """The disk has the content before the name, and the name before the call returns."""
+    synced = []
+    monkeypatch.setattr(replacing, "sync", lambda path: synced.append((path, (tmp_path / "seal").exists())))
+    put_in_place(tmp_path / "seal", "{}")
+    assert [there for _, there in synced] == [False, True] and synced[1][0] == tmp_path
+    assert (tmp_path / "seal").read_text() == "{}"
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_numbers_that_are_not_finite_are_null_wherever_they_stand(tmp_path, kind):
+    record = RunRecord.create(tmp_path / "run", "train", {}, {})
+    record.append("step", values=kind([1.0, float("nan"), {"a": kind([float("inf")])}]))
+    assert record.events("step")[0]["values"] == [1.0, None, {"a": [None]}]

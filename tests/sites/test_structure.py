@@ -243,3 +243,65 @@ def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
     assert [site.forward for site in ledger.sites] == [3, 3]
     model.experts = nn.ModuleList([nn.Linear(4, 4)])
     assert Anatomy.of(model).role_counts() == {"linear": 3, "router": 1}, "where there are experts, it is"
+
+
+class FusedMLP(nn.Module):
+    """One kernel with its own weights: there is nothing inside of it to name."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+
+def test_a_block_is_one_only_if_it_has_parts():
+    model = nn.Sequential()
+    model.mlp, model.ffn, model.attention = FusedMLP(), nn.Sequential(nn.Linear(2, 2)), nn.Identity()
+    assert Anatomy.of(model).role_counts() == {"linear": 1, "mlp": 1}
+
+
+class OtherBlock(nn.Sequential):
+    """A layer of another class."""
+
+
+@pytest.mark.parametrize("kinds", [(nn.Sequential,), (nn.Sequential, OtherBlock)], ids=["one layer", "two kinds"])
+def test_a_stack_that_is_named_as_one_may_have_one_layer_or_two_kinds(kinds):
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList(kind(nn.Linear(2, 2)) for kind in kinds)
+    assert find_layers(model)[1] == [f"model.layers.{i}" for i in range(len(kinds))]
+
+
+@pytest.mark.parametrize("place", ["layer.0+3", "layer.3", "layer.1-7", "module.linear,layers=0+3"])
+def test_a_layer_that_is_not_there_is_refused_wherever_it_is_named(place):
+    with pytest.raises(st.NoMatchError, match=r"layers 0-2"):
+        targets(Plan.parse(f"gain:0.1@{place}").clauses[0], Anatomy.of(skeleton("Llama")))
+
+
+def test_layers_are_matched_by_all_of_their_numbers():
+    anatomy = Anatomy.of(skeleton("Llama"))
+    found = targets(Plan.parse("gain:0.1@layer.0+2").clauses[0], anatomy)
+    assert [t.part.layer for t in found] == [0, 2] and found[1].part.module is anatomy.layers[2]
+
+
+def test_a_stack_inside_of_a_layer_is_no_stack_of_layers():
+    """However it is named: here the inner ones are called decoders, which win where they stand for themselves."""
+    model = nn.Module()
+    model.encoder = nn.Module()
+    model.encoder.layers = nn.ModuleList(nn.Module() for _ in range(2))
+    for block in model.encoder.layers:
+        block.decoder_layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    assert find_layers(model)[1] == ["encoder.layers.0", "encoder.layers.1"]
+
+
+def test_a_block_inside_of_one_of_the_same_role_is_a_part_of_it_and_another_is_not():
+    model = nn.Sequential()
+    model.mlp = nn.Sequential()
+    model.mlp.mlp = nn.Sequential(nn.Linear(2, 2))
+    model.mlp.attention = type("Attention", (nn.Sequential,), {})(nn.Linear(2, 2))
+    roles = {p.name: p.role for p in Anatomy.of(model).parts}
+    assert (roles["mlp"], roles["mlp.mlp"], roles["mlp.attention"]) == ("mlp", None, "attention")
+
+
+def test_a_module_is_a_target_at_each_of_its_points():
+    found = targets(Plan.parse("gain:0.1@module.q_proj,point=input+output,layers=1").clauses[0], Anatomy.of(skeleton("Llama")))
+    assert [(t.part.layer, t.point) for t in found] == [(1, "input"), (1, "output")]

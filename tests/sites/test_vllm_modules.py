@@ -7,6 +7,7 @@ from torch import nn
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
+from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy
 from shaketable.sites.vllm_modules import shard_of
 
@@ -73,10 +74,34 @@ def test_ranks_have_noise_of_their_own_on_shards_and_the_same_on_what_all_hold(m
         injection = Injection(Plan.parse(f"relative_gaussian:0.1@module.{module},point={point}"), sampler=True)
         injection.attach(part)
         injection.enable()
-        return part["layers"][0](torch.ones(2, 16))
+        found = part["layers"][0](torch.ones(2, 16))
+        injection.close()
+        return found
 
     assert torch.equal(hit(0), hit(1)) is not differs
 
 
 def test_a_single_rank_has_the_keys_of_any_other_model():
     assert {shard_of(m, p) for m in (Column(4, 0, 1), Row(4, 0, 1)) for p in ("input", "output", "weight")} == {""}
+
+
+class Experts(nn.Module):
+    """What vLLM's experts have in common: a router of their own, and stacked weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.w13_weight = nn.Linear(4, 2), nn.Parameter(torch.ones(2, 8, 4))
+
+
+@pytest.mark.parametrize(
+    ("point", "words"), [("input", "the router reads the same input"), ("weight", "an order of its own"), ("output", None)]
+)
+def test_experts_are_refused_where_they_cannot_be_faulty(point, words):
+    experts = engine_class("FusedMoE", Experts)()
+    clause = Plan.parse(f"gain:0.1@module.experts,point={point}").clauses[0]
+    anatomy = Anatomy.of(nn.ModuleDict({"experts": experts}))
+    if words is None:
+        assert [t.part.module for t in targets(clause, anatomy)] == [experts]
+        return
+    with pytest.raises(PlanError, match=f"'experts' cannot be faulty there: .*{words}"):
+        targets(clause, anatomy)

@@ -199,3 +199,11 @@ def test_a_newer_option_counts_only_when_it_is_used(monkeypatch):
     cell = cells_of(study())[1]
     assert dataclasses.replace(cell, config=cell.config | {"novel": False}).name in before
     assert dataclasses.replace(cell, config=cell.config | {"novel": True}).name not in before
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- a\n- b\n", "list"), ("noise\n", "str"), ("", "NoneType"), ("3\n", "int")])
+def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, kind):
+    path = tmp_path / "study.yaml"
+    path.write_text(text)
+    with pytest.raises(ShaketableError, match=f"must hold a mapping, not {kind}$"):
+        load_study(path)

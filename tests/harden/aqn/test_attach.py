@@ -469,3 +469,14 @@ def test_the_guide_runs(capsys):
     assert snippets
     exec("\n".join(snippets), {})
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "groups"),
+    [
+        ({"layers": (1, 3)}, [((1, 3), 1.0)]),
+        ({"layers": (1, 3), "multipliers": {3: 2.0}}, [((1,), 1.0), ((3,), 2.0)]),
+    ],
+)
+def test_layers_that_are_named_are_known_before_the_model_is(given, groups):
+    assert [(g.layers, g.multiplier) for g in st.AQN(ON, **given).groups(None)] == groups

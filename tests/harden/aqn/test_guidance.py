@@ -343,3 +343,16 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, words):
 def test_guidance_imports_no_torch():
     code = "import sys, shaketable.harden.aqn.guidance, shaketable.cli.guide; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_guidance_leaves_open_is_filled_in():
+    found = Guidance.of(plain(), base_sigma=0.05)
+    assert (found.aqn(form="output").form, found.aqn().form) == ("output", "weight")
+    assert (found.aqn(where="both").where, found.aqn().where) == ("both", "rollout")
+
+
+def test_a_layer_that_is_named_twice_is_refused():
+    diagnosis = plain(3)
+    diagnosis["probes"].append(copy.deepcopy(diagnosis["probes"][1]))
+    with pytest.raises(ShaketableError, match="each of the 3 layers once"):
+        Guidance.of(diagnosis)

@@ -30,6 +30,7 @@ PLAN = "relative_gaussian:0.05@op.matmul"
         ({"prompts": 4, "samples": 4, "micro_batch": 5}, "micro_batch 5 does not divide the 16 answers of a step"),
         ({"warmup": 10}, "a warm-up of 10 steps leaves nothing of a run of 10"),
         ({"stepps": 3}, "stepps: "),
+        ({"eval_batch": -1}, "eval_batch: "),
     ],
 )
 def test_what_does_not_fit_is_one_line(fields, message):

@@ -87,3 +87,12 @@ def test_origin_02_a_schedule_that_never_fires_in_this_run_is_an_error():
     with pytest.raises(ShaketableError, match="σ"):
         aqn_of(config(aqn="global_decay:0.05-0.0005,stages=10", steps=1))
     assert aqn_of(config(aqn="global_decay:0.05-0.0005,stages=10", steps=10)) is not None
+
+
+def test_conditions_by_name_come_after_the_clean_one_and_in_place_of_the_plan():
+    made = config(plan=NOISE, conditions={"half": "gain:0.5@layer.0", "noise": NOISE})
+    assert [c.name for c in conditions_of(made)] == ["clean", "half", "noise"]
+
+
+def test_a_seed_of_the_plan_wins_over_the_run_s_and_zero_is_one():
+    assert train_plan(config(plan=NOISE, seed=3, plan_seed=0)).seed == 0

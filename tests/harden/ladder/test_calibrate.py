@@ -6,13 +6,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ladder_models import logits, nano, plan_on, quiet, same_bits, same_values, students_of, tiny, tiny_pairs, values
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from shaketable.harden.ladder import calibrate as rung
 from shaketable.harden.ladder.calibrate import calibrate, fold, regression
 from shaketable.harden.ladder.closeness import closeness
+from tests.harden.ladder.ladder_models import (
+    logits,
+    nano,
+    plan_on,
+    quiet,
+    same_bits,
+    same_values,
+    students_of,
+    tiny,
+    tiny_pairs,
+    values,
+)
 
 
 def kl(students, pairs, injection):

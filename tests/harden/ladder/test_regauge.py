@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ladder_models import (
+
+from shaketable.harden.ladder import regauge as rung
+from shaketable.harden.ladder.circuits import circuits_of
+from shaketable.harden.ladder.closeness import closeness
+from shaketable.harden.ladder.regauge import regauge
+from shaketable.harden.ladder.students import Students
+from shaketable.locate.probes.gauge import free_spaces, gauge_of, rescaled
+from shaketable.sites.structure import find_layers
+from tests.harden.ladder.ladder_models import (
     ARCHITECTURES,
     logits,
     nano,
@@ -17,14 +25,6 @@ from ladder_models import (
     tiny_pairs,
     values,
 )
-
-from shaketable.harden.ladder import regauge as rung
-from shaketable.harden.ladder.circuits import circuits_of
-from shaketable.harden.ladder.closeness import closeness
-from shaketable.harden.ladder.regauge import regauge
-from shaketable.harden.ladder.students import Students
-from shaketable.locate.probes.gauge import free_spaces, gauge_of, rescaled
-from shaketable.sites.structure import find_layers
 
 W4A4 = "mxfp4@module.linear,point=weight+input"
 WIRED = [name for name in ARCHITECTURES if name != "gpt_neox"]

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 import shaketable as st
+from shaketable.inject.hooks.module_tensors import change_first
+from shaketable.inject.injection import Injection
 from shaketable.launch.process import Seen
+from shaketable.plan import Plan
 from tests.tensors import ids
 
 
@@ -88,8 +91,6 @@ def test_a_point_is_hit_in_the_directions_that_are_asked_for(point, direction, v
 
 
 def test_two_models_of_one_injection_have_places_and_noise_of_their_own():
-    from shaketable.inject.injection import Injection
-    from shaketable.plan import Plan
 
     models, x = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)], torch.ones(2, 4)
     models[1].load_state_dict(models[0].state_dict())
@@ -399,3 +400,30 @@ def test_sites_that_never_fired_are_named(tiny_llama):
     with st.inject(encoder, "gain:0.1@module.linear") as ledger:
         encoder(torch.randn(1, 3, 8))
     assert "1 of 3 sites never fired: self_attn.out_proj" in str(ledger)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_tensor_is_changed_where_it_stands(kind):
+    value = kind([None, torch.ones(2), torch.ones(2)])
+    changed, there = change_first(value, torch.neg)
+    assert there and type(changed) is kind and changed[0] is None
+    assert [t.tolist() for t in changed[1:]] == [[-1.0, -1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize(("modes", "phase"), [((True, False), "train"), ((False, True), "train"), ((False, False), "eval")])
+def test_one_model_in_training_mode_makes_it_training(modes, phase):
+    injection = Injection(Plan.parse("gain:0.5@module.linear"), allow_inert=True)
+    for mode in modes:
+        injection.attach(nn.Sequential(nn.Linear(4, 4)).train(mode))
+    assert injection.is_training == any(modes) and injection.phase_now() == phase
+    injection.close()
+
+
+def test_a_copy_of_a_hook_does_nothing(tiny_llama):
+    """Also where something else than its module is copied: a list of hooks, a handle."""
+    with st.inject(tiny_llama, "gain:1@module.lm_head") as ledger:
+        (hook,) = tiny_llama.lm_head._forward_hooks.values()
+        for twin in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+            assert twin is not hook and twin(tiny_llama.lm_head, (), torch.ones(2)) is None
+        tiny_llama(ids())
+    assert ledger.forward == 1

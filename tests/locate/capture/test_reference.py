@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shaketable.errors import ModelError
-from shaketable.locate.capture.reference import Reference, check_model
+from shaketable.locate.capture.reference import Reference, _fills, check_model
 from shaketable.locate.capture.trace import record_layer, trace
 from shaketable.locate.probes.replay import judge
 from shaketable.locate.probes.rounding import Precision
@@ -309,3 +309,20 @@ def test_what_cannot_be_judged_is_refused_in_one_line(change, message):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gpt_neox"])
 def test_healthy_models_are_not_refused(name):
     check_model(build(name, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("kind", "blames"), [("default", True), ("linear", True), ("dynamic", False), ("longrope", False)])
+def test_rotations_that_follow_the_length_may_have_other_frequencies(kind, blames):
+    model = tied_llama()
+    reference = Reference(model)
+    rotary = model.model.rotary_emb
+    rotary.rope_type = kind
+    rotary.inv_freq = rotary.inv_freq * 2
+    assert bool(list(reference.other_numbers(model, ""))) == blames
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fills"), [(torch.zeros(4), True), (torch.zeros(4)[:2], False), (torch.zeros(2, device="meta"), False)]
+)
+def test_a_part_of_a_larger_memory_does_not_fill_it(tensor, fills):
+    assert _fills(tensor) == fills

@@ -10,7 +10,7 @@ import shaketable as st
 from shaketable.locate.compare.compare import compare
 from shaketable.locate.compare.fingerprint import FingerprintError, make_fingerprint
 from shaketable.locate.compare.fit import Fit
-from shaketable.locate.compare.result import ComparisonRow, Difference
+from shaketable.locate.compare.result import ComparisonRow, Difference, LayerRow
 from shaketable.plan import Plan
 from tests.locate.architectures import ARCHITECTURES, ROUTED, build, tokens
 
@@ -263,3 +263,17 @@ def test_products_of_rounded_factors_are_a_clause_though_they_are_documented(goo
     assert found.plan_text() is None
     found.rounds_factors = True
     assert "q_proj" in found.plan_text()
+
+
+def test_a_layer_names_its_first_operator_beyond_the_dtype():
+    same = Difference.of(torch.zeros(2), torch.zeros(2))
+    rows = [ComparisonRow(0, op, "output", f"module.{op}", same, here=here) for op, here in (("q", 0), ("k", 1), ("v", 2))]
+    assert LayerRow(0, "layers.0", same, rows).beyond is rows[1]
+    assert LayerRow(0, "layers.0", same, rows[:1]).beyond is None
+
+
+def test_both_sides_are_described_alike(good, tiny_llama):
+    found = compare(good, tiny_llama)
+    assert found.stored.keys() == found.here.keys()
+    alike = ("model", "device", "dtype", "attention", "tokens", "versions")
+    assert {k: found.here[k] for k in alike} == {k: found.stored[k] for k in alike} and found.here["tokens"] > 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 from scipy import special, stats
 
 from shaketable.faults import Draw, make_fault
-from shaketable.locate.compare.fit import LIMIT, ROUNDING, distance, fit, fit_all
+from shaketable.locate.compare.fit import LIMIT, ROUNDING, _Pair, distance, fit, fit_all
 from shaketable.locate.compare.threshold_fit import dead_zone, saturation
 
 PLANTED = [
@@ -169,3 +169,12 @@ def test_no_threshold_is_better_than_the_one_found(values):
     error = lambda t: float((f - c.clamp(-4 * t, 4 * t)).square().sum())  # noqa: E731
     best = saturation(part, ceiling, c, f)
     assert error(best) <= min(error(float(t)) for t in grid if float(t) <= float(part.max())) + 1e-9
+
+
+def test_a_channel_is_wrong_by_all_of_its_values_and_not_by_one():
+    clean = torch.ones(100, 8, dtype=torch.float64)
+    rounding = float(_Pair.of(clean, clean, 2.0**-8).floor(clean)[0, 0].sqrt())
+    faulty = clean.clone()
+    faulty[0, 2] += 20 * rounding
+    faulty[:, 5] += 5 * rounding
+    assert _Pair.of(clean, faulty, 2.0**-8).wrong_lanes().nonzero().flatten().tolist() == [5]

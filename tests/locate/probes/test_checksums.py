@@ -10,7 +10,7 @@ from torch import nn
 from shaketable.locate.capture.recorder import Recorder
 from shaketable.locate.capture.reference import Reference
 from shaketable.locate.capture.trace import record_layer, trace
-from shaketable.locate.probes.checksums import check_products
+from shaketable.locate.probes.checksums import _columns, check_products
 from shaketable.locate.probes.rounding import Precision
 from shaketable.sites.nested_tensors import tensors_of
 from tests.locate.architectures import build, tokens
@@ -135,3 +135,13 @@ def test_a_large_bias_rounds_the_result_more(bias):
         root(torch.randn(1, 24, 64).bfloat16())
     recording.records[0].path = "linear"
     assert check_products(recording, reference, "layer", Precision())["linear"] < 1
+
+
+def test_two_tokens_that_are_swapped_in_one_channel_are_seen_by_its_checksum():
+    """Their sum is what it was: every token has a weight of its own."""
+    chance = torch.Generator().manual_seed(0)
+    x, w = torch.randn(16, 8, generator=chance), torch.randn(4, 8, generator=chance)
+    y = x @ w.T
+    assert (_columns(x, y, w.double(), None, Precision()) < 1).all()
+    y[[0, 1], 2] = y[[1, 0], 2]
+    assert (_columns(x, y, w.double(), None, Precision()) > 1).tolist() == [False, False, True, False]

@@ -519,3 +519,11 @@ def test_in_place_without_a_result():
 def test_names_belong_to_one_kind():
     assert ARITHMETIC < ROUNDED_ONCE
     assert not ROUNDED_ONCE & set(BOUNDED)
+
+
+def test_whole_numbers_are_computed_as_whole_numbers():
+    """A float64 has no 2⁵³ + 1: by way of one, a wrong index would be allowed."""
+    x = torch.tensor([2**53 + 1, 5])
+    found = rounded_once(host_call(torch.add, (x, 0), {}, torch.int64), "add")
+    assert not found.outside(x).any()
+    assert found.outside(x - 1).tolist() == [True, True]

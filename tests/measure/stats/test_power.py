@@ -15,7 +15,7 @@ from shaketable.measure.stats.power import (
     sign_flip_detectable,
     t_detectable,
 )
-from shaketable.measure.stats.tests import mcnemar, over_seeds, sign_flip
+from shaketable.measure.stats.tests import mcnemar, over_seeds, paired, sign_flip
 
 
 def pairs(problems, discordance, difference, rng):
@@ -153,3 +153,10 @@ def test_means_per_seed_alone_take_the_spread_of_the_seeds():
 def test_what_cannot_be_planned_is_refused(wrong, message):
     with pytest.raises(ShaketableError, match=message):
         detectable(**wrong)
+
+
+@pytest.mark.parametrize("level", [0.9, 0.95, 0.99])
+def test_a_paired_comparison_says_what_it_could_have_seen_at_its_own_level(level):
+    a, b = pairs(80, 0.3, 0.1, np.random.default_rng(2))
+    expected = mcnemar_detectable(80, float(np.mean(a != b)), level=level)
+    assert paired(a, b, level=level).detectable == expected != mcnemar_detectable(80, float(np.mean(a != b)), level=0.8)

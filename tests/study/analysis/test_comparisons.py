@@ -6,7 +6,7 @@ from scipy import stats
 
 from shaketable.measure.stats.tests import over_seeds
 from shaketable.study.analysis.arms import scores
-from shaketable.study.analysis.comparisons import compare
+from shaketable.study.analysis.comparisons import _signed, compare
 from shaketable.study.analysis.runs import Run
 from shaketable.study.analysis.verdict import verdict
 from shaketable.study.config import Comparing
@@ -160,3 +160,11 @@ def test_one_number_of_a_run_is_no_comparison():
     what = Comparing(a="AQN", b="none", endpoint="reward")
     [found] = compare([what], what, arms([[1]], [[0]]))
     assert found["verdict"] == "nothing" and found["p"] is None
+
+
+@pytest.mark.parametrize(
+    ("scale", "value", "text"),
+    [(100, -0.0001, "0.0"), (100, 0.0, "0.0"), (100, -0.012, "−1.2"), (1, 0.5, "+0.5"), (1, 0.0, "0.0")],
+)
+def test_a_difference_of_nothing_has_no_sign(scale, value, text):
+    assert _signed(scale)(value) == text

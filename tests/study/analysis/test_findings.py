@@ -11,7 +11,7 @@ import torch
 from shaketable.measure.stats.tests import over_seeds, wilson
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis.arms import mean_interval, proof
-from shaketable.study.analysis.findings import findings, magnitudes, run_findings
+from shaketable.study.analysis.findings import _not_the_same, findings, magnitudes, run_findings
 from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import cells_of
 from shaketable.study.run_cell import do
@@ -227,3 +227,19 @@ def test_a_record_in_the_store_is_a_run_of_train(store):
     assert RunRecord.open(folder, "train").config["conditions"]
     assert (folder / "model").is_dir() and not list(folder.glob("checkpoint-*"))
     assert (folder / FILE).read_text().count('"event": "attempt"') == 1
+
+
+def test_the_primary_comparison_is_told_with_the_study(found):
+    assert found["study"]["primary"] == small().compare.primary.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("other", "count"), [({}, 0), ({"weights": "b"}, 1), ({"tests": "b"}, 1), ({"weights": "b", "tests": "b"}, 2)]
+)
+def test_whatever_was_not_the_same_in_all_runs_is_named(other, count):
+    same, config = {"weights": "a", "tests": "a"}, {"model": "nano", "task": "arithmetic"}
+    runs = [
+        Run("run", "train", "arm", seed, "done", {"config": config}, [{"event": "made_of", **made}])
+        for seed, made in enumerate((same, same | other))
+    ]
+    assert len(_not_the_same(runs)) == count

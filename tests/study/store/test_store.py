@@ -14,10 +14,13 @@ import pytest
 
 from shaketable.errors import ShaketableError
 from shaketable.records.record import FILE, SEAL, RunRecord
+from shaketable.study.cells import cells_of
 from shaketable.study.store import index as index_module
 from shaketable.study.store import store as store_module
+from shaketable.study.store.progress import progress
 from shaketable.study.store.store import Store
 from tests import ROOT
+from tests.study.small_studies import study
 
 INDEX = index_module.FILE
 ABOUT = {"study": "noise", "arm": "aqn", "seed": 3, "key": "abcd1234"}
@@ -444,3 +447,13 @@ def test_a_study_known_by_the_record_of_its_definition(tmp_path):
 def test_the_store_imports_no_torch():
     code = "import sys, shaketable.study.store.store; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize(("key", "status"), [("0badc0de", "damaged"), (None, "done"), ("its own", "done")])
+def test_a_run_with_the_key_of_another_is_damaged(tmp_path, key, status):
+    asked = study(arms={"as it comes": {"train": False}}, seeds=1, compare={"primary": None, "against": None})
+    (cell,) = cells_of(asked)
+    run_in(tmp_path / "runs" / cell.name, about=ABOUT | {"key": cell.key if key == "its own" else key})
+    (row,) = progress(asked, tmp_path)["runs"]
+    assert row["status"] == status
+    assert row["error"] == ("it holds another run than its name says" if status == "damaged" else None)
