@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shaketable.harden.ladder.config import HardenConfig
-from shaketable.harden.ladder.distil import Steps
+from shaketable.harden.ladder.distil import TrainingSteps
 from shaketable.harden.ladder.scoring import forward_part
 from shaketable.harden.ladder.sequences import OwnCompletions, Prompts, Source
 from shaketable.harden.ladder.students import Students
@@ -33,17 +33,17 @@ PLANS = {
 BLOCK, ROUNDS, WARM = 8, 5, 6
 
 
-def steps_of(config: HardenConfig, plan: str | None, model: Any, tokenizer: Any) -> Steps:
+def steps_of(config: HardenConfig, plan: str | None, model: Any, tokenizer: Any) -> TrainingSteps:
     """A rung that is ready to go."""
     source = Source.of(config)
     decoder = Decoder.of(model, tokenizer, source.limit, 1.0)
     students = Students(model, decoder.pad, config.device, config.dtype)
     injections = [] if plan is None else [inject(model, forward_part(plan, 0), allow_inert=True)]
     batches = OwnCompletions(config, Prompts(source, tokenizer, model), decoder, students.complete)
-    return Steps(config, students, injections, batches, False, 0, lambda facts: None)
+    return TrainingSteps(config, students, injections, batches, False, 0, lambda facts: None)
 
 
-def timed(steps: Steps, n: int) -> list[float]:
+def timed(steps: TrainingSteps, n: int) -> list[float]:
     """Seconds of each of the next n steps; sequences are sampled before the clock starts."""
     found = []
     for _ in range(n):

@@ -25,9 +25,9 @@ RESUME_TAKES = ("resume", "json_file", "force")
 
 @options_of(
     HardenConfig,
-    "plans", "task", "prompts", "target", "steps", "batch", "micro_batch", "lr", "clean_every", "temperature", "lora",
-    "checkpointing", "max_new_tokens", "reinforce_steps", "warm_start", "score", "eval_n", "eval_seed", "eval_plans", "seed",
-    "save_every", "device", "dtype",
+    "plans", "task", "prompts", "target", "steps", "batch", "micro_batch", "lr", "clean_every", "clean_loss", "temperature",
+    "lora", "checkpointing", "max_new_tokens", "reinforce_steps", "warm_start", "score", "eval_n", "eval_seed", "eval_plans",
+    "seed", "save_every", "device", "dtype",
     metavar={"plans": "P", "prompts": "FILE", "lora": "RANK", "warm_start": "N", "eval_plans": "P"},
     default={"device": None, "dtype": None},
     flag={"plans": "--plan", "eval_plans": "--eval-plan"},

@@ -126,6 +126,8 @@ class Injection:
         self.skip_pass: Callable[[], bool] | None = None
         """Asked when a pass begins: True leaves it alone although the plan is on (a reference with the policy's weights)."""
         self.closed = False
+        self.references: dict[str, float] = {}
+        """Statistics that faults of another process of this run took at their first use, by tap."""
         self.fires = 0
         """Grows after every fire, when it is counted; tells whoever keeps a copy of the ledger that it is out of date."""
         self.models: list[Attached] = []
@@ -276,9 +278,13 @@ class Injection:
             model.note_heads(self.inert_check.phases)
 
     def counted(self) -> dict[str, Any]:
-        """What was counted so far, for a process that goes on: which fires are measured follows from the fires before."""
+        """What was counted so far, for a process that goes on: which fires are measured follows from the fires before.
+
+        With it the statistics that faults took at their first use and keep (`FaultBase.reference`).
+        """
         self.settle()
-        return {"host": self.counters.saved(), "gpus": [table.saved() for table in self.tables.all]}
+        references = dict(reference for tap in self.taps for reference in tap.references())
+        return {"host": self.counters.saved(), "gpus": [table.saved() for table in self.tables.all], "references": references}
 
     def go_on(self, counted: dict[str, Any]) -> None:
         """Count on from what another process of this run had counted, with the same plan on the same model, once enabled.
@@ -288,6 +294,7 @@ class Injection:
         self.counters.go_on(counted["host"])
         for table, rows in zip(self.tables.all, counted["gpus"], strict=False):
             table.go_on(rows)
+        self.references = counted.get("references", {})
 
     def forget(self) -> None:
         """Count from zero again."""

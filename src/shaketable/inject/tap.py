@@ -115,8 +115,17 @@ class Tap:
     def _draw(self, x: Tensor, what: Application) -> Draw:
         way = what.backward, what.argument
         if way not in self._references:
-            self._references[way] = what.fault.reference(x)
+            known = self.injection.references.get(self._reference_name(way))
+            taken = what.fault.reference(x)
+            self._references[way] = taken if known is None or taken is None else torch.full_like(taken, known)
         return Draw(what.key, self._references[way])
+
+    def references(self) -> list[tuple[str, float]]:
+        """The statistics that its fault took at its first use and keeps, by name."""
+        return [(self._reference_name(way), float(taken)) for way, taken in self._references.items() if taken is not None]
+
+    def _reference_name(self, way: tuple[bool, int]) -> str:
+        return f"{self.clause} {self.name} {self.point} {'backward' if way[0] else 'forward'} {way[1]}"
 
     def mask(self, x: Tensor, fault: FaultBase) -> Tensor | None:
         """Which channels are faulty: the last dimension of an activation, the output dimension of a weight."""

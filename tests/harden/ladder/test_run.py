@@ -196,3 +196,44 @@ def test_what_acts_backward_only_is_refused():
 
     with pytest.raises(ShaketableError, match="acts backward only"):
         conditions_of(small(plans=("relative_gaussian:0.1@op.matmul,direction=backward",)))
+
+
+OFFSET = "bias:0.3@module.linear"
+
+
+def test_an_offset_is_calibrated_away_and_nothing_is_trained(tmp_path):
+    run = hardened(tmp_path / "run", plans=(OFFSET,), rungs=("calibrate", "distil"), target=0.8, clean_loss=1, calibrate_n=32)
+    found = outcome(run.record)
+    (rung,) = found["rungs"]
+    assert rung["rung"] == "calibrate"
+    assert rung["kept"]
+    assert rung["shares"]["plan"]["share"] > 0.8
+    assert found["reached"]
+    assert run.record.events("step") == []
+
+
+def test_a_calibration_that_costs_too_much_without_the_fault_is_undone(tmp_path):
+    run = hardened(tmp_path / "run", plans=(OFFSET,), rungs=("calibrate",), calibrate_n=32)
+    (rung,) = outcome(run.record)["rungs"]
+    assert not rung["kept"]
+    assert "points without the fault" in rung["facts"]["undone"]
+    assert rung["cost"]["flops_added"] == 0
+    clean, _ = load_model("nano", dtype=torch.float32)
+    trained, _ = load_model(str(tmp_path / "run" / "model"), dtype=torch.float32)
+    assert same(dict(clean.named_parameters()), dict(trained.named_parameters()))
+    assert trained.config.mlp_bias is False
+
+
+def test_a_run_that_was_calibrated_goes_on_with_its_biases(tmp_path):
+    fields = {"plans": (OFFSET,), "rungs": ("calibrate", "distil"), "clean_loss": 1, "calibrate_n": 32, "steps": 4}
+    whole = hardened(tmp_path / "whole", **fields)
+
+    def tell(kind, facts):
+        if kind == "step" and facts["step"] == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hardened(tmp_path / "stopped", tell, **fields)
+    gone_on(tmp_path / "stopped")
+    assert same_weights(tmp_path / "stopped", whole.record.folder)
+    assert load_model(str(tmp_path / "stopped" / "model"))[0].config.mlp_bias == whole.students.model.config.mlp_bias

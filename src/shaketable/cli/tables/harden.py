@@ -28,8 +28,9 @@ def print_outcome(found: dict[str, Any], console: Console) -> None:
         table.add_row(what, *_scores(rung["conditions"]), *cells)
     console.print(table)
     for rung in found["rungs"]:
-        if sentence := rung["facts"].get("sentence"):
-            console.print(f"{rung['rung']}: {sentence}", markup=False, soft_wrap=True)
+        said = [rung["facts"][key] for key in ("sentence", "undone") if key in rung["facts"]]
+        if said:
+            console.print(f"{rung['rung']}: {'; undone: '.join(s.rstrip('.') for s in said)}", markup=False, soft_wrap=True)
     added = sum(r["cost"]["flops_added"] for r in found["rungs"])
     console.print(f"Added at inference: {added:,.0f} FLOPs a token" if added else "Added at inference: nothing", markup=False)
     for plan, ledger in found["ledgers"].items():

@@ -15,13 +15,13 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from shaketable.harden.grpo import checkpoints
-from shaketable.harden.ladder.distil import Steps
+from shaketable.harden.ladder.distil import TrainingSteps
 from shaketable.records.record import RunRecord
 
 WEIGHTS = "model.safetensors"
 
 
-def save(record: RunRecord, step: int, model: nn.Module, training: Steps | None, facts: dict[str, Any]) -> None:
+def save(record: RunRecord, step: int, model: nn.Module, training: TrainingSteps | None, facts: dict[str, Any]) -> None:
     """Write what the run goes on from after `step`, and bind it to the record."""
     folder = record.folder / f"checkpoint-{step}"
     with checkpoints.writing(folder.name, record.folder):

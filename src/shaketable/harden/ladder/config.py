@@ -58,6 +58,8 @@ class HardenConfig(BaseModel):
     checkpointing: bool = False
     """Less memory: activations are computed again in the backward pass."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    clean_loss: float = Field(default=0.02, ge=0, le=1)
+    """What calibrate, regauge and reinforce may cost without the fault; more is undone. 1 allows all."""
     reinforce_steps: int = Field(default=30, ge=1)
     """GRPO steps of the rung reinforce."""
     reinforce_beta: float = Field(default=0.04, ge=0)

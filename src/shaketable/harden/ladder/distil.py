@@ -43,7 +43,7 @@ class Batches(Protocol):
 
 
 @dataclass
-class Steps:
+class TrainingSteps:
     """A rung that trains: `until` does its steps."""
 
     config: HardenConfig

@@ -3,9 +3,9 @@
     clean scores, scores under the plan --refused when nothing was lost-->
        calibrate → scores → regauge → scores → distil → scores → …        until the target share of the loss is back
 
-A rung that leaves the model further from the clean one, by KL under the plans, and is no better by score, is undone and said to
-be. Everything a rung does follows from the seed and the step; between steps the state is in checkpoints: a run that was
-killed goes on to the same weights, bit for bit.
+A rung without gradients that leaves the model no closer to the clean one, by KL under the plans, and no better by score, or
+that costs more than `clean_loss` without the fault, is undone and said to be. Everything a rung does follows from the seed and
+the step; between steps the state is in checkpoints: a run that was killed goes on to the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shaketable.harden.grpo.warm_start import check_answers, warm_start
 from shaketable.harden.ladder import checkpoint
 from shaketable.harden.ladder.calibrate import calibrate
 from shaketable.harden.ladder.config import TRAINED, HardenConfig
-from shaketable.harden.ladder.distil import Steps
+from shaketable.harden.ladder.distil import TrainingSteps
 from shaketable.harden.ladder.model_card import write_card
 from shaketable.harden.ladder.regauge import regauge
 from shaketable.harden.ladder.reinforce import reinforce
@@ -126,10 +126,11 @@ class Hardening:
         facts = self._train(rung, saved) if rung in TRAINED else self._fold(rung)
         seconds = time.perf_counter() - start
         conditions = self.scoring.evaluate(self.tell)
-        kept = rung in TRAINED or self._is_closer(conditions)
-        if not kept and state is not None:
+        worse = None if rung in TRAINED else self._worse(conditions)
+        kept = worse is None
+        if worse is not None and state is not None:
             self._undo(state, flags)
-            conditions = self.now
+            conditions, facts["undone"] = self.now, worse
         self.now, self.step = conditions, step + self._length(rung)
         found = {name: s.to_dict() for name, s in shares(self.before, conditions, self.scoring.stood).items()}
         cost = {"seconds": facts.pop("rung_seconds", seconds), "sequences": facts.pop("sequences", 0)}
@@ -143,8 +144,11 @@ class Hardening:
     def _length(self, rung: str) -> int:
         return self.config.steps if rung in TRAINED else self.config.reinforce_steps if rung == "reinforce" else 1
 
-    def _is_closer(self, conditions: list[dict[str, Any]]) -> bool:
-        """Whether a rung helped: closer to the clean model under the plans, or better by score."""
+    def _worse(self, conditions: list[dict[str, Any]]) -> str | None:
+        """Why a rung is to be undone: no closer to the clean model under the plans and no better, or too dear without them."""
+        lost = self.before[0]["accuracy"] - conditions[0]["accuracy"]
+        if lost > self.config.clean_loss:
+            return f"it takes {100 * lost:.1f} points without the fault, more than the {100 * self.config.clean_loss:g} allowed"
         names = self.scoring.stood or [c["name"] for c in conditions[1:]]
 
         def sums(found: list[dict[str, Any]]) -> tuple[float, float]:
@@ -152,7 +156,8 @@ class Hardening:
             return sum(c["kl"] for c in mine), sum(c["accuracy"] for c in mine)
 
         (kl, score), (kl_before, score_before) = sums(conditions), sums(self.now)
-        return kl < kl_before or score > score_before
+        better = kl < kl_before or score > score_before
+        return None if better else f"under the plan the model is no closer to the clean one: KL {kl_before:.3g} → {kl:.3g}"
 
     def _undo(self, state: dict[str, torch.Tensor], flags: dict[str, Any]) -> None:
         model = self.students.model
@@ -189,7 +194,7 @@ class Hardening:
         return [(p, c.tokens) for p, c in zip(prompts, done, strict=True) if c.tokens]
 
     def _train(self, rung: str, saved: Path | None) -> dict[str, Any]:
-        """Steps of gradient descent under the plans, with checkpoints."""
+        """TrainingSteps of gradient descent under the plans, with checkpoints."""
         config = self.config
         if config.lora:
             self._adapt()
@@ -201,7 +206,7 @@ class Hardening:
             else OwnCompletions(config, self.prompts, self.decoder, self.students.complete)
         )
         injections = self._injections()
-        self._training = steps = Steps(
+        self._training = steps = TrainingSteps(
             config, self.students, injections, batches, rung == "supervise", self.step, self._tell_step(rung)
         )
         if saved is not None:
@@ -256,7 +261,7 @@ class Hardening:
 
     # ---- going on after a kill, and ending
 
-    def _save(self, training: Steps | None, rung: str | None) -> None:
+    def _save(self, training: TrainingSteps | None, rung: str | None) -> None:
         step = self.step if training is None else self.step + training.done
         injections = [] if training is None else list(training.injections)
         facts = {
