@@ -15,7 +15,7 @@ help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
 
 demo: $(STAMP) ## A whole study of nano in a few minutes; writes its report, demo.html
-	@$(BIN)/shaketable study run studies/guided-aqn.yaml --store demo-runs --report demo.html --force
+	@$(BIN)/shaketable study run studies/hardening.yaml --store demo-runs --report demo.html --force
 
 test: $(STAMP) ## The tests, but for the slow ones; at most ten minutes on two idle cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
@@ -109,7 +109,7 @@ nano: $(STAMP) ## Train the model that ships; half an hour on two cores, two min
 example-ledger: $(STAMP) ## Four faults at once, and their ledger
 	@$(BIN)/python examples/ledger.py
 
-example-harden: $(STAMP) ## The worked example of docs/harden.md; twenty minutes on two cores
+example-harden: $(STAMP) ## The worked example of docs/train.md; twenty minutes on two cores
 	$(BIN)/python examples/harden.py
 
 $(STAMP):

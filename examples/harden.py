@@ -1,4 +1,4 @@
-"""Does noise in training make a model stand noise? The worked example of docs/harden.md, from one command to its figure.
+"""Does noise in training make a model stand noise? The worked example of docs/train.md, from one command to its figure.
 
     make example-harden          # five arms × five seeds on nano; about 20 minutes on two cores, resumable
 

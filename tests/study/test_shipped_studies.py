@@ -130,7 +130,8 @@ def test_a_study_runs_and_proves_its_faults(file, tmp_path):
         assert {f"scored: {name}" for name in study.evaluate.conditions} <= set(where)
         assert [row for row in arm["proof"] if row["verdict"] == "inert"] == []
         assert hit(arm) == directions(study, asked)
-    assert len(found["diagnoses"]) == len({arm.plan for arm in study.arms.values() if isinstance(arm.aqn, Guide)})
+    guided = {arm.plan for arm in study.arms.values() if isinstance(arm.aqn, Guide)}
+    assert len(found["diagnoses"]) == len(guided | set(study.diagnose.conditions))
     for diagnosis in found["diagnoses"]:
         assert diagnosis["verdict"] == "FAULT" and f"layer.{diagnosis['layer']}" in diagnosis["plan"]
 

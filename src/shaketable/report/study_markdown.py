@@ -30,6 +30,7 @@ from shaketable.report.wording import (
     place,
     proof_summary,
     run_status,
+    share_of,
     strength_unit,
     unit_of,
     unverified,
@@ -162,7 +163,7 @@ def _recovered(f: Findings) -> list[str]:
             amount(r["taken"], "points"),
             f"{amount(r['before'], 'points')} → {amount(r['after'], 'points')}",
             f"{amount(r['clean'], 'points')} → {amount(r['clean_after'], 'points')}",
-            f"{percent(r['share'])} ({percent(r['interval']['low'])} … {percent(r['interval']['high'])})",
+            share_of(r),
         ]
         for r in f["recovered"]
     ]

@@ -110,6 +110,13 @@ def chance(p: Any) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
+def share_of(recovered: dict[str, Any]) -> str:
+    """The share that came back, with its interval, in whole percent."""
+    share, low, high = recovered["share"], recovered["interval"]["low"], recovered["interval"]["high"]
+    ends = ["∞" if end is None else f"{round(100 * end)}" for end in (low, high)]
+    return f"{round(100 * share)} % ({ends[0]} to {ends[1]})".replace("-", "−")
+
+
 def percent(share: Any) -> str:
     """A share in hundredths, with two digits."""
     if not finite(share):

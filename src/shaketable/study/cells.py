@@ -20,7 +20,7 @@ from shaketable.harden.ladder.config import HardenConfig
 from shaketable.study.config import Arm, Guide, StudyConfig
 
 STEPS = 60
-NEWER: dict[str, Any] = {"warm_start": 0, "decoding": "auto"}
+NEWER: dict[str, Any] = {"warm_start": 0, "decoding": "auto", "clean_loss": 0.02}
 """Options added after stores had been written, each with the value that means what was done before there was such an option.
 They count in a key only when they have another value: so old runs keep their names."""
 
@@ -72,6 +72,7 @@ def cells_of(study: StudyConfig) -> list[Cell]:
     """All runs: diagnoses first, then seed by seed through the arms, so that an unfinished study has whole seeds."""
     _check_arms([_cell(study, name, 0) for name in study.arms])
     needed = [_diagnosis(study, arm) for arm in study.arms.values() if isinstance(arm.aqn, Guide)]
+    needed += [_diagnosis(study, Arm(plan=name)) for name in study.diagnose.conditions]
     diagnoses = {cell.name: cell for cell in needed} if study.seeds else {}
     return [*diagnoses.values(), *(_cell(study, name, seed) for seed in study.seeds for name in study.arms)]
 
@@ -96,7 +97,7 @@ def _cell(study: StudyConfig, name: str, seed: int) -> Cell:
 
 def _diagnosis(study: StudyConfig, arm: Arm) -> Cell:
     where = {"model": arm.model or study.model, "device": study.device, "dtype": study.resolved_dtype}
-    config = {**where, "plan": study.plan_of(arm), **study.diagnose.model_dump()}
+    config = {**where, "plan": study.plan_of(arm), **study.diagnose.model_dump(exclude={"conditions"})}
     return Cell("locate", None, None, config, study.engine.threads)
 
 

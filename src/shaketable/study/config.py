@@ -166,6 +166,8 @@ class Diagnose(_Data):
     mode: Literal["device", "host", "all"] = "all"
     tokens: int = Field(default=256, ge=2)
     seed: int = Field(default=0, ge=0)
+    conditions: tuple[str, ...] = ()
+    """Conditions whose fault is located too, for the report."""
 
 
 class Comparing(_Data):
@@ -273,6 +275,8 @@ class StudyConfig(_Data):
         _check_options("harden", self.harden, HARDEN_OPTIONS)
         for arm in self.arms.values():
             self.plan_of(arm)
+        for name in self.diagnose.conditions:
+            self._known("diagnose.conditions", "condition", name, self.evaluate.conditions)
         for asked in self.comparisons:
             self._check_comparison(asked)
         if self.compare.against is not None:

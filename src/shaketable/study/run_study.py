@@ -107,6 +107,8 @@ def described(study: StudyConfig) -> dict[str, Any]:
     """A study as its definition holds it."""
     found = study.model_dump(mode="json", exclude={"engine": {"workers", "address", "kind", "retries"}})
     arms = {name: {k: v for k, v in arm.items() if k not in NEWER or v is not None} for name, arm in found["arms"].items()}
+    if not study.diagnose.conditions:
+        del found["diagnose"]["conditions"]
     return {k: v for k, v in found.items() if k != "harden" or v} | {"arms": arms}
 
 

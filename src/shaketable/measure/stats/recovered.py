@@ -46,7 +46,7 @@ class Recovered:
     def sentence(self) -> str:
         """For people."""
         low, high = (_percent(end) for end in (self.interval.low, self.interval.high))
-        came = f"of the {100 * self.taken:.1f} points that the fault takes, {100 * self.returned:.1f} came back"
+        came = f"of the {100 * self.taken:.1f} points that the fault takes, {_points(self.returned)} came back"
         return f"{came}: {_percent(self.share)} (95 % CI {low} to {high})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,4 +109,8 @@ def _end(excess: Callable[[float], float], inside: float, side: float) -> float:
 def _percent(share: float) -> str:
     if math.isinf(share):
         return "∞" if share > 0 else "−∞"
-    return f"{100 * share:.0f} %".replace("-", "−")
+    return f"{round(100 * share)} %".replace("-", "−")
+
+
+def _points(fraction: float) -> str:
+    return f"{100 * fraction:.1f}".replace("-", "−")

@@ -30,13 +30,15 @@ def diagnosis(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
         "sentence": found["sentence"],
         "layer": found["layer"],
         "layers": layers,
-        "sigmas": _sigmas(found, next(c.guide for c in cells if c.needs == run.name and c.guide)),
+        "sigmas": _sigmas(found, next((c.guide for c in cells if c.needs == run.name and c.guide), None)),
         "folder": f"runs/{run.name}",
     }
 
 
-def _sigmas(found: dict[str, Any], guide: dict[str, Any]) -> list[dict[str, Any]]:
-    """σ of every layer by the rules: what `guide: all` gives, and `fault` and `healthy` take from."""
+def _sigmas(found: dict[str, Any], guide: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """σ of every layer by the rules: what `guide: all` gives, and others take from; none where it guides nobody."""
+    if guide is None:
+        return []
     from shaketable.harden.aqn.guidance import Guidance
 
     rows = Guidance.of(found, target="all", base_sigma=guide["sigma"], schedule=guide["schedule"]).layers

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.harden.grpo.config import TrainConfig
+from shaketable.harden.ladder.config import HardenConfig
 from shaketable.plan import Plan
 from shaketable.study.analysis import arms
 from shaketable.study.analysis.comparisons import compare
 from shaketable.study.analysis.diagnoses import diagnosis
 from shaketable.study.analysis.history import changes
-from shaketable.study.analysis.recovered import recovered
+from shaketable.study.analysis.recovered import recovered, told
 from shaketable.study.analysis.runs import Run
 from shaketable.study.analysis.verdict import verdict
 from shaketable.study.cells import STEPS, cells_of
@@ -36,6 +37,9 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
     unverified = [run for run in runs if run.is_done and not run.verified]
     compared = [_marked(c, unverified) for c in compare(study.comparisons, study.compare.primary, runs)]
     complete = all(run.is_done for run in runs)
+    back = recovered(study.conditions, {name: _done(runs, name) for name in study.arms})
+    decided = verdict(compared, runs, unlike)
+    came_back = told(back, study.compare.primary)
     return {
         "schema": SCHEMA,
         "kind": "study",
@@ -43,10 +47,10 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
         "complete": complete,
         "runs": [run_facts(run) for run in runs],
         "unverified": [run.name for run in unverified],
-        "verdict": verdict(compared, runs, unlike),
+        "verdict": decided | {"sentence": f"{decided['sentence']}. {came_back}" if came_back else decided["sentence"]},
         "arms": [_arm(study, name, runs) for name in study.arms],
         "comparisons": compared,
-        "recovered": recovered(study.conditions, {name: _done(runs, name) for name in study.arms}),
+        "recovered": back,
         "robustness": robustness(study.conditions, {name: _done(runs, name) for name in study.arms}),
         "diagnoses": [diagnosis(run, cells) for run in runs if run.kind == "locate" and run.is_done],
         "environments": environments(runs),
@@ -102,7 +106,7 @@ def _study(study: StudyConfig) -> dict[str, Any]:
         "model": study.model,
         "task": study.task,
         "seeds": list(study.seeds),
-        "steps": study.train.get("steps", STEPS),
+        "steps": _steps(study),
         "options": ", ".join(f"{k} {v}" for k, v in study.train.items() if k != "steps"),
         "n": study.evaluate.n,
         "conditions": [{"name": n, "plan": p} for n, p in study.conditions.items()],
@@ -111,6 +115,13 @@ def _study(study: StudyConfig) -> dict[str, Any]:
         "command": f"shaketable study run {study.study}.yaml",
         "key": cells_of(study)[-1].key if study.seeds else "",
     }
+
+
+def _steps(study: StudyConfig) -> int:
+    """Of training; of hardening where nothing is trained."""
+    if any(arm.kind == "train" for arm in study.arms.values()):
+        return int(study.train.get("steps", STEPS))
+    return int(study.harden.get("steps", HardenConfig.model_fields["steps"].default))
 
 
 def _done(runs: Sequence[Run], arm: str) -> list[Run]:

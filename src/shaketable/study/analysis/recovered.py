@@ -13,6 +13,7 @@ import numpy as np
 
 from shaketable.measure.stats.recovered import share_recovered
 from shaketable.study.analysis.runs import PER_ANSWER, Run
+from shaketable.study.config import Comparing
 
 CLEAN = "clean"
 
@@ -34,9 +35,25 @@ def recovered(conditions: Iterable[str], done: Mapping[str, Sequence[Run]]) -> l
                     "clean": clean.mean(),
                     "clean_after": clean_after.mean(),
                 }
-                facts = {"arm": arm, "condition": condition, **share.to_dict()}
+                facts = {"arm": arm, "condition": condition, **share.to_dict(), "seconds": _seconds(runs)}
                 found.append(facts | {name: float(mean) for name, mean in means.items()})
     return found
+
+
+def _seconds(runs: Sequence[Run]) -> float | None:
+    """What the repair took, a run, on average; None for arms that were trained and not hardened."""
+    spent = [sum(e["cost"]["seconds"] for e in rungs) for run in runs if (rungs := run.of_kind("rung"))]
+    return sum(spent) / len(spent) if spent else None
+
+
+def told(rows: Sequence[dict[str, Any]], primary: Comparing | None) -> str:
+    """What came back in the arm that the study is about, where it was hardened, for the verdict."""
+    found = [r for r in rows if primary is not None and (r["arm"], r["condition"]) == (primary.a, primary.condition)]
+    if not found or found[0]["seconds"] is None:
+        return ""
+    clean = f"without the fault {100 * found[0]['clean']:.1f} → {100 * found[0]['clean_after']:.1f}"
+    sentence = found[0]["sentence"]
+    return f"{sentence[:1].upper()}{sentence[1:]}; {clean}; {found[0]['seconds']:.0f} s a run."
 
 
 def _scores(run: Run, condition: str) -> tuple[list[float], list[float], list[float], list[float]] | None:

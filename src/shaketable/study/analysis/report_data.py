@@ -86,7 +86,7 @@ _RECOVERED: dict[str, Any] = {
     "condition": "",
     "share": None,
     "interval": {"low": None, "high": None},
-    **dict.fromkeys(("taken", "returned", "before", "after", "clean", "clean_after", "seeds", "problems")),
+    **dict.fromkeys(("taken", "returned", "before", "after", "clean", "clean_after", "seeds", "problems", "seconds")),
     "sentence": "",
 }
 _RUN: dict[str, Any] = {
