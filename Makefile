@@ -14,7 +14,7 @@ FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHO
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
 
-demo: $(STAMP) ## A whole study of nano in a few minutes; writes its report, demo.html
+demo: $(STAMP) ## A fault is planted in nano, located, repaired over four seeds; writes the report demo.html
 	@$(BIN)/shaketable study run studies/hardening.yaml --store demo-runs --report demo.html --force
 
 test: $(STAMP) ## The tests, but for the slow ones; at most ten minutes on two idle cores

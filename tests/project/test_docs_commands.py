@@ -19,6 +19,7 @@ PAGES = (
     "run",
     "inspect",
     "env",
+    "harden",
     *(f"journeys/{name}" for name in ("device", "format", "sampler", "training", "study")),
 )
 QUICK = ("start", "inspect", "env")
@@ -43,6 +44,7 @@ def commands(page):
 @pytest.mark.parametrize("page", [page if page in QUICK else slow(page) for page in PAGES])
 def test_commands_of_a_page_run(page, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{a}+{a + 7}="}}\n' for a in range(10, 90)))
     assert commands(page)
     for line in commands(page):
         words = [sys.executable if word == "python" else word for word in shlex.split(line, comments=True)[1:]]
