@@ -237,3 +237,12 @@ def test_a_run_that_was_calibrated_goes_on_with_its_biases(tmp_path):
     gone_on(tmp_path / "stopped")
     assert same_weights(tmp_path / "stopped", whole.record.folder)
     assert load_model(str(tmp_path / "stopped" / "model"))[0].config.mlp_bias == whole.students.model.config.mlp_bias
+
+
+def test_too_little_memory_is_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("shaketable.harden.ladder.distil.forward_kl", full)
+    with pytest.raises(ShaketableError, match="not enough memory for distil: begin anew with --micro-batch 4"):
+        hardened(tmp_path / "run")

@@ -101,7 +101,13 @@ class Hardening:
                 continue
             if self._is_reached():
                 break
-            self._climb(rung, saved if rung == inside else None)
+            try:
+                self._climb(rung, saved if rung == inside else None)
+            except torch.OutOfMemoryError as error:
+                hint = (
+                    f"--micro-batch {max(1, (self.config.micro_batch or self.config.batch) // 4)}, --checkpointing or --lora 16"
+                )
+                raise ShaketableError(f"not enough memory for {rung}: begin anew with {hint}") from error
         self._finish()
 
     def _first_look(self) -> None:
