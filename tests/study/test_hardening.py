@@ -45,7 +45,7 @@ def test_the_share_that_came_back_is_in_findings_page_and_markdown(done):
     found = findings(*done)
     assert found["complete"]
     shares = {r["arm"]: r for r in found["recovered"]}
-    assert set(shares) == {"hardened", "on from there"}
+    assert set(shares) == {"hardened"}, "an arm that is trained learns, with the fault and without"
     assert shares["hardened"]["share"] > 0.1
     assert shares["hardened"]["seeds"] == 2
     assert shares["hardened"]["after"] > shares["hardened"]["before"]
@@ -91,3 +91,10 @@ def test_a_study_without_hardening_is_described_as_it_always_was():
     old = described(parse_study(data()))
     assert "harden" not in old
     assert not any("harden" in arm or "after" in arm for arm in old["arms"].values())
+
+
+def test_a_share_without_an_end_is_written(done):
+    found = findings(*done)
+    found["recovered"][0]["interval"] = {"low": float("-inf"), "high": None}
+    assert "(−∞ to ∞)" in page(found)
+    assert "(−∞ to ∞)" in markdown(found)

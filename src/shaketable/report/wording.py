@@ -113,7 +113,7 @@ def chance(p: Any) -> str:
 def share_of(recovered: dict[str, Any]) -> str:
     """The share that came back, with its interval, in whole percent."""
     share, low, high = recovered["share"], recovered["interval"]["low"], recovered["interval"]["high"]
-    ends = ["∞" if end is None else f"{round(100 * end)}" for end in (low, high)]
+    ends = [f"{round(100 * end)}" if finite(end) else without for end, without in ((low, "-∞"), (high, "∞"))]
     return f"{round(100 * share)} % ({ends[0]} to {ends[1]})".replace("-", "−")
 
 

@@ -15,6 +15,7 @@ from tests.harden.ladder.small_ladders import small
         ({"task": None}, "a task or a file of prompts"),
         ({"prompts": "a.txt"}, "one of the two"),
         ({"plans": ()}, "at least one plan"),
+        ({"plans": (), "conditions": {"x": "gain:1@layer.3"}, "rungs": ("regauge",)}, "regauge needs a plan"),
         ({"micro_batch": 5}, "does not divide"),
         ({"lora": 4, "rungs": ("calibrate", "distil")}, "calibrate changes the weights that LoRA leaves"),
         ({"lora": 4, "warm_start": 3}, "a warm start trains all weights"),

@@ -107,6 +107,8 @@ class HardenConfig(BaseModel):
             raise ValueError(f"{clash[0]} changes the weights that LoRA leaves as they are; drop it from rungs, or drop lora")
         if self.lora and self.warm_start:
             raise ValueError("a warm start trains all weights, and lora leaves them as its base has them; drop one of the two")
+        if not self.plans and (idle := [r for r in ("calibrate", "regauge", "reinforce") if r in self.rungs]):
+            raise ValueError(f"{idle[0]} needs a plan; without one only distil and supervise have something to do")
         if not self.plans and not self.conditions:
             raise ValueError("name at least one plan to harden against")
         return self

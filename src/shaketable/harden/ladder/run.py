@@ -200,7 +200,7 @@ class Hardening:
         return [(p, c.tokens) for p, c in zip(prompts, done, strict=True) if c.tokens]
 
     def _train(self, rung: str, saved: Path | None) -> dict[str, Any]:
-        """TrainingSteps of gradient descent under the plans, with checkpoints."""
+        """Steps of gradient descent under the plans, with checkpoints."""
         config = self.config
         if config.lora:
             self._adapt()

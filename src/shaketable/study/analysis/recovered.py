@@ -1,7 +1,8 @@
 """What came back: of the loss that a fault causes, the share that each arm returned, over seeds and problems.
 
-Every trained or hardened run was scored before its first step and after its last, on the same problems and with the same noise.
-So each run is its own baseline: clean and faulty before, faulty after.
+Every hardened run was scored before its first step and after its last, on the same problems and with the same noise. So each
+run is its own baseline: clean and faulty before, faulty after. Arms that are trained are left out: a model that learns its task
+gets better with and without the fault, and what came back of a loss is no longer the question.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def recovered(conditions: Iterable[str], done: Mapping[str, Sequence[Run]]) -> l
     found = []
     for arm, runs in done.items():
         for condition in conditions:
-            tables = [t for run in runs if condition != CLEAN and (t := _scores(run, condition)) is not None]
+            hardened = [run for run in runs if run.kind == "harden" and condition != CLEAN]
+            tables = [t for run in hardened if (t := _scores(run, condition)) is not None]
             if not tables:
                 continue
             before, after, clean, clean_after = (np.array(rows) for rows in zip(*tables, strict=True))
@@ -40,16 +42,16 @@ def recovered(conditions: Iterable[str], done: Mapping[str, Sequence[Run]]) -> l
     return found
 
 
-def _seconds(runs: Sequence[Run]) -> float | None:
-    """What the repair took, a run, on average; None for arms that were trained and not hardened."""
+def _seconds(runs: Sequence[Run]) -> float:
+    """What the repair took, a run, on average."""
     spent = [sum(e["cost"]["seconds"] for e in rungs) for run in runs if (rungs := run.of_kind("rung"))]
-    return sum(spent) / len(spent) if spent else None
+    return float(sum(spent) / len(spent))
 
 
 def told(rows: Sequence[dict[str, Any]], primary: Comparing | None) -> str:
     """What came back in the arm that the study is about, where it was hardened, for the verdict."""
     found = [r for r in rows if primary is not None and (r["arm"], r["condition"]) == (primary.a, primary.condition)]
-    if not found or found[0]["seconds"] is None:
+    if not found:
         return ""
     clean = f"without the fault {100 * found[0]['clean']:.1f} → {100 * found[0]['clean_after']:.1f}"
     sentence = found[0]["sentence"]
