@@ -153,7 +153,10 @@ def _live() -> Iterator[Tell]:
 def _line(facts: dict[str, Any]) -> str:
     scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
     back = "  ".join(f"{s['share']:.0%} back" for s in facts.get("shares", {}).values())
-    return f"{facts.get('rung', 'before'):>10}: {scores}  {back}" + ("" if facts.get("kept", True) else "  (undone)")
+    from shaketable.harden.ladder.summary import named
+
+    what = named(facts) if "rung" in facts else "before"
+    return f"{what:>21}: {scores}  {back}"
 
 
 def _show(record: RunRecord, json_file: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shaketable.harden.ladder.summary import named
 from shaketable.records.record import UNVERIFIED
 
 if TYPE_CHECKING:
@@ -14,18 +15,17 @@ def print_outcome(found: dict[str, Any], console: Console) -> None:
     """Scores and costs after every rung, and the verdict."""
     from rich.table import Table
 
-    title = f"{found['measure'].capitalize()} with 95 % intervals, after each rung"
+    title = f"{found['measure'].capitalize()} in % with 95 % intervals, after each rung"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     names = [c["name"] for c in found["before"]]
     for head in ("after", *(n.replace("[", "\\[") for n in names), "KL under it", "recovered", "seconds", "sequences"):
         table.add_column(head, justify="left" if head == "after" else "right")
     table.add_row("nothing", *_scores(found["before"]), _kl(found["before"]), "–", "–", "–")
     for rung in found["rungs"]:
-        what = rung["rung"] if rung["kept"] else f"{rung['rung']} (undone)"
         cost = rung["cost"]
         back = "\n".join(_share(s) for s in rung["shares"].values()) or "–"
         cells = [_kl(rung["conditions"]), back, f"{cost['seconds']:.1f}", f"{cost['sequences']:,}"]
-        table.add_row(what, *_scores(rung["conditions"]), *cells)
+        table.add_row(named(rung), *_scores(rung["conditions"]), *cells)
     console.print(table)
     for rung in found["rungs"]:
         said = [rung["facts"][key] for key in ("sentence", "undone") if key in rung["facts"]]
@@ -44,7 +44,7 @@ def print_outcome(found: dict[str, Any], console: Console) -> None:
 
 
 def _scores(conditions: list[dict[str, Any]]) -> list[str]:
-    return [f"{c['accuracy']:.1%} ({c['ci_low']:.1%}–{c['ci_high']:.1%})" for c in conditions]
+    return [f"{100 * c['accuracy']:.1f} ({100 * c['ci_low']:.0f}–{100 * c['ci_high']:.0f})" for c in conditions]
 
 
 def _kl(conditions: list[dict[str, Any]]) -> str:
@@ -53,5 +53,5 @@ def _kl(conditions: list[dict[str, Any]]) -> str:
 
 def _share(share: dict[str, Any]) -> str:
     low, high = (share["interval"][end] for end in ("low", "high"))
-    ends = " to ".join("∞" if end is None else f"{end:.0%}" for end in (low, high))
-    return f"{share['share']:.0%} ({ends})".replace("-", "−")
+    ends = " to ".join("∞" if end is None else f"{round(100 * end)}" for end in (low, high))
+    return f"{round(100 * share['share'])} % ({ends})".replace("-", "−")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.harden.ladder.config import HardenConfig
-from shaketable.harden.ladder.summary import so_far
+from shaketable.harden.ladder.summary import named, so_far
 from shaketable.records.record import RunRecord
 
 
@@ -50,7 +50,7 @@ def _table(found: dict[str, Any]) -> str:
     lines.append(_row("nothing", found["before"], "–"))
     for rung in found["rungs"]:
         ends = [f"{s['share']:.0%} ({_end(s, 'low')} to {_end(s, 'high')})" for s in rung["shares"].values()]
-        what = rung["rung"] if rung["kept"] else f"{rung['rung']} (undone)"
+        what = named(rung)
         lines.append(_row(what, rung["conditions"], "; ".join(ends) or "–"))
     return "\n".join(lines)
 

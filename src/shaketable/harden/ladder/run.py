@@ -131,9 +131,10 @@ class Hardening:
         flags = _flags(self.students.model)
         facts = self._train(rung, saved) if rung in TRAINED else self._fold(rung)
         seconds = time.perf_counter() - start
-        conditions = self.scoring.evaluate(self.tell)
-        worse = None if rung in TRAINED else self._worse(conditions)
-        kept = worse is None
+        changed = facts.get("layers") != 0
+        conditions = self.scoring.evaluate(self.tell) if changed else self.now
+        worse = None if rung in TRAINED or not changed else self._worse(conditions)
+        kept = changed and worse is None
         if worse is not None and state is not None:
             self._undo(state, flags)
             conditions, facts["undone"] = self.now, worse

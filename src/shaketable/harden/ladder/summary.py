@@ -58,6 +58,11 @@ def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluat
     return f"{'; '.join(parts)}; {clean}; {seconds:.0f} s"
 
 
+def named(rung: dict[str, Any]) -> str:
+    """A rung, and what became of it."""
+    return str(rung["rung"]) if rung["kept"] else f"{rung['rung']} ({'undone' if 'undone' in rung['facts'] else 'no change'})"
+
+
 def short(condition: dict[str, Any]) -> dict[str, Any]:
     """A condition's scores without its answers and ledger."""
     return _without(condition, "answers", "ledger")
