@@ -27,6 +27,7 @@ def line_of(done):
     return next(line for line in reversed(done.stderr.splitlines()) if line.startswith("error:"))
 
 
+@pytest.mark.slow
 def test_table_json_and_model(tmp_path):
     done = shaketable(tmp_path, *RUN, "--plan", HURTS, "-o", "run", "--json", "out.json")
     assert done.code == 0, done.stderr

@@ -55,6 +55,7 @@ def test_every_short_process_is_counted_once(tmp_path):
     assert not list((tmp_path / "l").glob("*.draft"))
 
 
+@pytest.mark.slow
 def test_many_forks_of_one_process_are_counted_once(tmp_path):
     forks = 4 if MANY < 1000 else 40
     body = (

@@ -192,6 +192,7 @@ def test_a_run_of_a_study_ends_the_same_when_there_is_room_again(undisturbed, tm
         assert [s.status for s in Store(store).summaries()] == ["done"]
 
 
+@pytest.mark.slow
 @KILLS
 def test_a_run_of_a_study_killed_at_any_use_of_the_disk_ends_the_same(undisturbed, tmp_path, monkeypatch):
     for at in range(1, 100):

@@ -100,6 +100,7 @@ def test_phases_are_read_at_run_time(tinier_llama, fresh_graphs):
     assert set(ledger.sites[0].by("phase")) == {"rollout"}
 
 
+@pytest.mark.slow
 def test_a_function_that_calls_the_model_can_be_what_is_compiled(tinier_llama, fresh_graphs):
     @torch.compile(backend="aot_eager")
     def loss(tokens):

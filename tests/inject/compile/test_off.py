@@ -216,6 +216,7 @@ def test_a_part_that_is_compiled_alone_is_clean_and_comes_back():
     injection.close()
 
 
+@pytest.mark.slow
 def test_backward_of_a_graph_with_taps_does_nothing_when_they_are_switched_off_before_it(tinier_llama):
     compiled = torch.compile(tinier_llama, backend="aot_eager")
     clean = step(compiled, tinier_llama)
