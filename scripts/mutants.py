@@ -7,10 +7,11 @@ lists are in scripts/mutants, in the order in which they were made: the bugs tha
 show what those tests bought, and the rates when they were first planted what was missing. A line that the package has no more
 is not planted.
 
-A bug is caught when a test fails. Only the tests that the list names are run, or where it names none those that
-`scripts/mutant_sample.py` finds, for a limited time; a bug that survives here may still be caught by another test: the rates
-are lower bounds. The named tests are run on the unchanged copy first, because a test that fails anyway catches nothing; of
-those that were found, the one that has caught the bug is run there afterwards.
+A bug is caught when a test fails that passes without it. Of the older lists only the tests that the list names are run. A row
+that names none gets the suite: every quick test that executes the line (`scripts/line_tests.py` records which do; that takes
+half an hour, once), the quickest first, until one fails or a minute of processor time is over. The test that has failed is run
+alone with the bug, where it must fail again, and without it, where it must pass. Once a test is known to catch a bug, that
+test is asked first.
 
 Results are kept in benchmarks/mutants.json after every bug, and are used again as long as the changed file, the line and
 the tests are what they were; so a run that was stopped goes on where it was. Rejected: mutmut, which makes thousands of
@@ -22,36 +23,31 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import itertools
 import json
-import os
 import platform
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
-from mutant_sample import mirrored
+from line_tests import Recorded
+from mutant_copy import FAILED, LATE, NOT_COLLECTED, PASSED, Copy
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "scripts" / "mutants"
-NAMES = ("first", "second", "fresh", "third_fresh", "fourth_fresh")
+NAMES = ("first", "second", "fresh", "third_fresh", "fourth_fresh", "fifth_fresh", "sixth_fresh", "seventh_by_rule")
 RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")
 PATIENCE = 300
-"""Seconds after which tests that still run count as failed: a bug may well be an endless loop."""
+"""Seconds of processor time after which tests that a list names count as failed: a bug may well be an endless loop."""
 LIMIT = 60
-"""Seconds for tests that nobody chose; those that have not failed by then count as passed."""
-PASSED, FAILED, NOT_COLLECTED, LATE = 0, 1, 2, 3
+"""Seconds of processor time for all tests that execute a line; those that have not failed by then count as passed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Mutant:
     """Files below tests, or tests in them (`file::name`)."""
     note: str = ""
     is_drawn: bool = False
-    """Whether line and tests were chosen by `scripts/mutant_sample.py`."""
+    """Whether the line was drawn by `scripts/mutant_sample.py` and nobody chose its tests."""
 
     @property
     def room(self) -> str:
@@ -90,9 +86,16 @@ class Mutant:
         """The file with the bug in it."""
         return self.clean.replace(self.old, self.new)
 
-    def key(self) -> str:
-        """Names the bug, the file it is in, and the tests as they are now."""
-        parts = [self.file, self.text(), *self.tests, *(_content(ROOT / "tests" / t.split("::")[0]) for t in self.tests)]
+    @property
+    def lines(self) -> tuple[int, int]:
+        """The first and the last line of what is replaced, counted from one."""
+        before, _, _ = self.clean.partition(self.old)
+        return before.count("\n") + 1, before.count("\n") + 1 + self.old.rstrip().count("\n")
+
+    def key(self, caught_by: str | None = None) -> str:
+        """Names the bug, the file it is in, and the tests that are asked as they are now."""
+        asked = self.tests or ((caught_by,) if caught_by else ())
+        parts = [self.file, self.text(), *asked, *(_content(ROOT / "tests" / t.split("::")[0]) for t in asked)]
         return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -105,43 +108,8 @@ def read(name: str) -> list[Mutant]:
     """The bugs of one list; a line that the package has no more is left out by who plants them."""
     data = yaml.safe_load((LISTS / f"{name}.yaml").read_text(encoding="utf-8"))
     return [
-        _drawn(name, row) if "tests" not in row else Mutant(name, **(row | {"tests": tuple(row["tests"].split())}))
-        for row in data
+        Mutant(name, **(row | {"tests": tuple(row.get("tests", "").split()), "is_drawn": "tests" not in row})) for row in data
     ]
-
-
-def _drawn(name: str, row: dict[str, str]) -> Mutant:
-    return Mutant(name, **row, tests=mirrored(row["file"]), is_drawn=True)
-
-
-class Copy:
-    """A copy of the package in which bugs are planted."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
-
-    def write(self, file: str, text: str) -> None:
-        """Replace a file. Python takes a compiled file for new that was written in the same second: it is deleted."""
-        path = self.folder / "src" / "shaketable" / file
-        path.write_text(text, encoding="utf-8")
-        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
-
-    def test(self, tests: tuple[str, ...], patience: float = PATIENCE) -> tuple[int, str]:
-        """Run tests against the copy: exit code, and the first that failed."""
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
-        environment = os.environ | {"PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                [*words, *(f"tests/{t}" for t in tests)],
-                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return LATE, f"still running after {patience:g} s"
-        found = re.search(r"^(?:FAILED|ERROR) tests/(\S+::.*?)(?: - |$)", done.stdout, re.MULTILINE)
-        if done.returncode == FAILED and found is None:
-            return NOT_COLLECTED, done.stdout[-400:]
-        return done.returncode, found[1] if found else done.stdout[-400:]
 
 
 class Results:
@@ -157,7 +125,7 @@ class Results:
     def is_known(self, mutant: Mutant) -> bool:
         """Whether that was found in exactly this file by exactly these tests."""
         found = self.of(mutant)
-        return found is not None and found["key"] == mutant.key()
+        return found is not None and found["key"] == mutant.key(found["caught_by"])
 
     def survived(self, mutant: Mutant) -> bool:
         """Whether no test is known to catch it."""
@@ -170,7 +138,7 @@ class Results:
         new = {"list": mutant.list, "file": mutant.file, "old": mutant.old, "new": mutant.new, "note": mutant.note}
         before = self.of(mutant)
         at_first = by is not None if before is None else before["caught_at_first"]
-        found = {"key": mutant.key(), "caught_by": by, "caught_at_first": at_first, "seconds": round(seconds, 1)}
+        found = {"key": mutant.key(by), "caught_by": by, "caught_at_first": at_first, "seconds": round(seconds, 1)}
         rows.append(new | found)
         self.body |= {"date": time.strftime("%Y-%m-%d"), "versions": _versions(), "rows": rows}
         self.save()
@@ -238,9 +206,9 @@ def check(copy: Copy, mutants: list[Mutant], results: Results, say: Callable[[st
     state = hashlib.blake2b(_content(ROOT / "src").encode(), digest_size=8)
     known = results.body.setdefault("clean", {})
     now = {t: state.hexdigest() + _short(t) for m in mutants if not m.is_drawn for t in m.tests}
-    if unknown := tuple(sorted(t for t in now if known.get(t) != now[t])):
+    if unknown := sorted(t for t in now if known.get(t) != now[t]):
         say(f"the tests named, without a bug ({len(unknown)} files or tests)")
-        code, said = copy.test(unknown, PATIENCE * len(unknown))
+        code, said = copy.test(_paths(unknown), PATIENCE * len(unknown))
         if code != PASSED:
             raise SystemExit(f"tests fail without any bug planted: {said}")
         known |= {t: now[t] for t in unknown}
@@ -250,6 +218,10 @@ def _short(test: str) -> str:
     return hashlib.blake2b(_content(ROOT / "tests" / test.split("::")[0]).encode(), digest_size=8).hexdigest()
 
 
+def _paths(tests: Iterable[str]) -> list[str]:
+    return [f"tests/{t}" for t in tests]
+
+
 def run(mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> None:
     """Plant what is not known yet."""
     with tempfile.TemporaryDirectory() as folder:
@@ -257,31 +229,51 @@ def run(mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> 
         check(copy, mutants, results, say)
         for i, mutant in enumerate(mutants):
             start = time.monotonic()
-            by = plant(copy, mutant)
+            by, how = plant(copy, mutant, (results.of(mutant) or {}).get("caught_by"))
             results.add(mutant, by, time.monotonic() - start)
-            say(f"{i + 1}/{len(mutants)} {mutant.file}: {mutant.new.strip()}: {by or 'NOT CAUGHT'}")
+            say(f"{i + 1}/{len(mutants)} {mutant.file}: {mutant.new.strip()}: {by or 'NOT CAUGHT'} ({how})")
 
 
-def plant(copy: Copy, mutant: Mutant) -> str | None:
-    """The test that catches a bug."""
+def plant(copy: Copy, mutant: Mutant, known: str | None = None) -> tuple[str | None, str]:
+    """The test that catches a bug, and what was asked; first the one that is known to."""
     copy.write(mutant.file, mutant.text())
-    code, said = _one_by_one(copy, mutant.tests) if mutant.is_drawn else copy.test(mutant.tests)
+    try:
+        return _first_that_fails(copy, mutant, known) if mutant.is_drawn else _named(copy, mutant)
+    finally:
+        copy.write(mutant.file, mutant.clean)
+
+
+def _named(copy: Copy, mutant: Mutant) -> tuple[str | None, str]:
+    code, said = copy.test(_paths(mutant.tests), PATIENCE)
+    if code == NOT_COLLECTED:
+        raise SystemExit(f"{mutant.list}: {mutant.new!r} in {mutant.file} is no bug that a test could catch")
+    said = "still running" if code == LATE else said.removeprefix("tests/")
+    return (None if code == PASSED else said), "the tests named"
+
+
+def _first_that_fails(copy: Copy, mutant: Mutant, known: str | None) -> tuple[str | None, str]:
+    """Out of all that execute the line. One that fails only after others, or without the bug too, catches nothing."""
+    if known is not None and _is_caught_by(copy, mutant, f"tests/{known}"):
+        return known, "as before"
+    tests = Recorded().tests_of(mutant.file, *mutant.lines)
+    how, end = f"{len(tests)} tests execute it", time.monotonic() + 8 * LIMIT
+    while tests and time.monotonic() < end:
+        code, failed = copy.test(tests, LIMIT)
+        if code != FAILED:
+            return None, how + (f"; not all of them in {LIMIT} seconds" if code == LATE else "")
+        if _is_caught_by(copy, mutant, failed):
+            return failed.removeprefix("tests/"), how
+        tests = tests[tests.index(failed) + 1 :] if failed in tests else []
+    return None, how
+
+
+def _is_caught_by(copy: Copy, mutant: Mutant, test: str) -> bool:
+    copy.write(mutant.file, mutant.text())
+    with_bug, _ = copy.test([test], LIMIT)
     copy.write(mutant.file, mutant.clean)
-    if code not in (PASSED, FAILED, LATE):
-        raise SystemExit(f"{mutant.list}: {mutant.new!r} in {mutant.file} is no bug that a test could catch: {said}")
-    if mutant.is_drawn and code == FAILED and copy.test((said,))[0] != PASSED:
-        raise SystemExit(f"this test fails without any bug planted: {said}")
-    return said if code == FAILED or (code == LATE and not mutant.is_drawn) else None
-
-
-def _one_by_one(copy: Copy, files: tuple[str, ...]) -> tuple[int, str]:
-    """Files that nobody chose are run each by itself: one may leave something behind that makes the next one fail."""
-    end = time.monotonic() + LIMIT
-    for file in files:
-        code, said = copy.test((file,), max(end - time.monotonic(), 0.1))
-        if code != PASSED:
-            return code, said
-    return PASSED, ""
+    without, _ = copy.test([test], LIMIT)
+    copy.write(mutant.file, mutant.text())
+    return (with_bug, without) == (FAILED, PASSED)
 
 
 def main() -> None:

@@ -27,6 +27,13 @@ def shaken(seed=0, plan="relative_gaussian:0.05@module.linear;dead_zone:0.5@modu
     return ledger
 
 
+def test_a_clause_is_summed_up_in_a_line():
+    assert [site.summary() for site in shaken(plan="gain:0.1@module.linear;mxfp4@module.0,point=weight").sites] == [
+        "gain:0.1@module.linear fired 6 times at 2 sites, 0.1 measured of 0.1 asked for",
+        "mxfp4@module.0,point=weight fired 3 times at 1 site",
+    ]
+
+
 def test_json_is_versioned_and_comes_back():
     ledger = shaken()
     data = json.loads(json.dumps(ledger.to_dict()))

@@ -276,3 +276,39 @@ def test_the_sentence_says_how_many_more_are_faulty(places, says):
     found = passing(layers=8)
     found.evidence = [evidence(layer, "replay", place=8 if layer is None else layer) for layer in places]
     assert str(decided(found)).partition("(gain).")[2] == says
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_sentence_says_what_was_not_looked_at_as_closely(mode):
+    found = passing(mode=mode)
+    found.probes[0].coverage = {
+        "q_proj": {"rows": 1000, "replayed": 0, "checksums": 1000},
+        "k_proj": {"rows": 500, "replayed": 100, "checksums": 400},
+        "o_proj": {"rows": 9, "replayed": 9, "checksums": 0, "permuted": 9},
+    }
+    found.probes[1].coverage = {
+        "mlp.norm:rope:f": {"rows": 7, "replayed": 0, "agreed": 7},
+        "g": {"rows": 7, "replayed": 0, "agreed": 3},
+        "mlp:f": {"rows": 1, "agreed": 1},
+        "h": {"rows": 8, "replayed": 8, "permuted": 2, "agreed": 0},
+    }
+    said = str(decided(found))
+    outside = "; embeddings, rotation, last norm and head were only repeated" if mode == "device" else ""
+    assert said.endswith(
+        f" can see{outside}; of 2 products, 1,400 of 1,500 rows passed by checksums alone; of 1 operators, 2 of 8 rows were compared "
+        "with a permuted pair; of f, g only that the host makes the same bits is known."
+    )
+    assert found.coverage == {"operators": 7, "rows": 1532, "replayed": 117, "checksums": 1400, "permuted": 11, "agreed": 11}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("strict", [False, True])
+def test_foreign_code_is_named_and_counted(count, strict):
+    found = passing(mode="host")
+    found.strict, found.foreign = strict, [f"hook {i}" for i in range(count)]
+    said = str(decided(found))
+    more = f" and {count - 1} more" if count > 1 else ""
+    if strict:
+        assert said == f"INCONCLUSIVE: hook 0 is not the model's code{more}; nothing that was judged is wrong."
+    else:
+        assert said.endswith(f" Code that is not the model's was believed: hook 0{more}.") and found.verdict == "HEALTHY"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.errors import ModelError, ShaketableError
+from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate.diagnosis import PROBES
 from shaketable.locate.probes import operator_rounding
 from tests.locate.architectures import ARCHITECTURES, ROUTED, UNWIRED, build, tokens
@@ -347,11 +347,22 @@ def test_a_definition_that_fails_makes_replay_inconclusive(monkeypatch):
     assert "not for this shape" in diagnosis.probes[0].results["replay"].reason
 
 
-def test_an_inert_plan_is_said_to_be_inert():
-    diagnosis = found(build("llama"), "host", plan="saturation:1.0,scope=tensor@layer.1")
-    assert diagnosis.verdict == "HEALTHY"
-    assert diagnosis.planted["changed"] == 0
-    assert "the planted plan changed no value" in diagnosis.notes
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("saturation:1.0,scope=tensor@layer.1", r"changed no value: there was nothing to find$"),
+        (
+            "gain:0.1@layer.1;saturation:1.0,scope=tensor@layer.2",
+            r"^saturation\S*@layer\.2 fired \d+ times and changed no value: ",
+        ),
+        ("gain:0.1@layer.1,phase=train", r"never fired: there was nothing to find$"),
+    ],
+)
+def test_a_plan_of_which_a_clause_does_nothing_is_an_error_and_no_verdict(plan, why):
+    model = build("llama")
+    with pytest.raises(InertError, match=why):
+        found(model, "host", plan=plan)
+    assert found(model, "host").verdict == "HEALTHY", "and nothing of it is left"
 
 
 def test_json_has_every_field_and_is_strict(tmp_path):

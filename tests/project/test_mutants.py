@@ -63,18 +63,110 @@ def test_a_sample_is_drawn_by_its_seed_from_every_part_of_the_core(mutants):
     found = list(sample.draw(31))
     assert found == list(sample.draw(31)) != list(sample.draw(32))
     assert len(found) == sample.EACH * len(sample.CORE) == len(set(found))
-    parts = {str(file.relative_to(sample.PACKAGE)).split("/")[0] for file, _ in found}
-    assert parts == set(sample.CORE)
-    for file, line in found:
+    for i, (file, line) in enumerate(found):
+        assert str(file.relative_to(sample.PACKAGE)).startswith(sample.CORE[i // sample.EACH])
         assert file.read_text(encoding="utf-8").splitlines()[line - 1].strip()
 
 
-def test_a_bug_that_was_drawn_meets_the_tests_of_its_module_first_and_slow_ones_do_not_count(mutants, monkeypatch, tmp_path):
-    drawn = next(m for m in mutants.read("third_fresh") if m.file == "plan.py" and m.is_drawn)
-    assert drawn.tests[0] == "test_plan.py" and len(drawn.tests) > 1
-    copy = mutants.Copy(tmp_path / "copy")
-    monkeypatch.setattr(copy, "test", lambda tests, patience=0: (mutants.LATE, "still running"))
-    assert mutants.plant(copy, drawn) is None
-    monkeypatch.setattr(copy, "test", lambda tests, patience=0: (mutants.FAILED, "test_plan.py::test_always_fails"))
-    with pytest.raises(SystemExit, match="fails without any bug"):
-        mutants.plant(copy, drawn)
+def test_bugs_by_rule_are_fifty_small_changes_that_python_reads(mutants):
+    operators = __import__("mutant_operators")
+    rows = operators.sample(7)
+    assert rows == operators.sample(7) != operators.sample(8) and len({str(row) for row in rows}) == len(rows) == 50
+    for row in rows:
+        mutant = mutants.Mutant("tried", **row, tests=())
+        assert mutant.is_there and row["old"] != row["new"]
+        compile(mutant.text(), row["file"], "exec")
+
+
+CHANGES = {
+    "if a < b:\n    pass\n": {"a <= b"},
+    "x = a is not None and b in c\n": {"a is None and", "and b not in c", "or b in c"},
+    "x = 3 if not a else True\n": {"4 if", "True if not a else 3", "3 if a else", "else False"},
+    "f(a, b, c=d)\n": {"f(b, a, c=d)", "f(a, b)", "pass"},
+    "x += a - 1\n": {"x = a - 1", "a + 1", "a - 2"},
+}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_what_is_changed_by_rule(mutants, tmp_path, text):
+    operators = __import__("mutant_operators")
+    (tmp_path / "x.py").write_text(text)
+    file = operators.File(tmp_path / "x.py")
+    found = [text[:a] + new + text[b:] for a, b, new in file.changes(1)]
+    assert len(found) == len(CHANGES[text])
+    assert all(any(wanted in changed for changed in found) for wanted in CHANGES[text])
+
+
+RECORDED = {
+    "seconds": {
+        "tests/a.py::slow": 9.0,
+        "tests/a.py::quick": 0.5,
+        "tests/b.py::quick": 0.1,
+        "tests/b.py::broken": float("inf"),
+    },
+    "lines": {
+        "plan.py": {
+            "": "1-400",
+            "tests/a.py::slow (call)": "190-200",
+            "tests/a.py::quick (call)": "195-195",
+            "tests/b.py::quick (setup)": "300-310",
+            "tests/b.py::broken (call)": "1-400",
+        }
+    },
+}
+
+
+def test_a_line_is_asked_about_by_the_tests_that_execute_it_quickest_first(mutants, monkeypatch, tmp_path):
+    lines = __import__("line_tests")
+    monkeypatch.setattr(lines, "KEPT", tmp_path)
+    body = RECORDED | {"sources": {"plan.py": lines._sources()["plan.py"]}}
+    (tmp_path / "tests.json").write_text(json.dumps(body))
+    inside = next(n for n in range(195, 201) if lines._statements(lines.PACKAGE / "plan.py", n, n))
+    assert lines.Recorded().tests_of("plan.py", inside, inside)[-1] == "tests/a.py::slow"
+    assert lines.Recorded().tests_of("plan.py", 1, 1) == ["tests/b.py::quick", "tests/a.py::quick", "tests/a.py::slow"], (
+        "what is executed on import concerns every test of the file"
+    )
+    with pytest.raises(SystemExit, match=r"no test was recorded with models.py as it is"):
+        lines.Recorded().tests_of("models.py", 1, 1)
+    (tmp_path / "tests.json").write_text(json.dumps(body | {"sources": {"plan.py": "as it was"}}))
+    with pytest.raises(SystemExit, match=r"plan\.py as it is"):
+        lines.Recorded().tests_of("plan.py", inside, inside)
+
+
+class FakeCopy:
+    """A copy in which some tests fail: alone with the bug, after others, or anyway."""
+
+    def __init__(self, fails):
+        self.fails, self.has_bug, self.runs = fails, False, []
+
+    def write(self, file, text):
+        self.has_bug = "BUG" in text
+
+    def test(self, tests, patience):
+        self.runs.append(tests)
+        bad = [t for t in tests if self.fails.get(t) == "anyway" or (self.has_bug and self.fails.get(t) == "with the bug")]
+        bad += [t for t in tests[1:] if self.fails.get(t) == "after others"]
+        failed = next((t for t in tests if t in bad), None)
+        return ("failed", failed) if failed else ("passed", "")
+
+
+@pytest.mark.parametrize(
+    ("fails", "by"),
+    [
+        ({}, None),
+        ({"tests/b": "with the bug"}, "b"),
+        ({"tests/a": "anyway"}, None),
+        ({"tests/b": "after others"}, None),
+        ({"tests/a": "anyway", "tests/b": "after others", "tests/c": "with the bug"}, "c"),
+    ],
+)
+def test_a_bug_is_caught_by_a_test_that_fails_alone_with_it_and_passes_without(mutants, monkeypatch, fails, by):
+    asked = ["tests/a", "tests/b", "tests/c"]
+    monkeypatch.setattr(mutants, "Recorded", lambda: type("R", (), {"tests_of": lambda self, *line: asked})())
+    drawn = mutants.Mutant("tried", "plan.py", "class Plan(BaseModel):", "class Plan(BaseModel):  # BUG", (), is_drawn=True)
+    copy = FakeCopy(fails)
+    assert mutants.plant(copy, drawn)[0] == by
+    assert not copy.has_bug, "the copy is clean again"
+    if by:
+        copy.runs.clear()
+        assert mutants.plant(copy, drawn, known=by) == (by, "as before") and copy.runs == [[f"tests/{by}"]] * 2

@@ -7,6 +7,7 @@ from torch import nn
 
 import shaketable as st
 from shaketable.plan import Plan
+from shaketable.sites import structure
 from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy, canonical, find_layers
 
@@ -305,3 +306,30 @@ def test_a_block_inside_of_one_of_the_same_role_is_a_part_of_it_and_another_is_n
 def test_a_module_is_a_target_at_each_of_its_points():
     found = targets(Plan.parse("gain:0.1@module.q_proj,point=input+output,layers=1").clauses[0], Anatomy.of(skeleton("Llama")))
     assert [(t.part.layer, t.point) for t in found] == [(1, "input"), (1, "output")]
+
+
+STACKS = {
+    "model.layers": 2, "decoder.layers": 2, "encoder_decoder.layers": 2, "encoder.layers": 1, "Encoder.layers": 1,
+    "vision.layers": 0, "Visual.blocks": 0, "audio_decoder.layers": 0, "image.h": 0, "model.vision_encoder.layers": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_text_comes_before_encoders_and_encoders_before_what_sees_and_hears(name):
+    assert structure._preference(name) == STACKS[name] == structure._preference(name.upper())
+
+
+@pytest.mark.parametrize("path", ["a", "a.b", "a.b.c.d"])
+def test_the_paths_above_a_module_are_all_but_its_own_and_the_roots(path):
+    words = path.split(".")
+    assert list(structure._above(path)) == [".".join(words[:n]) for n in range(1, len(words))]
+
+
+def test_the_stack_with_most_parameters_is_meant_though_another_has_more_layers():
+    def stack(layers, width):
+        return nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(layers))
+
+    model = nn.Module()
+    model.small, model.large = nn.Module(), nn.Module()
+    model.small.layers, model.large.blocks = stack(6, 4), stack(2, 32)
+    assert find_layers(model)[1] == ["large.blocks.0", "large.blocks.1"]

@@ -193,5 +193,5 @@ def test_a_hook_on_an_operator_needs_no_naming_because_the_operator_is_judged():
 
 
 def test_a_planted_plan_is_not_foreign():
-    diagnosis = found(build("llama"), "host", plan="saturation:1.0,scope=tensor@layer.1", strict=True)
-    assert (diagnosis.verdict, diagnosis.foreign) == ("HEALTHY", [])
+    diagnosis = found(build("llama"), "host", plan="gain:0.1@layer.1", strict=True)
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.foreign) == ("FAULT", 1, [])

@@ -1,0 +1,103 @@
+"""Several clauses in one plan: each does, and is told, what it would alone, whatever its place among the others."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+from shaketable.inject.attach import Attached
+from shaketable.inject.injection import Injection
+from shaketable.plan import Plan
+
+CLAUSES = (
+    "relative_gaussian:0.05@module.first",
+    "saturation:2@module.second",  # fires and changes nothing
+    "gain:0.5@module.third,phase=eval",  # is never on
+    "gain:0.25@module.fourth,direction=backward",
+    "dead_zone:0.5@module.fifth,point=input",
+)
+
+
+class Five(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("first", "second", "third", "fourth", "fifth"):
+            setattr(self, name, nn.Linear(16, 16))
+
+    def forward(self, x):
+        return tuple(module(x) for module in self.children())
+
+
+def told(*clauses):
+    """What the ledger and the check say of each clause, after two passes and a backward one."""
+    model = Five()
+    injection = st.inject(model, ";".join(clauses), allow_inert=True)
+    with injection as ledger:
+        for _ in range(2):
+            x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            sum(y.square().sum() for y in model(x)).backward()
+        lines = injection.inert_check.inert(trained=True)
+    rows = [{k: v for k, v in site.to_dict().items() if k != "seconds"} for site in ledger.sites]
+    for row in rows:
+        for spot in row["spots"].values():
+            spot.pop("seconds")
+    return [(row, lines.get(i)) for i, row in enumerate(rows)], ledger.inert()
+
+
+ALONE = {}
+
+
+def alone(clause):
+    if clause not in ALONE:
+        ALONE[clause] = told(clause)
+    return ALONE[clause]
+
+
+def what_counts(row):
+    """Noise has keys by the place of its clause: its counts are compared, and its error roughly."""
+    exact = {k: row[k] for k in ("site", "fault", "asked", "matched", "forward", "backward", "phases", "layers", "remark")}
+    return exact | {k: None if row[k] is None else round(row[k], 2) for k in ("measured_error", "changed_fraction")}
+
+
+@pytest.mark.parametrize("pair", itertools.permutations(CLAUSES, 2), ids=lambda pair: f"{pair[0]};{pair[1]}")
+def test_two_clauses_are_told_as_each_alone(pair):
+    rows, inert = told(*pair)
+    for (row, line), clause in zip(rows, pair, strict=True):
+        [(expected, expected_line)], _ = alone(clause)
+        assert what_counts(row) == what_counts(expected)
+        assert line == expected_line
+    assert inert == [line for clause in pair for line in alone(clause)[1]]
+
+
+def test_all_of_them_backwards():
+    rows, inert = told(*reversed(CLAUSES))
+    assert [what_counts(row) for row, _ in rows] == [what_counts(alone(c)[0][0][0]) for c in reversed(CLAUSES)]
+    assert [line for _, line in rows] == [alone(c)[0][0][1] for c in reversed(CLAUSES)]
+    assert [bool(line) for _, line in rows] == [False, False, False, True, False], "the one that clips at twice the largest"
+    assert len(inert) == 2
+
+
+@pytest.mark.parametrize("clause", [None, 0, 1, 2])
+def test_a_magnitude_is_set_for_one_clause_or_for_all_that_have_one(clause):
+    injection = Injection(Plan.parse("gain:0.1@module.first;gain:0.2@module.second;gain:0.3@module.third;mxfp4@module.fourth"))
+    injection.set_magnitude(0.7, clause)
+    expected = [0.7 if clause in (None, i) else given for i, given in enumerate((0.1, 0.2, 0.3))]
+    assert [site.asked for site in injection.ledger.sites] == [*expected, None]
+    assert [getattr(fault, "magnitude", None) for fault in injection.faults] == [*expected, None]
+
+
+@pytest.mark.parametrize("missing", itertools.product((False, True), repeat=3), ids=str)
+def test_every_clause_that_matches_nothing_is_named_and_the_others_act(missing):
+    names = ["nowhere" if gone else name for gone, name in zip(missing, ("first", "second", "third"), strict=True)]
+    injection = Injection(Plan.parse(";".join(f"gain:0.{i + 1}@module.{n}" for i, n in enumerate(names))), allow_inert=True)
+    model = Five()
+    attached = Attached(injection, model, 0, lenient=True)
+    injection.models.append(attached)
+    with injection as ledger:
+        model(torch.ones(2, 16))
+    assert [site.forward for site in ledger.sites] == [0 if gone else 1 for gone in missing]
+    assert len(attached.unmatched) == sum(missing)
+    assert all("nowhere" in line for line in attached.unmatched)

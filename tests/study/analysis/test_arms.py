@@ -1,0 +1,208 @@
+"""What an arm came to, from runs made up so that no two numbers are alike: each number of the findings is its own one's."""
+
+from statistics import mean
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from shaketable.harden.aqn.spec import AQN
+from shaketable.measure.stats.tests import wilson
+from shaketable.study.analysis.arms import cost, curves, mean_interval, mechanism, proof, samples, scores, sigmas
+from shaketable.study.analysis.runs import Run
+
+ANSWERS = {0: [1, 0, 0, 1, 1, 0, 1], 1: [0, 0, 0, 1, 1, 0, 1], 2: [1, 1, 0, 1, 1, 0, 0]}
+SITE = {"fused": 0, "matched": 4, "static": True, "notes": []}
+
+
+def answer(i, correct):
+    return {"id": f"p{i}", "text": f"text {i}", "correct": bool(correct), "formatted": i != 2}
+
+
+def condition(name, seed, step, plan=None, ledger=None):
+    answers = [answer(i, c) for i, c in enumerate(ANSWERS[seed])]
+    told = {"name": name, "answers": answers, "accuracy": 0.01 * step + 0.1 * seed + 0.001 * len(name)}
+    told["formatted"] = told["accuracy"] + 0.4
+    return told | {"plan": plan, "ledger": ledger, "seconds": 2.0 + seed + step}
+
+
+def ledger(fault, site, asked, changed=0.25, remark=None):
+    counts = {"forward": 11, "backward": 7, "recomputed": 0, "seconds": 0.5}
+    found = {"measured_magnitude": asked, "measured_error": 0.125, "changed_fraction": changed, "survival_rate": 0.75}
+    return {"sites": [SITE | counts | found | {"fault": fault, "site": site, "asked": asked, "remark": remark}]}
+
+
+def step(seed, n):
+    base = 1 + seed + 10 * n
+    names = ("reward", "loss", "entropy", "kl_sampler_trainer", "grad_norm")
+    told = {name: base + 0.1 * i for i, name in enumerate(names)}
+    times = {"seconds": 8.0 * (n + 1), "sampling_seconds": 4.0, "injection_seconds": 2.0 + seed, "aqn_seconds": 1.0}
+    return {"event": "step", "step": n, **told, **times}
+
+
+def mechanism_of(seed):
+    layers = [{"layer": n, "rms": 1.0 + seed + 10 * n, "kurtosis": 2.0 * n, "zeros": None} for n in range(2)]
+    return {
+        "event": "mechanism",
+        "conditions": [{"condition": c, "loss": 3.0 + seed, "layers": layers} for c in ("clean", "hot")],
+    }
+
+
+def run(seed, **config):
+    plan, guided = ledger("gain:0.1", "layer.1", 0.1), ledger("relative_gaussian:0.05", "module.rmsnorm", 0.05)
+    scored = ledger("dead_zone:0.2", "layer.2", 0.2)
+    events = [{"event": "examples", "problems": [{"id": f"p{i}", "question": f"q{i}", "answer": f"a{i}"} for i in (0, 3)]}]
+    for n in range(3):
+        events.append(step(seed, n))
+        both = [condition("clean", seed, n), condition("hot", seed, n, "dead_zone:0.2@layer.2", scored)]
+        events.append({"event": "evaluation", "step": n, "conditions": both})
+    events += [mechanism_of(seed), {"event": "finished", "time": 50.0 + seed, "ledgers": {"plan": plan, "aqn": guided}}]
+    told = {"plan": "gain:0.1@layer.1", "aqn": "constant:0.05", "steps": 3} | config
+    return Run(f"run{seed}", "train", "arm", seed, "done", {"config": told}, events)
+
+
+RUNS = [run(seed) for seed in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("endpoint", ["accuracy", "formatted"])
+def test_scores_are_the_means_of_the_last_answers_with_the_interval_of_seeds_and_problems(endpoint):
+    clean, hot = scores(RUNS, ["clean", "other", "hot"], endpoint)
+    table = np.array(
+        [[a["correct" if endpoint == "accuracy" else "formatted"] for a in r.condition("hot")["answers"]] for r in RUNS]
+    )
+    interval, method = mean_interval(table.astype(float))
+    assert (clean["condition"], hot["condition"]) == ("clean", "hot")
+    assert hot == {
+        "condition": "hot",
+        "endpoint": endpoint,
+        "unit": "points",
+        "mean": pytest.approx(table.mean()),
+        "ci_low": pytest.approx(interval.low),
+        "ci_high": pytest.approx(interval.high),
+        "method": method,
+        "n": 7,
+        "per_seed": [{"seed": s, "value": pytest.approx(row.mean())} for s, row in enumerate(table)],
+        "first": pytest.approx(mean(0.1 * seed + 0.003 for seed in (0, 1, 2)) + 0.4 * (endpoint == "formatted")),
+    }
+
+
+def test_a_score_before_training_is_told_if_every_run_has_one():
+    late = Run("x", "train", "arm", 1, "done", {}, [e for e in RUNS[1].events if e.get("step") != 0])
+    once = Run("x", "train", "arm", 1, "done", {}, [e for e in RUNS[1].events if e.get("step") == 0])
+    assert scores([RUNS[0], late], ["hot"])[0]["first"] is None
+    assert scores([RUNS[0], once], ["hot"])[0]["first"] is None, "one evaluation is the last one"
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_the_interval_of_a_mean_is_that_of_crossed_effects_by_hand(level):
+    table = np.array([ANSWERS[seed] for seed in ANSWERS], dtype=float)
+    s, n = table.shape
+    whole, rows, columns = table.mean(), table.mean(1), table.mean(0)
+    by_seed, by_problem = n * rows.var(ddof=1), s * columns.var(ddof=1)
+    rest = ((table - rows[:, None] - columns[None] + whole) ** 2).sum() / ((s - 1) * (n - 1))
+    a, b = max(by_seed, rest), max(by_problem, rest)
+    freedom = (a + b - rest) ** 2 / (a**2 / (s - 1) + b**2 / (n - 1) + rest**2 / ((s - 1) * (n - 1)))
+    half = stats.t.ppf((1 + level) / 2, max(freedom, s - 1)) * np.sqrt((a + b - rest) / (s * n))
+    found, method = mean_interval(table, level)
+    assert (found.low, found.high) == pytest.approx((max(0, whole - half), min(1, whole + half)))
+    assert method == "t over seeds × problems, crossed"
+    for small in (table[:1], table[:, :1]):
+        assert mean_interval(small, level) == (wilson(float(small.mean()), small.shape[1], level), "Wilson, over problems")
+
+
+def test_curves_have_the_mean_and_the_ends_over_the_seeds_at_every_step():
+    found = {curve["name"]: curve for curve in curves(RUNS, ["clean", "hot"])}
+    names = ("reward", "loss", "entropy", "KL(sampler‖trainer)", "gradient norm")
+    assert list(found) == [*names, "accuracy, clean", "accuracy, hot"]
+    for i, name in enumerate(names):
+        for n, point in enumerate(found[name]["points"]):
+            own = [1 + seed + 10 * n + 0.1 * i for seed in (0, 1, 2)]
+            assert point == {"step": n, "mean": pytest.approx(mean(own)), "low": min(own), "high": max(own)}
+    assert [p["low"] for p in found["accuracy, hot"]["points"]] == pytest.approx([0.003, 0.013, 0.023])
+    assert [p["high"] for p in found["accuracy, clean"]["points"]] == pytest.approx([0.205, 0.215, 0.225])
+    assert {curve["band"] for curve in found.values()} == {"least to greatest over seeds"}
+
+
+def test_sigma_is_that_of_every_step_and_group():
+    [line] = sigmas(RUNS[0])
+    aqn = AQN.load("constant:0.05")
+    assert line["points"] == [[n, aqn.sigma(aqn.groups(2)[0], n, 3)] for n in range(3)] and line["points"][0][1] == 0.05
+    assert sigmas(run(0, aqn=None)) == [] == sigmas(run(0, steps=None))
+
+
+def test_proof_has_a_row_for_training_aqn_and_every_score_with_its_own_numbers():
+    rows = proof(RUNS)
+    expected = [
+        ("training: plan", "gain:0.1", "layer.1", 0.1),
+        ("training: AQN", "relative_gaussian:0.05", "module.rmsnorm", 0.05),
+        ("scored: hot", "dead_zone:0.2", "layer.2", 0.2),
+    ]
+    assert [(r["where"], r["fault"], r["site"], r["asked"]) for r in rows] == expected
+    for row in rows:
+        assert row["measured"] == pytest.approx(row["asked"]) and row["verdict"] == "agrees" and row["remark"] is None
+        assert (row["forward"], row["backward"]) == (33, 21), "of all three runs"
+        assert (row["error"], row["changed"], row["survival"]) == pytest.approx((0.125, 0.25, 0.75))
+
+
+@pytest.mark.parametrize("name", ["plan", "aqn"])
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_run_without_its_ledger_is_counted_in_the_remark(name, missing):
+    bare = [Run("x", "train", "arm", 9, "done", RUNS[0].head, [{"event": "finished", "ledgers": {}}])] * missing
+    rows = {row["where"]: row for row in proof([RUNS[0], *bare])}
+    row = rows["training: plan" if name == "plan" else "training: AQN"]
+    assert (row["verdict"], row["remark"]) == ("inert", f"{missing} of {1 + missing} runs have no ledger of it")
+    assert rows["scored: hot"]["verdict"] == "agrees"
+
+
+@pytest.mark.parametrize(
+    ("asked", "changed", "remark", "verdict"),
+    [(0.1, 0.5, None, "agrees"), (0.1, 0.5, "why", "differs"), (None, 0.5, None, "proven"), (None, 0.0, None, "inert")],
+)
+def test_a_proof_says_whether_what_was_measured_is_what_was_asked_for(asked, changed, remark, verdict):
+    told = ledger("mxfp4", "layer.1", asked, changed, remark)
+    one = Run("x", "train", "arm", 0, "done", {"config": {"plan": "p"}}, [{"event": "finished", "ledgers": {"plan": told}}])
+    [row] = proof([one])
+    assert (row["verdict"], row["remark"]) == (verdict, remark)
+
+
+def test_hardening_is_proven_by_the_runs_that_were_hardened_against_a_plan():
+    def hardened(*plans):
+        told = {plan: ledger(plan, "layer.1", 0.1) for plan in plans}
+        events = [{"event": "rung"}, {"event": "finished", "ledgers": told}]
+        return Run("x", "harden", "arm", 0, "done", {"config": {"plans": list(plans)}}, events)
+
+    rows = proof([hardened("gain:0.1", "gain:0.2"), hardened("gain:0.2"), hardened()])
+    assert [(r["where"], r["fault"], r["forward"], r["verdict"]) for r in rows] == [
+        ("hardening: plan", "gain:0.1", 11, "agrees"),
+        ("hardening: plan", "gain:0.2", 22, "agrees"),
+    ]
+
+
+def test_the_mechanism_is_the_mean_over_seeds_of_every_layer():
+    for name, found in zip(("clean", "hot"), mechanism(RUNS), strict=True):
+        assert (found["condition"], found["loss"]) == (name, 4.0)
+        assert [(row["layer"], row["rms"], row["kurtosis"], row["zeros"]) for row in found["layers"]] == [
+            (0, 2.0, 0.0, None),
+            (1, 12.0, 2.0, None),
+        ]
+    assert mechanism([]) == []
+
+
+def test_cost_is_shares_of_the_time_of_all_steps_and_means_over_runs():
+    found = cost(RUNS)
+    whole = 3 * (8 + 16 + 24)
+    assert found == {
+        "seconds_per_step": 16.0,
+        "sampling_share": pytest.approx(9 * 4 / whole),
+        "injection_share": pytest.approx(3 * (2 + 3 + 4) / whole),
+        "aqn_share": pytest.approx(9 / whole),
+        "evaluation_seconds": pytest.approx(sum(2 * (2 + seed + n) for seed in range(3) for n in range(3)) / 3),
+    }
+    assert cost([]) == dict.fromkeys(found)
+
+
+def test_samples_are_what_the_first_run_wrote_to_the_problems_that_are_kept():
+    found = samples(RUNS)
+    assert [(s["condition"], s["id"]) for s in found] == [("clean", "p0"), ("clean", "p3"), ("hot", "p0"), ("hot", "p3")]
+    wanted = {"condition": "hot", "id": "p3", "question": "q3", "answer": "a3", "text": "text 3", "correct": True}
+    assert found[-1] == wanted and samples([]) == []

@@ -1,0 +1,131 @@
+"""Every refusal of a plan, word for word: a message says what was wrong, what is valid, and the nearest name."""
+
+import itertools
+
+import pytest
+
+from shaketable.errors import PlanError
+from shaketable.plan import Plan
+
+EMPTY = "plan: clauses: the plan is empty; write e.g. relative_gaussian:0.01@module.linear"
+FAULTS = (
+    "absolute_gaussian, bias, bit_flip, dead_zone, fp8_e4m3, fp8_e5m2, gain, mxfp4, noise, non_determinism, nvfp4, "
+    "relative_gaussian, rms_gaussian, saturation, spike, stuck_bit, systematic_bias, truncation"
+)
+KEYS = "direction, include, layers, magnitude, phase, point, sparsity"
+NOTHING = "names nothing; write e.g. module.linear, layer.3 or op.matmul"
+INDICES = "is not a list of indices and ranges such as 0+4-6+29"
+NO_POINT = "gain: operator sites take no point: the error is on what the operator computes"
+REFUSALS = {
+    "": EMPTY,
+    " ; ": EMPTY,
+    "gain:0.2": "'gain:0.2' names no site; write FAULT[:MAGNITUDE]@SITE, e.g. gain:0.2@module.linear",
+    "@module.linear": "a clause needs fault: {'fault': '', 'site': 'module.linear'}",
+    "gain:0.1@": "a clause needs site: {'fault': 'gain', 'site': '', 'magnitude': '0.1'}",
+    "@": "a clause needs fault and site: {'fault': '', 'site': ''}",
+    "gain:0.1@module": f"the site 'module' {NOTHING}",
+    "gain:0.1@module.": f"the site 'module.' {NOTHING}",
+    "gian:0.1@module.linear": f"unknown fault 'gian'; did you mean 'gain'? valid: {FAULTS}",
+    "gain@module.linear": "gain needs a magnitude, e.g. gain:0.01",
+    "mxfp4:1@module.linear": "mxfp4 is a format and takes no magnitude; write mxfp4@module.linear",
+    "gain:0.1,magnitude=2@layer.1": "magnitude is given twice in 'gain:0.1,magnitude=2@layer.1'",
+    "gain:0.1,site=x@layer.1": "site is given twice in 'gain:0.1,site=x@layer.1'",
+    "gain:0.1@layer.1,fault=x": "fault is given twice in 'gain:0.1@layer.1,fault=x'",
+    "gain:1,site=x,fault=y@layer.1": "fault is given twice in 'gain:1,site=x,fault=y@layer.1'",
+    "gain:1,sparsity=1,sparsity=1@layer.1": "sparsity is given twice in 'gain:1,sparsity=1,sparsity=1@layer.1'",
+    "gain:1@layer.1,point=input,point=input": "point is given twice in 'gain:1@layer.1,point=input,point=input'",
+    "gain:0.1,sparsity@layer.1": "'sparsity' in 'gain:0.1,sparsity@layer.1' is not key=value",
+    "gain:0.1@layer.1,point=": "'point=' in 'gain:0.1@layer.1,point=' is not key=value",
+    "gain:0.1@layer.1,=input": "'=input' in 'gain:0.1@layer.1,=input' is not key=value",
+    "gain:0.1,sparcity=1@layer.1": f"unknown key for gain 'sparcity'; did you mean 'sparsity'? valid: {KEYS}",
+    "gain:0.1@layer.1,poitn=input": f"unknown key for gain 'poitn'; did you mean 'point'? valid: {KEYS}",
+    "gain:0.1@leyer.1": "unknown site level 'leyer'; did you mean 'layer'? valid: layer, module, op",
+    "gain:0.1@layer.x": f"layer.x: layers 'x' {INDICES}",
+    "gain:0.1@layer.3-1": "layer.3-1: layers '3-1': the range 3-1 runs backwards",
+    "gain:0.1@module.linear,layers=x": f"layers 'x' {INDICES}",
+    "gain:0.1@module.linear,layers=0+5-2": "layers '0+5-2': the range 5-2 runs backwards",
+    "gain:0.1@op.matmull": "op.matmull: unknown operator family 'matmull'; did you mean 'matmul'? valid: all, gelu, layer_norm, "
+    "matmul, rms_norm, sdpa, silu, softmax",
+    "gain:0.1@module.linear,point=inputs": "module.linear: unknown point 'inputs'; did you mean 'input'? valid: input, output, "
+    "weight",
+    "gain:0.1@module.linear,phase=eva": "module.linear: unknown phase 'eva'; did you mean 'eval'? valid: eval, rollout, train",
+    "gain:0.1@module.linear,include=lmhead": "module.linear: unknown include 'lmhead'; did you mean 'lm_head'? valid: embedding, "
+    "lm_head, lora, rotary, router",
+    "gain:0.1@module.linear,include=lora+x": "module.linear: unknown include 'x'; valid: embedding, lm_head, lora, rotary, router",
+    "gain:0.1@module.linear,direction=forwards": "module.linear: unknown direction 'forwards'; did you mean 'forward'? valid: "
+    "backward, both, forward",
+    "mxfp4@op.matmul": "mxfp4: mxfp4 works on modules, e.g. mxfp4@module.linear,point=weight+input",
+    "gain:0.1@layer.1,point=weight": "gain: layer sites take point=input or point=output; name the weight's module instead",
+    "gain:0.1@layer.1,point=input+weight": "gain: layer sites take point=input or point=output; name the weight's module instead",
+    "gain:0.1@op.matmul,point=weight": NO_POINT,
+    "gain:0.1@op.matmul,point=input+output": NO_POINT,
+    "gain:0.1@layer.1,layers=2": "gain: layer sites name their layers already: drop layers=",
+    "stuck_bit:1.5@layer.1": "stuck_bit: magnitude: the magnitude counts mantissa bits: a whole number",
+}
+
+
+@pytest.mark.parametrize("text", REFUSALS)
+def test_a_refusal_says_exactly_this(text):
+    with pytest.raises(PlanError) as refused:
+        Plan.parse(text)
+    assert str(refused.value) == REFUSALS[text]
+    if text.strip(" ;"):
+        with pytest.raises(PlanError) as second:
+            Plan.parse(f"gain:0.1@layer.0;{text}")
+        assert str(second.value) == REFUSALS[text], "the second clause is read as closely as the first"
+
+
+WORDS = {
+    "point": ("input", "output", "weight"),
+    "direction": ("forward", "backward", "both"),
+    "phase": ("rollout", "train", "eval"),
+    "include": ("lm_head", "embedding", "router", "lora", "rotary"),
+}
+
+
+@pytest.mark.parametrize(("key", "word"), [(key, word) for key, words in WORDS.items() for word in words])
+def test_every_word_is_taken_and_written_back(key, word):
+    text = f"gain:0.1@module.linear,{key}={word}"
+    clause = Plan.parse(text).clauses[0]
+    assert Plan.parse(text).text() == text
+    assert getattr(clause.site, key) == (word if key == "direction" else (word,))
+
+
+@pytest.mark.parametrize("key", [key for key in WORDS if key != "direction"])
+def test_several_words_are_kept_in_their_order(key):
+    for words in itertools.permutations(WORDS[key], 2):
+        text = f"gain:0.1@module.linear,{key}={'+'.join(words)}"
+        assert getattr(Plan.parse(text).clauses[0].site, key) == words
+
+
+@pytest.mark.parametrize("family", ["matmul", "softmax", "silu", "gelu", "layer_norm", "rms_norm", "sdpa", "all"])
+def test_every_operator_is_a_site_whose_error_is_on_what_it_computes(family):
+    clause = Plan.parse(f"gain:0.1@op.{family}").clauses[0]
+    assert (clause.points, clause.site.directions) == (("output",), ("forward", "backward"))
+
+
+def test_clauses_keep_their_order_in_text_in_data_and_in_json():
+    texts = ["gain:0.2@layer.1", "bias:0.1@module.linear", "gain:0.1@op.matmul"]
+    for order in itertools.permutations(texts):
+        plan = Plan.parse(";".join(order))
+        assert plan.text() == ";".join(order)
+        assert plan.model_dump()["clauses"] == list(order)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 0, 2**63, 2**64 - 1])
+def test_every_seed_of_64_bits_is_one(seed):
+    assert Plan.parse("gain:0.1@layer.1", seed=seed).seed == seed
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_a_seed_of_more_bits_is_none(seed):
+    with pytest.raises(PlanError, match="seed"):
+        Plan.parse("gain:0.1@layer.1", seed=seed)
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan.yml", " plan.yml "])
+def test_a_file_is_a_path_by_either_ending(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name.strip()).write_text("plan: [gain:0.1@layer.1]\nseed: 3\n")
+    assert Plan.load(name) == Plan.parse("gain:0.1@layer.1", seed=3)
+    assert Plan.load(name, seed=0).seed == 0
