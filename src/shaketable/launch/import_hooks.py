@@ -44,10 +44,38 @@ def _on_vllm_engine(module: ModuleType) -> None:
     guard_cache(module.EngineCore)
 
 
+def _on_vllm_config(module: ModuleType) -> None:
+    from shaketable.integrations.vllm import check_config
+
+    check_config(module.VllmConfig)
+
+
+def _on_vllm_client(module: ModuleType) -> None:
+    from shaketable.integrations.vllm import tell_reasons
+
+    tell_reasons(module.MPClient)
+
+
+def _on_vllm_executor(module: ModuleType) -> None:
+    from shaketable.integrations.vllm import end_quietly
+
+    end_quietly(module.Executor)
+
+
+def _on_vllm_command(module: ModuleType) -> None:
+    from shaketable.integrations.vllm import with_a_name
+
+    vars(module)["main"] = with_a_name(module.main)
+
+
 WATCHED: dict[str, Callable[[ModuleType], None]] = {
     "torch": _on_torch,
     "transformers.generation.utils": _on_generate,
     "ray": _on_ray,
+    "vllm.entrypoints.cli.main": _on_vllm_command,
+    "vllm.config": _on_vllm_config,
+    "vllm.v1.engine.core_client": _on_vllm_client,
+    "vllm.v1.executor.abstract": _on_vllm_executor,
     "vllm.v1.worker.worker_base": _on_vllm_worker,
     "vllm.v1.engine.core": _on_vllm_engine,
 }

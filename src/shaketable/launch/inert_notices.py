@@ -56,6 +56,12 @@ class Notices:
             if i not in self._matched and any(model.children()):
                 self._tell((i, name), f"{self.injection.plan.clauses[i].text()} does nothing in {name}: {why}")
 
+    def on_hidden(self, model: nn.Module, hidden: Sequence[Sequence[str]]) -> None:
+        """The same of what a model hides from each clause: it may do less than its words say."""
+        for clause, lines in zip(self.injection.plan.clauses, hidden, strict=True):
+            for line in lines:
+                self._tell((clause.text(), line), f"{clause.text()} in {type(model).__name__}: {line}")
+
     def look(self, sites: Sequence[SiteLedger]) -> None:
         """The ledger of the process is about to be written: see what each clause has done so far."""
         for i, line in self.injection.inert_check.inert(trained=self.trained, passes=PASSES, sites=sites).items():

@@ -30,8 +30,11 @@ class LedgerFile:
     def __init__(self, injection: ProcessInjection, folder: Path) -> None:
         self.injection = injection
         self.folder = folder
-        self.engines: list[tuple[str, Injection]] = []
-        """Models of sampling engines in this process, and their injections of the same plan."""
+        self.engines: list[tuple[str, Injection, Ledger]] = []
+        """Models of sampling engines in this process, their injections, and what those did under the plan of the process:
+        an engine may be given another plan, which has another ledger."""
+        self.refused: str | None = None
+        """Why a sampling engine of this process cannot do what the plan says."""
         self.fork = False
         self.distributed: tuple[int, int] | None = None
         """Rank and number of ranks, of a process group that this process has joined, also when it has left it since."""
@@ -88,7 +91,8 @@ class LedgerFile:
             "forked": self.fork,
             "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
             "started": self.started,
-            "models": [*self.injection.names, *(name for name, _ in self.engines)],
+            "models": [*self.injection.names, *(name for name, _, _ in self.engines)],
+            "refused": self.refused,
             "late": sorted(self.injection.late),
             "unmatched": sorted(set(self.injection.unmatched))[:8],
             "unmatched_models": sorted(self.injection.unmatched_models),
@@ -100,14 +104,14 @@ class LedgerFile:
         }
 
     def _injections(self) -> list[Injection]:
-        return [self.injection, *(injection for _, injection in self.engines)]
+        return [self.injection, *(injection for _, injection, _ in self.engines)]
 
     def _news(self) -> tuple[object, ...]:
         mine, fires = self.injection, sum(injection.fires for injection in self._injections())
         known = len(mine.names), len(mine.late), len(mine.unmatched), len(mine.unmatched_models), len(self.engines)
         trained = mine.notices is not None and mine.notices.trained
         passes = (n.bit_length() for n in self._passes().values())  # the 1st, 2nd, 4th, … is news
-        return fires, *passes, trained, self.distributed, *known
+        return fires, *passes, trained, self.distributed, self.refused, *known
 
     def _passes(self) -> dict[str, int]:
         """Passes of whole models, by phase."""
@@ -121,7 +125,8 @@ class LedgerFile:
 
     def _whole(self) -> Ledger:
         """What the plan did in this process."""
-        return Ledger.merge(i.ledger for i in self._injections()) if self.engines else self.injection.ledger
+        mine = self.injection.ledger
+        return Ledger.merge([mine, *(ledger for _, _, ledger in self.engines)]) if self.engines else mine
 
 
 def _is_in_a_group() -> bool:

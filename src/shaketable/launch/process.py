@@ -176,6 +176,7 @@ class ProcessInjection(Injection):
             self.unmatched_models.add((type(root).__name__, current_phase(root.training)))
         if self.notices is not None:
             self.notices.on_model(root, lost)
+            self.notices.on_hidden(root, attached.hidden)
 
     def _catch_up(self, module: nn.Module, args: tuple[Any, ...], hooks: list[Callable[..., Any]]) -> Any:
         """Run the hooks that came too late for the call they were added in."""

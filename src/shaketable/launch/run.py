@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,6 +46,11 @@ class RunResult:
         late = [f"process {p['pid']}: {line}" for p in self.processes for line in p["late"]]
         return [*self.unshaken.values(), *lines, *late, *self.ledger.inert()]
 
+    @property
+    def refused(self) -> list[str]:
+        """Why engines of the program could not do what the plan says."""
+        return list(dict.fromkeys(why for p in self.processes if (why := p.get("refused"))))
+
     @cached_property
     def unshaken(self) -> dict[int, str]:
         """By its place in the list: one line for each process that should have been shaken and was not."""
@@ -65,7 +72,7 @@ class RunResult:
         for row, p in zip(people, self.processes, strict=True):
             row |= {"forward": p["ledger"]["forward"], "backward": p["ledger"]["backward"]}
         extra = {"command": self.command, "program_exit": self.program_exit, "exit": self.exit_code}
-        return body | extra | {"workers": people, "warnings": self.warnings}
+        return body | extra | {"workers": people, "refused": self.refused, "warnings": self.warnings}
 
 
 def _idle(process: dict[str, Any]) -> str:
@@ -82,8 +89,13 @@ def run_program(plan: Plan, command: list[str], folder: Path, *, allow_inert: bo
         PlanError: The folder holds another run, or the command cannot be started.
     """
     new_folder(folder)
-    code = _run(command, environment(plan, folder.resolve()))
+    code = run_command(command, environment(plan, folder.resolve()))
     return collect(folder, command, code, allow_inert=allow_inert)
+
+
+def default_folder() -> Path:
+    """A folder for the ledgers of a program that was given none."""
+    return Path("ledgers") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def new_folder(folder: Path) -> None:
@@ -128,7 +140,7 @@ def environment(plan: Plan, folder: Path) -> dict[str, str]:
     }
 
 
-def _run(command: list[str], env: dict[str, str]) -> int:
+def run_command(command: list[str], env: dict[str, str]) -> int:
     """The program's exit code; signals meant for it are passed on."""
     try:
         program = subprocess.Popen(command, env=env)

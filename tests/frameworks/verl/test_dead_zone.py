@@ -28,7 +28,7 @@ GUIDED = """aqn:
 def run(tmp_path_factory):
     folder = make_tiny(tmp_path_factory.mktemp("dead_zone"), train=12)
     (folder / "aqn.yaml").write_text(GUIDED)
-    settings = {"EPOCHS": "1", "TEST_EVERY": "-1", "PLAN": PLAN, "AQN": "aqn.yaml"}
+    settings = {"EPOCHS": "1", "TEST_EVERY": "-1", "SAVE_EVERY": "-1", "PLAN": PLAN, "AQN": "aqn.yaml"}
     more = [f"+shaketable.ledger={folder / 'ledger'}", "trainer.val_before_train=False"]
     done = run_example("srdd_guided.sh", folder, *more, **settings)
     assert done.exit == 0, done.text[-6000:]

@@ -1,4 +1,4 @@
-"""Operator noise in samplers and actors, AQN by epochs in the samplers: two of each, four steps of real GRPO."""
+"""Operator noise in two samplers and two actors, AQN by epochs, validations both ways: four steps of real GRPO."""
 
 import json
 import math
@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shaketable.integrations.common.worker_report import read_reports
+from shaketable.models import load_model
 from tests.frameworks.verl.tiny_run import make_tiny, run_example
 
 pytestmark = pytest.mark.covers(
-    "verl + vLLM", "operator noise in both, AQN by epochs, two workers of each", "eager, Ray, FSDP2"
+    "verl + vLLM", "operator noise in both, AQN by epochs, validations both ways, two workers of each", "eager, Ray, FSDP2"
 )
 
 GPUS = 2
@@ -27,7 +28,16 @@ SIGMAS = [0.2, math.sqrt(0.2 * 0.1), 0.05, math.sqrt(0.05 * 0.01)]
 def run(tmp_path_factory):
     """Two epochs of two steps. The learning rate is 0, so that every validation is one of the model that we know."""
     folder = make_tiny(tmp_path_factory.mktemp("noise"), train=8, test=16)
-    settings = {"EPOCHS": "2", "TEST_EVERY": "2", "LR": "0", "MICRO": "8", "SEED": "7", "PLAN": PLAN, "AQN": AQN}
+    settings = {
+        "EPOCHS": "2",
+        "TEST_EVERY": "2",
+        "SAVE_EVERY": "4",
+        "LR": "0",
+        "MICRO": "8",
+        "SEED": "7",
+        "PLAN": PLAN,
+        "AQN": AQN,
+    }
     done = run_example("aqn_epoch_aware.sh", folder, f"+shaketable.ledger={folder / 'ledger'}", gpus=GPUS, **settings)
     assert done.exit == 0, done.text[-6000:]
     return done
@@ -73,7 +83,7 @@ def test_nobody_else_was_shaken(run):
 
 def test_phases_are_rollout_in_samplers_and_train_in_actors(run):
     merged = json.loads((run.folder / "ledger" / "ledger.json").read_text())["merged"]
-    assert {phase for site in merged["sampler.plan"]["sites"] for phase in site["phases"]} == {"rollout"}
+    assert {phase for site in merged["sampler.plan"]["sites"] for phase in site["phases"]} == {"rollout", "eval"}
     assert {phase for site in merged["sampler.aqn"]["sites"] for phase in site["phases"]} == {"rollout"}
     assert {phase for site in merged["actor.plan"]["sites"] for phase in site["phases"]} == {"train"}
     assert merged["sampler.plan"]["processes"] == merged["actor.plan"]["processes"] == GPUS
@@ -106,6 +116,24 @@ def test_validation_is_of_the_clean_model(run, step):
     assert run.steps[step]["shaketable/validation_fires"] == 0
 
 
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_the_same_validation_under_the_plan_has_a_name_and_answers_of_its_own(run, step):
+    clean, faulty = run.generations("val", step), run.generations("val/faulty", step)
+    assert [row["input"] for row in clean] == [row["input"] for row in faulty]
+    assert [row["output"] for row in clean] != [row["output"] for row in faulty]
+    for name, rows in (("val-core", clean), ("shaketable/faulty/val-core", faulty)):
+        assert run.steps[step][f"{name}/sums/acc/mean@1"] == pytest.approx(sum(row["score"] for row in rows) / len(rows))
+    assert run.steps[step]["shaketable/faulty/validation_fires"] > 0
+
+
+def test_its_checkpoint_loads_and_holds_no_noise(run):
+    """Two ranks wrote it; the learning rate is 0, so it is the model that was given."""
+    saved, _ = load_model(str(run.folder / "out" / "global_step_4" / "actor"), dtype=torch.float32)
+    clean = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
+    for (name, a), b in zip(saved.state_dict().items(), clean.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
 def test_sampler_and_trainer_do_not_agree_while_noise_is_on(run):
     for step in run.steps[1:]:
         assert step["shaketable/kl"] > 1e-4
@@ -123,5 +151,6 @@ def test_errors_are_those_of_a_step(run):
 
 def test_what_will_be_done_is_said_at_the_start(run):
     start = run.text.split("Started a local Ray instance")[0]
-    assert f"shaketable: samplers: plan {PLAN},phase=rollout+train (seed 7); AQN {AQN}" in start
-    assert f"shaketable: actors: plan {PLAN},phase=rollout+train (seed 7)\n" in start
+    assert f"shaketable: samplers: plan {PLAN},phase=rollout+train+eval (seed 7); AQN {AQN}" in start
+    assert f"shaketable: actors: plan {PLAN},phase=rollout+train+eval (seed 7)\n" in start
+    assert "shaketable: validations: clean and under the plan\n" in start

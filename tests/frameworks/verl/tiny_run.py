@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pandas
 
+from shaketable.io.cache_folder import cache_folder
 from shaketable.measure.tasks.arithmetic import Arithmetic
 from shaketable.models import NANO
 from tests import ROOT
@@ -84,6 +85,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **mo
 '''
 
 
+def release(version: str) -> Path | None:
+    """The folder of a release, to go on PYTHONPATH, fetched once; None for the one that is installed."""
+    import verl
+
+    if version == verl.__version__:
+        return None
+    folder = cache_folder() / "verl-releases" / version
+    if not (folder / "verl").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"verl=={version}"]
+        subprocess.run(command, check=True)
+    return folder
+
+
 def make_tiny(folder: Path, train: int, test: int = 8) -> Path:
     """A folder with nano, which verl can chat with, and its problems."""
     shutil.copytree(NANO, folder / "model")
@@ -127,12 +141,25 @@ def _number(text: str) -> float:
     return float(re.sub(r"^np\.\w+\((.*)\)$", r"\1", text.strip()))
 
 
-def run_example(script: str, folder: Path, *overrides: str, gpus: int = 1, **environment: str) -> Done:
-    """Run a script of examples/verl on the tiny folder; all of its processes are gone when it returns."""
+def run_example(
+    script: str, folder: Path, *overrides: str, gpus: int = 1, version: str | None = None, **environment: str
+) -> Done:
+    """Run a script of examples/verl on the tiny folder; all of its processes are gone when it returns.
+
+    Args:
+        script: Its name.
+        folder: What `make_tiny` made.
+        overrides: Further ones for verl.
+        gpus: Workers of each role.
+        version: A release of verl in place of the one that is installed.
+        environment: Variables.
+    """
     tiny = {"MODEL": str(folder / "model"), "DATA": str(folder), "GPUS": str(gpus), "OUT": str(folder / "out")}
     env = os.environ | ENVIRONMENT | SIZES | tiny | environment
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE / "cpu_shims"), env["PYTHONPATH"]])
+    other = release(version) if version is not None else None
+    paths = [*([str(other)] if other is not None else []), str(HERE / "cpu_shims"), env["PYTHONPATH"]]
+    env["PYTHONPATH"] = os.pathsep.join(paths)
     dumps = [f"trainer.validation_data_dir={folder / 'val'}", f"trainer.rollout_data_dir={folder / 'rollouts'}"]
     more = [f"reward.custom_reward_function.path={folder / 'reward.py'}", f"+ray_kwargs.ray_init.num_gpus={gpus}", *dumps]
     command = ["bash", str(ROOT / "examples" / "verl" / script), *CPU, *more, *overrides]

@@ -81,7 +81,7 @@ def test_the_page_says_what_is_an_error(old, message):
 
 
 def test_the_page_is_not_empty_and_shows_every_key_and_variable():
-    assert [len(rows(heading)) for heading in ("Faults", "AQN", "What is an error")] == [22, 12, 16]
+    assert [len(rows(heading)) for heading in ("Faults", "AQN", "What is an error")] == [24, 16, 21]
     text = " ".join(cell for heading in ("Faults", "AQN", "What is an error") for row in rows(heading) for cell in row)
     faults = (
         *origin_faults.HARDWARE_KEYS,
@@ -89,9 +89,9 @@ def test_the_page_is_not_empty_and_shows_every_key_and_variable():
         *origin_faults.OPERATOR_KEYS,
         *origin_faults.DEADZONE_KEYS,
     )
-    noises = (*origin_aqn.WEIGHT_KEYS, *origin_aqn.WEIGHT_MORE, *origin_aqn.OUTPUT_KEYS, *origin_aqn.LAYER_KEYS)
-    for key in (*faults, *noises, *origin_faults.VARIABLES):
-        assert re.search(rf"\b{key}[:=]", text), key
+    noises = (*origin_aqn.WEIGHT_KEYS, *origin_aqn.WEIGHT_MORE, *origin_aqn.OUTPUT_KEYS, *origin_aqn.GUIDED_KEYS)
+    for key in (*faults, *noises, *origin_aqn.LAYER_KEYS, *origin_faults.VARIABLES):
+        assert key == "config" or re.search(rf"\b{key}[:=]", text), key
 
 
 def test_the_example_of_the_page_runs(capsys):
@@ -209,6 +209,9 @@ def test_a_key_that_nobody_reads_is_refused_in_a_group_that_is_off_too(group):
         ("trainer.hw_error_injection", "error_type", "gausian", "valid: "),
         ("trainer.hw_error_injection", "injection_point", "outptu", "did you mean 'output'"),
         ("trainer.hw_error_injection", "target_modules", {"linear": 1}, "list of names"),
+        ("trainer.hw_error_injection", "exclude_modules", 5, "write a name or a list of names"),
+        ("trainer.hw_error_injection", "exclude_modules", [["linear"]], "write a name or a list of names"),
+        ("trainer.hw_error_injection", "exclude_modules", "rmsnorm", "it takes away all of target_modules, rmsnorm"),
         ("trainer.hw_error_injection", "target_layers", [1, -2], "layer indices"),
         ("trainer.hw_error_injection", "target_layers", [], "layer indices"),
         ("deadzone", "layer", "last", "layer indices"),
@@ -306,6 +309,85 @@ def test_layer_sigmas_that_are_off_change_nothing():
     off = {"enabled": False, "default_multiplier": 0, "zone_schedule": {"enabled": True}}
     assert weights(layer_sigma_config=off) == weights(layer_sigma_config={}) == weights()
     assert weights(layer_sigma_config={"zone_schedule": {"enabled": False}}) == weights()
+
+
+# ---- spellings
+
+
+TEST_3A = """
+data.train_batch_size: 128
+trainer.noise_injection.enabled: true
+trainer.noise_injection.sigma_start: 0.05
+trainer.noise_injection.sigma_end: 0.0005
+trainer.noise_injection.num_stages: 10
+"""
+
+
+def test_dotted_keys_of_a_file_are_read_as_paths():
+    found = translate(yaml.safe_load(TEST_3A))
+    assert found.aqn.text() == "global_decay:0.05-0.0005,stages=10,unit=absolute"
+    beside = yaml.safe_load(TEST_3A) | {"trainer": {"noise_injection": {"layer_types": ["linear"]}, "nnodes": 1}}
+    assert translate(beside).aqn.roles == ("linear",)
+    assert beside["trainer"] == {"noise_injection": {"layer_types": ["linear"]}, "nnodes": 1}, "the caller's is left alone"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"deadzone_layer": 3, "deadzone": {"enabled": True, "layer": 3}},
+            "deadzone_layer and deadzone.layer are the same key",
+        ),
+        ({"aqn_sigma": 0.1, "aqn": "strong"}, "aqn_sigma is there and aqn is 'strong'; write aqn.sigma alone"),
+        ({"aqn_sigm": 0.1, "aqn": {"enabled": True}}, "aqn.sigm: unknown key; did you mean 'sigma'?"),
+        ({"aqn_sigma": 0.1}, "aqn has sigma and no enabled, so it is neither on nor off; add +aqn.enabled=True"),
+    ],
+)
+def test_a_key_in_two_spellings_or_a_misspelt_flat_one_is_refused(config, message):
+    with pytest.raises(ShaketableError, match=re.escape(message)):
+        translate(config)
+
+
+GUIDED = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": {3: 0.1}, "schedule": "constant"}
+
+
+def test_a_file_beside_flat_keys_is_what_train_ppo_took(tmp_path):
+    path = tmp_path / "aqn_config.yaml"
+    path.write_text(yaml.safe_dump({"aqn": GUIDED, "srdd_metadata": {"num_layers": 8}}))
+    found = translate({"aqn_config": str(path), "aqn_schedule": "global_decay"})
+    assert found.aqn.text() == "global_decay:0.05-0.0005,stages=10,form=output,multipliers=3:2,where=both"
+    path.write_text("layers: 3")
+    with pytest.raises(ShaketableError, match="the file has no aqn"):
+        translate({"aqn_config": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_specific": None}, "it is used with +aqn.layer_specific=true"),
+        ({"layer_sigmas": None}, "layer_specific needs it"),
+        ({"sigma": 0.1}, "aqn.sigma is 0.1; and base_sigma is 0.05"),
+        ({"layer_sigmas": {"x": 1}}, "not the index of a layer"),
+    ],
+)
+def test_layer_sigmas_that_do_not_fit_together_are_refused(change, message):
+    with pytest.raises(ShaketableError, match=re.escape(message)):
+        translate({"aqn": GUIDED | change})
+
+
+def test_layer_sigmas_that_layer_specific_switches_off_are_said_to_be_unused():
+    found = translate({"aqn": GUIDED | {"layer_specific": False}})
+    assert found.aqn.text() == "constant:0.05,form=output,where=both"
+    assert "layer_sigmas not used" in found.lines[0]
+
+
+def test_norms_by_name_are_hit_and_no_others(tiny_llama):
+    aqn = weights(target_modules=["post_attention_layernorm"], sigma_end=0.05)
+    with aqn.attach(tiny_llama, total_steps=10) as noise:
+        noise.step = 5
+        with st.phase("rollout"):
+            tiny_llama(torch.arange(1, 9)[None])
+    assert {name.split(".")[-1] for name in noise.modules_hit} == {"post_attention_layernorm:weight"}
 
 
 # ---- on a model

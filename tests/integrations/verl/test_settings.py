@@ -4,11 +4,12 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.verl.settings import refuse_pinned, shaking_of
+from shaketable.integrations.verl.settings import Shaking, refuse_pinned, shaking_of
 from tests import ROOT
 
 NOISE = "relative_gaussian:0.05@op.matmul"
@@ -49,6 +50,61 @@ def test_plan_in_says_who_is_shaken_and_never_validation(tmp_path, plan_in, phas
     for role in roles:
         assert instructions[role].plan == f"{NOISE},phase={phase}"
         assert (instructions[role].seed, instructions[role].total_steps) == (7, 10)
+
+
+@pytest.mark.parametrize(
+    ("asked", "plan_in", "phase", "scored"),
+    [
+        (None, None, "rollout+train", "clean"),
+        ("clean", None, "rollout+train", "clean"),
+        ("plan", None, "rollout+train+eval", "plan"),
+        ("both", "rollout", "rollout+eval", "both"),
+    ],
+)
+def test_validations_are_clean_under_the_plan_or_both(tmp_path, asked, plan_in, phase, scored):
+    made = shaking(tmp_path, plan=NOISE, plan_in=plan_in, validate=asked)
+    assert made.instructions("sampler", 1).plan == f"{NOISE},phase={phase}"
+    assert made.validations == Shaking.read(made.pinned()).validations == scored
+
+
+def test_a_clause_that_names_eval_makes_validations_faulty(tmp_path):
+    assert shaking(tmp_path, plan=f"{NOISE},phase=rollout+eval").validations == "plan"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"plan": NOISE, "validate": "faulty"},
+            r"shaketable.validate: Input should be 'clean', 'plan' or 'both' \(got 'faulty'\)",
+        ),
+        ({"plan": NOISE, "validate": "both", "plan_in": "actor"}, "validate=both needs a clause that acts in samplers"),
+        ({"aqn": EPOCHS, "validate": "plan"}, "validate=plan needs a clause that acts in samplers"),
+        ({"plan": f"{NOISE},phase=eval", "validate": "clean"}, "validate=clean, and .* names eval"),
+    ],
+)
+def test_validations_that_cannot_be_had_are_refused(tmp_path, keys, message):
+    with pytest.raises(ShaketableError, match=message):
+        shaking(tmp_path, **keys)
+
+
+@pytest.mark.parametrize("plan", [NOISE, "dead_zone:0.01,scope=token@layer.15", "gain:0.1@module.mlp,phase=train"])
+def test_strategy_fsdp_is_enough_for_operators_layers_and_modules_by_name(tmp_path, plan):
+    assert shaking_of(config(tmp_path, strategy="fsdp", shaketable={"plan": plan}), {}).instructions("actor", 1) is not None
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"plan": "relative_gaussian:0.05@module.linear"},
+        {"plan": "mxfp4@module.o_proj,point=weight"},
+        {"aqn": "constant:0.01,where=both"},
+    ],
+)
+def test_what_strategy_fsdp_cannot_do_names_the_strategy_that_can(tmp_path, keys):
+    with pytest.raises(ShaketableError, match=r"flat vectors.*use actor_rollout_ref.actor.strategy=fsdp2"):
+        shaking_of(config(tmp_path, strategy="fsdp", shaketable=keys), {})
+    assert shaking_of(config(tmp_path, strategy="fsdp2", shaketable=keys), {}) is not None
 
 
 def test_each_role_has_the_clauses_that_act_in_it(tmp_path):
@@ -209,7 +265,7 @@ def test_the_defaults_of_the_example_fit_together():
         ({"shaketable": {"plan": NOISE}, "mode": "colocate_async"}, "shaketable works with trainer.v1.trainer_mode=sync"),
         ({"shaketable": {"plan": NOISE}, "trainer": {"use_v1": False}}, "shaketable works with trainer.v1.trainer_mode=sync"),
         ({"shaketable": {"plan": NOISE}, "sampler": "sglang"}, "shaketable works with rollout.name=vllm"),
-        ({"shaketable": {"plan": NOISE}, "strategy": "fsdp"}, "faults in the actor need actor.strategy=fsdp2"),
+        ({"shaketable": {"plan": NOISE}, "strategy": "megatron"}, "faults in the actor need FSDP, not actor.strategy=megatron"),
         (
             {"shaketable": {"plan": NOISE}, "rollout": engine(additional_config='{"key": 1}')},
             "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config is text",
@@ -271,6 +327,22 @@ def test_configs_are_read_without_torch():
     assert done.stdout.strip() == "False"
 
 
+def test_the_origins_keys_need_no_plus_and_what_was_done_is_printed(monkeypatch, capsys):
+    """verl's main imports `verl.utils.config`, which is what we wait for, before Hydra reads the arguments."""
+    from shaketable.integrations import verl
+
+    module = types.SimpleNamespace(validate_config=lambda config: None)
+    given = ["main_ppo", "trainer.total_epochs=2", "trainer.noisy_ops.enabled=true", "deadzone_layer=3", "+aqn.sigma=0.1"]
+    monkeypatch.setattr(sys, "argv", given)
+    verl._on_config(module)
+    taken = ["trainer.total_epochs=2", "++trainer.noisy_ops.enabled=true", "++deadzone.layer=3", "+aqn.sigma=0.1"]
+    assert sys.argv == ["main_ppo", *taken]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("shaketable: put ++ in front of trainer.noisy_ops.enabled, deadzone_layer")
+    verl._on_config(module)
+    assert sys.argv == ["main_ppo", *taken] and capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_driver_whose_trainer_left_no_instructions_ends_with_3(tmp_path, is_there):
     if is_there:
@@ -283,3 +355,12 @@ def test_a_driver_whose_trainer_left_no_instructions_ends_with_3(tmp_path, is_th
     assert done.stdout == "trained\n"
     assert done.returncode == (0 if is_there else 3)
     assert ("nothing was injected" in done.stderr) is not is_there
+
+
+def test_the_order_of_noise_and_fault_reaches_the_workers_or_is_refused(tmp_path):
+    """The origin's design: noise in front of the dead zone, in sampler and actor; nobody is told to come before nothing."""
+    aqn = "constant:0.05,form=output,layers=3,where=both,order=before"
+    made = shaking(tmp_path, plan="dead_zone:0.01@layer.3", aqn=aqn)
+    assert [made.instructions(role, 1).aqn for role in ("sampler", "actor")] == [aqn, aqn]
+    with pytest.raises(ShaketableError, match="order=before, and there is no plan here to come before"):
+        shaking(tmp_path, plan="dead_zone:0.01@layer.3", plan_in="actor", aqn=aqn)

@@ -342,14 +342,20 @@ def test_weights_that_are_not_clean_before_a_validation_stop_the_run(tmp_path):
     run.workers[0].state["written"] = 3
     with pytest.raises(ShaketableError, match=r"sampler 0 .* is to validate, and 3 of its weights hold a fault"):
         run.read().check_clean()
-    asked = Run(tmp_path / "asked", {"sampler": Instructions(plan="gain:0.1@module.linear,point=weight,phase=eval")})
-    asked.workers[0].state["written"] = 3
-    asked.read().check_clean()
 
 
 def test_a_noisy_validation_that_was_asked_for_is_proven(tmp_path):
     run = Run(tmp_path, {"sampler": Instructions(plan="gain:0.1@module.linear,phase=rollout+eval")})
     run.workers[0].work(2, phase="eval")
-    assert run.read().after_validation() == 2
+    assert run.read().after_validation(faulty=True) == 2
     with pytest.raises(InertError, match="fired nowhere in a whole validation"):
-        run.read().after_validation()
+        run.read().after_validation(faulty=True)
+
+
+def test_a_clean_validation_beside_a_noisy_one_is_proven_too(tmp_path):
+    """With validate=both the plan names eval, and is switched off for one of the two."""
+    run = Run(tmp_path, {"sampler": Instructions(plan="gain:0.1@module.linear,phase=rollout+eval")})
+    assert run.read().after_validation(faulty=False) == 0
+    run.workers[0].work(2, phase="eval")
+    with pytest.raises(ShaketableError, match="hit 2 times in a validation that was to be without it"):
+        run.read().after_validation(faulty=False)

@@ -52,6 +52,14 @@ elif kind == "compiled":
     for step in range(3):
         model(x)
         say(f"pass {step}")
+elif kind == "attention":  # sdpa, in which nobody can hit a softmax
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **small))
+    for step in range(3):
+        model(torch.arange(8)[None])
+        say(f"pass {step}")
 elif kind == "evaluation":
     model = nn.Sequential(nn.Linear(16, 16)).eval()
     for _ in range(4):

@@ -12,13 +12,17 @@ the one AQN that travels, so there is no second way for it to get lost. With `de
 have noise; otherwise the rest, and the final norm, have the default. It is on when it is there, unless it says `enabled:
 false`: the origin wanted `enabled: true`, and without it read past the multipliers and had the same noise everywhere.
 
-**Epochs.** `epoch_aware` is geometric between epochs, as the origin's was, and falls smoothly within one: its stages began
-with a silent one in each epoch. `stages_per_epoch` is therefore accepted and said to have no effect; so is `num_stages`,
-which it never had a use for there.
+**Epochs.** Over two epochs a fall by 100 has the documents' own boundary: 0.05 → 0.01, then 0.01 → 0.0005. Any other fall, or
+number of epochs, is geometric between epochs, as the origin's code was; the printed line says which. Within an epoch σ falls
+smoothly: the origin's stages began with a silent one in each epoch. `stages_per_epoch` is therefore accepted and said to have
+no effect; so is `num_stages`, which it never had a use for there.
 
-Which norms: a list of name patterns cannot be said in AQN, which acts on all norms of a dense model and on
-`post_attention_layernorm` of a mixture of experts, the origin's own rule for an empty list. Lists that mean just that are
-accepted.
+**σ of each layer in `aqn`**, the shape of the origin's `aqn_config.yaml`: a layer that `layer_sigmas` does not name has the
+base σ, as in the origin's trainer. (In files of `shaketable guide` it has none.)
+
+Which norms: an empty list means all norms of a dense model and `post_attention_layernorm` of a mixture of experts, the
+origin's own rule. A list of norms by their names is AQN's `roles`. Names that are taken out of all norms cannot be said in
+AQN; the error has the list to write instead.
 
 Rejected: mapping `zone_schedule` to our zones. It lists layers (0-5 and 23-27 in the one config there is), ours are equal
 shares.
@@ -32,7 +36,7 @@ from typing import Any
 
 from shaketable.errors import ShaketableError
 from shaketable.harden.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay
-from shaketable.harden.aqn.spec import AQN, ROLES
+from shaketable.harden.aqn.spec import AQN, NORMS, ROLES
 from shaketable.harden.aqn.text import from_guidance
 from shaketable.integrations.origin_configs.keys import LEFT_OUT, Found, OriginKeys, as_number, naming
 from shaketable.io.yaml_file import read_yaml
@@ -41,10 +45,10 @@ WEIGHTS = "trainer.noise_injection"
 OUTPUTS = "aqn"
 WEIGHT_KEYS = ("enabled", "sigma_start", "sigma_end", "num_stages", "epoch_aware", "stages_per_epoch", "target_modules")
 WEIGHT_MORE = ("exclude_patterns", "layer_types", "layer_sigma_config")
-OUTPUT_KEYS = ("enabled", "target_layers", "sigma", "schedule", "where")
+OUTPUT_KEYS = ("enabled", "target_layers", "sigma", "schedule", "where", "config")
+GUIDED_KEYS = ("layer_specific", "base_sigma", "layer_sigmas", "high_priority_layers")
 LAYER_KEYS = ("enabled", "default_multiplier", "layer_multipliers", "zone_schedule")
 ALL_NORMS = ("rmsnorm", "norm")
-RULE = "AQN acts on every norm of a dense model and on post_attention_layernorm of a mixture of experts"
 SCHEDULES = ("epoch_aware", "global_decay", "constant")
 
 
@@ -53,14 +57,12 @@ def weights(config: Mapping[str, Any]) -> Found | None:
     keys = OriginKeys.of(config, WEIGHTS, WEIGHT_KEYS + WEIGHT_MORE)
     if keys is None:
         return None
-    if not keys.flag("enabled"):
+    if not keys.is_on():
         return Found(WEIGHTS)
     start = keys.number("sigma_start", 0.05)
     if start == 0:
         return Found(WEIGHTS, "off: sigma_start is 0")
-    keys.only("target_modules", ALL_NORMS, f"{RULE}: leave it empty")
-    keys.only("exclude_patterns", LEFT_OUT, f"{RULE}: leave it empty")
-    roles = keys.words("layer_types", ("rmsnorm",), ROLES)
+    roles = _roles(keys)
     default, layers, multipliers = _layer_factors(keys, start)
     schedule, note = _weight_schedule(keys, config, start, default)
     with naming(WEIGHTS):
@@ -70,21 +72,70 @@ def weights(config: Mapping[str, Any]) -> Found | None:
 
 def outputs(config: Mapping[str, Any]) -> Found | None:
     """`aqn`: relative noise on what decoder layers return."""
-    keys = OriginKeys.of(config, OUTPUTS, OUTPUT_KEYS)
+    keys = OriginKeys.of(config, OUTPUTS, OUTPUT_KEYS + GUIDED_KEYS)
     if keys is None:
         return None
-    if not keys.flag("enabled"):
+    if "config" in keys.values:
+        keys = _with_file(keys)
+    if not keys.is_on():
         return Found(OUTPUTS)
-    sigma, layers = keys.number("sigma"), keys.layers("target_layers")
     kind = keys.word("schedule", "constant", SCHEDULES)
     where = keys.word("where", "both", ("both", "rollout"))
+    sigma, multipliers, unused = _layer_sigmas(keys)
     if sigma == 0:
         return Found(OUTPUTS, "off: sigma is 0")
     with naming(OUTPUTS):
         schedule, note = _schedule(kind, sigma, sigma / 100, 10, config)
-        aqn = AQN(schedule, form="output", layers=layers, where=where)
+        aqn = AQN(schedule, form="output", layers=keys.layers("target_layers"), multipliers=multipliers, where=where)
     fall = "" if kind == "constant" else "σ falls by 100 in all, as the origin's did"
-    return Found(OUTPUTS, "; ".join(part for part in (fall, note) if part), aqn=aqn)
+    return Found(OUTPUTS, "; ".join(part for part in (fall, note, unused) if part), aqn=aqn)
+
+
+def _with_file(keys: OriginKeys) -> OriginKeys:
+    """The keys of the file that `aqn.config` names, under those that are beside it, as `--aqn_config FILE` had them."""
+    own = dict(keys.values)
+    data = read_yaml(Path(str(own.pop("config"))), f"{OUTPUTS}.config")
+    body = data.get("aqn") if isinstance(data, Mapping) else None
+    if not isinstance(body, Mapping):
+        raise keys.problem("config", "the file has no aqn; expected the shape of the origin's aqn_config.yaml")
+    inside = OriginKeys.inside(body, OUTPUTS, OUTPUT_KEYS + GUIDED_KEYS)
+    return OriginKeys(OUTPUTS, {**inside.values, **own})
+
+
+def _layer_sigmas(keys: OriginKeys) -> tuple[float, dict[int, float], str]:
+    """σ of a layer that has none of its own, the factors of the others, and what was not used."""
+    if "sigma" in keys.values and "base_sigma" in keys.values and keys.number("sigma") != keys.number("base_sigma"):
+        raise keys.problem("sigma", f"and base_sigma is {keys.number('base_sigma'):g}; write one of them")
+    sigma = keys.number("base_sigma" if "base_sigma" in keys.values else "sigma")
+    given = keys.values.get("layer_sigmas")
+    if given is None and keys.flag("layer_specific"):
+        raise keys.problem("layer_sigmas", "layer_specific needs it: a mapping of layers to σ such as {15: 0.1}")
+    if given is None:
+        return sigma, {}, ""
+    if "layer_specific" not in keys.values:
+        raise keys.problem("layer_sigmas", f"it is used with +{OUTPUTS}.layer_specific=true, and that is not there")
+    if not keys.flag("layer_specific"):
+        return sigma, {}, "layer_sigmas not used: layer_specific is false"
+    factors = _factors(given, f"{OUTPUTS}.layer_sigmas")
+    if sigma == 0:
+        raise keys.problem("base_sigma", "it is what layer_sigmas are measured by: write a number above 0")
+    return sigma, _beside({layer: own / sigma for layer, own in factors.items()}), ""
+
+
+def _roles(keys: OriginKeys) -> tuple[str, ...]:
+    """Whose weights: the norms that `target_modules` names, or all of `layer_types`."""
+    chosen = keys.words("target_modules", (), (*ALL_NORMS, *NORMS))
+    excluded = keys.words("exclude_patterns", (), (*LEFT_OUT, *NORMS))
+    named = tuple(name for name in chosen if name in NORMS)
+    if not named:
+        rest = ",".join(name for name in NORMS if name not in excluded)
+        if any(name in NORMS for name in excluded):
+            raise keys.problem("exclude_patterns", f"name the norms that are wanted: +{WEIGHTS}.target_modules=[{rest}]")
+        return keys.words("layer_types", ("rmsnorm",), ROLES)
+    kept = tuple(name for name in named if name not in excluded)
+    if not kept or len(named) < len(chosen) or keys.values.get("layer_types"):
+        raise keys.problem("target_modules", f"write either norms by name ({', '.join(NORMS)}), or leave it empty for all")
+    return kept
 
 
 def _weight_schedule(keys: OriginKeys, config: Mapping[str, Any], start: float, factor: float) -> tuple[AnySchedule, str]:
@@ -108,7 +159,11 @@ def _schedule(kind: str, start: float, end: float, stages: int, config: Mapping[
     if kind == "global_decay":
         return GlobalDecay(start, end, stages), ""
     epochs, note = _epochs(config)
+    if epochs == 2 and _short(start / 100) == _short(end):
+        return EpochAware([(_short(a), _short(b)) for a, b in ((start, start / 5), (start / 5, end))]), note
     exact = EpochAware.between(start, end, epochs)
+    even = "epochs in geometric progression: the documents have boundaries for two epochs and a fall by 100 only"
+    note = "; ".join(part for part in (even, note) if part)
     return EpochAware([(_short(first), _short(last)) for first, last in exact.epochs]), note
 
 

@@ -46,6 +46,10 @@ TARGETS = {
 HARDWARE_KEYS = ("enabled", "error_scale", "error_type", "injection_point", "apply_during", "target_modules")
 HARDWARE_MORE = ("target_layers", "exclude_modules", "use_ste", "deadzone_threshold", "scope")
 OPERATOR_KEYS = ("enabled", "error_scale", "error_type", "all_ops_mode")
+LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+SPLIT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WANTED = "a plan names what it hits: list the wanted layers in target_layers instead"
+USE_DEADZONE = "a dead zone has a group of its own: +deadzone.enabled=true +deadzone.layer=15 +deadzone.threshold=0.01"
 DEADZONE_KEYS = ("enabled", "layer", "threshold", "sparsity", "scope")
 
 VARIABLES = {
@@ -64,13 +68,13 @@ def hardware(config: Mapping[str, Any]) -> Found | None:
     keys = OriginKeys.of(config, HARDWARE, HARDWARE_KEYS + HARDWARE_MORE)
     if keys is None:
         return None
-    if not keys.flag("enabled"):
+    if not keys.is_on():
         return Found(HARDWARE)
     kind = keys.word("error_type", "relative_gaussian", (*NOISE, "deadzone", *FORMATS))
-    keys.only("exclude_modules", LEFT_OUT, "a plan names what it fires: list the wanted layers in target_layers instead")
     if not keys.flag("use_ste", True):
         raise keys.problem("use_ste", "formats are straight-through: leave it out, or write true")
     if kind == "deadzone":
+        keys.only("exclude_modules", LEFT_OUT, WANTED)
         return _hardware_deadzone(keys)
     scale = "" if kind in FORMATS else _magnitude(keys.number("error_scale", 1e-5))
     if scale == ":0":
@@ -90,8 +94,14 @@ def operators(config: Mapping[str, Any], environ: Mapping[str, str]) -> Found | 
     values = _merged(keys.values if keys is not None else {}, given)
     both = OriginKeys(OPERATORS, values)
     name = " and ".join([OPERATORS] * (keys is not None) + ["VERL_NOISY_OPS_*"] * bool(given))
-    if not both.flag("enabled"):
+    if given and "enabled" not in values:
+        first = next(iter(given.values()))[0]
+        on = "VERL_NOISY_OPS_ENABLED"
+        raise ShaketableError(f"{first} is set and {on} is not; set {on}=1, or unset {first}")
+    if not both.is_on():
         return Found(name)
+    if both.values.get("error_type") == "deadzone":
+        raise both.problem("error_type", USE_DEADZONE)
     if "error_scale" not in values:
         scale = f"{OPERATORS}.error_scale, or VERL_NOISY_OPS_SCALE, is missing"
         raise ShaketableError(f"{scale}; without it the origin took 1e-5 in one process and 1e-4 in another")
@@ -110,7 +120,7 @@ def dead_zone(config: Mapping[str, Any]) -> Found | None:
     keys = OriginKeys.of(config, DEADZONE, DEADZONE_KEYS)
     if keys is None:
         return None
-    if not keys.flag("enabled"):
+    if not keys.is_on():
         return Found(DEADZONE)
     keys.value("layer")
     sparsity = keys.number("sparsity", 1.0, above=0, most=1)
@@ -145,10 +155,24 @@ def _found(name: str, clause: str, note: str) -> Found:
 
 def _targets(keys: OriginKeys, kind: str) -> tuple[tuple[str, ...], str]:
     chosen = keys.words("target_modules", ("rmsnorm",), tuple(TARGETS))
-    names = tuple(dict.fromkeys(name for word in chosen for name in TARGETS[word]))
+    named = tuple(dict.fromkeys(name for word in chosen for name in TARGETS[word]))
+    names = tuple(name for name in named if name not in keys.names("exclude_modules"))
+    if not names:
+        raise keys.problem("exclude_modules", f"it takes away all of target_modules, {', '.join(named)}")
+    keys.only("exclude_modules", (*LEFT_OUT, *named), _wanted(keys, names))
     if kind in FORMATS and names == ("rmsnorm",):
         return ("linear",), f"{kind} acts on linears where target_modules names none, as in the origin; lm_head is left out"
     return names, "lm_head is left out" if "linear" in names else ""
+
+
+def _wanted(keys: OriginKeys, names: tuple[str, ...]) -> str:
+    """What to write in place of names that are taken out of `linear`: the others, as both sides call them."""
+    excluded = keys.names("exclude_modules")
+    if "linear" not in names or not any(name in LINEARS + SPLIT for name in excluded):
+        return WANTED
+    whole = LINEARS if PHASES[keys.word("apply_during", "rollout", tuple(PHASES))] == "rollout" else SPLIT
+    kept = [n for n in names if n != "linear"] + [name for name in whole if name not in excluded]
+    return f"a plan names what it hits: +{keys.name}.target_modules=[{','.join(kept)}] without exclude_modules"
 
 
 def _point(keys: OriginKeys) -> str:
@@ -185,6 +209,8 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
 
 def _read(name: str, field: str, text: str) -> Any:
     if field == "error_type":
+        if text == "deadzone":
+            raise ShaketableError(f"{name} is {text!r}; {USE_DEADZONE}")
         if text not in NOISE:
             raise ShaketableError(f"{name} is {text!r}; {nearest(text, NOISE)}")
         return text

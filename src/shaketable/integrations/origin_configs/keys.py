@@ -2,7 +2,8 @@
 
 The origin read its keys with `.get(key, default)` and `getattr(config, key, default)`: a misspelt key was the default, and a
 key that got lost on its way to a worker was the default there. Here a key that nobody reads is an error, in a group that is
-off too: `enabld: true` is one.
+off too: `enabld: true` is one. So is a group that has keys and no `enabled`, such as the parameters of a test that a document
+lists: nobody can tell whether it was meant to be on, and a run that is off would be believed to be shaken.
 
 YAML 1.1 reads `1e-4` (no dot) as text, and Hydra and PyYAML disagree about it, so text that is a number is one. Text that is
 a truth value is one in the environment, where all is text, and nowhere else.
@@ -74,6 +75,13 @@ class OriginKeys:
             raise ShaketableError(f"{name}.{unknown}: unknown key; {nearest(unknown, valid, shown=20)}")
         return cls(name, {str(key): value for key, value in found.items() if value is not None})
 
+    def is_on(self) -> bool:
+        """What `enabled` says, which a group with any other key must have."""
+        if self.values and "enabled" not in self.values:
+            what = f"{self.name} has {next(iter(self.values))} and no enabled"
+            raise ShaketableError(f"{what}, so it is neither on nor off; add +{self.name}.enabled=True")
+        return self.flag("enabled")
+
     def flag(self, key: str, default: bool = False) -> bool:
         """A truth value."""
         value = self.values.get(key, default)
@@ -114,6 +122,7 @@ class OriginKeys:
         found = self.values.get(key)
         if found is None or found == "all":
             return None
+        found = found.split(",") if isinstance(found, str) else found
         several = found if isinstance(found, list | tuple) else [found]
         numbers = [as_number(layer) for layer in several]
         if not numbers or any(n is None or n < 0 or n != int(n) or n >= 10**6 for n in numbers):
@@ -122,10 +131,16 @@ class OriginKeys:
 
     def only(self, key: str, same: tuple[str, ...], accepted: str) -> None:
         """A list of names that changes nothing, because all of them are in `same`."""
-        found = self.values.get(key) or []
-        several = [found] if isinstance(found, str) else found
-        if not isinstance(several, list | tuple) or any(name not in same for name in several):
+        if any(name not in same for name in self.names(key)):
             raise self.problem(key, f"{accepted}; also accepted: {', '.join(same)}")
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of names, whatever they are; none when the key is not there."""
+        found = self.values.get(key) or ()
+        several = (found,) if isinstance(found, str) else found
+        if not isinstance(several, list | tuple) or not all(isinstance(name, str) for name in several):
+            raise self.problem(key, "write a name or a list of names")
+        return tuple(several)
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of a key that is there, or has a default."""

@@ -30,6 +30,7 @@ from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.origin_configs import aqn as origin_aqn
 from shaketable.integrations.origin_configs import faults as origin_faults
 from shaketable.integrations.origin_configs.keys import Found
+from shaketable.integrations.origin_configs.spelling import grouped
 from shaketable.plan import Plan
 
 
@@ -55,6 +56,7 @@ def translate(config: Mapping[str, Any], environ: Mapping[str, str] | None = Non
     Raises:
         ShaketableError: A key is unknown or cannot be honoured, two AQNs are on, or config and environment disagree.
     """
+    config = grouped(config)
     noises = [found for found in (origin_aqn.weights(config), origin_aqn.outputs(config)) if found]
     faults = [origin_faults.hardware(config), origin_faults.operators(config, environ or {}), origin_faults.dead_zone(config)]
     groups = [found for found in faults if found] + noises

@@ -6,7 +6,8 @@
     shaketable.plan      a line of the plan language (Hydra wants quotes around , = and ;), or a YAML file
     shaketable.aqn       a line that `AQN.load` reads, or a YAML file, that of `shaketable guide` too
     shaketable.seed      keys all noise
-    shaketable.plan_in   rollout, actor or both (the default): where clauses act that name no phase; none acts in validation
+    shaketable.plan_in   rollout, actor or both (the default): where clauses act that name no phase
+    shaketable.validate  clean (the default), plan or both: how validations are scored; what has faults in it is called so
     shaketable.ledger    a folder for this run alone that all workers can write to; by default one beside the checkpoints
 
 The keys of the study we come from are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
@@ -18,9 +19,11 @@ gets verl's own class. `VERL_USE_EXTERNAL_MODULES=shaketable.integrations.verl` 
 off. verl swallows what plugins raise while they are loaded, so there is nothing here that could: standard library only.
 
 **A run that trains clean although the driver has printed a plan** is the failure we fear most. It happens where the process of
-verl's task runner does not load our plugin. So the driver puts our extension of vLLM's workers into the config, which cannot
-be imported where this package is missing, and at its end looks for the instructions that a trainer of ours would have written:
-without them it exits with 3, whatever verl said.
+verl's task runner does not load our plugin. So the driver puts a prefix before the name of the trainer, which verl knows only
+where our plugin is loaded, and names our extension of vLLM's workers, which cannot be imported where this package is missing:
+either stops the run at its start. At its end it looks for the instructions that a trainer of ours would have written: without
+them it exits with 3, whatever verl said. A driver in which none of this is loaded is stopped by Hydra
+(`integrations/hydra_guard.py`).
 
 Rejected: variables in the environment of workers, which a Ray cluster that is running already does not take over. Instructions
 travel in verl's own config to vLLM (`additional_config`), and by a call to the actors.
@@ -42,12 +45,15 @@ from shaketable.launch import import_hooks
 if TYPE_CHECKING:
     from shaketable.integrations.verl.settings import Shaking
 
+OURS = "shaketable_"
+"""Before the name of a trainer: the one that obeys us, on top of that of the name."""
 _announced: set[Path] = set()
 """Folders of ledgers of the runs that this process drives."""
 
 
 def _on_config(module: ModuleType) -> None:
     """`verl.utils.config`: verl's driver checks every config with it."""
+    _accept_keys_without_plus()
     validate: Callable[..., None] = module.validate_config
 
     @functools.wraps(validate)
@@ -58,15 +64,28 @@ def _on_config(module: ModuleType) -> None:
     module.validate_config = validate_config  # type: ignore[attr-defined]
 
 
+def _accept_keys_without_plus() -> None:
+    """verl's programs import this module before Hydra reads their arguments, and Hydra refuses keys that no config has."""
+    if not any(argument.startswith(("trainer.", "deadzone", "aqn")) for argument in sys.argv[1:]):
+        return
+    from shaketable.integrations.origin_configs.command_line import accepted
+
+    sys.argv[1:], changed = accepted(sys.argv[1:])
+    if changed:
+        print(f"shaketable: put ++ in front of {', '.join(changed)}, which verl's own config does not have", flush=True)
+
+
 def _announce(config: Any) -> None:
     """Say what will be done, or end the program with the one line that says why not."""
     from shaketable.errors import ShaketableError
+    from shaketable.integrations.hydra_guard import keys_were_read
 
     try:
         found = asked(config, _announced)
     except ShaketableError as error:
         sys.stderr.write(f"shaketable: {error}\n")
         raise SystemExit(2) from None
+    keys_were_read("nothing was asked for" if found is None else str(found.ledger))
     if found is not None and found.ledger not in _announced:
         print(*found.lines, sep="\n", flush=True)
         _pin(config, found)
@@ -82,6 +101,7 @@ def _pin(config: Any, found: Shaking) -> None:
 
     with open_dict(config):
         OmegaConf.update(config, "shaketable.resolved", found.pinned(), force_add=True)
+        config.trainer.v1.trainer_mode = OURS + config.trainer.v1.trainer_mode
         key = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
         if found.instructions("sampler", 1) is not None and OmegaConf.select(config, key) is None:
             OmegaConf.update(config, key, EXTENSION, force_add=True)
@@ -107,7 +127,7 @@ def _on_trainers(module: ModuleType) -> None:
 
     @functools.wraps(choose)
     def get_trainer_cls(name: str) -> Callable[..., Any]:
-        return functools.partial(_make_trainer, choose(name))
+        return functools.partial(_make_trainer, choose(name.removeprefix(OURS)))
 
     module.get_trainer_cls = get_trainer_cls  # type: ignore[attr-defined]
 
@@ -118,6 +138,7 @@ def _make_trainer(chosen: Any, config: Any) -> Any:
         return chosen(config=config)
     from shaketable.integrations.verl.trainer import shaken
 
+    config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(OURS)
     return shaken(chosen)(config=config, shaking=found)
 
 

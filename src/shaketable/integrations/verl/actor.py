@@ -36,7 +36,8 @@ class ActorFaults:
             self.plan = Injection(Plan.parse(instructions.plan, seed=instructions.seed), allow_inert=True)
             self.plan.attach(model)
         if instructions.aqn is not None:
-            self.noise = AQN.load(instructions.aqn).attach(model, instructions.total_steps, allow_inert=True)
+            aqn = AQN.load(instructions.aqn)
+            self.noise = aqn.attach(model, instructions.total_steps, allow_inert=True, plan=self.plan)
         self.file = Report(Path(instructions.ledger or "."), "actor", self.report)
 
     @property

@@ -3,7 +3,9 @@
 A CUDA graph replays kernels and runs no Python, so in a sampler that captures graphs only faults of weights act. vLLM computes
 q, k and v as one product, and gate and up as another, under names that the trainer's model does not have, and the other way
 round. The names of models that do have them (Phi has `qkv_proj`, vLLM's DeepSeek has `q_proj`) can be written as `*qkv_proj`,
-which is looked up in the model and not judged here.
+which is looked up in the model and not judged here. FSDP1 (`strategy=fsdp`) keeps the weights of a layer as one flat vector:
+operators, layers and modules that are called by their name are hit there as in FSDP2; what is found by the shape of its weight
+(`module.linear`), and weights themselves, are not.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+FSDP2 = "actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2"
+BY_SHAPE = {"all", "linear", "rmsnorm", "layernorm", "embedding", "lm_head", "router", "lora"}
+"""Names of modules that are told by the shape of their weight."""
 
 
 def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
@@ -30,13 +35,13 @@ def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
         ShaketableError: One line, with the key to change.
     """
     trainer, model = config["trainer"], config["actor_rollout_ref"]
-    mode = trainer["v1"]["trainer_mode"] if trainer["use_v1"] else "the trainer before v1"
+    mode = trainer["v1"]["trainer_mode"] if trainer.get("use_v1") else "the trainer before v1"
     if mode != "sync":
         raise ShaketableError(f"shaketable works with trainer.v1.trainer_mode=sync, not with {mode}")
     if made.instructions("sampler", 1) is not None:
         _check_sampler(trainer, model["rollout"], made)
-    if made.instructions("actor", 1) is not None and model["actor"]["strategy"] != "fsdp2":
-        raise ShaketableError(f"faults in the actor need actor.strategy=fsdp2, not {model['actor']['strategy']}")
+    if made.instructions("actor", 1) is not None:
+        _check_strategy(model["actor"]["strategy"], made)
     for role in ("sampler", "actor"):
         for clause in _clauses(made, role):
             _check_names(clause, role)
@@ -54,6 +59,21 @@ def _check_sampler(trainer: Mapping[str, Any], rollout: Mapping[str, Any], made:
     hit = next(_in_activations(made), None)
     if hit is not None and trainer["device"] != "cpu" and _captures(rollout, options):
         raise ShaketableError(f"{hit}: vLLM captures CUDA graphs, in which only faults of weights act; add {EAGER}")
+
+
+def _check_strategy(strategy: str, made: Shaking) -> None:
+    if strategy not in ("fsdp", "fsdp2"):
+        raise ShaketableError(f"faults in the actor need FSDP, not actor.strategy={strategy}; use {FSDP2}")
+    aqn = made.aqn if made.aqn is not None and made.aqn.where == "both" and made.aqn.form != "output" else None
+    flat = [clause.text() for clause in _clauses(made, "actor") if _needs_shapes(clause)] + ([aqn.text()] if aqn else [])
+    if strategy == "fsdp" and flat:
+        raise ShaketableError(
+            f"{flat[0]}: strategy=fsdp keeps weights as flat vectors, which cannot be told apart; use {FSDP2}"
+        )
+
+
+def _needs_shapes(clause: Clause) -> bool:
+    return "weight" in clause.points or (clause.site.level == "module" and not BY_SHAPE.isdisjoint(clause.site.names))
 
 
 def vllm_options(rollout: Mapping[str, Any]) -> Mapping[str, Any]:

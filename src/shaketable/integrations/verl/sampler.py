@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from shaketable.inject.weights.held_noise import HeldTap
 from shaketable.integrations.vllm import extension
 
 STRIDE = 4096
@@ -32,3 +33,22 @@ class SamplerExtension(extension.Extension, vLLMColocateWorkerExtension):  # typ
         file = self._shaketable.file
         if file is not None:
             file.flush(mark)
+
+    def switch_plan(self, on: bool) -> None:
+        """For a validation: whether the plan acts at all. What it has written into weights is taken out when it does not.
+
+        A validation may come before the first request, when nothing is on yet: AQN is switched on where it is not due, because
+        what it writes is counted once per step and belongs to the first one. What the plan writes into weights is counted for
+        every validation, also for two of the same step.
+        """
+        shaker = self._shaketable
+        if not shaker.is_live:
+            shaker.set_phase("eval")
+            shaker.is_live = True
+            if shaker.aqn is not None:
+                shaker.aqn.enable()
+        if shaker.plan is not None:
+            for tap in shaker.plan.taps:
+                if isinstance(tap, HeldTap):
+                    tap.forget()
+            (shaker.plan.enable if on else shaker.plan.disable)()

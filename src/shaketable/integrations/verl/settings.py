@@ -1,10 +1,10 @@
 """What a config of verl asks of us: read, checked, and turned into instructions for samplers and actors. Imports no torch.
 
-A clause that names no phase acts where `plan_in` says, and never in validation: an evaluation under faults is asked for, with
-`phase=eval`, and is then a score that says so. Samplers are given the clauses that act in rollouts or validations, actors
-those that act in training. A sampler has no backward: clauses that act there alone are the actors', and one that nobody could
-obey is an error. AQN is the samplers'; one with `where=both` acts in the actors' forwards and backwards as well. The reference
-policy and the critic are given nothing.
+A clause that names no phase acts where `plan_in` says, and not in validation: an evaluation under faults is asked for, with
+`validate=plan` or `both`, or by a clause with `phase=eval`, and is then a score that says so (`shaketable/faulty/val-core/…`).
+Samplers are given the clauses that act in rollouts or validations, actors those that act in training. A sampler has no
+backward: clauses that act there alone are the actors', and one that nobody could obey is an error. AQN is the samplers'; one
+with `where=both` acts in the actors' forwards and backwards as well. The reference policy and the critic are given nothing.
 
 **Steps.** A schedule is stretched over the steps of the run. One by epochs follows verl's epochs instead: its e-th decay is the
 e-th pass through the data, also in a run that is cut short. More epochs than it has decays are an error. verl ends a run at
@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.harden.aqn.schedules import EpochAware
@@ -33,6 +33,7 @@ EXTENSION = "shaketable.integrations.verl.sampler.SamplerExtension"
 """Our extension of vLLM's workers."""
 ORDERS = "instructions.json"
 """What a trainer of ours leaves in the folder of ledgers, before anything else."""
+Validate = Literal["clean", "plan", "both"]
 PHASES = {"rollout": ("rollout",), "actor": ("train",), "both": ("rollout", "train")}
 
 
@@ -49,6 +50,8 @@ class ShaketableKeys(BaseModel):
     """Keys all noise; the plan's and AQN's own when left out."""
     plan_in: Literal["rollout", "actor", "both"] | None = None
     """Where clauses act that name no phase; both when left out."""
+    validate_: Validate | None = Field(default=None, alias="validate")
+    """Validations without faults, under the plan, or both ways; when left out, under it where a clause names `eval`."""
     ledger: str | None = None
     """A folder for this run's ledgers."""
 
@@ -56,11 +59,12 @@ class ShaketableKeys(BaseModel):
     def of(cls, config: Mapping[str, Any]) -> ShaketableKeys:
         """The keys of a config, none of which it need have."""
         group = config.get("shaketable") or {}
+        valid = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(group, Mapping):
-            raise ShaketableError(f"shaketable is a group of keys ({', '.join(cls.model_fields)}), not {group!r}")
+            raise ShaketableError(f"shaketable is a group of keys ({', '.join(valid)}), not {group!r}")
         for key in group:
-            if key not in cls.model_fields:
-                raise ShaketableError(f"shaketable.{key} is unknown; {nearest(str(key), cls.model_fields)}")
+            if key not in valid:
+                raise ShaketableError(f"shaketable.{key} is unknown; {nearest(str(key), valid)}")
         try:
             return cls(**{str(key): value for key, value in group.items()})
         except ValidationError as error:
@@ -75,6 +79,8 @@ class Shaking(BaseModel):
     plan: Plan | None
     aqn: AQN | None
     ledger: Path
+    validations: Validate = "clean"
+    """How validations are scored."""
     lines: tuple[str, ...] = ()
     """To print at the start."""
 
@@ -82,14 +88,15 @@ class Shaking(BaseModel):
         """As plain data, which `shaking_of` reads back from the config whatever the environment is."""
         plan = None if self.plan is None else self.plan.text()
         seed = 0 if self.plan is None else self.plan.seed
-        return {"plan": plan, "seed": seed, "aqn": None if self.aqn is None else self.aqn.text(), "ledger": str(self.ledger)}
+        rest = {"ledger": str(self.ledger), "validate": self.validations}
+        return {"plan": plan, "seed": seed, "aqn": None if self.aqn is None else self.aqn.text(), **rest}
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Shaking:
         """The inverse of `pinned`."""
         plan = None if data["plan"] is None else Plan.parse(data["plan"], seed=data["seed"])
         aqn = None if data["aqn"] is None else AQN.load(data["aqn"])
-        return cls(plan=plan, aqn=aqn, ledger=Path(data["ledger"]))
+        return cls(plan=plan, aqn=aqn, ledger=Path(data["ledger"]), validations=data["validate"])
 
     def total_steps(self, most: int, per_epoch: int, epochs: int) -> int:
         """The steps that schedules are stretched over.
@@ -172,7 +179,7 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     plan = None if plan is None else _placed(plan, keys)
     if aqn is not None and keys.seed is not None:
         aqn = aqn.model_copy(update={"seed": keys.seed})
-    made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys))
+    made = Shaking(plan=plan, aqn=aqn, ledger=_folder(config, keys), validations=_validations(plan, keys))
     check_verl(config, made)
     why = without_kl(config, made)
     no_kl = [f"shaketable: no shaketable/kl in this run: {why}"] if why is not None else []
@@ -181,7 +188,9 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
 
 def _placed(plan: Plan, keys: ShaketableKeys) -> Plan:
     """The plan with a phase in each clause."""
-    here = PHASES[keys.plan_in or "both"]
+    here: tuple[str, ...] = PHASES[keys.plan_in or "both"]
+    if keys.validate_ in ("plan", "both") and "rollout" in here:
+        here = (*here, "eval")
     clauses = []
     for clause in plan.clauses:
         if clause.site.phase and keys.plan_in and not set(clause.site.phase) <= {*here, "eval"}:
@@ -194,6 +203,18 @@ def _placed(plan: Plan, keys: ShaketableKeys) -> Plan:
     return plan.model_copy(update={"clauses": tuple(clauses), "seed": seed})
 
 
+def _validations(plan: Plan | None, keys: ShaketableKeys) -> Validate:
+    """How validations are to be scored, if that can be done with what the plan has for them."""
+    named = [c for c in plan.clauses if "eval" in c.site.phase and _is_for(c, "sampler")] if plan is not None else []
+    if keys.validate_ is None:
+        return "plan" if named else "clean"
+    if keys.validate_ == "clean" and named:
+        raise ShaketableError(f"shaketable.validate=clean, and {named[0].text()} names eval; leave one out")
+    if keys.validate_ != "clean" and not named:
+        raise ShaketableError(f"shaketable.validate={keys.validate_} needs a clause that acts in samplers, and there is none")
+    return keys.validate_
+
+
 def _is_for(clause: Clause, role: str) -> bool:
     """Whether the workers of a role are to have a clause."""
     if role == "actor":
@@ -203,8 +224,8 @@ def _is_for(clause: Clause, role: str) -> bool:
 
 def _during(clause: Clause, phases: tuple[str, ...]) -> Clause:
     """The clause in those phases; one that acts backward alone has nothing to do in a rollout that is not its only phase."""
-    if "forward" not in clause.site.directions and len(phases) > 1:
-        phases = tuple(phase for phase in phases if phase != "rollout")
+    if "forward" not in clause.site.directions and "train" in phases:
+        phases = ("train",)
     return clause.model_copy(update={"site": clause.site.model_copy(update={"phase": phases})})
 
 
@@ -226,4 +247,5 @@ def _lines(made: Shaking) -> list[str]:
         if (instructions := made.instructions(role, 1)) is not None:
             plan = [f"plan {instructions.plan} (seed {instructions.seed})"] if instructions.plan else []
             lines.append(f"shaketable: {who}: {'; '.join([*plan, *([f'AQN {instructions.aqn}'] if instructions.aqn else [])])}")
-    return [*lines, f"shaketable: ledgers in {made.ledger}"]
+    faulty = {"clean": "clean", "plan": "under the plan", "both": "clean and under the plan"}[made.validations]
+    return [*lines, f"shaketable: validations: {faulty}", f"shaketable: ledgers in {made.ledger}"]

@@ -3,8 +3,8 @@
     on_init_end        samplers and actors are there: give instructions, see that every worker acts on them
     on_step_begin      the step keys the noise, and σ follows; the weights of this step are in the samplers
     after a step       ledgers come home, as metrics and as a line of steps.jsonl: everything due has hit in this step
-    on_validate_begin  samplers are told that they validate: faults and AQN are off, the weights clean
-    after a validation nothing has hit that was not asked for
+    a validation       once or twice, clean or under the plan: samplers are told, AQN is off, clean weights are clean
+    after each         nothing has hit that was not asked for, and what was asked for has; faulty scores are named so
     on_validate_end    on again
 
 AQN needs no call after a weight sync: the sampler sees new weights arrive and writes the noise into those (`vllm/worker.py`).
@@ -18,6 +18,9 @@ other trainers generate while they train; what a step is there is another questi
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -34,6 +37,9 @@ from shaketable.integrations.verl.workers import VerlWorkers
 
 KL = "rollout_corr/k3_kl"
 """verl's estimate of KL(sampler‖trainer) per token, from what both sides say of the samples; the one that is never negative."""
+
+FAULTY = "shaketable/faulty/"
+"""Before the name of a score that was taken under the plan."""
 
 
 class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
@@ -98,18 +104,41 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
             self.actor_rollout_wg.shake_step(step)
         self._tell("set_step", step, step=step, phase="rollout")
 
-    def on_validate_begin(self) -> None:
-        """Off."""
-        super().on_validate_begin()
-        if self._tell("set_phase", "eval", phase="eval"):
+    def _validate(self) -> dict[str, Any]:
+        """Validations as they were asked for, each with the proof that it was of the model it claims to be of."""
+        if "sampler" not in self.shaken.instructions:
+            return {**super()._validate(), "shaketable/validation_fires": 0.0}
+        found: dict[str, Any] = {}
+        for faulty in {"clean": (False,), "plan": (True,), "both": (False, True)}[self.shaking.validations]:
+            self._begin_validation(faulty)
+            with self._dumping_apart() if faulty else nullcontext():
+                scores = super()._validate()
+            self._refresh()
+            proven = scores | {"shaketable/validation_fires": float(self.shaken.after_validation(faulty))}
+            found |= {FAULTY + key.removeprefix("shaketable/"): value for key, value in proven.items()} if faulty else proven
+        return found
+
+    def _begin_validation(self, faulty: bool) -> None:
+        """Tell samplers, which also empties vLLM's prefix cache. Faults of weights hit when they are written, which is now."""
+        if self.shaking.validations != "clean":
+            self._call("switch_plan", faulty)
+        self._tell("set_phase", "eval", phase="eval")
+        if not faulty:
             self.shaken.check_clean()
             self.shaken.begin()
 
-    def _validate(self) -> dict[str, Any]:
-        """A validation, with the proof that it was of the model it claims to be of, while samplers still validate."""
-        found: dict[str, Any] = super()._validate()
-        self._refresh()
-        return {**found, "shaketable/validation_fires": float(self.shaken.after_validation())}
+    @contextmanager
+    def _dumping_apart(self) -> Iterator[None]:
+        """verl dumps the answers of a validation by its step: those under faults go to a folder of their own, to no table."""
+        trainer = self.config.trainer
+        was = trainer.get("validation_data_dir"), trainer.get("log_val_generations")
+        with open_dict(trainer):
+            trainer.validation_data_dir = str(Path(was[0]) / "faulty") if was[0] else was[0]
+            trainer.log_val_generations = 0
+            try:
+                yield
+            finally:
+                trainer.validation_data_dir, trainer.log_val_generations = was
 
     def on_validate_end(self) -> None:
         """On. What is written into weights now belongs to no step; before the first one, to that: samplers are at step 0."""

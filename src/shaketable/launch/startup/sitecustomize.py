@@ -29,10 +29,12 @@ def _watch() -> None:
         from shaketable.launch import import_hooks
     except ImportError as error:
         sys.stderr.write(f"shaketable: cannot shake {sys.executable}: {error}. Install shaketable there.\n")
-        raise SystemExit(2) from None
-    import_hooks.install()
+        sys.stderr.flush()
+        os._exit(2)  # an exception here is a fatal error of Python's own, with a traceback
+    if os.environ.get("SHAKETABLE_PLAN"):
+        import_hooks.install()
 
 
 _give_way()
-if os.environ.get("SHAKETABLE_PLAN"):
+if os.environ.get("SHAKETABLE_PLAN") or os.environ.get("SHAKETABLE_KEYS_READ"):
     _watch()

@@ -1,0 +1,256 @@
+"""Everything that the origin's documents print is accepted as it stands, or answered with a command that exists here."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+
+import shaketable as st
+from shaketable.cli import app
+from shaketable.errors import ShaketableError
+from shaketable.integrations.origin_configs.command_line import DOCUMENTS, accepted, answer, instead
+from shaketable.integrations.origin_configs.translate import translate
+from shaketable.integrations.verl.settings import shaking_of
+from shaketable.measure.sweep.config import parse_magnitudes, resolve_plan
+from shaketable.study.file import load_study
+from tests import ROOT
+
+DATA = yaml.safe_load(DOCUMENTS.read_text())
+ROWS = DATA["rows"]
+VERBS = typer.main.get_command(app).commands
+RECIPES = ROOT / "examples" / "verl"
+
+
+def named(*keys):
+    """Rows that print one of these, with a name each."""
+    rows = [row for row in ROWS if any(key in row for key in keys)]
+    return [pytest.param(row, id=f"{row['document']}: {row['section']}"[:60]) for row in rows]
+
+
+def commands_of(row):
+    """The commands that a row gives, one by one."""
+    here = instead(shlex.split(row["script"])[1:], {}) if "script" in row else row["here"]
+    whole = [here] if isinstance(here, str) else here
+    return [part.strip() for line in whole for part in line.split(" ; ")]
+
+
+# ---- every command exists
+
+
+@pytest.mark.parametrize("row", named("script", "here"))
+def test_the_command_of_a_row_can_be_given(row, tmp_path):
+    for line in commands_of(row):
+        words = shlex.split(line)
+        variables = {}
+        while re.match(r"[A-Z_]+=", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = value
+        if words[0] == "shaketable":
+            check_verb(words[1:])
+        else:
+            check_recipe(variables, words, tmp_path)
+
+
+def check_verb(words):
+    verb, rest = VERBS[words[0]], words[1:]
+    if words[0] == "study":
+        verb, rest = verb.commands[rest[0]], rest[1:]
+    rest, own = (rest[: rest.index("--")], rest[rest.index("--") :]) if "--" in rest else (rest, [])
+    given = verb.make_context(words[0], [*rest, *own]).params
+    if given.get("plan") is not None:
+        scale = parse_magnitudes(given["magnitudes"]) if given.get("magnitudes") else None
+        resolve_plan(given["plan"], scale) if words[0] == "sweep" else st.Plan.load(given["plan"])
+    if words[0] == "study":
+        load_study(given["file"])
+
+
+def check_recipe(variables, words, tmp_path):
+    """The recipe exists, reads these variables, and verl's driver would take what it is given."""
+    assert words[0] == "bash"
+    script = ROOT / words[1]
+    texts = chain(script)
+    assert all(f"${{{name}:-" in texts for name in variables), variables
+    keys = {k: variables[v] for k, v in (("plan", "PLAN"), ("aqn", "AQN"), ("plan_in", "PLAN_IN")) if v in variables}
+    asked = {o.partition("=")[0][1:]: o.partition("=")[2].strip("'") for o in words[2:] if o[0] == "+"}
+    config = verl_config(tmp_path, eager="enforce_eager=True" in texts + " ".join(words))
+    if "aqn.config" in asked:
+        path = tmp_path / asked["aqn.config"]
+        guided = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": {15: 0.1}}
+        path.write_text(yaml.safe_dump({"aqn": guided, "srdd_metadata": {"num_layers": 28}}))
+        config["aqn"] = {"config": str(path), "schedule": asked["aqn.schedule"]}
+    keys |= {key.partition(".")[2]: value for key, value in asked.items() if key.startswith("shaketable.")}
+    assert shaking_of(config | {"shaketable": keys or None}, {}) is not None or not (asked or variables.get("PLAN"))
+
+
+def chain(script):
+    """The text of a recipe and of those that it calls."""
+    text = script.read_text()
+    called = re.findall(r'\$\(dirname "\$0"\)/(\w+\.sh)', text)
+    return text + "".join(chain(RECIPES / name) for name in called)
+
+
+def verl_config(tmp_path, eager=True):
+    sampler = {"name": "vllm", "enforce_eager": eager, "calculate_log_probs": True, "engine_kwargs": {"vllm": {}}}
+    trainer = {"use_v1": True, "v1": {"trainer_mode": "sync"}, "default_local_dir": str(tmp_path), "total_epochs": 2}
+    return {
+        "trainer": trainer | {"device": "cuda"},
+        "actor_rollout_ref": {"rollout": sampler, "actor": {"strategy": "fsdp2"}},
+        "algorithm": {"rollout_correction": {"bypass_mode": False}},
+    }
+
+
+@pytest.mark.parametrize("row", named("study"))
+def test_the_arms_of_a_study_are_there(row):
+    study = load_study(Path(row["study"]))
+    assert set(row.get("arms", ())) <= set(study.arms)
+
+
+# ---- every key is read
+
+
+@pytest.mark.parametrize("row", named("config", "environ", "verl"))
+def test_keys_become_what_the_row_says_or_are_answered(row):
+    config, environ = row.get("config", {}), {}
+    if "environ" in row:
+        environ = dict(word.split("=", 1) for word in row["environ"].split())
+    if "verl" in row:
+        config = overridden(accepted(shlex.split(row["verl"])[3:])[0])
+    if "answer" in row:
+        with pytest.raises(ShaketableError) as error:
+            translate(config, environ)
+        assert str(error.value) == row["answer"]
+        return
+    found = translate(config, environ)
+    assert (found.plan and found.plan.text()) == row.get("plan")
+    assert (found.aqn and found.aqn.text()) == row.get("aqn")
+
+
+def overridden(arguments):
+    """Arguments of Hydra as a config: those that it would take for a config without the origin's keys."""
+    config = {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if dict_key := re.fullmatch(r"\+\+([\w.]+)", key):
+            *path, last = dict_key[1].split(".")
+            at = config
+            for part in path:
+                at = at.setdefault(part, {})
+            at[last] = yaml.safe_load(value)
+        else:
+            assert not re.match(r"trainer\.\w+\.|deadzone|aqn", key), f"Hydra would refuse {key}"
+    return config
+
+
+@pytest.mark.parametrize("row", named("python"))
+def test_python_of_a_row_runs_and_changes_values(row, tiny_llama):
+    ids = torch.arange(1, 9)[None]
+    names = {"st": st, "model": tiny_llama, "ids": ids}
+    exec(row["python"].replace("layer.15", "layer.2").replace("dead_zone:0.01", "dead_zone:0.2"), names)
+    assert names["ledger"].forward > 0
+
+
+# ---- nothing is left out
+
+
+def test_every_experiment_arm_and_phase_has_a_row():
+    text = "\n".join(row["section"] for row in ROWS)
+    wanted = [*(f"E{n}" for n in range(2, 13)), "E3b", "E4b", "E5a", "E5b", "E5c", "E5d", "E7a", "E7b", "E7c", "E1"]
+    wanted += ["Test 3a", "Test 3b", *(f"phase {n}" for n in range(1, 5))]
+    wanted += ["Clean", "Deadzone Only", "Global AQN", "Targeted AQN", "Healthy AQN"]
+    assert [name for name in wanted if not re.search(rf"\b{name}\b", text)] == []
+    assert {row["document"] for row in ROWS} == set(DATA["documents"])
+    printed = {Path(word).name for row in ROWS if "script" in row for word in row["script"].split()}
+    assert {entry["script"] for entry in DATA["scripts"]} | {"train_ppo.py"} <= printed
+    assert len(ROWS) == 77
+
+
+def test_the_page_is_what_the_list_says():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "origin_documents.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("row", named("script"))
+def test_every_printed_script_is_answered_in_one_line(row):
+    line = answer(shlex.split(row["script"]), {})
+    assert line.startswith(shlex.split(row["script"])[1].split("/")[-1])
+    assert line.endswith(instead(shlex.split(row["script"])[1:], {}))
+    assert "\n" not in line
+
+
+def test_what_the_origins_scripts_read_from_the_environment_is_carried_over():
+    words = ["bash", "scripts/test_noisy_ops_aqn_epoch_aware.sh", "5e-2", "8"]
+    files = {"MODEL_PATH": "/models/q wen", "TRAIN_DATA": "/data/gsm8k/train.parquet", "VAL_DATA": "/data/gsm8k/test.parquet"}
+    line = answer(words, files)
+    assert "here: MODEL='/models/q wen' DATA=/data/gsm8k GPUS=8 PLAN=relative_gaussian:0.05@op.matmul AQN=" in line
+    assert answer(["env", "MODEL_PATH=/m", *words], {}).count("MODEL=/m ") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "train.py"],
+        ["python", "-m", "verl.trainer.main_ppo", "trainer.noisy_ops.enabled=true"],
+        ["python", "train_ppo.py", "--lr", "1e-4"],
+        ["python", "robustness_eval.py", "--model", "x"],
+        ["cat", "notes.txt", "scripts/test_noisy_ops_a100.sh"],
+        ["bash", "test_noisy_ops_a100.sh", "1", "2", "3"],
+        [],
+    ],
+)
+def test_other_commands_are_nobodys_business(command):
+    assert answer(command, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("bash test_noisy_ops_a100.sh strong 8", "the scale is 'strong'; write a number above 0"),
+        ("bash test_hw_error_injection_a100.sh mpl 8 1e-5", "scope is 'mpl'; valid: minimal, rmsnorm, mlp, linear, all"),
+        ("python train_ppo.py --deadzone_enabled true --deadzone_layer last", "deadzone.layer is 'last'"),
+        ("python train_ppo.py --deadzone_enabled true --deadzone_layr 3", "deadzone.layr: unknown key; did you mean 'layer'?"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(command, message):
+    with pytest.raises(ShaketableError, match=re.escape(message)):
+        answer(command.split(), {})
+
+
+def test_variables_that_only_verl_reads_are_answered_elsewhere():
+    environ = {"VERL_NOISY_OPS_ENABLED": "1", "VERL_NOISY_OPS_SCALE": "1e-4"}
+    line = answer(["python", "train.py"], environ)
+    assert line.endswith("unset them and write --plan relative_gaussian:0.0001@op.matmul -- python train.py")
+    assert answer(["python", "-m", "verl.trainer.main_ppo"], environ) is None, "verl reads them itself"
+    assert answer(["python", "train.py"], {"VERL_NOISY_OPS_ENABLED": "0"}) is None
+
+
+# ---- keys without +
+
+
+def test_only_the_origins_keys_are_given_a_prefix():
+    given = [
+        "--config-name=ppo_trainer",
+        "trainer.total_epochs=2",
+        "trainer.noisy_ops.enabled=true",
+        "+trainer.noisy_ops.error_scale=1e-4",
+        "deadzone_layer=15",
+        "aqn.sigma=0.05",
+        "data.aqn=1",
+        "'trainer.noisy_ops.error_type'=x",
+        "aqn",
+    ]
+    found, changed = accepted(given)
+    assert changed == ["trainer.noisy_ops.enabled", "deadzone_layer", "aqn.sigma"]
+    assert found[2] == "++trainer.noisy_ops.enabled=true"
+    assert found[4:6] == ["++deadzone.layer=15", "++aqn.sigma=0.05"]
+    assert [found[i] for i in (0, 1, 3, 6, 7, 8)] == [given[i] for i in (0, 1, 3, 6, 7, 8)]
