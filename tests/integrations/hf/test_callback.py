@@ -254,7 +254,7 @@ def test_what_may_still_act_is_judged_at_the_end(tmp_path):
 
 
 def test_what_cannot_work_is_refused_before_the_first_step(tmp_path):
-    with pytest.raises(ShaketableError, match="needs plan=, aqn=, or both"):
+    with pytest.raises(ShaketableError, match="needs plan=, aqn=, or mismatch_every="):
         ShaketableCallback()
     with pytest.raises(st.PlanError, match="matches 'moose'"):
         sft(tmp_path, llama(), ShaketableCallback(plan="gain:1@module.moose")).train()

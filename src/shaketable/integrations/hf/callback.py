@@ -28,6 +28,7 @@ from shaketable.errors import InertError, ShaketableError
 from shaketable.harden.aqn.attach import AttachedAQN
 from shaketable.harden.aqn.spec import AQN
 from shaketable.inject.injection import Injection, inject, this_rank
+from shaketable.integrations.hf.mismatch import MismatchCheck
 from shaketable.integrations.hf.trainer_state import (
     Exchanged,
     from_all_ranks,
@@ -51,6 +52,9 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         seed: Keys all noise; overrides the plan's and AQN's own.
         ledger: A file for the merged ledger; an existing one is not overwritten.
         allow_inert: Accept a training in which nothing was injected.
+        mismatch_every: Steps between two measurements of how far sampler and trainer are apart; alone, without plan and AQN,
+            which would be measured too.
+        mismatch_stop: Raise when a measurement finds that the sampler has other weights than the trainer.
     """
 
     def __init__(
@@ -61,9 +65,13 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         seed: int | None = None,
         ledger: str | Path | None = None,
         allow_inert: bool = False,
+        mismatch_every: int | None = None,
+        mismatch_stop: bool = False,
     ) -> None:
-        if plan is None and aqn is None:
-            raise ShaketableError("ShaketableCallback needs plan=, aqn=, or both")
+        _check_arguments(plan is not None or aqn is not None, ledger is not None, mismatch_every, mismatch_stop)
+        self.mismatch_every, self.mismatch_stop = mismatch_every, mismatch_stop
+        self.mismatch: MismatchCheck | None = None
+        """The measurements of this training, or of the last one."""
         self.plan = None if plan is None else while_training(Plan.load(plan, seed=seed))
         self.aqn = None if aqn is None else AQN.load(aqn)
         if self.aqn is not None and seed is not None:
@@ -100,6 +108,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self._call = running_call(trainer)
         self._exchanged = Exchanged(trainer, training_step=self._training, evaluation_loop=self._evaluation)
         _log_before_others(trainer, self)
+        if self.mismatch_every is not None:
+            self.mismatch = MismatchCheck(trainer, self.mismatch_every, self.mismatch_stop)
 
     def _make_folder(self, file: Path) -> None:
         try:
@@ -117,7 +127,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self.sampler = sampler_of(trainer, self.plan, self.aqn, total, step)
         prepare_colocated(None)
         if self.aqn is not None and self.sampler is None:
-            self.noise = self.aqn.attach(model, total, step=step, allow_inert=self.allow_inert)
+            self.noise = self.aqn.attach(model, total, step=step, allow_inert=self.allow_inert, plan=self.injection)
         for injection in self._injections():
             injection.skip_pass = reference_test(model)
         self._switch(True)
@@ -148,12 +158,16 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         """What was injected since the last line, beside the losses."""
         if logs is not None and "loss" in logs and self._exchanged is not None:
+            found = self._metrics()
             for place in (logs, state.log_history[-1]):
-                place.update(self._metrics())
+                place.update(found)
             self._logged = self.ledger.forward, self.ledger.backward
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Take the noise off; merge, print and write the ledger; raises when a rank injected nothing."""
+        if self.mismatch_every is not None:
+            self.close()
+            return
         ledger = self.ledger
         complaints = [] if self.allow_inert else self._complaints()
         self.close()
@@ -225,6 +239,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """Take everything off the model and the trainer. What was counted stays."""
         if self._exchanged is not None:
             self._exchanged.undo()
+            if self.mismatch is not None:
+                self.mismatch.undo()
             self._exchanged = self._call = None
         if self.injection is not None:
             self.injection.close(check=False)
@@ -247,10 +263,12 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         parts = [] if self.injection is None else [self.injection.ledger]
         parts += [] if self.noise is None else [self.noise.ledger]
         parts += [] if self.sampler is None else self.sampler.ledgers()
-        return together(parts)
+        return together(parts) if parts else Ledger("", 0, [])
 
     def _metrics(self) -> dict[str, float]:
         """σ, fires since the last line, and the largest error measured at a clause of the plan (of AQN, without one)."""
+        if self.mismatch is not None:
+            return self.mismatch.logged()
         ledger, found = self.ledger, {}
         acting = self.noise or self.sampler
         if self.aqn is not None and acting is not None:
@@ -288,6 +306,18 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             workers = [{"rank": i, "forward": r["forward"], "backward": r["backward"]} for i, r in enumerate(ranks)]
             extra = {"aqn": None if self.aqn is None else self.aqn.text(), "workers": workers}
             self.file.write_text(json.dumps(self.merged.to_dict() | extra, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_arguments(shakes: bool, ledger: bool, every: int | None, stop: bool) -> None:
+    """Refuse in one line what does not go together."""
+    if not shakes and every is None:
+        raise ShaketableError("ShaketableCallback needs plan=, aqn=, or mismatch_every=")
+    if every is None and stop:
+        raise ShaketableError("mismatch_stop=True needs mismatch_every=")
+    if every is not None and (shakes or ledger):
+        raise ShaketableError("mismatch_every measures a training as it is: use it without plan=, aqn= and ledger=")
+    if every is not None and every < 1:
+        raise ShaketableError(f"mismatch_every is a number of steps, 1 or above, not {every}")
 
 
 def while_training(plan: Plan) -> Plan:

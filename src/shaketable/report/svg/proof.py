@@ -48,11 +48,17 @@ def _row(places: Sequence[Place]) -> dict[str, Any]:
         "state": STATES.get(first["verdict"], "inconclusive"),
         "means": MEANING.get(first["verdict"], first["verdict"] or "no proof was kept"),
         **{key: extent([p[key] for p in places]) for key in ("asked", "measured", "error")},
-        "changed": extent([100 * p["changed"] for p in places if finite(p["changed"])]),
+        "changed": extent([100 * p["changed"] for p in places if finite(p["changed"])]) + _survival(places),
         "forward": total(p["forward"] for p in places),
         "backward": total(p["backward"] for p in places),
         "svg": ratio_strip(places),
     }
+
+
+def _survival(places: Sequence[Place]) -> str:
+    """Of what was not 0 before a dead zone, the share in per cent that is not 0 behind it; nothing for other faults."""
+    shares = [100 * p["survival"] for p in places if p["fault"].startswith("dead_zone") and finite(p["survival"])]
+    return f" ({extent(shares)} survive)" if shares else ""
 
 
 def ratio_strip(places: Sequence[Place]) -> Markup:

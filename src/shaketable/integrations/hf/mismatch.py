@@ -1,0 +1,224 @@
+"""How far sampler and trainer are apart, every so many steps of a TRL training: `ShaketableCallback(mismatch_every=50)`.
+
+Right after completions were generated the sampler has the weights of this step, and their log-probabilities are at hand. Then
+a few of them are read by the model that is trained, both sides are held against themselves for the floor, all weights are
+compared bit for bit, and the operators of one completion say which family causes most of the divergence.
+
+Who samples decides what can be had:
+
+    vLLM in this process    all of it
+    a vLLM server           gap and the trainer's own floor: its weights cannot be reached
+    the model itself        gap, floor and share of decoding with a cache against reading; `generate` is asked for its own
+                            scores, with random numbers that are given back. There are no second weights
+
+Gap and weights are looked at in every check. Floor and share take most of the time: they are measured in the first check, and
+again as soon as all checks together have taken less than a hundredth of the training.
+
+The model is put into eval mode for as long as it takes, and nothing of it is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shaketable.errors import ShaketableError
+from shaketable.measure.decoding.dynamic import padded
+from shaketable.mismatch import weights as parameters
+from shaketable.mismatch.engines.engine import NotToldError, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.engines.hf import HFEngine
+from shaketable.mismatch.floor import floor
+from shaketable.mismatch.gap import differences, distance
+from shaketable.mismatch.semantics import expected
+from shaketable.mismatch.shares import Shares
+from shaketable.mismatch.trainer import Trainer
+
+ROLLOUTS = 4
+"""Completions that are read."""
+BUDGET = 0.01
+"""Of the training's time: while checks have taken more, floor and share are left out."""
+METHOD = "_generate_and_score_completions"
+
+
+class StaleWeightsError(ShaketableError, RuntimeError):
+    """The sampler has other weights than the trainer, after a sync."""
+
+
+class MismatchCheck:
+    """The check of one training.
+
+    Args:
+        trainer: TRL's.
+        every: Steps from one check to the next; the first step has one.
+        stop: Whether weights that differ after a sync end the training.
+    """
+
+    def __init__(self, trainer: Any, every: int, stop: bool) -> None:
+        if not hasattr(trainer, METHOD):
+            raise ShaketableError(f"mismatch_every needs a trainer of TRL that samples; {type(trainer).__name__} does not")
+        _refuse_parts(trainer)
+        self.trainer, self.every, self.stop = trainer, every, stop
+        self.engine = _engine(trainer)
+        if stop and self.engine is None:
+            raise ShaketableError("mismatch_stop needs the sampler's weights, and a vLLM server does not show them")
+        self.newest: dict[str, float] = {}
+        """What the last check found, until it is logged."""
+        self.seconds = 0.0
+        """That all checks took."""
+        self._checked: int | None = None
+        self._began = time.perf_counter()
+        self._generate: Callable[..., Any] = getattr(trainer, METHOD)
+        trainer.__dict__[METHOD] = self._then_check
+
+    def undo(self) -> None:
+        """Give the trainer its method back."""
+        self.trainer.__dict__.pop(METHOD, None)
+
+    def logged(self) -> dict[str, float]:
+        """What is new since the last call."""
+        found, self.newest = self.newest, {}
+        return found
+
+    def _then_check(self, batch: Any) -> Any:
+        made = self._generate(batch)
+        step = self.trainer.state.global_step
+        if self.trainer.model.training and step % self.every == 0 and step != self._checked:
+            self._checked = step
+            started = time.perf_counter()
+            with _reading(self.trainer.model), torch.no_grad():
+                self.newest = self._look(made, step)
+            self.seconds += time.perf_counter() - started
+            self.newest["shaketable/mismatch/seconds"] = time.perf_counter() - started
+        return made
+
+    def _look(self, made: dict[str, Any], step: int) -> dict[str, float]:
+        side = Trainer(self.trainer.accelerator.unwrap_model(self.trainer.model), None, "trainer")
+        rollouts, sampling = self._rollouts(made, side)
+        raw, meant = [], []
+        for rollout, logits in zip(rollouts, side.logits(rollouts), strict=True):
+            raw.append(expected(logits, rollout, Sampling(1)))
+            meant.append(expected(logits, rollout, sampling))
+        gap = distance(differences([r.logprobs for r in rollouts], meant))
+        found = {"gap": gap.mean_abs, "k3": gap.k3, "outside": gap.outside} | self._weights(side, step)
+        if self.seconds <= BUDGET * (time.perf_counter() - self._began):
+            found["floor"] = floor(side, self.engine, rollouts, raw)["mean_abs"]
+            found |= self._share(side, min(rollouts, key=lambda r: len(r.tokens)))
+        return {f"shaketable/mismatch/{name}": float(value) for name, value in found.items()}
+
+    def _rollouts(self, made: dict[str, Any], side: Trainer) -> tuple[list[Rollout], Sampling]:
+        sampling = Sampling(1, temperature=self.trainer.temperature, logprobs_mode="processed")
+        if "sampling_per_token_logps" in made:
+            return _of_batch(made), sampling
+        prompts = [_kept(ids, mask) for ids, mask in zip(made["prompt_ids"], made["prompt_mask"], strict=True)][:ROLLOUTS]
+        return _generated(side.model, prompts, self.trainer.generation_config), sampling
+
+    def _weights(self, side: Trainer, step: int) -> dict[str, float]:
+        if self.engine is None or isinstance(self.engine, HFEngine):
+            return {}
+        own = dict(side.model.named_parameters(remove_duplicate=False))
+        found = parameters.compare(own, self.engine.parameters(), self.engine.dtype)
+        if found["differing"] and self.stop:
+            first = found["differing"][0]
+            count = f"{len(found['differing'])} of {found['compared']} parameters differ"
+            raise StaleWeightsError(f"step {step}: after the sync the sampler's {first['name']} {first['says']}; {count}")
+        counts = {"differing": len(found["differing"]), "compared": found["compared"], "cast": found["cast"]}
+        return {f"weights_{name}": count for name, count in counts.items()}
+
+    def _share(self, side: Trainer, rollout: Rollout) -> dict[str, float]:
+        """The family that causes most of the divergence, by name."""
+        engine = self.engine
+        if engine is None:
+            return {}
+        meter = Shares(side.model)
+        try:
+            told = engine.record(rollout.tokens, len(rollout.prompt), "decode")
+            record = {"prompt": engine.record(rollout.prompt, len(rollout.prompt), "prefill"), "decode": told}
+            meter.add(rollout, record, engine.logprobs([rollout], "decode")[0])
+        except NotToldError:
+            return {}
+        found = meter.result()
+        if not found["families"]:
+            return {}
+        first = found["families"][0]
+        return {f"share/{first['family']}": first["share"]}
+
+
+def _refuse_parts(trainer: Any) -> None:
+    """The weights must be whole, and under their own names."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "peft_config"):
+        raise ShaketableError("mismatch_every cannot tell adapters from what a sampler merged them into; train all weights")
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise ShaketableError("mismatch_every needs whole weights on every rank, and these are sharded (FSDP)")
+
+
+def _engine(trainer: Any) -> RolloutEngine | None:
+    """The sampler, as far as it can be looked into; None for a server."""
+    if not getattr(trainer, "use_vllm", False):
+        return HFEngine(trainer.accelerator.unwrap_model(trainer.model))
+    generation = trainer.vllm_generation
+    if generation.mode == "server":
+        return None
+    if generation.enable_sleep_mode:
+        raise ShaketableError("vLLM's sleep mode puts its weights away behind every rollout; set vllm_enable_sleep_mode=False")
+    from shaketable.integrations.vllm.observe import observe
+    from shaketable.mismatch.engines.vllm import VLLMEngine
+
+    generation.llm.collective_rpc(observe)
+    return VLLMEngine(generation.llm, {})
+
+
+@contextmanager
+def _reading(model: Any) -> Iterator[None]:
+    """Eval mode inside."""
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
+
+
+def _of_batch(made: dict[str, Any]) -> list[Rollout]:
+    """Completions and the sampler's own log-probabilities, out of what TRL has just made."""
+    found = []
+    for row in range(len(made["prompt_ids"])):
+        completion = _kept(made["completion_ids"][row], made["completion_mask"][row])
+        logprobs = made["sampling_per_token_logps"][row][: len(completion)].tolist()
+        if completion and all(x == x for x in logprobs):
+            found.append(Rollout(_kept(made["prompt_ids"][row], made["prompt_mask"][row]), completion, logprobs))
+    return found[:ROLLOUTS]
+
+
+def _kept(ids: Any, mask: Any) -> list[int]:
+    found: list[int] = ids[mask.bool()].tolist()
+    return found
+
+
+def _generated(model: Any, prompts: list[list[int]], config: Any) -> list[Rollout]:
+    """A few completions of `generate` with its own scores; random numbers are as before."""
+    asked = copy.deepcopy(config)
+    asked.output_scores = asked.return_dict_in_generate = True
+    ids, mask = padded(prompts, int(asked.pad_token_id or 0), model.device)
+    with torch.random.fork_rng():
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids) if mask is None else mask, generation_config=asked
+        )
+    told = torch.stack(out.scores, 1).double().log_softmax(-1)
+    return [
+        Rollout(list(prompt), completion, [float(told[row, i, t]) for i, t in enumerate(completion)])
+        for row, prompt in enumerate(prompts)
+        if (completion := _ended(out.sequences[row, ids.shape[1] :].tolist(), asked.eos_token_id))
+    ]
+
+
+def _ended(tokens: list[int], end: int | list[int] | None) -> list[int]:
+    """Up to the first token that ends a completion; behind it is padding."""
+    ends = end if isinstance(end, list) else [end]
+    last = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+    return tokens[: last + 1]

@@ -1,0 +1,301 @@
+"""vLLM, as an engine that is held against a trainer.
+
+vLLM runs as its user runs it, in a process of its own, compiled or not, with its own kernels and packed weights: nothing is
+switched off to be able to look. What a front end cannot see is asked of the worker (`integrations/vllm/observe`): weights,
+operators, routing, and decoding along given tokens.
+
+The variants, all of them ways of vLLM itself to compute the same: requests one at a time instead of all at once, `decode` token
+by token instead of as a prompt, `prefix cache` with the front of the sequence taken from the cache, `graphs off` without what
+torch.compile made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from shaketable.errors import first_problem
+from shaketable.mismatch.engines.engine import (
+    EngineError,
+    NotToldError,
+    OperatorCall,
+    Phase,
+    Rollout,
+    Sampling,
+    log_softmax_call,
+)
+from shaketable.mismatch.engines.vllm_record import WorkerRecording
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OBSERVER = "shaketable.integrations.vllm.observe.Observer"
+FORCED = "shaketable_forced"
+"""The key in `SamplingParams.extra_args` that holds the tokens a request is to decode."""
+ALONE, DECODE, CACHED, EAGER = "batch of one", "decode", "prefix cache", "graphs off"
+USUAL = {"disable_log_stats": True, "seed": 0}
+"""Arguments of vLLM's that are ours unless the user gives others."""
+
+
+class VLLMEngine:
+    """A `vllm.LLM` and the one worker behind it."""
+
+    name = "vllm"
+
+    def __init__(self, llm: Any, arguments: Mapping[str, Any]) -> None:
+        self.llm = llm
+        self.arguments = dict(arguments)
+        self.version = str(sys.modules["vllm"].__version__)
+        config = llm.llm_engine.vllm_config
+        self.dtype = config.model_config.dtype
+        self.mode = str(config.model_config.logprobs_mode)
+        self.facts = self._call("shaketable_facts")
+
+    @classmethod
+    def open(cls, model: str, arguments: Mapping[str, Any]) -> VLLMEngine:
+        """Start vLLM; `arguments` are those of `vllm.LLM`, and `model`."""
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            from vllm import LLM
+        except ImportError:
+            raise EngineError("--engine vllm needs vLLM in this environment: pip install vllm") from None
+        from shaketable.models import servable_path
+
+        told = {**USUAL, **arguments}
+        path = servable_path(str(told.pop("model", model)))
+        try:
+            llm = LLM(path, **{**told, "worker_extension_cls": OBSERVER})
+        except Exception as error:
+            raise EngineError(f"vLLM could not start {path}: {_first_line(error)}") from error
+        return cls(llm, arguments)
+
+    def describe(self) -> dict[str, object]:
+        """What it was started with, and what it says of itself."""
+        return {"engine": self.name, "version": self.version, "dtype": str(self.dtype), **self.arguments, **self.facts}
+
+    # ---- tokens
+
+    def sample(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Rollout]:
+        """Draw one completion for each prompt, all at once."""
+        from vllm import SamplingParams
+
+        self._set_mode(f"{sampling.logprobs_mode}_logprobs")
+        chosen = [
+            SamplingParams(
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sampling.seed + i,
+                repetition_penalty=sampling.repetition_penalty,
+                logit_bias=dict(sampling.logit_bias) or None,
+                stop_token_ids=list(sampling.stop),
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+            )
+            for i in range(len(prompts))
+        ]
+        return [_rollout(list(p), r) for p, r in zip(prompts, self._generate(prompts, chosen), strict=True)]
+
+    def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
+        """Log-probabilities of the completions' tokens."""
+        if variant is None:
+            return self._read(rollouts)
+        if variant == ALONE:
+            return [self._read([rollout])[0] for rollout in rollouts]
+        if variant == DECODE:
+            self._forget()
+            return self._decode([(r.prompt, r.completion) for r in rollouts])
+        if variant == CACHED:
+            return self._from_cache(rollouts)
+        if variant == EAGER:
+            with self._switched("shaketable_graphs", False):
+                return self._read(rollouts)
+        raise NotToldError(f"vLLM has no variant {variant!r}; valid: {', '.join(self.variants())}")
+
+    def variants(self) -> list[str]:
+        """What this engine can do in two ways."""
+        cached, compiled = bool(self.facts["caches_prefixes"]), bool(self.facts["compiled"] and not self.facts["captured"])
+        return [ALONE, DECODE, *([CACHED] if cached else []), *([EAGER] if compiled else [])]
+
+    def _read(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
+        """As vLLM reads a prompt."""
+        from vllm import SamplingParams
+
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        done = self._generate([r.tokens for r in rollouts], [asked] * len(rollouts))
+        return [_of_prompt(request)[len(r.prompt) :] for r, request in zip(rollouts, done, strict=True)]
+
+    def _decode(self, parts: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Token by token, along the given ones."""
+        with self._switched("shaketable_force", True):
+            done = self._generate([prompt for prompt, _ in parts], [_forced(rest) for _, rest in parts])
+        return [_of_completion(request) for request in done]
+
+    def _from_cache(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
+        """Decode once, so that the cache knows the sequence, then again from what it knows."""
+        found = self._decode([(r.prompt, r.completion) for r in rollouts])
+        long = [(i, cut) for i, r in enumerate(rollouts) if (cut := self._cut(r)) is not None]
+        if not long:
+            raise NotToldError(f"no sequence fills a block of {self.facts['block']} tokens, which is what vLLM caches")
+        again = self._decode([(rollouts[i].tokens[:cut], rollouts[i].tokens[cut:]) for i, cut in long])
+        for (i, cut), logprobs in zip(long, again, strict=True):
+            found[i][cut - len(rollouts[i].prompt) :] = logprobs
+        return found
+
+    def _cut(self, rollout: Rollout) -> int | None:
+        """Where to cut a sequence so that the front has been cached: behind the prompt, or else behind the first block."""
+        cut = max(len(rollout.prompt), int(self.facts["block"]) + 1)
+        return cut if cut < len(rollout.tokens) else None
+
+    # ---- inside
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under the trainer's names."""
+        from safetensors import safe_open
+
+        self._one_worker("its weights")
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(self._call("shaketable_weights", folder)):
+                with safe_open(Path(folder) / f"weights-{number}.safetensors", framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118
+                        yield name, file.get_tensor(name)
+
+    def record(self, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
+        """Every operator on these tokens."""
+        recording, told = self._recorded(tokens, prompt_length, phase)
+        calls = recording.calls(0 if phase == "prefill" else prompt_length)
+        import torch
+
+        completion = tokens[prompt_length:]
+        if not completion:
+            return calls
+        return [*calls, log_softmax_call(recording.logits(prompt_length - 1, len(tokens) - 1), completion, torch.tensor(told))]
+
+    def routing(self, tokens: list[int]) -> dict[int, Tensor] | None:
+        """Chosen experts of every layer that has some."""
+        return self._recorded(tokens, len(tokens), "prefill")[0].routing()
+
+    def _recorded(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[WorkerRecording, list[float]]:
+        """What the worker recorded, and the log-probabilities of the completion that came out of the same passes."""
+        self._one_worker("its operators")
+        if self.facts["captured"]:
+            raise NotToldError("captured CUDA graphs call no module: start vLLM with enforce_eager=true to see its operators")
+        if len(tokens) >= self.facts["longest"]:
+            raise NotToldError(f"{len(tokens)} tokens and one more do not fit into max_model_len={self.facts['longest']}")
+        self._forget()
+        self._call("shaketable_record")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                spans, told = self._run_once(tokens, prompt_length, phase)
+            finally:
+                self._call("shaketable_recorded", folder)
+            return WorkerRecording.load(Path(folder), tokens, spans), told
+
+    def _run_once(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[list[tuple[int, int]], list[float]]:
+        """Run the tokens through the model; of each request, the first token that was computed and the one behind the last.
+
+        And the log-probabilities of the tokens behind the prompt.
+        """
+        from vllm import SamplingParams
+
+        whole = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        if phase == "prefill":
+            (done,) = self._generate([tokens], [whole])
+            return [(0, len(tokens))], _of_prompt(done)[prompt_length:]
+        first = [(0, prompt_length)] if self.facts["caches_prefixes"] else []
+        if first:
+            self._generate([tokens[:prompt_length]], [SamplingParams(max_tokens=1, temperature=0, detokenize=False)])
+        with self._switched("shaketable_force", True):
+            rest = _forced([*tokens[prompt_length:], tokens[-1]])
+            (done,) = self._generate([tokens[:prompt_length]], [rest])
+        return [*first, (int(done.num_cached_tokens or 0), len(tokens))], _of_completion(done)[:-1]
+
+    def close(self) -> None:
+        """End the processes of vLLM."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+
+    # ---- talking to it
+
+    def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Any]) -> list[Any]:
+        told = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return list(self._asked(lambda: self.llm.generate(told, list(asked), use_tqdm=False)))
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return self._asked(lambda: self.llm.collective_rpc(name, args=args))[0]
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return ask()
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM died: {_first_line(error)}") from error
+        except (ValueError, RuntimeError, VLLMValidationError) as error:
+            raise EngineError(f"vLLM refused: {_first_line(error)}") from error
+
+    @contextmanager
+    def _switched(self, call: str, on: bool) -> Iterator[None]:
+        """Something of the worker's on or off inside, and the other way behind."""
+        self._call(call, on)
+        try:
+            yield
+        finally:
+            self._call(call, not on)
+
+    def _forget(self) -> None:
+        """Let nothing be in the prefix cache."""
+        if self.facts["caches_prefixes"] and not self.llm.reset_prefix_cache():
+            raise EngineError("vLLM would not reset its prefix cache: requests are running")
+
+    def _set_mode(self, mode: str) -> None:
+        if mode != self.mode:
+            self._call("shaketable_logprobs_mode", mode)
+            self.mode = mode
+
+    def _one_worker(self, what: str) -> None:
+        if self.facts["workers"] != 1:
+            raise NotToldError(
+                f"this vLLM has {self.facts['workers']} workers, and each holds a part: start it with one to see {what}"
+            )
+
+
+def _forced(tokens: list[int]) -> Any:
+    from vllm import SamplingParams
+
+    told = {FORCED: list(tokens)}
+    return SamplingParams(max_tokens=len(tokens), temperature=0, ignore_eos=True, logprobs=0, detokenize=False, extra_args=told)
+
+
+def _rollout(prompt: list[int], request: Any) -> Rollout:
+    best = request.outputs[0]
+    return Rollout(prompt, list(best.token_ids), _of_completion(request), "stop" if best.finish_reason == "stop" else "length")
+
+
+def _of_completion(request: Any) -> list[float]:
+    best = request.outputs[0]
+    return [float(row[token].logprob) for row, token in zip(best.logprobs, best.token_ids, strict=True)]
+
+
+def _of_prompt(request: Any) -> list[float]:
+    """Of every token of the prompt; the first has none."""
+    rows = zip(request.prompt_logprobs, request.prompt_token_ids, strict=True)
+    return [float("nan") if row is None else float(row[token].logprob) for row, token in rows]
+
+
+def _first_line(error: BaseException) -> str:
+    """What vLLM minds; of a pydantic error, the message of the first problem."""
+    if isinstance(error, ValidationError):
+        return first_problem(error)
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,264 @@
+"""Every operator of a Hugging Face decoder, seen while it runs: for recording, and for changing what it made.
+
+Operators that are modules are hooked: first in line on the input, last in line on the output, so that whatever other hooks do
+belongs to the operator. Between modules nothing can be hooked, but everything can be seen from its ends: attention is what
+o_proj reads, the activation what down_proj reads, a sum of the residual stream what the next norm reads. The rotation is a
+function of the model's file and is replaced there for the time of the call.
+
+Rejected: locate's recorder of torch functions. It sees more, but in terms of this process' functions; an engine with fused
+kernels has to be told in terms that both sides have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Phase
+from shaketable.sites.structure import find_layers
+
+Visit = Callable[[OperatorCall], Tensor | None]
+"""Given what an operator read and made, without batch dimension; returns what should go on instead, or None."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """The parts of a decoder of Llama's shape: Llama, Mistral, Qwen 2 and 3, SmolLM, and whoever shares their names."""
+
+    model: Any
+    layers: list[nn.Module]
+    paths: list[str]
+    embedding: str
+    norm: str
+    rotary: str
+    head: str
+
+    @classmethod
+    def of(cls, model: Any) -> DecoderParts:
+        """The parts of a model; an error in one line where it has another shape."""
+        layers, paths = find_layers(model)
+        for layer in layers:
+            lacks = [n for n in NORMS if n not in layer._modules]
+            lacks += [n for n in ATTENTION if not hasattr(layer._modules.get("self_attn"), n)]
+            if lacks or len([n for n in layer._modules if "norm" in n]) != len(NORMS):
+                what = f"has no {lacks[0]}" if lacks else "has other norms"
+                raise NotToldError(
+                    f"the operators of {type(model).__name__} are not told apart: its layer {what}, unlike Llama's"
+                )
+        names = {id(module): name for name, module in model.named_modules()}
+        outside = {n: m for n, m in model.named_modules() if not any(n.startswith(f"{p}.") for p in paths)}
+        norm = [n for n, m in outside.items() if "rmsnorm" in type(m).__name__.lower()]
+        rotary = [n for n, m in outside.items() if "rotary" in type(m).__name__.lower()]
+        if not layers or len(norm) != 1 or len(rotary) != 1:
+            raise NotToldError(f"the operators of {type(model).__name__} are not told apart: it is not of Llama's shape")
+        ends = [names[id(m)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+        return cls(model, layers, paths, ends[0], norm[0], rotary[0], ends[1])
+
+
+@contextmanager
+def observed(model: Any, visit: Visit, first_position: int = 0) -> Iterator[None]:
+    """Calls of the model, of one sequence each, with every operator shown to `visit`."""
+    watch = _Watch(DecoderParts.of(model), visit, first_position)
+    try:
+        with torch.no_grad():
+            watch.hook()
+            yield
+    finally:
+        watch.remove()
+
+
+class _Watch:
+    def __init__(self, decoder: DecoderParts, visit: Visit, first_position: int) -> None:
+        self.decoder, self.visit, self.start = decoder, visit, first_position
+        self.handles: list[Any] = []
+        self.made: dict[str, Tensor] = {}
+        self.rotating: tuple[int, str] | None = None
+        self.replaced: list[tuple[Any, Any]] = []
+
+    def hook(self) -> None:
+        d = self.decoder
+        self._module(d.embedding, "embedding", None, "ids")
+        for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
+            self._layer(index, layer, path)
+        self._module(d.norm, "rms_norm", None)
+        self._module(d.head, "lm_head", None)
+        for home in {sys.modules[type(layer.self_attn).__module__] for layer in d.layers}:
+            rotate = vars(home).get("apply_rotary_pos_emb")
+            if rotate is None:
+                raise NotToldError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
+            self.replaced.append((home, rotate))
+            home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for home, rotate in self.replaced:
+            home.apply_rotary_pos_emb = rotate
+
+    # ---- one layer
+
+    def _layer(self, index: int, layer: nn.Module, path: str) -> None:
+        attention, own = f"{path}.self_attn", layer._modules["self_attn"]
+        assert own is not None
+        self._before(layer, lambda x: self.made.update({f"{path}.in": x}))
+        self._module(f"{path}.input_layernorm", "rms_norm", index)
+        self.handles.append(own.register_forward_pre_hook(lambda m, a: setattr(self, "rotating", (index, attention))))
+        self.handles.append(own.register_forward_hook(lambda m, a, o: setattr(self, "rotating", None)))
+        for name in ("q_norm", "k_norm"):
+            if name in own._modules:
+                self._module(f"{attention}.{name}", "rms_norm", index)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self._module(f"{attention}.{name}", "linear", index)
+        self._before(self._get(f"{attention}.o_proj"), lambda x: self._attention(index, attention, x))
+        self._module(f"{attention}.o_proj", "linear", index)
+        self._before(self._get(f"{path}.post_attention_layernorm"), lambda x: self._sum(index, path, x))
+        self._module(f"{path}.post_attention_layernorm", "rms_norm", index)
+        self._mlp(index, layer, f"{path}.mlp")
+        self.handles.append(layer.register_forward_hook(lambda m, a, o: self._end(index, path, o)))
+
+    def _mlp(self, index: int, layer: nn.Module, path: str) -> None:
+        block = layer._modules["mlp"]
+        assert block is not None
+        if not all(name in block._modules for name in MLP):
+            router = block._modules.get("gate")
+            if router is not None and router._parameters.get("weight") is not None:
+                self._module(f"{path}.gate", "router", index)
+            self._module(path, "experts", index)
+            return
+        self.handles.append(block.register_forward_hook(lambda m, a, o: self.made.update({path: o})))
+        for name in ("gate_proj", "up_proj"):
+            self._module(f"{path}.{name}", "linear", index)
+        self._before(self._get(f"{path}.down_proj"), lambda x: self._activation(index, path, x))
+        self._module(f"{path}.down_proj", "linear", index)
+
+    def _attention(self, index: int, path: str, output: Tensor) -> Tensor | None:
+        q, k, v = (self.made[f"{path}.{n}"] for n in ("rotary_q", "rotary_k", "v_proj"))
+        v = v.view(*v.shape[:-1], -1, k.shape[-1])
+        inputs = {"q": q, "k": k, "v": v, "positions": self._positions(q.shape[1])}
+        return self._show(path, "attention", index, inputs, output)
+
+    def _activation(self, index: int, path: str, output: Tensor) -> Tensor | None:
+        inputs = {"x": self.made[f"{path}.gate_proj"], "up": self.made[f"{path}.up_proj"]}
+        return self._show(f"{path}.act_fn", "activation", index, inputs, output)
+
+    def _sum(self, index: int, path: str, output: Tensor) -> None:
+        self.made[f"{path}.middle"] = output
+        inputs = {"x": self.made[f"{path}.self_attn.o_proj"], "residual": self.made[f"{path}.in"]}
+        self._show(f"{path}.attention_residual", "residual", index, inputs, output)
+
+    def _end(self, index: int, path: str, output: Any) -> Any:
+        made = output[0] if isinstance(output, tuple) else output
+        inputs = {"x": self.made[f"{path}.mlp"], "residual": self.made[f"{path}.middle"]}
+        changed = self._show(f"{path}.mlp_residual", "residual", index, inputs, made)
+        if changed is None:
+            return None
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    def _rotation(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
+        def rotated(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            ends: list[Tensor] = list(rotate(q, k, *args, **kwargs))
+            if self.rotating is None:
+                return ends[0], ends[1]
+            index, path = self.rotating
+            for i, (name, x) in enumerate((("rotary_q", q), ("rotary_k", k))):
+                inputs = {"x": x.transpose(1, 2), "positions": self._positions(x.shape[2])}
+                changed = self._show(f"{path}.{name}", "rotary", index, inputs, ends[i].transpose(1, 2))
+                ends[i] = ends[i] if changed is None else changed.transpose(1, 2)
+                self.made[f"{path}.{name}"] = ends[i].transpose(1, 2)
+            return ends[0], ends[1]
+
+        return rotated
+
+    # ---- hooks
+
+    def _get(self, path: str) -> nn.Module:
+        found: nn.Module = self.decoder.model.get_submodule(path)
+        return found
+
+    def _before(self, module: nn.Module, see: Callable[[Tensor], Tensor | None]) -> None:
+        """Show what a module is given before any other hook does something to it."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            changed = see(args[0] if args else kwargs["hidden_states"])
+            return None if changed is None else ((changed, *args[1:]), kwargs)
+
+        self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+
+    def _module(self, path: str, kind: str, layer: int | None, key: str = "x") -> None:
+        """Show what a module reads and makes."""
+        given: dict[str, Tensor] = {}
+        module = self._get(path)
+        self._before(module, lambda x: given.update(x=x))
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+            made = output[0] if isinstance(output, tuple) else output  # a router gives its choice too
+            changed = self._show(path, kind, layer, {key: given["x"]}, made)
+            self.made[path] = made if changed is None else changed
+            return changed if isinstance(output, Tensor) else None
+
+        self.handles.append(module.register_forward_hook(after))
+
+    def _positions(self, rows: int) -> Tensor:
+        return torch.arange(self.start, self.start + rows).unsqueeze(0)
+
+    def _show(self, name: str, kind: str, layer: int | None, inputs: dict[str, Tensor], output: Tensor) -> Tensor | None:
+        first = ... if kind == "router" else 0  # a router has no batch dimension any more
+        call = OperatorCall(name, kind, layer, {k: t[first] for k, t in inputs.items()}, output[first])
+        changed = self.visit(call)
+        if changed is None:
+            return None
+        wide = kind == "lm_head"  # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
+        return changed.reshape(output.shape).to(output.device, changed.dtype if wide else output.dtype)
+
+
+def record(model: Any, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
+    """What every operator reads and makes on these tokens."""
+    if phase == "prefill":
+        device = model.get_input_embeddings().weight.device
+        passes, _ = _passes(model, [torch.tensor([tokens], device=device)])
+        return passes[0]
+    return record_decoding(model, tokens, prompt_length)[0]
+
+
+def record_decoding(model: Any, tokens: list[int], prompt_length: int) -> tuple[list[OperatorCall], Tensor]:
+    """Calls behind the prompt, one token at a time, and the logits (1, vocabulary) that the prompt ended with."""
+    device = model.get_input_embeddings().weight.device
+    steps = [tokens[:prompt_length], *([t] for t in tokens[prompt_length:])]
+    passes, _ = _passes(model, [torch.tensor([s], device=device) for s in steps])
+    return _joined(passes), passes[0][-1].output[-1:]
+
+
+def _passes(model: Any, steps: list[Tensor]) -> tuple[list[list[OperatorCall]], Any]:
+    """One forward after another with a cache, each with its calls on the CPU."""
+    cache, start, passes = None, 0, []
+    for ids in steps:
+        calls: list[OperatorCall] = []
+        with observed(model, lambda call, calls=calls: calls.append(_copied(call)), start):  # type: ignore[misc]
+            cache = model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+        passes.append(calls)
+        start += ids.shape[1]
+    return passes, cache
+
+
+def _copied(call: OperatorCall) -> OperatorCall:
+    inputs = {key: t.detach().cpu().clone() for key, t in call.inputs.items()}
+    return OperatorCall(call.name, call.kind, call.layer, inputs, call.output.detach().cpu().clone())
+
+
+def _joined(passes: list[list[OperatorCall]]) -> list[OperatorCall]:
+    """Calls of single tokens put together; keys and values are those of the prompt too."""
+    joined = []
+    for calls in zip(*passes, strict=True):
+        later, first = calls[1:], calls[0]
+        inputs = {key: torch.cat([c.inputs[key] for c in (calls if key in ("k", "v") else later)]) for key in first.inputs}
+        joined.append(OperatorCall(first.name, first.kind, first.layer, inputs, torch.cat([c.output for c in later])))
+    return joined

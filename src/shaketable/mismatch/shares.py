@@ -1,0 +1,238 @@
+"""The seventh rung: how much of the divergence each family of operators causes.
+
+For every recorded call the trainer computes the same operator on the engine's inputs; the difference is what this operator,
+and nothing before it, does otherwise. Then the differences of one family are added to the trainer's own results, in an
+otherwise untouched forward over the same tokens, and KL(with‖without) is measured over the whole vocabulary at every token of
+the completions. All families together must give back the engine's log-probabilities: how far they do is `reproduced`, and
+what they do not is not covered by the shares.
+
+The last operator, log_softmax, makes the number that is returned and nothing that a forward could read: its difference d from
+the trainer's, which is in float64, is added to the log-probability of the token itself. An error of the sum over the
+vocabulary shifts all tokens of a row by the same d, so that they no longer sum to one; KL for such numbers,
+Σ p·log(p/q) − p + q, is exp(d) − 1 − d, which is d²/2, as k3 of the first rung is.
+
+A share is KL of the family alone over the sum of that over all families. Errors that are independent add up: KL of all
+together is that sum. Where they cancel or amplify each other it is not, and `together` says how many times the sum it is.
+Dividing by KL of all together was tried: on few tokens, where errors cancel, shares of several hundred per cent come out.
+Intervals are of a bootstrap over tokens.
+
+The plan that is fitted has one clause for each family: Gaussian noise of the measured size, relative to each value or to the
+rms, whichever is more likely. A plan has no rotation as a site, so that its noise goes onto what is rotated, q and k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shaketable.locate.compare.fit import NOISE, fit_all
+from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Rollout
+from shaketable.mismatch.gap import DRAWS, k3_of
+from shaketable.mismatch.operators.observe import observed
+from shaketable.mismatch.operators.recompute import Recompute
+from shaketable.mismatch.teacher_forcing import chosen
+
+SITES = {  # log_softmax has none: nothing in a model reads what it makes
+    "embedding": "module.embedding,include=embedding",
+    "rms_norm": "module.rmsnorm",
+    "linear": "module.linear",
+    "rotary": "module.*.q_proj+*.k_proj",
+    "attention": "module.*.o_proj,point=input",
+    "activation": "module.*.down_proj,point=input",
+    "residual": "layer.all",
+    "router": "module.router,include=router",
+    "experts": "module.mlp",
+    "lm_head": "module.lm_head,include=lm_head",
+}
+VALUES = 4096
+"""Of each call, what a plan is fitted to."""
+SMALLEST = 2.0**-22
+"""Noise below this is not written into a plan: float32 does not hold it."""
+Records = dict[str, list[OperatorCall]]
+
+
+class Differences:
+    """What an engine's operators make otherwise than the trainer's, for one rollout."""
+
+    def __init__(self, recompute: Recompute, rollout: Rollout, records: Records) -> None:
+        self.rollout = rollout
+        self.by_name: dict[str, Tensor] = {}
+        self.kinds: dict[str, str] = {}
+        self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """By kind: some of the trainer's and of the engine's results, over the rms of each call."""
+        self.last = np.zeros(len(rollout.completion))
+        """What log_softmax makes otherwise of each token of the completion."""
+        calls = whole_sequence(records)
+        read = max(len(call.output) for call in calls)
+        for call in calls:
+            made, got = recompute.made(call).double(), call.output.double().reshape(call.output.shape[0], -1)
+            self.pairs.setdefault(call.kind, []).append(_some(made, got))
+            if call.kind == "log_softmax":
+                self.last = (got - made).squeeze(1).numpy()
+                continue
+            d = torch.zeros(len(rollout.tokens), got.shape[-1])
+            d[read - len(got) : read] = (got - made).float()  # a head that was asked for the last rows only
+            self.by_name[call.name], self.kinds[call.name] = d, call.kind
+
+    def add(self, families: set[str]) -> Callable[[OperatorCall], Tensor | None]:
+        """For `observed`: what an operator made, with the difference where its family is among them."""
+
+        def visit(call: OperatorCall) -> Tensor | None:
+            names = [call.name]
+            if call.name.endswith(".self_attn.o_proj"):  # a sum between modules is changed by what is added to it
+                names.append(call.name.replace(".self_attn.o_proj", ".attention_residual"))
+            found = [self.by_name[n] for n in names if self.kinds.get(n) in families]
+            if not found or call.name.endswith(".attention_residual"):
+                return None
+            total = sum(found[1:], found[0]).double()
+            return call.output.double().reshape(total.shape) + total.to(call.output.device)
+
+        return visit
+
+    @property
+    def families(self) -> set[str]:
+        """Those with a difference."""
+        found = {self.kinds[name] for name, d in self.by_name.items() if bool((d != 0).any())}
+        return found | ({"log_softmax"} if self.last.any() else set())
+
+
+def _some(made: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
+    """Values at equal distances, over the rms of the call."""
+    size = made.square().mean().sqrt().clamp_min(1e-300)
+    step = max(1, made.numel() // VALUES)
+    return made.flatten()[::step] / size, got.flatten()[::step] / size
+
+
+def whole_sequence(records: Records) -> list[OperatorCall]:
+    """Calls over the whole sequence, as the trainer makes them: the prompt as it was read, the rest as it was decoded.
+
+    Without a record of decoding, the sequence as it was read at once.
+    """
+    if not records.get("decode"):
+        if not records.get("prefill"):
+            raise NotToldError("the engine did not tell how it reads a prompt")
+        return records["prefill"]
+    joined, read = [], {call.name: call for call in records["prompt"]}
+    for later in records["decode"]:
+        if later.kind == "log_softmax":  # of the whole completion already
+            joined.append(later)
+            continue
+        first = read[later.name]
+        inputs = {k: t if k in ("k", "v") else torch.cat([first.inputs[k], t]) for k, t in later.inputs.items()}
+        output = torch.cat([first.output, later.output])
+        joined.append(OperatorCall(later.name, later.kind, later.layer, inputs, output))
+    return joined
+
+
+class Shares:
+    """The seventh rung, one rollout after another: records are large, and only their numbers are kept."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.recompute = model, Recompute(model)
+        self.alone: dict[str, list[np.ndarray]] = {}
+        self.together: list[np.ndarray] = []
+        self.real: list[np.ndarray] = []
+        self.made: list[np.ndarray] = []
+        self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def add(self, rollout: Rollout, records: Records, engine: Sequence[float]) -> None:
+        """Measure one rollout.
+
+        Args:
+            rollout: One whose operators were recorded.
+            records: What the engine recorded, by phase.
+            engine: Its raw log-probabilities of the completion.
+        """
+        found = Differences(self.recompute, rollout, records)
+        clean, all_in = _logits(self.model, found, set()), _logits(self.model, found, found.families)
+        before = sum(len(kl) for kl in self.together)
+        last = k3_of(found.last)
+        self.together.append(_kl(all_in, clean) + last)
+        for family in found.families | set(self.alone):
+            parts = self.alone.setdefault(family, [np.zeros(before)] if before else [])
+            if family == "log_softmax":
+                parts.append(last)
+                continue
+            own = _logits(self.model, found, {family}) if family in found.families else clean
+            parts.append(_kl(own, clean))
+        for kind, pairs in found.pairs.items():
+            self.pairs.setdefault(kind, []).extend(pairs)
+        own_logprobs = np.asarray(chosen(clean, rollout.completion))
+        self.real.append(np.asarray(engine) - own_logprobs)
+        self.made.append(np.asarray(chosen(all_in, rollout.completion)) + found.last - own_logprobs)
+
+    def result(self) -> dict[str, Any]:
+        """All rollouts together."""
+        if not self.alone:
+            return {"families": [], "kl": 0.0, "tokens": 0, "together": None, "reproduced": None, "plan": []}
+        alone = {family: np.concatenate(parts) for family, parts in sorted(self.alone.items())}
+        rows = [{"family": f} | facts | {"relative_error": _relative(self.pairs[f])} for f, facts in _shares(alone).items()]
+        plan = [clause for family in alone if family in SITES and (clause := _clause(family, self.pairs[family])) is not None]
+        whole = np.concatenate(self.together)
+        total = sum(r["kl"] for r in rows)
+        facts = {
+            "families": sorted(rows, key=lambda r: -r["kl"]),
+            "kl": float(whole.mean()),
+            "tokens": len(whole),
+            "plan": plan,
+        }
+        return facts | {"together": float(whole.mean()) / total if total else None, "reproduced": self._reproduced()}
+
+    def _reproduced(self) -> dict[str, float]:
+        """How much of the gap, token by token, all differences together give back."""
+        d, e = np.concatenate(self.real), np.concatenate(self.made)
+        left = float(np.abs(d - e).mean() / max(float(np.abs(d).mean()), 1e-300))
+        return {"gap_k3": float(k3_of(d).mean()), "together_k3": float(k3_of(e).mean()), "explained": 1 - left}
+
+
+@torch.no_grad()
+def _logits(model: Any, differences: Differences, families: set[str]) -> Tensor:
+    """Of the completion's tokens, with the differences of some families added."""
+    rollout = differences.rollout
+    ids = torch.tensor([rollout.tokens], device=model.get_input_embeddings().weight.device)
+    if not families:
+        logits = model(input_ids=ids, use_cache=False).logits
+    else:
+        with observed(model, differences.add(families)):
+            logits = model(input_ids=ids, use_cache=False).logits
+    return logits[0, len(rollout.prompt) - 1 : -1].cpu()  # type: ignore[no-any-return]
+
+
+def _kl(a: Tensor, b: Tensor) -> np.ndarray:
+    """KL(a‖b) of each token, over the whole vocabulary, in float64."""
+    p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    found: np.ndarray = (p.exp() * (p - q)).sum(-1).clamp_min(0).numpy()
+    return found
+
+
+def _shares(alone: dict[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    """KL of each family, its share of their sum, and the ends of 95 % of that over tokens."""
+    kl = np.stack(list(alone.values()))
+    drawn = np.random.default_rng(0).integers(0, kl.shape[1], (DRAWS, kl.shape[1]))
+    means = kl[:, drawn].mean(2)
+    ratios = means / np.maximum(means.sum(0), 1e-300)
+    ends = np.quantile(ratios, (0.025, 0.975), axis=1)
+    own = kl.mean(1)
+    share = own / max(float(own.sum()), 1e-300)
+    columns = zip(alone, own, share, ends[0], ends[1], strict=True)
+    return {f: {"kl": float(k), "share": float(s), "low": float(low), "high": float(high)} for f, k, s, low, high in columns}
+
+
+def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The size of differences over that of results."""
+    below = sum(float(a.square().sum()) for a, _ in pairs)
+    return float(np.sqrt(sum(float((b - a).square().sum()) for a, b in pairs) / max(below, 1e-300)))
+
+
+def _clause(family: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> str | None:
+    """Noise of the size and law of a family's differences; None when there is too little of it."""
+    clean, faulty = (torch.cat([p[i] for p in pairs]).unsqueeze(1) for i in (0, 1))
+    fits = [f for f in fit_all(clean, faulty, 2.0**-40) if f.kind in NOISE]
+    if not fits or fits[0].magnitude < SMALLEST:
+        return None
+    kind = "rms_gaussian" if fits[0].kind == "absolute_gaussian" else fits[0].kind
+    return f"{kind}:{fits[0].magnitude:.4g}@{SITES[family]}"

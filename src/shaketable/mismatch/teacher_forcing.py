@@ -1,0 +1,72 @@
+"""Logits of completions that are given: a causal model reads prompt and completion, in the ways that people batch and pad.
+
+Every way computes the same in exact arithmetic; each rounds differently. One function serves the trainer and an engine that
+is a Hugging Face model, so that whatever they differ by is not this code. Logits come rollout by rollout, since a vocabulary
+times all tokens of a run does not fit into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shaketable.mismatch.engines.engine import Rollout
+
+Side = Literal["left", "right"]
+
+
+@torch.no_grad()
+def completion_logits(
+    model: Any, rollouts: Sequence[Rollout], *, batch: int = 8, side: Side = "right", extra: int = 0
+) -> Iterator[Tensor]:
+    """Logits (tokens of the completion, vocabulary) of each rollout, in their order, in the model's dtype.
+
+    Args:
+        model: A causal language model.
+        rollouts: What it reads.
+        batch: Rows of one forward.
+        side: Where rows are padded.
+        extra: Columns of padding beyond what the longest row needs.
+    """
+    device = model.get_input_embeddings().weight.device
+    for start in range(0, len(rollouts), batch):
+        some = rollouts[start : start + batch]
+        width = max(len(r.tokens) for r in some) + extra
+        ids, mask = torch.zeros(len(some), width, dtype=torch.long), torch.zeros(len(some), width, dtype=torch.long)
+        for row, rollout in enumerate(some):
+            place = slice(width - len(rollout.tokens), width) if side == "left" else slice(0, len(rollout.tokens))
+            ids[row, place], mask[row, place] = torch.tensor(rollout.tokens), 1
+        ids, mask = ids.to(device), mask.to(device)
+        logits = model(input_ids=ids, **_masked(mask), use_cache=False).logits
+        for row, rollout in enumerate(some):
+            end = width if side == "left" else len(rollout.tokens)
+            yield logits[row, end - len(rollout.completion) - 1 : end - 1].cpu()
+
+
+def _masked(mask: Tensor) -> dict[str, Tensor]:
+    """Mask and positions; none where nothing is padded, as a trainer that packs nothing calls its model."""
+    return {} if bool(mask.all()) else {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+
+
+@torch.no_grad()
+def decoded_logits(model: Any, rollout: Rollout) -> Tensor:
+    """The same, token by token with the model's cache, as a sampler computes them."""
+    device = model.get_input_embeddings().weight.device
+    out = model(input_ids=torch.tensor([rollout.prompt], device=device), use_cache=True, logits_to_keep=1)
+    rows = [out.logits[0, -1:]]
+    for token in rollout.completion[:-1]:
+        ids = torch.tensor([[token]], device=device)
+        out = model(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+        rows.append(out.logits[0, -1:])
+    return torch.cat(rows).cpu()
+
+
+def chosen(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Log-probabilities of tokens under logits, normalised in float64: the sum over the vocabulary adds no error of its own."""
+    wide = logits.double()
+    picked = wide.gather(1, torch.tensor(list(tokens)).unsqueeze(1)).squeeze(1)
+    found: list[float] = (picked - wide.logsumexp(-1)).tolist()
+    return found

@@ -1,0 +1,53 @@
+"""Trainers, engines and rollouts of the tests: nano, which ships with the package, loaded anew for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from shaketable.mismatch.engines.engine import Rollout, Sampling
+from shaketable.mismatch.engines.hf import HFEngine
+from shaketable.mismatch.ladder import Question, climb
+from shaketable.mismatch.trainer import Trainer
+from shaketable.models import load_model, quieten
+
+
+@cache
+def trainer(dtype: torch.dtype = torch.float32) -> Trainer:
+    quieten()
+    model, tokenizer = load_model("nano", dtype=dtype)
+    return Trainer(model, tokenizer, "nano")
+
+
+def engine(dtype: torch.dtype = torch.float32, attention: str = "sdpa", plant: Callable[[Any], None] | None = None) -> HFEngine:
+    quieten()
+    model, _ = load_model("nano", dtype=dtype)
+    model.set_attn_implementation(attention)
+    if plant is not None:
+        plant(model)
+    return HFEngine(model)
+
+
+def prompts(count: int = 6) -> list[list[int]]:
+    tokenizer = trainer().tokenizer
+    return [tokenizer(f"{a}+{a * 7 % 31}= what is the sum of {a}")["input_ids"] for a in range(1, count + 1)]
+
+
+def sampling(**how: Any) -> Sampling:
+    return Sampling(**{"max_new_tokens": 20, "stop": (trainer().tokenizer.eos_token_id,), **how})
+
+
+def rollouts(other: HFEngine, how: Sampling | None = None, count: int = 6) -> list[Rollout]:
+    return other.sample(prompts(count), how or sampling())
+
+
+def verdict(
+    other: HFEngine, how: Sampling | None = None, given: list[Rollout] | None = None, recorded: int = 2
+) -> dict[str, Any]:
+    """The whole ladder."""
+    how = how or sampling()
+    found = given if given is not None else rollouts(other, how)
+    return climb(Question(trainer(), other, found, how, {}, recorded))

@@ -1,0 +1,46 @@
+"""The numbers of the first rung."""
+
+import numpy as np
+import pytest
+
+from shaketable.mismatch.engines.engine import Rollout
+from shaketable.mismatch.gap import describe, differences, distance, interval, k3_of
+
+
+def test_known_numbers():
+    found = distance([np.log([2.0, 1.0]), np.log([0.5])])
+    assert found.tokens == 3
+    assert found.k1 == pytest.approx(0.0)
+    assert found.k3 == pytest.approx((0.5 - 1 + np.log(2) + 0 + 2 - 1 - np.log(2)) / 3)
+    assert found.outside == pytest.approx(2 / 3)
+    assert found.largest == pytest.approx(np.log(2))
+
+
+def test_k3_does_not_cancel():
+    d = np.array([1e-7, 9.9e-5, 1.01e-4, 1e-3])
+    assert k3_of(d) == pytest.approx(d**2 / 2 - d**3 / 6 + d**4 / 24, rel=1e-6)
+
+
+def test_k1_and_k3_estimate_the_divergence():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.35, 0.25])
+    drawn = np.random.default_rng(0).choice(3, 200_000, p=p)
+    found = distance(differences([np.log(p[drawn])], [np.log(q[drawn])]))
+    exact = float((p * np.log(p / q)).sum())
+    assert found.k1 == pytest.approx(exact, rel=0.1)
+    assert found.k3 == pytest.approx(exact, rel=0.05)
+
+
+def test_an_interval_over_few_rollouts_is_over_tokens_and_says_so():
+    d = [np.array([0.1, 0.2, 0.0])] * 3
+    assert interval(d)["over"] == "tokens"
+    assert interval(d * 2)["over"] == "rollouts"
+    low, high = interval([np.array([0.1 * i]) for i in range(20)])["k1"]
+    assert low < 0.95 < high
+
+
+def test_the_worst_token_is_named_where_it_is():
+    rollouts = [Rollout([1], [4, 5, 6], [-1.0, -1.0, -1.0]), Rollout([1], [7], [-1.0])]
+    found = describe(rollouts, [[-1.0, -3.0, -1.1], [-1.0]], lambda token: f"<{token}>")
+    worst = found["worst"][0]
+    assert (worst["rollout"], worst["position"], worst["text"], worst["trainer"]) == (0, 1, "<5>", -3.0)
+    assert sum(row["tokens"] for row in found["by_position"]) == sum(row["tokens"] for row in found["by_length"]) == 4

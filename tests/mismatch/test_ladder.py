@@ -1,0 +1,121 @@
+"""Healthy pairs are legal, planted faults are named on their rung, and a verdict says what it did not look at."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shaketable.errors import ShaketableError
+from shaketable.mismatch.engines.engine import EngineError, NotToldError, Rollout
+from shaketable.mismatch.ladder import Question, check, climb
+from tests.mismatch import pairs, planted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [("float32", "sdpa"), ("float32", "eager"), ("bfloat16", "sdpa"), ("bfloat16", "eager")]
+)
+def test_a_healthy_pair_is_legal(dtype, attention):
+    found = pairs.verdict(pairs.engine(getattr(torch, dtype), attention))
+    assert found["verdict"] == "LEGAL", found["sentence"]
+    assert found["exit_code"] == 0
+    assert found["operators"]["phases"] == ["prefill", "decode"]
+    assert not found["weights"]["differing"]
+    assert found["shares"]["reproduced"]["explained"] > 0.7
+
+
+@pytest.mark.parametrize("name", planted.OPERATORS)
+def test_a_planted_operator_is_named(name):
+    plant, operator = planted.OPERATORS[name]
+    found = pairs.verdict(pairs.engine(plant=plant), recorded=1)
+    assert (found["verdict"], found["rung"]) == ("DEFECT", "operators"), found["sentence"]
+    assert found["operators"]["wrong"][0]["name"] == operator
+    assert operator in found["sentence"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in planted.OPERATORS if n != "coarse_head"])
+def test_a_planted_operator_is_named_in_bfloat16(name):
+    plant, operator = planted.OPERATORS[name]
+    found = pairs.verdict(pairs.engine(torch.bfloat16, plant=plant))
+    assert found["rung"] == "operators", found["sentence"]
+    assert found["operators"]["wrong"][0]["name"] == operator
+
+
+@pytest.mark.parametrize(("plant", "kind"), [(planted.stale_layer, "stale"), (planted.swapped_heads, "permuted")])
+def test_planted_weights_are_named(plant, kind):
+    found = pairs.verdict(pairs.engine(plant=plant), recorded=1)
+    assert (found["verdict"], found["rung"]) == ("DEFECT", "weights")
+    assert {d["kind"] for d in found["weights"]["differing"]} == {kind}
+    assert all("layers.3." in d["name"] for d in found["weights"]["differing"])
+
+
+def test_what_is_wrong_is_said_as_locate_says_it():
+    scale = pairs.verdict(pairs.engine(plant=planted.softmax_scale), recorded=1)["operators"]["wrong"][0]
+    assert "factor of 1.01" in scale["text"]
+    head = pairs.verdict(pairs.engine(plant=planted.coarse_head), recorded=1)["operators"]["wrong"][0]
+    assert head["class"] == "computed in bfloat16"
+    half = pairs.verdict(pairs.engine(plant=planted.swapped_in_flight), recorded=1)["operators"]["wrong"][0]
+    assert half["lanes"] == list(range(64))
+
+
+def test_a_verdict_says_what_it_did_not_look_at():
+    class Silent(type(pairs.engine())):
+        def record(self, tokens, prompt_length, phase):
+            raise NotToldError("captured graphs call no module")
+
+    other = Silent(pairs.engine(torch.bfloat16).model)
+    found = pairs.verdict(other)
+    assert found["operators"] is None
+    assert any("captured graphs" in line for line in found["not_looked_at"])
+    at_floor = found["at_floor"]
+    assert found["verdict"] == ("LEGAL" if at_floor else "INCONCLUSIVE")
+
+
+def test_an_engine_that_dies_takes_nothing_with_it():
+    class Dies(type(pairs.engine())):
+        def record(self, tokens, prompt_length, phase):
+            raise EngineError("vLLM died: out of memory")
+
+        def logprobs(self, rollouts, variant=None):
+            if self.early:
+                raise EngineError("vLLM died: out of memory")
+            return super().logprobs(rollouts, variant)
+
+    other = Dies(pairs.engine().model)
+    for other.early in (False, True):
+        found = pairs.verdict(other)
+        assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4)
+        assert "vLLM died: out of memory" in found["sentence"]
+        assert found["gap"]["tokens"] and found["floor"]["rows"] and found["semantics"]["rows"]
+        assert (found["weights"] is None) == other.early
+
+
+def test_recorded_log_probabilities_alone_are_never_called_legal_above_the_floor():
+    given = pairs.rollouts(pairs.engine(plant=planted.rope_base))
+    found = climb(Question(pairs.trainer(), None, given, pairs.sampling(), {}))
+    assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4)
+    assert "there are only its log-probabilities" in found["not_looked_at"][0]
+
+
+GOOD = Rollout([5, 6], [7, 8], [-1.0, -2.0])
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "says"),
+    [
+        ([], "no token to compare"),
+        ([replace(GOOD, logprobs=[-1.0])], "1 log-probabilities for 2 tokens"),
+        (
+            [GOOD, replace(GOOD, prompt=[5, 99])],
+            "rollout 1 has token 99, and nano knows 0 to 98; are the rollouts of another tokenizer",
+        ),
+        ([replace(GOOD, completion=[-1, 3])], "token -1"),
+        ([replace(GOOD, prompt=[5] * 300)], "302 tokens, and the context of nano is 256"),
+        ([replace(GOOD, logprobs=[-1.0, 0.5])], "log-probability 0.5"),
+        ([replace(GOOD, logprobs=[-1.0, float("nan")])], "log-probability nan"),
+        ([replace(GOOD, prompt=[])], "empty prompt"),
+    ],
+)
+def test_rollouts_that_cannot_be_read_are_refused_in_one_line(rollouts, says):
+    with pytest.raises(ShaketableError, match=says):
+        check(rollouts, pairs.trainer())

@@ -1,0 +1,100 @@
+"""Shares with a known answer: a plan of known strengths, and brute force with one clause at a time."""
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from shaketable.inject import inject
+from shaketable.mismatch.engines.hf import HFEngine
+from shaketable.mismatch.fitted_plan import plan_text
+from shaketable.mismatch.operators.observe import record
+from shaketable.mismatch.shares import Shares
+from shaketable.mismatch.teacher_forcing import completion_logits
+from shaketable.plan import Plan
+from tests.mismatch import pairs
+
+CLAUSES = {"linear": "gain:0.01@module.linear", "lm_head": "gain:0.02@module.lm_head,include=lm_head"}
+
+
+def measured(model, rollouts, phases=("prefill",)):
+    records = [{phase: record(model, r.tokens, len(r.prompt), phase) for phase in phases} for r in rollouts]
+    if "decode" in phases:
+        for one, r in zip(records, rollouts, strict=True):
+            one["prompt"] = record(model, r.prompt, len(r.prompt), "prefill")
+    told = HFEngine(model).logprobs(rollouts, "batch of one")
+    meter = Shares(pairs.trainer().model)
+    for rollout, one, logprobs in zip(rollouts, records, told, strict=True):
+        meter.add(rollout, one, logprobs)
+    return meter.result()
+
+
+def brute_force(rollouts, plan):
+    model = pairs.engine().model
+    with inject(model, plan):
+        shaken = list(completion_logits(model, rollouts, batch=1))
+    clean = completion_logits(model, rollouts, batch=1)
+    kl = []
+    for a, b in zip(shaken, clean, strict=True):
+        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        kl.append((p.exp() * (p - q)).sum(-1).numpy())
+    return float(np.concatenate(kl).mean())
+
+
+def test_known_strengths_on_two_families_are_recovered():
+    rollouts = pairs.rollouts(pairs.engine())
+    alone = {family: brute_force(rollouts, clause) for family, clause in CLAUSES.items()}
+    model = pairs.engine().model
+    with inject(model, ";".join(CLAUSES.values())):
+        found = measured(model, rollouts)
+    rows = {row["family"]: row for row in found["families"]}
+    for family, kl in alone.items():
+        share = kl / sum(alone.values())
+        assert rows[family]["low"] <= share <= rows[family]["high"]
+        assert rows[family]["share"] == pytest.approx(share, abs=0.03)
+    assert sum(row["share"] for row in found["families"]) == pytest.approx(1)
+    assert found["reproduced"]["explained"] > 0.99
+    together = brute_force(rollouts, ";".join(CLAUSES.values()))
+    assert found["together"] == pytest.approx(together / sum(alone.values()), rel=0.05)
+
+
+def test_the_plan_has_the_strengths_that_were_planted():
+    rollouts = pairs.rollouts(pairs.engine(), count=3)
+    model = pairs.engine().model
+    with inject(model, "relative_gaussian:0.02@module.linear;rms_gaussian:0.05@module.lm_head,include=lm_head"):
+        found = measured(model, rollouts)
+    fitted = dict(reversed(clause.split("@")) for clause in found["plan"])
+    kind, _, size = fitted["module.linear"].partition(":")
+    assert (kind, float(size)) == ("relative_gaussian", pytest.approx(0.02, rel=0.05))
+    kind, _, size = fitted["module.lm_head,include=lm_head"].partition(":")
+    assert (kind, float(size)) == ("rms_gaussian", pytest.approx(0.05, rel=0.1))
+
+
+def test_the_plan_can_be_injected():
+    found = pairs.verdict(pairs.engine(torch.bfloat16))
+    text = plan_text(found)
+    plan = Plan.from_data(yaml.safe_load(text), name="fitted")
+    assert brute_force(pairs.rollouts(pairs.engine(), count=2), plan) > 0
+
+
+def test_decoding_gives_the_gap_back_too():
+    other = pairs.engine(torch.bfloat16)
+    rollouts = pairs.rollouts(other, count=2)
+    records = ("prefill", "decode")
+    found = measured(other.model, rollouts, records)
+    assert found["reproduced"]["explained"] > 0.5
+
+
+def test_logits_in_a_wider_dtype_are_a_difference_of_the_head():
+    other = pairs.engine(torch.bfloat16)
+    head = other.model.lm_head
+    head.forward = lambda x: torch.nn.functional.linear(x.float(), head.weight.float())
+    rollouts = pairs.rollouts(other, count=2)
+    records = [{"prefill": record(other.model, r.tokens, len(r.prompt), "prefill")} for r in rollouts]
+    meter = Shares(pairs.trainer(torch.bfloat16).model)
+    for rollout, one, told in zip(rollouts, records, other.logprobs(rollouts, "batch of one"), strict=True):
+        meter.add(rollout, one, told)
+    found = meter.result()
+    assert [row["family"] for row in found["families"]] == ["lm_head"]
+    assert found["kl"] > 1e-9
+    assert found["reproduced"]["explained"] > 0.9

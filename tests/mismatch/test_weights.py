@@ -1,0 +1,94 @@
+"""What is wrong with a parameter is told from how it differs."""
+
+import pytest
+import torch
+
+from shaketable.mismatch.weights import compare
+
+WEIGHT = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
+SQUARE = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+OTHER = torch.randn(48, 32, generator=torch.Generator().manual_seed(2))
+
+
+def kind_of(got, own=WEIGHT, dtype=torch.float32, earlier=None):
+    trainer = {"w": own, "other": OTHER}
+    found = compare(trainer, [("w", got), ("other", OTHER.to(dtype))], dtype, earlier)["differing"]
+    return found[0]["kind"] if found else None
+
+
+def quantized(w):
+    scale = w.abs().amax(-1, keepdim=True) / 7
+    return (w / scale).round() * scale
+
+
+def swapped(w):
+    order = torch.arange(len(w))
+    order[:16], order[16:32] = torch.arange(16, 32), torch.arange(16)
+    return w[order]
+
+
+@pytest.mark.parametrize(
+    ("got", "kind"),
+    [
+        (WEIGHT.clone(), None),
+        (WEIGHT.T.contiguous(), "transposed"),
+        (swapped(WEIGHT), "permuted"),
+        (swapped(WEIGHT.T).T.contiguous(), "permuted"),
+        (OTHER.clone(), "other_parameter"),
+        (WEIGHT.bfloat16().float(), "cast"),
+        (WEIGHT.to(torch.float8_e4m3fn).float(), "cast"),
+        (quantized(WEIGHT), "quantized"),
+        (WEIGHT * 1.5, "scaled"),
+        (WEIGHT + 0.01 * OTHER, "stale"),
+        (OTHER * 3 + 1, "other_values"),
+        (WEIGHT[:-1], "shape"),
+    ],
+)
+def test_kind(got, kind):
+    assert kind_of(got) == kind
+
+
+def test_a_square_one_is_seen_transposed():
+    assert kind_of(SQUARE.T.contiguous(), SQUARE) == "transposed"
+
+
+def test_an_engine_may_hold_all_weights_in_its_own_dtype():
+    assert kind_of(WEIGHT.bfloat16(), dtype=torch.bfloat16) is None
+    assert kind_of(WEIGHT.to(torch.float8_e4m3fn).bfloat16(), dtype=torch.bfloat16) == "cast"
+
+
+def test_a_parameter_of_higher_precision_than_the_engine_computes_in_is_no_difference():
+    assert kind_of(WEIGHT.clone(), dtype=torch.bfloat16) is None
+
+
+def test_an_engine_that_holds_more_bits_than_the_trainer_was_not_synced_from_it():
+    assert kind_of(WEIGHT, WEIGHT.bfloat16()) == "finer"
+    assert kind_of(WEIGHT.half(), WEIGHT.bfloat16(), torch.float16) == "finer"
+
+
+def test_two_experts_that_were_swapped():
+    experts = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3))
+    found = compare({"w": experts}, [("w", experts[[0, 2, 1, 3]])], torch.float32)["differing"][0]
+    assert (found["kind"], found["says"]) == ("permuted", "has 2 rows in another order, 1 to 2")
+
+
+def test_one_value_is_enough():
+    got = WEIGHT.clone()
+    got[3, 4] += 1e-6
+    assert kind_of(got) is not None
+
+
+def test_an_earlier_checkpoint_is_named():
+    old = WEIGHT + 0.01 * OTHER
+    found = compare({"w": WEIGHT}, [("w", old)], torch.float32, {"step-40": {"w": old}})["differing"][0]
+    assert (found["kind"], found["says"]) == ("earlier", "is that of step-40")
+
+
+def test_what_the_engine_does_not_tell_is_listed():
+    found = compare({"w": WEIGHT, "other": OTHER}, [("w", WEIGHT), ("strange", OTHER)], torch.float32)
+    assert (found["not_told"], found["unknown"]) == (["other"], ["strange"])
+
+
+def test_a_tied_parameter_need_not_be_told_twice():
+    found = compare({"w": WEIGHT, "lm_head": WEIGHT}, [("w", WEIGHT)], torch.float32)
+    assert found["not_told"] == []

@@ -1,0 +1,44 @@
+"""The page of a mismatch: whole, self-contained, and safe whatever names and tokens hold."""
+
+import json
+
+import torch
+
+from shaketable.report.mismatch_html import page, ranges
+from tests.mismatch import pairs, planted
+
+EVIL = "<script>alert(1)</script>\"'&"
+
+
+def test_every_rung_is_on_the_page():
+    found = json.loads(json.dumps(pairs.verdict(pairs.engine(torch.bfloat16), recorded=1)))
+    text = page(found)
+    for word in ("LEGAL", "The ladder", "Gap and floor", "Shares of the KL", "Operators", "Semantics", "Not looked at"):
+        assert word in text
+    for row in found["shares"]["families"]:
+        assert row["family"] in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_a_defect_is_on_the_page_and_nothing_of_others_is_code():
+    found = pairs.verdict(pairs.engine(plant=planted.norm_eps), recorded=1)
+    found["gap"]["worst"][0]["text"] = EVIL
+    found["trainer"]["model"] = found["engine"]["version"] = EVIL
+    found["operators"]["wrong"][0]["text"] = EVIL
+    found["sentence"] += EVIL
+    text = page(found)
+    assert "<script" not in text
+    assert "model.layers.3.input_layernorm" in text
+
+
+def test_a_page_without_an_engine():
+    from shaketable.mismatch.ladder import Question, climb
+
+    given = pairs.rollouts(pairs.engine(torch.bfloat16), count=3)
+    text = page(climb(Question(pairs.trainer(), None, given, pairs.sampling(), {})))
+    assert "recorded log-probabilities" in text
+
+
+def test_lanes_as_ranges():
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
+    assert ranges(list(range(0, 20, 2))).endswith("(4 more ranges)")
