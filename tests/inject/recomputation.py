@@ -1,7 +1,21 @@
 """Activation checkpointing, on any device: what is computed a second time sees the noise of the first."""
 
+import copy
+
 import shaketable as st
 from tests.tensors import same
+
+
+def accumulated_gradients(model, plan, order, checkpoint, tokens):
+    """The gradients of a copy of a model after two forward passes under a plan and then both backward passes, in an order."""
+    model = copy.deepcopy(model).train()
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with st.inject(model, plan, seed=3):
+        losses = [model(ids, labels=tokens).loss for ids in (tokens, tokens + 1)]
+        for i in order:
+            losses[i].backward()
+    return [p.grad for p in model.parameters()]
 
 
 def assert_recomputation_sees_the_same_noise(model, plan, reentrant, step, settle=lambda: None):

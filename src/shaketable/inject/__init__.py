@@ -11,10 +11,10 @@ from shaketable.inject.injection import Injection, inject
 from shaketable.ledger.ledger import Ledger
 
 
-class _CallableModule(ModuleType):
+class _InjectPackage(ModuleType):
     __call__ = staticmethod(inject)
 
 
-sys.modules[__name__].__class__ = _CallableModule
+sys.modules[__name__].__class__ = _InjectPackage
 
 __all__ = ["Injection", "Ledger", "inject"]

@@ -21,6 +21,7 @@ from shaketable.inject.fast.inputs import FastInput, fast_input
 from shaketable.inject.fast.linear import FastLinear, fast_linear
 from shaketable.inject.hooks import checkpointing, operator_mode
 from shaketable.inject.hooks.base import Hook, end_clean_copies, keep_copies_clean
+from shaketable.inject.hooks.fused_attention import hidden_by_attention
 from shaketable.inject.hooks.modules import ModuleTaps
 from shaketable.inject.hooks.operator_taps import families
 from shaketable.inject.hooks.residual_pair import PairTaps, carries_pair
@@ -82,6 +83,10 @@ class Attached(Hook):
             for target in found:
                 self._place(i, target)
         injection.operators.make(owner, self.prefix, range(len(self.anatomy.layers)))
+        self.hidden = [hidden_by_attention(model, clause.site) for clause in injection.plan.clauses]
+        """Per clause, what of it the attention of this model hides."""
+        for site, lines in zip(injection.sites, self.hidden, strict=True):
+            site.notes += [line for line in lines if line not in site.notes]
 
     def _match(self, index: int) -> list[Target]:
         clause = self.injection.plan.clauses[index]
@@ -308,6 +313,19 @@ def refuse(model: nn.Module) -> None:
             raise PlanError(
                 f"{name or type(model).__name__} is TorchScript, in which hooks do not fire; inject before scripting"
             )
+
+
+def put_behind(later: Attached, earlier: Attached) -> None:
+    """Have one plan act after another on the outputs that both are at: hooks of a module are called in the order of their
+    dictionary, which is that of their registration unless somebody moves them. Both must be hooked.
+    """
+    for place, (module, _) in later.points.items():
+        if place in earlier.points and place[1] == "output":
+            hooks = module._forward_hooks
+            for handle in later.hooks:
+                if isinstance(handle, RemovableHandle) and handle.id in hooks:
+                    hooks[handle.id] = hooks.pop(handle.id)
+    forget_compiled()
 
 
 def forget_compiled() -> None:

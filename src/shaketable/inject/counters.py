@@ -75,12 +75,13 @@ class Measurement(NamedTuple):
 
 
 def measure(fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Measurement:
-    """Compare a tensor before and after. Nothing here waits for a device."""
+    """Compare a tensor before and after. Nothing here waits for a device, except for one that has no float64."""
     by_kernel = clean.is_cuda and lanes is None and fault.tells == "values"
     known = gpu.sample_sums(clean, faulty) if by_kernel else None
     if known is not None and (fault.asked() is None or fault.magnitude_of(known) is not None):
         return Measurement(fault, known, None)
-    part = s.sample(fault, clean, faulty, lanes)
+    a, b, mask = s.sample(fault, clean, faulty, lanes)
+    part = s.with_float64(a), s.with_float64(b), None if mask is None else s.with_float64(mask)
     found = s.sums(*part)
     if part[0] is not clean and clean.device.type == "cpu" and found[s.CHANGED] == 0:
         part, found = (clean, faulty, lanes), s.sums(clean, faulty, lanes)

@@ -7,6 +7,7 @@ checks its ledger when it is closed: a clause that never fired or changed nothin
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,9 @@ def inject(
     """
     injection = Injection(Plan.load(plan, seed=seed), step=step, rank=rank, allow_inert=allow_inert)
     injection.attach(model)
+    for clause, hidden in zip(injection.plan.clauses, injection.models[0].hidden, strict=True):
+        if "softmax" in clause.site.names and hidden:
+            warnings.warn(f"{clause.text()}: {'; '.join(hidden)}", RuntimeWarning, stacklevel=2)
     return injection
 
 

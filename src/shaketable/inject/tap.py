@@ -31,16 +31,10 @@ class Tap:
     def __init__(self, injection: Injection, clause: int, spot: Spot, name: str, point: str) -> None:
         self.injection = injection
         self.clause = clause
-        self.spot = spot
         self.name = name
         self.point = point
         self.index = len(injection.taps)
-        self.site = injection.plan.clauses[clause].site
-        seed, rank = injection.plan.seed, injection.rank
-        self.keys = tuple(key_of(seed, clause, name, point, d, rank) for d in ("forward", "backward"))
-        self._lane_key = key_of(seed, clause, name, point, "lanes")
-        self._lanes: dict[tuple[int, torch.device, bool], Tensor] = {}
-        self._references: dict[tuple[bool, int], Tensor | None] = {}
+        self.begin(spot)
         self.straight = self.site.level == "op"
         """Whether a forward fault leaves gradients alone: an operator's backward is an operator of its own."""
         self.transposed = False
@@ -49,6 +43,16 @@ class Tap:
         """The number under which compiled graphs know it."""
         self.tables: dict[torch.device, DeviceTable] = {}
         """Where kernels read what it is to do, per GPU."""
+
+    def begin(self, spot: Spot) -> None:
+        """Be as before the first fire, under the plan, the seed and the rank that the injection has now."""
+        self.spot = spot
+        self.site = self.injection.plan.clauses[self.clause].site
+        place = self.injection.plan.seed, self.clause, self.name, self.point
+        self.keys = tuple(key_of(*place, direction, self.injection.rank) for direction in ("forward", "backward"))
+        self._lane_key = key_of(*place, "lanes")
+        self._lanes: dict[tuple[int, torch.device, bool], Tensor] = {}
+        self._references: dict[tuple[bool, int], Tensor | None] = {}
 
     @property
     def fault(self) -> FaultBase:

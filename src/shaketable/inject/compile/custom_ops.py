@@ -120,12 +120,16 @@ def newest() -> int:
 
 def is_present(handle: int) -> bool:
     """Whether a tap is to be in the graph that is being traced."""
-    return present[_injection_of(handle)]
+    return present[_injection_of(f"{handle}")]
 
 
-def _injection_of(handle: int) -> int:
-    """The number of a tap's injection. It stays that: a constant, to whoever traces."""
-    return _taps[handle].injection.handle
+def _injection_of(handle: str) -> int:
+    """The number of a tap's injection. It stays that: a constant, to whoever traces.
+
+    Handles come as text: torch 2.7 and 2.8 take a number that differs between modules for a variable one, which no constant can
+    be made of.
+    """
+    return _taps[int(handle)].injection.handle
 
 
 def new_graph() -> int:
@@ -161,7 +165,7 @@ def trace_fresh(x: Tensor, handle: int) -> Tensor:
     """The same for a forward tap on what a linear has just computed: on a GPU, noise that inductor fuses."""
     if not is_present(handle):
         return x
-    seat = seat_of(handle)
+    seat = seat_of(f"{handle}")
     if seat is None or not on_gpu(x) or torch.is_grad_enabled() or not x.is_contiguous():
         return trace_forward(x, handle)
     fused = fused_noise.passes[seat.number]
@@ -176,22 +180,22 @@ def trace_fresh(x: Tensor, handle: int) -> Tensor:
 
 def trace_forward(x: Tensor, handle: int) -> Tensor:
     """The faulty tensor."""
-    tracing = traces[_injection_of(handle)]
+    tracing = traces[_injection_of(f"{handle}")]
     ticket = tracing.ticket(x)
     return torch.ops.shaketable.apply(x, ticket, handle, tracing.count(f"{handle}"))  # type: ignore[no-any-return]
 
 
 def trace_gradient(x: Tensor, handle: int, argument: int, number: int | None, copy: bool) -> Tensor:
     """The tensor itself, whose gradient will be faulty."""
-    tracing = traces[_injection_of(handle)]
+    tracing = traces[_injection_of(f"{handle}")]
     ticket = tracing.ticket(x)
     n = tracing.count(f"{handle}:{argument}") if number is None else number
     return TracedGradient.apply(x, ticket, handle, argument, n, copy)  # type: ignore[no-any-return]
 
 
-def seat_of(handle: int) -> fused_noise.Seat | None:
+def seat_of(handle: str) -> fused_noise.Seat | None:
     """Where a tap is in the table of a GPU. It stays there: a constant, to whoever traces."""
-    return fused_noise.seats.get(handle)
+    return fused_noise.seats.get(int(handle))
 
 
 def is_captured() -> bool:

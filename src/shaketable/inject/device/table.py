@@ -264,20 +264,22 @@ class DeviceTables:
         self._known: object = None
 
     def make(self) -> None:
-        """A table on every GPU that a model is on, for the taps that have none there. Not during a capture."""
-        if not torch.cuda.is_initialized() or capturing():
+        """A table on every GPU that a model is on, for the taps that have none there. Not during a capture.
+
+        Other accelerators have no kernels of ours: plain torch computes there, and the ledger says so.
+        """
+        if capturing():
             return
         first = [next(m.model.parameters(), None) for m in self.injection.models]
         known = len(self.injection.taps), tuple(p.device for p in first if p is not None)
         if known == self._known:
             return
         self._known = known
-        if (kernel := gpu.name("cuda")) is None:
-            return
-        for device in _gpus(self.injection):
-            self.injection.ledger.kernel = kernel
+        for device in _accelerators(self.injection):
+            kernel = gpu.name(device.type)
+            self.injection.ledger.kernel = kernel or "torch"
             taps = [tap for tap in self.injection.taps if tap.reads_tables and device not in tap.tables]
-            if taps:
+            if taps and kernel is not None:
                 self._add(DeviceTable(self.injection, device, taps))
 
     def _add(self, table: DeviceTable) -> None:
@@ -348,9 +350,9 @@ class DeviceTables:
             tap.tables = {}
 
 
-def _gpus(injection: Injection) -> set[torch.device]:
-    """The GPUs that weights of its models are on."""
-    return {p.device for m in injection.models for p in m.model.parameters() if p.is_cuda}
+def _accelerators(injection: Injection) -> set[torch.device]:
+    """The devices other than the CPU that weights of its models are on."""
+    return {p.device for m in injection.models for p in m.model.parameters() if p.device.type not in ("cpu", "meta")}
 
 
 _outliving: list[DeviceTable] = []

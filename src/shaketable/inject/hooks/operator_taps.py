@@ -101,7 +101,7 @@ class Here:
 
     def note_fused(self, tensors: list[Any]) -> None:
         """Count an attention call whose inner products cannot be reached."""
-        for tap in self.at("matmul", tensors):
+        for tap in _hidden(self, tensors):
             if self.frame.current.acts_on(tap) and not self.frame.recomputing:
                 self.taps.injection.sites[tap.clause].fused += 1
 
@@ -149,9 +149,16 @@ class Traced:
 
     def note_fused(self, tensors: list[Any]) -> None:
         """Count an attention call whose inner products cannot be reached, whenever the graph runs."""
-        for tap in self.at("matmul", tensors):
+        for tap in _hidden(self, tensors):
             ticket = self.trace.ticket(tensors[0])
             torch.ops.shaketable.note_fused(self.taps.notes, ticket, tap.handle)
+
+
+def _hidden(where: Here | Traced, tensors: list[Any]) -> list[Tap]:
+    """The taps of what attention hides, one for each clause."""
+    products = where.at("matmul", tensors)
+    clauses = [tap.clause for tap in products]
+    return products + [tap for tap in where.at("softmax", tensors) if tap.clause not in clauses]
 
 
 class ExcludedWeights:

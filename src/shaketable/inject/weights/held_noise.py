@@ -28,6 +28,7 @@ from shaketable.inject.device.table import capturing
 from shaketable.inject.fault_operator import Application, apply
 from shaketable.inject.pass_context import Frame, Pass
 from shaketable.inject.tap import Tap
+from shaketable.ledger.spot import Spot
 from shaketable.sites.phases import current_rollout
 
 
@@ -86,10 +87,13 @@ class HeldTap(Tap):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
-        self._kept: _Kept | None = None
         self._home: Tensor | None = None
         """Where noisy weights are on a GPU: one place, because captured graphs go on reading it."""
+
+    def begin(self, spot: Spot) -> None:
+        super().begin(spot)
+        self.place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
+        self._kept: _Kept | None = None
         self._counted: dict[str, tuple[int, FaultBase]] = {}
 
     @property

