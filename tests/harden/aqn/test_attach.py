@@ -480,3 +480,85 @@ def test_the_guide_runs(capsys):
 )
 def test_layers_that_are_named_are_known_before_the_model_is(given, groups):
     assert [(g.layers, g.multiplier) for g in st.AQN(ON, **given).groups(None)] == groups
+
+
+# ---- noise before or after a fault on the same output
+
+
+ZONE = "dead_zone:0.3@layer.1"
+
+
+def survival(model, line, *, noise_first):
+    """The share that a dead zone leaves, and what layer 1 returns, with noise of this line; either may be switched on first."""
+    out = []
+    plan = st.inject(model, ZONE)
+    with st.AQN.load(line).attach(model, 1, plan=plan) as noise:
+        if not noise_first:
+            noise.disable()
+        with plan as ledger, noise:
+            handle = model.model.layers[1].register_forward_hook(lambda m, a, y: out.append(y))
+            with st.phase("rollout"), torch.no_grad():
+                model(IDS)
+            handle.remove()
+    return ledger.sites[0].to_dict()["survival_rate"], out[0]
+
+
+@pytest.mark.parametrize("noise_first", [True, False])
+def test_order_is_the_order_of_noise_and_fault_whichever_was_switched_on_first(tiny_llama, noise_first):
+    """Before: what is too small after the noise is 0. After: zeros are lifted by additive noise, and not by relative noise."""
+    line = "constant:0.01,form=output,layers=1,unit=absolute"
+    with torch.no_grad():
+        clean = tiny_llama.model(IDS, output_hidden_states=True).hidden_states[2].abs()
+    before, y = survival(tiny_llama, f"{line},order=before", noise_first=noise_first)
+    after, z = survival(tiny_llama, f"{line},order=after", noise_first=noise_first)
+    assert (y == 0).any() and not (z == 0).any()
+    assert before == pytest.approx(float((y != 0).float().mean()), abs=1e-6)
+    assert after == pytest.approx(float((clean >= 0.3 * clean.max()).float().mean()), abs=1e-6) != before
+    after, z = survival(tiny_llama, "constant:0.5,form=output,layers=1", noise_first=noise_first)
+    assert after == pytest.approx(float((z != 0).float().mean()), abs=1e-6), "relative noise leaves a zero a zero"
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_order_holds_beside_a_plan_that_was_on_before_and_one_that_comes_later(tiny_llama, order):
+    line, out = f"constant:0.2,form=output,layers=1,unit=absolute,order={order}", []
+    tiny_llama.model.layers[2].register_forward_pre_hook(lambda m, x: out.append(bool((x[0] == 0).any())))
+    plan = st.inject(tiny_llama, ZONE)
+    with plan, st.AQN.load(line).attach(tiny_llama, 1, plan=plan) as noise:
+        with st.phase("rollout"), torch.no_grad():
+            tiny_llama(IDS)
+        plan.disable()
+        later = st.inject(tiny_llama, ZONE)
+        noise.stand_beside(later)
+        with later, st.phase("rollout"), torch.no_grad():
+            tiny_llama(IDS)
+    assert out == [order == "before"] * 2
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_order_is_kept_when_the_model_is_compiled(tinier_llama, order, fresh_graphs):
+    plan = st.inject(tinier_llama, ZONE)
+    line = f"constant:0.2,form=output,layers=1,unit=absolute,order={order}"
+    with st.AQN.load(line).attach(tinier_llama, 1, plan=plan), plan, st.phase("rollout"), torch.no_grad():
+        out = []
+        tinier_llama.model.layers[1].register_forward_hook(lambda m, a, y: out.append(y))
+        torch.compile(tinier_llama, backend="eager")(IDS)
+    assert bool((out[-1] == 0).any()) == (order == "before")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (None, "there is no plan"),
+        ("dead_zone:0.3@layer.0", "acts on no output of a layer that has noise"),
+        ("relative_gaussian:0.1@op.matmul", "acts on no output"),
+    ],
+)
+def test_order_needs_a_fault_on_the_same_output(tiny_llama, plan, words):
+    aqn = st.AQN.load("constant:0.1,form=output,layers=1,order=before")
+    with pytest.raises(ShaketableError, match=words):
+        aqn.attach(tiny_llama, 1, plan=plan and st.inject(tiny_llama, plan))
+
+
+def test_order_is_for_outputs():
+    with pytest.raises(ShaketableError, match="order is for form=output"):
+        st.AQN.load("constant:0.1,order=before")

@@ -98,7 +98,8 @@ def test_the_shipped_mapping_is_the_origin_s():
         ("kurtosis", "above", 1.2, "median", 1.5),
         ("instability", "above", 0.1, "absolute", 0.5),
     ]
-    assert [(r.fault_class, r.factor) for r in rules.located] == [("saturation", 1.5)]
+    told = [(r.fault_class, r.factor, r.instead_of) for r in rules.located]
+    assert told == [("saturation", 1.5, None), ("dead_zone", 1.5, "gain")]
     assert (rules.clamp.low, rules.clamp.high) == (0.01, 0.15)
     assert (rules.labels.high, rules.labels.low) == (1.2, 0.8)
 
@@ -188,9 +189,34 @@ def test_healthy_layers_of_a_model_with_one_broken_layer_are_refused():
 
 
 @pytest.mark.parametrize("verdict", [{"verdict": "INCONCLUSIVE", "layer": 1}, {"verdict": "FAULT", "layer": None}])
-def test_only_a_located_saturation_is_a_source(verdict):
-    assert set(sigmas(plain(**verdict, fault_class="saturation")).values()) == {0.05}
-    assert set(sigmas(plain(verdict="FAULT", layer=1, fault_class="dead_zone")).values()) == {0.05}
+@pytest.mark.parametrize("fault_class", ["saturation", "dead_zone"])
+def test_only_a_located_fault_has_its_factor(verdict, fault_class):
+    assert set(sigmas(plain(**verdict, fault_class=fault_class)).values()) == {0.05}
+    assert set(sigmas(plain(verdict="FAULT", layer=1, fault_class="gain")).values()) == {0.05}
+
+
+@pytest.mark.parametrize("gain", [1.0, 0.5, math.nan])
+def test_a_dead_zone_is_low_gain_and_counts_once(gain):
+    located = {"verdict": "FAULT", "layer": 1, "fault_class": "dead_zone"}
+    found = Guidance.of(make_diagnosis([1.0, gain, 1.0], [800.0] * 3, [0.0] * 3, **located))
+    assert [x.sigma for x in found.layers] == [0.05, 0.05 * 1.5, 0.05]
+    assert [x.label for x in found.layers] == ["BASE", "HIGH", "BASE"]
+
+
+@pytest.mark.parametrize(("model", "layer"), [("nano", 3), pytest.param("smollm2-135m", 15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scope", ["tensor", "token"])
+def test_the_origin_s_own_fault_sets_its_layer_apart(model, layer, scope):
+    """A dead zone of 0.01: over the tensor it kills SmolLM2, elsewhere the gain does not see it."""
+    from shaketable.locate.locate import locate
+    from shaketable.models import load_model
+
+    diagnosis = locate(*load_model(model), tokens=64, plan=f"dead_zone:0.01,scope={scope}@layer.{layer}").as_dict()
+    guided = sigmas(diagnosis)
+    assert guided[layer] == 0.05 * 1.5
+    assert layer == max(guided, key=guided.__getitem__) and list(guided.values()).count(guided[layer]) == 1
+    arms = {target: Guidance.of(diagnosis, target=target).aqn() for target in ("all", "fault", "healthy")}
+    assert arms["fault"].layers == (layer,) and arms["all"].multipliers[layer] == 1.5
+    assert set(arms["healthy"].layers) == set(arms["all"].layers) - {layer}
 
 
 @pytest.mark.parametrize("bad", [math.nan, None, math.inf, -math.inf])

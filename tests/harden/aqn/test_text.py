@@ -153,6 +153,41 @@ def test_a_guided_file_gives_no_noise_to_layers_it_does_not_name(tmp_path, tiny_
         assert noise.sigmas == pytest.approx({1: base, 2: base * 0.02 / 0.04, 3: base * 0.06 / 0.04})
 
 
+def scanned(sigmas, layers=28):
+    """`aqn_config.yaml` as the origin's `generate_training_config` returned it."""
+    high = [layer for layer, sigma in sigmas.items() if sigma > 0.06]
+    aqn = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": sigmas, "schedule": "epoch_aware"}
+    return {
+        "aqn": {**aqn, "high_priority_layers": high},
+        "srdd_metadata": {"num_layers": layers, "analysis_date": "2026-01-07"},
+    }
+
+
+def test_the_origins_own_file_is_read_and_means_what_its_trainer_did(tmp_path):
+    """Noise on what layers return, sampling and training; a layer without a σ of its own has the base."""
+    every = dict.fromkeys(range(28), 0.05) | {10: 0.075, 15: 0.1, 22: 0.075}
+    aqn = st.AQN.load(written(tmp_path, scanned(every)))
+    assert (aqn.form, aqn.where, aqn.unit) == ("output", "both", "relative")
+    assert aqn.schedule == st.EpochAware([(0.05, 0.01), (0.01, 0.0005)])
+    assert (aqn.layers, aqn.multipliers) == (tuple(range(28)), {10: 1.5, 15: 2.0, 22: 1.5})
+    some = {"10": 0.075, "15": 0.1, "22": 0.075}
+    assert st.AQN.load(written(tmp_path, scanned({int(k): v for k, v in some.items()}))) == aqn
+    assert st.AQN.load(aqn.text()) == aqn
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (scanned({28: 0.1}), "layer_sigmas name layer 28, and srdd_metadata has 28 layers"),
+        (scanned({1: 0.1}, layers=0), "srdd_metadata of .*num_layers"),
+        ({**scanned({1: 0.1}), "srdd_metadata": {}}, "srdd_metadata of .*num_layers"),
+    ],
+)
+def test_an_origins_file_that_is_wrong(tmp_path, data, message):
+    with pytest.raises(ShaketableError, match=message):
+        st.AQN.load(written(tmp_path, data))
+
+
 def test_what_guide_writes_is_read(tmp_path):
     from shaketable.harden.aqn.guidance import Guidance
 

@@ -7,6 +7,7 @@ import torch
 
 from shaketable.errors import InertError, ShaketableError
 from shaketable.harden.grpo.checkpoints import sealed
+from shaketable.harden.ladder.students import Students
 from shaketable.harden.ladder.summary import outcome
 from shaketable.models import load_model
 from shaketable.records.record import RunRecord
@@ -247,3 +248,24 @@ def test_too_little_memory_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("shaketable.harden.ladder.distil.forward_kl", full)
     with pytest.raises(ShaketableError, match="not enough memory for distil: begin anew with --micro-batch 4"):
         hardened(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("raised", "found", "text"),
+    [
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            ShaketableError,
+            "not enough memory.*--lora 16",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory."), ShaketableError, "not enough memory.*--lora 16"),
+        (RuntimeError("the device is gone"), RuntimeError, "the device is gone"),
+    ],
+)
+def test_only_a_lack_of_memory_is_called_one(tiny_llama, monkeypatch, raised, found, text):
+    def fail(self, memo):
+        raise raised
+
+    monkeypatch.setattr(type(tiny_llama), "__deepcopy__", fail, raising=False)
+    with pytest.raises(found, match=text):
+        Students(tiny_llama, 0, "cpu", "float32")

@@ -14,6 +14,7 @@ still. In the study we come from a trainer never advanced the step, and what was
 from __future__ import annotations
 
 import math
+from itertools import product
 from threading import RLock
 from types import TracebackType
 from typing import Self
@@ -21,9 +22,9 @@ from typing import Self
 from torch import nn
 
 from shaketable.errors import InertError, ShaketableError
-from shaketable.harden.aqn.sites import plan_of
+from shaketable.harden.aqn.sites import check_order, plan_of
 from shaketable.harden.aqn.spec import AQN
-from shaketable.inject.attach import refuse
+from shaketable.inject.attach import put_behind, refuse
 from shaketable.inject.injection import Injection
 from shaketable.ledger.ledger import Ledger, SiteLedger
 from shaketable.sites.structure import Anatomy
@@ -42,6 +43,7 @@ class AttachedAQN:
         rank: int | None = None,
         allow_inert: bool = False,
         sampler: bool = False,
+        plan: Injection | None = None,
     ) -> None:
         refuse(model)
         if not allow_inert:
@@ -49,8 +51,10 @@ class AttachedAQN:
         self.aqn = aqn
         self.total_steps = total_steps
         self.allow_inert = allow_inert
-        plan, self._groups = plan_of(aqn, Anatomy.of(model), total_steps)
-        self.injection = Injection(plan, step=step, rank=rank, allow_inert=True, hold=True, sampler=sampler)
+        self.anatomy = Anatomy.of(model)
+        clauses, self._groups = plan_of(aqn, self.anatomy, total_steps)
+        check_order(aqn, clauses, None if plan is None else plan.plan, self.anatomy)
+        self.injection = Injection(clauses, step=step, rank=rank, allow_inert=True, hold=True, sampler=sampler)
         self.injection.attach(model)
         self._moved = False
         self._forced: float | None = None
@@ -61,6 +65,21 @@ class AttachedAQN:
         self._settling = RLock()
         """A report may be asked for by another thread while the step moves."""
         self._follow()
+        self.stand_beside(plan)
+
+    def stand_beside(self, plan: Injection | None) -> None:
+        """Have noise and faults act on the outputs that both are at in the order of `aqn.order`, whichever came first.
+
+        Hooks both, and switches neither on.
+        """
+        check_order(self.aqn, self.injection.plan, None if plan is None else plan.plan, self.anatomy)
+        if plan is None or self.aqn.form != "output":
+            return
+        first, second = (self.injection, plan) if self.aqn.order == "before" else (plan, self.injection)
+        for attached in (*first.models, *second.models):
+            attached.hook()
+        for earlier, later in product(first.models, second.models):
+            put_behind(later, earlier)
 
     # ---- the step and σ
 

@@ -5,9 +5,10 @@ Every layer starts at the base σ, and each rule that it meets multiplies it, in
     σ_l = clamp(base · Π f_r  over the rules r that layer l meets)
 
 A rule compares one statistic with a number, or with a multiple of that statistic's median over the layers; a rule on the
-located layer looks at the verdict's fault class. The origin study had these as `if` statements in its code. Here they are
-data (`mapping.yaml`): a study that asks whether a threshold matters changes a file, and the result names the mapping it was
-made with.
+located layer looks at the verdict's fault class. A located dead zone counts as low gain, once: the origin guides by "low
+gain, its signal is lost", and the gain itself does not see a dead zone of 0.01 where a layer has no massive values. The
+origin study had its rules as `if` statements in its code. Here they are data (`mapping.yaml`): a study that asks whether a
+threshold matters changes a file, and the result names the mapping it was made with.
 
 Statistics of a broken model may be infinite or not numbers. The median is taken over the finite ones. An infinite value
 compares as infinity does; one that is no number meets no rule, and its layer says so. A median that is zero or negative
@@ -19,7 +20,7 @@ The label and the list of high-priority layers use one comparison, σ > high · 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -131,7 +132,8 @@ class Guidance:
         layers = []
         for layer in _targeted(read, target):
             own = {field: column[layer] for field, column in values.items()}
-            steps = [*_steps(own, medians, rules.rules), *_located(read, layer, rules.located)]
+            met = [r for r in rules.rules if _meets(r, own, medians)]
+            steps = [*_steps(own, medians, met), *_located(read, layer, rules.located, {r.field for r in met})]
             layers.append(_layer(layer, float(base_sigma), steps, rules))
         metadata, notes = _metadata(read, target, rules.name), _notes(rules.rules, medians)
         return cls(metadata, rules, float(base_sigma), schedule, tuple(layers), medians, notes)
@@ -208,22 +210,24 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(finite) if finite else None
 
 
+def _meets(rule: Rule, own: Mapping[str, float | None], medians: Mapping[str, float | None]) -> bool:
+    value, bound = own[rule.field], rule.bound(medians)
+    return value is not None and bound is not None and rule.met(value, bound)
+
+
 def _steps(
-    own: Mapping[str, float | None], medians: Mapping[str, float | None], rules: Sequence[Rule]
+    own: Mapping[str, float | None], medians: Mapping[str, float | None], met: Sequence[Rule]
 ) -> list[tuple[float, str]]:
     """Factor and reason of every rule on statistics that a layer meets; 1 for a statistic that is no number."""
     steps = [(1.0, f"{f} is not a number: its rules are left out") for f, v in own.items() if v is None or math.isnan(v)]
-    for rule in rules:
-        value, bound = own[rule.field], rule.bound(medians)
-        if value is not None and bound is not None and rule.met(value, bound):
-            steps.append((rule.factor, rule.text(value, medians)))
-    return steps
+    return [*steps, *((rule.factor, rule.text(own[rule.field] or 0.0, medians)) for rule in met)]
 
 
-def _located(read: _Diagnosis, layer: int, rules: Sequence[LocatedRule]) -> list[tuple[float, str]]:
+def _located(read: _Diagnosis, layer: int, rules: Sequence[LocatedRule], met: Set[str]) -> list[tuple[float, str]]:
     if layer != read.fault_layer:
         return []
-    return [(r.factor, f"{r.why} (×{r.factor:g})") for r in rules if r.fault_class == read.fault_class]
+    found = [r for r in rules if r.fault_class == read.fault_class and r.instead_of not in met]
+    return [(r.factor, f"{r.why} (×{r.factor:g})") for r in found]
 
 
 def _layer(layer: int, base: float, steps: Sequence[tuple[float, str]], mapping: SigmaMapping) -> LayerSigma:

@@ -61,6 +61,8 @@ class LocatedRule(_Data):
 
     fault_class: str
     factor: float = Field(gt=0)
+    instead_of: str | None = None
+    """A statistic that should have told the same: the rule is left out where the layer has met one on that statistic."""
     why: str
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shaketable.errors import ShaketableError
+from shaketable.errors import NoMatchError, ShaketableError
 from shaketable.faults import make_fault
-from shaketable.harden.aqn.spec import AQN, Group
+from shaketable.harden.aqn.spec import AQN, NORMS, Group
 from shaketable.layer_ranges import Layers
 from shaketable.plan import Clause, Plan, Site
 from shaketable.sites.match import targets
@@ -40,6 +40,23 @@ def plan_of(aqn: AQN, anatomy: Anatomy, total_steps: int | None = None) -> tuple
     return Plan(clauses=clauses, seed=aqn.seed), [group for _, group in placed]
 
 
+def check_order(aqn: AQN, noise: Plan, faults: Plan | None, anatomy: Anatomy) -> None:
+    """Refuse `order=before` where there is nothing to come before: no plan, or none on an output that has noise."""
+    if aqn.order != "before":
+        return
+    if faults is None:
+        raise ShaketableError("order=before puts the noise before the faults of a plan, and there is no plan; drop order")
+    if not _outputs(noise, anatomy) & _outputs(faults, anatomy):
+        what = f"order=before: {faults.text()} acts on no output of a layer that has noise"
+        raise NoMatchError(f"{what}; write it @layer.N for such a layer, or drop order")
+
+
+def _outputs(plan: Plan, anatomy: Anatomy) -> set[int]:
+    """The modules whose outputs a plan acts on going forward."""
+    clauses = [c for c in plan.clauses if c.site.level != "op" and "forward" in c.site.directions]
+    return {id(target.part.module) for clause in clauses for target in targets(clause, anatomy) if target.point == "output"}
+
+
 def _fault(aqn: AQN, group: Group) -> Any:
     """The fault at its strongest; its magnitude follows the schedule once it is attached."""
     return make_fault({"kind": KINDS[aqn.form, aqn.unit], "magnitude": aqn.schedule.peak() * group.multiplier})
@@ -60,7 +77,7 @@ def _sites(aqn: AQN, group: Group, anatomy: Anatomy, alone: bool) -> list[Site]:
 def _names(aqn: AQN, anatomy: Anatomy) -> tuple[str, ...]:
     if not anatomy.is_moe:
         return aqn.roles
-    return tuple(dict.fromkeys(role if role == "linear" else MOE_NORM for role in aqn.roles))
+    return tuple(dict.fromkeys(role if role in ("linear", *NORMS) else MOE_NORM for role in aqn.roles))
 
 
 def _beyond(aqn: AQN, anatomy: Anatomy) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 Form `weight` (QeRL's): while a policy samples, its norms read w + z·σ·rms(w) in place of w (unit `relative`), or w + z·σ (unit
 `absolute`, QeRL's own), with one z for the whole rollout. Form `output`: chosen decoder layers return y + z·σ·|y|, or y + z·σ,
-with a new z at every call. In both, σ of layer l at a step is
+with a new z at every call; `order` says whether that is before or after a fault on the same output. In both, σ of layer l
+at a step is
 
     σ_l = schedule(step) · multiplier_l · zone factor(step)
 
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shaketable.harden.aqn.attach import AttachedAQN
+    from shaketable.inject.injection import Injection
 
 ROLES = ("rmsnorm", "layernorm", "linear")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Norms that can be meant by their names, where not all of them are."""
 Factor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Layer = Annotated[int, Field(ge=0)]
 
@@ -88,7 +92,7 @@ class AQN(Described):
     form: Literal["weight", "output"] = "weight"
     """Noise on the weights of norms, or on what decoder layers return."""
     roles: tuple[str, ...] = ("rmsnorm",)
-    """Whose weights: rmsnorm, layernorm, linear."""
+    """Whose weights: rmsnorm, layernorm, linear; or norms by name, input_layernorm and post_attention_layernorm."""
     layers: tuple[Layer, ...] | None = None
     """Only these decoder layers; all of them, and the final norm, when None."""
     multipliers: dict[Layer, Factor] = Field(default_factory=dict)
@@ -97,6 +101,8 @@ class AQN(Described):
     """Less noise in the middle layers, later in the run."""
     where: Literal["rollout", "both"] = "rollout"
     """Noise while sampling only, or in the forwards and backwards of training too."""
+    order: Literal["before", "after"] = "after"
+    """Where a plan's fault acts on the same output of a layer: the noise is added before it, or after it."""
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)
     """Keys all noise."""
 
@@ -113,6 +119,7 @@ class AQN(Described):
             multipliers: Mapping[int, float] = ...,
             zones: Zones | Mapping[str, float] | None = None,
             where: str = "rollout",
+            order: str = "after",
             seed: int = 0,
         ) -> None: ...
 
@@ -121,8 +128,8 @@ class AQN(Described):
     def _roles_are_known(cls, roles: object) -> object:
         roles = (roles,) if isinstance(roles, str) else roles
         for role in roles if isinstance(roles, Sequence) else ():
-            if role not in ROLES:
-                raise ValueError(f"unknown role {role!r}; {nearest(str(role), ROLES)}")
+            if role not in ROLES + NORMS:
+                raise ValueError(f"unknown role {role!r}; {nearest(str(role), ROLES + NORMS)}")
         if not roles:
             raise ValueError(f"name at least one role; valid: {', '.join(ROLES)}")
         return roles
@@ -142,6 +149,8 @@ class AQN(Described):
     def _fits_together(self) -> Self:
         if self.form == "output" and self.roles != ("rmsnorm",):
             raise ValueError("form=output acts on what decoder layers return; roles are for form=weight")
+        if self.order == "before" and self.form != "output":
+            raise ValueError("order is for form=output: weights are read before any output is there")
         stray = sorted(set(self.multipliers) - set(self.layers)) if self.layers is not None else []
         if stray:
             raise ValueError(f"multipliers name layer {stray[0]}, which layers={join_layers(self.layers or ())} leaves out")
@@ -200,6 +209,7 @@ class AQN(Described):
         rank: int | None = None,
         allow_inert: bool = False,
         sampler: bool = False,
+        plan: Injection | None = None,
     ) -> AttachedAQN:
         """Put the noise on a model; a context manager.
 
@@ -210,14 +220,15 @@ class AQN(Described):
             rank: Keys the noise of this process; the distributed rank by default.
             allow_inert: Accept a run in which no rollout has noise.
             sampler: The model lives in a sampling engine (see `Injection`).
+            plan: The faults on the same model, which the noise comes before or after (`order`).
 
         Raises:
-            NoMatchError: Nothing in the model answers to `roles` and `layers`.
+            NoMatchError: Nothing in the model answers to `roles` and `layers`, or `order` has nothing to put in order.
             ShaketableError: σ would be 0 at every step.
         """
         from shaketable.harden.aqn.attach import AttachedAQN
 
-        return AttachedAQN(self, model, total_steps, step=step, rank=rank, allow_inert=allow_inert, sampler=sampler)
+        return AttachedAQN(self, model, total_steps, step=step, rank=rank, allow_inert=allow_inert, sampler=sampler, plan=plan)
 
     def text(self) -> str:
         """One line that `AQN.load` reads back."""

@@ -4,12 +4,15 @@
 
     global_decay:0.05-0.0005,stages=10
     epoch_aware:0.05-0.01+0.01-0.0005            or epoch_aware:0.05-0.0005,epochs=3
-    constant:0.01,form=output,layers=15,where=both,unit=absolute
+    constant:0.01,form=output,layers=15,where=both,unit=absolute,order=before
     global_decay:0.05-0.0005,multipliers=0:2+27:0.5,zones=edge:0.2+middle:0.5+after:0.5     (zones=on for the usual ones)
 
 A YAML file holds the fields of `AQN`, `schedule` being such a line or a mapping; or it is what `shaketable guide` wrote: then
 each layer's σ is schedule(step)·layer_sigma/base_sigma, a layer that `layer_sigmas` does not name has none, and neither has the
 final norm. A schedule that is only named there (`epoch_aware`) starts at `base_sigma`.
+
+With `srdd_metadata` in place of `metadata` it is the origin's own `aqn_config.yaml`, and means what its trainer did with it:
+noise on what decoder layers return, in rollouts and in training, and the base σ for a layer that `layer_sigmas` does not name.
 """
 
 from __future__ import annotations
@@ -193,14 +196,22 @@ def _described(schedule: object) -> Any:
     return _schedule(head, pairs)
 
 
+class _Scanned(BaseModel):
+    """What the origin's file says of the scans it was made from; its date and the like are left alone."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_layers: int = Field(ge=1, le=10**6)
+
+
 def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
-    """AQN from what `shaketable guide` writes, as data; `path` is how an error calls it."""
+    """AQN from what `shaketable guide`, or the origin's own script, writes, as data; `path` is how an error calls it."""
     for key in data:
-        _one_of(f"key in {path}", str(key), ("aqn", "metadata"))
+        _one_of(f"key in {path}", str(key), ("aqn", "metadata", "srdd_metadata"))
     body = data["aqn"]
     if not isinstance(body, Mapping):
         raise ShaketableError(f"{path}: aqn must hold a mapping, not {type(body).__name__}")
-    free = ("unit", "form", "roles", "zones", "where", "seed")
+    free = ("unit", "form", "roles", "zones", "where", "order", "seed")
     for key in body:
         _one_of(f"key in aqn of {path}", str(key), (*_Guided.model_fields, "schedule", *free))
     guided = checked(_Guided, {key: value for key, value in body.items() if key in _Guided.model_fields}, path)
@@ -209,9 +220,20 @@ def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:
     schedule = body.get("schedule", "epoch_aware")
     named = schedule in ("epoch_aware", "global_decay")
     factors = {layer: float(f"{sigma / guided.base_sigma:.12g}") for layer, sigma in guided.layer_sigmas.items()}
+    more = {str(key): body[key] for key in free if key in body}
+    if "srdd_metadata" in data:
+        factors = _of_every_layer(factors, data["srdd_metadata"], path)
+        more = {"form": "output", "where": "both"} | more
     return AQN(
         like_the_origin(schedule, guided.base_sigma) if named else _described(schedule),
         layers=tuple(sorted(factors)),
         multipliers={layer: factor for layer, factor in sorted(factors.items()) if factor != 1},
-        **{str(key): body[key] for key in free if key in body},
+        **more,
     )
+
+
+def _of_every_layer(factors: Mapping[int, float], metadata: object, path: str) -> dict[int, float]:
+    count = checked(_Scanned, metadata, f"srdd_metadata of {path}").num_layers
+    if beyond := next((layer for layer in factors if not 0 <= layer < count), None):
+        raise ShaketableError(f"{path}: layer_sigmas name layer {beyond}, and srdd_metadata has {count} layers")
+    return {layer: factors.get(layer, 1.0) for layer in range(count)}

@@ -24,7 +24,8 @@ class TrainConfig(ConfigModel):
     model: str
     """nano, smollm2-135m, a folder with safetensors, or a hub id."""
     task: str
-    """arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class, whose code is run; options after commas: arithmetic,level=2."""
+    """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class, whose code is run; options after commas:
+    arithmetic,level=2."""
     steps: int = Field(ge=1, le=10_000_000)
     """Optimizer steps."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -72,6 +73,8 @@ class TrainConfig(ConfigModel):
     """Score under this plan too, beside clean and the plan; can be repeated."""
     eval_batch: int = Field(default=0, ge=0)
     """Problems at a time; what fits when 0. Noise is keyed by the call, so a study fixes it."""
+    eval_loss: bool = False
+    """Read the loss of the right answers too, under every condition."""
     conditions: dict[str, str] | None = None
     """Plans to be scored under, by name, in place of the plan and `eval_plans`; their noise depends on the run's seed too."""
     mechanism: bool = False

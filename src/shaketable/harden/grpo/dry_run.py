@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.aqn.sites import plan_of
+from shaketable.harden.aqn.sites import check_order, plan_of
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.grpo.plans import aqn_of, conditions_of, train_plan
 from shaketable.harden.grpo.warm_start import BATCH, check_answers
@@ -57,6 +57,8 @@ def rehearse(config: TrainConfig) -> tuple[Any, list[str]]:
     at = f"every {config.eval_every} steps, and" if config.eval_every else "at"
     lines.append(f"scores: {scored}; {at} the first and the last step")
     if (aqn := aqn_of(config)) is not None:
-        _, groups = plan_of(aqn, Anatomy.of(skeleton))
-        lines.append(f"AQN: {aqn.form} noise, {', '.join(g.label for g in groups)}, in {aqn.where}")
+        noise, groups = plan_of(aqn, Anatomy.of(skeleton))
+        check_order(aqn, noise, train_plan(config), Anatomy.of(skeleton))
+        order = f", {aqn.order} the plan's faults" if aqn.form == "output" and config.plan is not None else ""
+        lines.append(f"AQN: {aqn.form} noise, {', '.join(g.label for g in groups)}, in {aqn.where}{order}")
     return skeleton, lines

@@ -59,7 +59,12 @@ def conditions_of(config: TrainConfig) -> list[Condition]:
 
 
 def _named(name: str, text: str, config: TrainConfig) -> Condition:
-    return _scored(name, text, key_of(config.eval_seed, "condition", config.seed) >> 1)
+    return _scored(name, text, condition_seed(config))
+
+
+def condition_seed(config: TrainConfig) -> int:
+    """Keys the noise of a study's conditions: another for every seed, the same in all arms."""
+    return key_of(config.eval_seed, "condition", config.seed) >> 1
 
 
 def _scored(name: str, text: str, seed: int) -> Condition:

@@ -34,6 +34,7 @@ from shaketable.harden.grpo.plans import aqn_of, conditions_of, train_plan
 from shaketable.harden.grpo.trainer import ShakenGRPO, grpo_config
 from shaketable.harden.grpo.warm_start import warm_start
 from shaketable.inject import Injection, Ledger, inject
+from shaketable.measure.chat_template import chat_tokens
 from shaketable.measure.decoding.dynamic import Decoder, probe_batch_size
 from shaketable.measure.decoding.static import StaticDecoding
 from shaketable.measure.evaluation import Condition, Evaluation, Evaluator, arithmetic
@@ -74,7 +75,9 @@ class Training:
         self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         self.evaluator = self._make_evaluator(known["batch_size"] if known else self.config.eval_batch)
         self.injection: Injection | None = None if plan is None else inject(self.policy, plan, allow_inert=True)
-        self.noise: AttachedAQN | None = None if aqn is None else aqn.attach(self.policy, self.config.steps)
+        self.noise: AttachedAQN | None = (
+            None if aqn is None else aqn.attach(self.policy, self.config.steps, plan=self.injection)
+        )
         self.before: dict[str, Any] = {}
         self.trainer.add_callback(Steps(self))
         if not known:
@@ -129,7 +132,7 @@ class Training:
         return trainer
 
     def _make_evaluator(self, batch_size: int) -> Evaluator:
-        evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, 1)
+        evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, 1, loss=self.config.eval_loss)
         self.policy.eval()
         evaluator.batch_size = batch_size or probe_batch_size(evaluator.decoder, self.policy, evaluator.prompts)
         return evaluator
@@ -173,7 +176,7 @@ class Training:
             self._warn_of_collapse(f"under {found.condition.name}", clean, found)
         if self.noise is not None:
             top = max(self.noise.aqn.schedule.sigma(s, self.config.steps) for s in range(self.config.steps))
-            loudest = self.noise.aqn.model_copy(update={"schedule": Constant(top)})
+            loudest = self.noise.aqn.model_copy(update={"schedule": Constant(top), "order": "after"})
             with loudest.attach(self.policy, 1), arithmetic(self.config.device, self.config.dtype):
                 found = self.evaluator.score(Condition("aqn"), during="rollout")
             self.record.append("aqn_check", step=0, sigma=top, **found.summary())
@@ -302,4 +305,6 @@ def _training_problems(task: Task, config: TrainConfig) -> list[Problem]:
 def _prompt(tokenizer: Any, task: Task, problem: Problem) -> Any:
     if tokenizer.chat_template is None:
         return task.prompt(problem, chat=False)
-    return [{"role": "user", "content": task.prompt(problem, chat=True)}]
+    text = task.prompt(problem, chat=True)
+    chat_tokens(tokenizer, text)  # the trainer renders it again, and would wait for a template that does not end
+    return [{"role": "user", "content": text}]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shaketable.errors import ShaketableError
 from shaketable.measure.stats.tests import Comparison, corrected, paired
 from shaketable.records.record import RunRecord
 
@@ -19,10 +18,7 @@ SCHEMA = 1
 
 def outcome(record: RunRecord) -> dict[str, Any]:
     """Steps, evaluations, final scores and comparisons of a finished run."""
-    events = record.events()
-    finished = [e for e in events if e["event"] == "finished"]
-    if not finished:
-        raise ShaketableError(f"the run in {record.folder} is not finished; go on with --resume {record.folder}")
+    ledgers, events = record.finished()["ledgers"], record.events()
     evaluations = [e for e in events if e["event"] == "evaluation"]
     first, last = evaluations[0], evaluations[-1]
     return {
@@ -37,7 +33,7 @@ def outcome(record: RunRecord) -> dict[str, Any]:
         "final": {c["name"]: _short(c) for c in last["conditions"]},
         "comparisons": _comparisons(first, last),
         "warnings": [e["text"] for e in events if e["event"] == "warning"],
-        "ledgers": finished[-1]["ledgers"],
+        "ledgers": ledgers,
         "resumed": sum(e["event"] == "resumed" for e in events),
         "model": str(record.folder / "model"),
     }

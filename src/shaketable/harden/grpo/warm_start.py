@@ -139,9 +139,9 @@ def _train(config: Warming, model: Any, tokenizer: Any, batches: Any, lr: float,
     """AdamW, the rate falling to nothing in a line; nobody else's random numbers are used up."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     pad, losses = Decoder.of(model, tokenizer, 1).pad, []
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = [] if model.device.type == "cpu" else [model.device]
     model.train()
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices, device_type=model.device.type):
         torch.manual_seed(SEED)
         for step, batch in enumerate(batches):
             tell("stage", {"text": "warm start", "done": step, "total": config.warm_start})

@@ -5,11 +5,12 @@ A frozen model, like that of `train`: resolved once, written into the run record
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from shaketable.errors import ShaketableError, first_problem, nearest
+from shaketable.errors import nearest
+from shaketable.io.config_model import ConfigModel
 
 RUNGS = ("calibrate", "regauge", "distil", "supervise", "reinforce")
 """In the order in which they are climbed."""
@@ -17,16 +18,16 @@ TRAINED = ("distil", "supervise")
 """Those that take optimizer steps."""
 
 
-class HardenConfig(BaseModel):
+class HardenConfig(ConfigModel):
     """One run of the ladder."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str
     """nano, smollm2-135m, a folder with safetensors, or a hub id."""
     task: str | None = None
-    """arithmetic, gsm8k, a .jsonl file, or my_tasks.py:Class, whose code is run: its train side is learnt from, its test side
-    scored."""
+    """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class, whose code is run: its train side is learnt
+    from, its test side scored."""
     prompts: str | None = None
     """Without a task: a text, or a .jsonl file with a prompt on each line; scored by agreement with the clean model."""
     plans: tuple[str, ...] = ()
@@ -77,6 +78,8 @@ class HardenConfig(BaseModel):
     """Problems at a time; what fits when 0."""
     eval_plans: tuple[str, ...] = ()
     """Score under this plan too: what carries over to faults that were not trained on; can be repeated."""
+    eval_loss: bool = False
+    """Read the loss of the right answers too, under every condition, where answers are scored."""
     conditions: dict[str, str] | None = None
     """Plans to be scored under, by name, in place of the above; their noise depends on the run's seed too."""
     mechanism: bool = False
@@ -122,11 +125,3 @@ class HardenConfig(BaseModel):
     def save_steps(self) -> int:
         """Steps between checkpoints."""
         return self.save_every or max(1, self.steps // 4)
-
-    @classmethod
-    def checked(cls, **fields: Any) -> HardenConfig:
-        """The configuration, or one line that says what is wrong with it."""
-        try:
-            return cls(**fields)
-        except ValidationError as error:
-            raise ShaketableError(first_problem(error)) from None

@@ -117,7 +117,14 @@ class Scoring:
 
     def _evaluator(self) -> Evaluator:
         assert self.source.task is not None
-        return Evaluator(self.students.model, self.tokenizer, self.source.task, self.source.tests, self.batch_size)
+        return Evaluator(
+            self.students.model,
+            self.tokenizer,
+            self.source.task,
+            self.source.tests,
+            self.batch_size,
+            loss=self.config.eval_loss,
+        )
 
     def _solved(self, condition: Condition) -> dict[str, Any]:
         with self.students.arithmetic():

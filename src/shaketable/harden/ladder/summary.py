@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shaketable.errors import ShaketableError
 from shaketable.records.record import RunRecord
 
 SCHEMA = 1
@@ -12,14 +11,11 @@ SCHEMA = 1
 
 def outcome(record: RunRecord) -> dict[str, Any]:
     """Scores before and after every rung, shares, costs and ledgers of a finished run."""
-    events = record.events()
-    finished = [e for e in events if e["event"] == "finished"]
-    if not finished:
-        raise ShaketableError(f"the run in {record.folder} is not finished; go on with --resume {record.folder}")
+    finished = record.finished()
     return {
         **so_far(record),
-        "reached": finished[-1]["reached"],
-        "ledgers": finished[-1]["ledgers"],
+        "reached": finished["reached"],
+        "ledgers": finished["ledgers"],
         "model": str(record.folder / "model"),
     }
 
