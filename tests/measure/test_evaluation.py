@@ -1,6 +1,5 @@
 """A score under a condition: its faults proven, nothing else leaking in, the model left as it was."""
 
-import copy
 import json
 
 import pytest
@@ -9,7 +8,7 @@ from scipy.stats import binomtest
 from torch.nn.functional import kl_div
 
 import shaketable as st
-from shaketable.errors import InertError, ModelError, NoMatchError, ShaketableError
+from shaketable.errors import InertError, NoMatchError, ShaketableError
 from shaketable.measure.evaluation import Condition, Evaluator, drift, in_phases, prompt_tokens
 from shaketable.measure.tasks import load_task, sample
 from shaketable.models import load_model
@@ -144,30 +143,6 @@ def test_a_task_without_problems_is_refused(nano):
         Evaluator(*nano, load_task("text"), [], 1)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages[0].content",
-        "{{ 1 / 0 }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ raise_exception('only system turns\\n\\nplease') }}",
-        "{{ messages[7].content.x }}",
-        "{% include 'other' %}",
-        "{% for i in range(10 ** 9) %}x{% endfor %}",
-        "{{ 'x' * 10 ** 15 }}",
-    ],
-)
-@pytest.mark.attack("hostile inputs")
-def test_a_chat_template_that_does_not_work_is_one_line(nano, template):
-    _, tokenizer = nano
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = template
-    task = load_task("arithmetic")
-    with pytest.raises(ModelError, match=r"^the model's chat template cannot be used: \w+(: .*\S)?$") as caught:
-        prompt_tokens(tokenizer, task, task.problems("test")[0])
-    assert "\n" not in str(caught.value)
-
-
 def test_a_chat_model_gets_a_chat_turn(nano):
     class Chat:
         chat_template = "…"
@@ -231,7 +206,7 @@ def test_drift_leaves_no_hook_and_refuses_what_changes_nothing(nano, texts, monk
     found, _ = drift(model, texts, inert, 16, tokenizer.pad_token_id, check=False)
     assert (found.kl, found.agreement) == (0, 1)
     readings = iter([lambda: torch.zeros(1, 2), stop])
-    monkeypatch.setattr("shaketable.measure.evaluation._log_probs", lambda *_: next(readings)())
+    monkeypatch.setattr("shaketable.measure.evaluation.log_probs", lambda *_: next(readings)())
     with pytest.raises(StopError):
         drift(model, texts, Plan.parse(f"{NOISE};{NOISE.replace('module.linear', 'op.matmul')}"), 16, tokenizer.pad_token_id)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

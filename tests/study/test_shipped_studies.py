@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "studies").glob("*.yaml"))
 NAMES = [file.stem for file in FILES]
 LISTED = {
     "module-level", "operator-level", "operator-aqn", "directions", "aqn-strength", "model-size", "systematic", "schedules", "cost",
-    "tasks", "guided-aqn", "guided-aqn-five-arms", "formats", "checkpoint-robustness", "hardening",
+    "tasks", "guided-aqn", "guided-aqn-five-arms", "guided-aqn-untrained", "formats", "checkpoint-robustness", "hardening", "layer-pruning",
 }  # fmt: skip
 SMALL = (
     "seeds=1", "task=arithmetic,level=3,max_new_tokens=1", "train.steps=2", "train.prompts=1", "train.samples=2", "evaluate.n=4", "evaluate.every=0",
@@ -30,9 +30,10 @@ LARGER = "smollm2-135m"
 OWN = {
     "directions": ("task=arithmetic,level=3", "train.prompts=4", "train.samples=8"),
     "hardening": ("harden.steps=2", "harden.batch=2", "harden.calibrate_n=4"),
+    "layer-pruning": ("harden.steps=2", "harden.batch=2", "harden.calibrate_n=4"),
 }
 """Where all answers have the same reward there is no gradient: nothing that errors of a backward could change."""
-TRAINED = ("training: plan", "hardening: plan")
+TRAINED = ("training: plan", "hardening: plan", "scored: own")
 
 
 def header(file):
@@ -63,7 +64,7 @@ def directions(study, arm):
     if arm.plan is None:
         return set()
     asked = {d for clause in Plan.parse(study.plan_of(arm)).clauses for d in clause.site.directions}
-    return asked - {"backward"} if arm.plan_in == "rollout" else asked
+    return asked - {"backward"} if arm.plan_in == "rollout" or not arm.train else asked
 
 
 def test_every_study_of_the_list_is_there():
@@ -105,6 +106,21 @@ def test_the_large_command_of_a_header_is_accepted(file, tmp_path):
     large = load_study(file, words[4::2])
     assert large.device == "cuda" and "Qwen" in large.model
     assert cells_of(large)
+    if any(arm.kind == "train" for arm in large.arms.values()):
+        check_sizes(large, file.stem)
+    else:
+        assert file.stem in ("hardening", "guided-aqn-untrained", "layer-pruning"), "nothing is trained by GRPO in these"
+
+
+def check_sizes(large, name):
+    """The sizes of the origin's documents: 128 prompts with 5 answers, 5e-7, two epochs of GSM8K's 7473 problems."""
+    sizes = large.train
+    assert (sizes["prompts"], sizes["samples"]) == (128, 5)
+    assert sizes["steps"] == (30 if name == "cost" else 2 * (7473 // 128)), "cost measures a step"
+    assert name in ("cost", "formats") or float(sizes["lr"]) == 5e-7, "LoRA has a rate of its own"
+    own = {arm: found.overrides for arm, found in large.arms.items() if found.overrides}
+    seven = {"steps": 4 * (7473 // 128), "prompts": 128}
+    assert own == ({arm: seven for arm in large.arms if arm.startswith("large")} if name == "model-size" else {})
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
@@ -113,21 +129,24 @@ def test_a_study_as_it_ships_stands_its_check(file):
     check(load_study(file))
 
 
-@pytest.mark.parametrize("file", [f if f.stem == "guided-aqn" else slow(f) for f in FILES], ids=NAMES)
+@pytest.mark.parametrize("file", [f if f.stem in ("guided-aqn", "guided-aqn-untrained") else slow(f) for f in FILES], ids=NAMES)
 def test_a_study_runs_and_proves_its_faults(file, tmp_path):
     study = small(file)
     for cell in cells_of(study):
         assert do(cell, study.study, tmp_path / "runs", "test") == "done"
     found = findings(study, tmp_path)
     assert found["complete"]
+    assert (found["study"]["steps"] > 0) == any(arm.kind != "evaluate" for arm in study.arms.values())
     assert found["verdict"]["kind"] == "nothing" and "one seed" in found["verdict"]["headline"].lower()
     for arm in found["arms"]:
         asked = study.arms[arm["name"]]
-        assert [s["condition"] for s in arm["scores"]] == list(study.conditions)
+        assert [s["condition"] for s in arm["scores"]] == list(study.conditions) * (1 + study.evaluate.loss)
         where = [row["where"] for row in arm["proof"]]
         assert bool(set(TRAINED) & set(where)) == (asked.plan is not None)
-        assert ("training: AQN" in where) == (asked.aqn is not None)
-        assert {f"scored: {name}" for name in study.evaluate.conditions} <= set(where)
+        assert ("training: AQN" in where) == (asked.aqn is not None and asked.train)
+        noise = [row for row in arm["proof"] if row["where"] == "scored: own" and "gaussian" in row["fault"]]
+        assert bool(noise) == (asked.aqn is not None and not asked.train)
+        assert {f"scored: {name}" for name in study.evaluate.conditions} <= set(where) or asked.skip_layers
         assert [row for row in arm["proof"] if row["verdict"] == "inert"] == []
         assert hit(arm) == directions(study, asked)
     guided = {arm.plan for arm in study.arms.values() if isinstance(arm.aqn, Guide)}

@@ -11,21 +11,23 @@ no answer and still be far from itself.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shaketable.errors import ModelError, ShaketableError
+from shaketable.errors import ShaketableError
 from shaketable.inject import Ledger, inject
+from shaketable.measure.chat_template import chat_tokens
 from shaketable.measure.decoding.dynamic import Completion, Decoder, Progress, batches, decode_all
 from shaketable.measure.stats.tests import Interval, wilson
 from shaketable.measure.tasks import Problem, Task
 from shaketable.measure.tasks.task import score_of
+from shaketable.measure.token_loss import Reading, answer_tokens, log_probs, read, right_padded
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
 
@@ -60,8 +62,16 @@ class Answer:
 
     id: str
     text: str
-    correct: bool
+    correct: float
+    """1 or 0; of a text, the share of its tokens that were foreseen."""
     formatted: bool
+    loss: float | None = None
+    """Of the right answer, or of the text, in nats per token, where it was read; not finite where the model is broken."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For run records; without a loss where none was read."""
+        loss = {} if self.loss is None else {"loss": self.loss if math.isfinite(self.loss) else None}
+        return {"id": self.id, "text": self.text, "correct": self.correct, "formatted": self.formatted, **loss}
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,12 @@ class Evaluation:
         return sum(a.formatted for a in self.answers) / self.n
 
     @property
+    def loss(self) -> float | None:
+        """Mean over the problems; None where it was not read."""
+        read = [a.loss for a in self.answers if a.loss is not None]
+        return sum(read) / self.n if read else None
+
+    @property
     def interval(self) -> Interval:
         """Wilson's, 95 %."""
         return wilson(self.accuracy, self.n)
@@ -105,12 +121,16 @@ class Evaluation:
         low, high = self.interval.low, self.interval.high
         proof = {"injections": 0, "measured_error": 0.0} if self.ledger is None else proof_of(self.ledger)
         scores = {"accuracy": self.accuracy, "ci_low": low, "ci_high": high, "n": self.n, "formatted": self.formatted}
-        return {**self.condition.to_dict(), **scores, **proof, "seconds": self.seconds, "batch_size": self.batch_size}
+        loss = {} if self.loss is None else {"loss": self.loss if math.isfinite(self.loss) else None}
+        return {**self.condition.to_dict(), **scores, **loss, **proof, "seconds": self.seconds, "batch_size": self.batch_size}
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for the run record."""
-        answers = [{"id": a.id, "text": a.text, "correct": a.correct, "formatted": a.formatted} for a in self.answers]
-        return {**self.summary(), "answers": answers, "ledger": self.ledger and self.ledger.to_dict()}
+        return {
+            **self.summary(),
+            "answers": [a.to_dict() for a in self.answers],
+            "ledger": self.ledger and self.ledger.to_dict(),
+        }
 
 
 def arithmetic(device: str, dtype: str) -> AbstractContextManager[Any]:
@@ -127,13 +147,16 @@ def proof_of(ledger: Ledger) -> dict[str, Any]:
 class Evaluator:
     """Scores one model on a fixed list of problems, under any number of conditions."""
 
-    def __init__(self, model: Any, tokenizer: Any, task: Task, problems: Sequence[Problem], batch_size: int) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, task: Task, problems: Sequence[Problem], batch_size: int, *, loss: bool = False
+    ) -> None:
+        """`loss` reads the loss of the right answers too, under the same plan."""
         if task.kind != "generate":
             raise ShaketableError(f"the task {task.name} has no problems to solve; it is for sweeps only")
         self.model, self.tokenizer, self.task, self.problems = model, tokenizer, task, list(problems)
         self.prompts = [prompt_tokens(tokenizer, task, p) for p in self.problems]
         self.decoder = Decoder.of(model, tokenizer, task.max_new_tokens)
-        self.batch_size = batch_size
+        self.batch_size, self.loss = batch_size, loss
         self._check_context()
 
     def _check_context(self) -> None:
@@ -150,10 +173,16 @@ class Evaluator:
         try:
             with phase(during), shaken as ledger:
                 done = decode_all(self.decoder, self.model, self.prompts, batch_size=self.batch_size, progress=progress)
+                losses = [found.loss for found in self._read()] if self.loss else [None] * len(done)
         finally:
             self.model.train(was_training)
-        answers = [scored(self.tokenizer, self.task, p, c) for p, c in zip(self.problems, done, strict=True)]
+        rows = zip(self.problems, done, losses, strict=True)
+        answers = [replace(scored(self.tokenizer, self.task, p, c), loss=loss) for p, c, loss in rows]
         return Evaluation(condition, answers, done, ledger, time.perf_counter() - start, self.batch_size)
+
+    def _read(self) -> list[Reading]:
+        answers = (answer_tokens(self.tokenizer, p.answer) for p in self.problems)
+        return read(self.model, list(zip(self.prompts, answers, strict=True)), self.batch_size, self.decoder.pad)
 
 
 def scored(tokenizer: Any, task: Task, problem: Problem, completion: Completion) -> Answer:
@@ -173,13 +202,7 @@ def tokens_of(tokenizer: Any, text: str) -> list[int]:
     if tokenizer.chat_template is None:
         found: list[int] = tokenizer(text)["input_ids"]
         return found
-    messages = [{"role": "user", "content": text}]
-    try:
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    except Exception as error:  # a template is a program, and raises what it likes
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise ModelError(f"the model's chat template cannot be used: {what}") from error
-    return list(rendered["input_ids"])
+    return chat_tokens(tokenizer, text)
 
 
 @dataclass(frozen=True)
@@ -213,10 +236,10 @@ def drift(
     try:
         with phase("eval"):
             for indices in batches(whole, batch_size):
-                ids, mask, read = _right_padded(whole, sequences, indices, pad, model.get_input_embeddings().weight.device)
-                clean = _log_probs(model, ids, mask, read)
+                ids, mask, read = right_padded(whole, sequences, indices, pad, model.get_input_embeddings().weight.device)
+                clean = log_probs(model, ids, mask, read)
                 injection.enable()
-                faulty = _log_probs(model, ids, mask, read)
+                faulty = log_probs(model, ids, mask, read)
                 injection.disable()
                 total += float((clean.exp() * (clean - faulty)).sum(-1).double().sum())
                 agree += int((clean.argmax(-1) == faulty.argmax(-1)).sum())
@@ -226,23 +249,3 @@ def drift(
         raise
     injection.close(check=check)
     return Drift(total / count, agree / count, count), injection.ledger
-
-
-def _log_probs(model: Any, ids: Tensor, mask: Tensor, read: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=ids, attention_mask=mask).logits
-    return logits[:, :-1][read].float().log_softmax(-1)
-
-
-def _right_padded(
-    whole: list[list[int]], sequences: Sequence[tuple[Sequence[int], Sequence[int]]], indices: list[int], pad: int, device: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, attention mask, and which positions predict a token of a completion."""
-    width = max(len(whole[i]) for i in indices)
-    ids = [whole[i] + [pad] * (width - len(whole[i])) for i in indices]
-    mask = [[1] * len(whole[i]) + [0] * (width - len(whole[i])) for i in indices]
-    read = []
-    for i in indices:
-        prompt, completion = sequences[i]
-        before = len(prompt) - 1
-        read.append([False] * before + [True] * len(completion) + [False] * (width - 1 - before - len(completion)))
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device), torch.tensor(read, device=device)

@@ -46,6 +46,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shaketable.errors import ModelError, ShaketableError
 from shaketable.faults.noise import wide
+from shaketable.faults.sums import with_float64
 from shaketable.inject import Ledger, inject
 from shaketable.inject.attach import forget_compiled
 from shaketable.ledger.spot import Measured
@@ -173,7 +174,7 @@ class _Gradients:
     def norm(self, parameters: Iterable[nn.Parameter]) -> float | None:
         """L2 norm over these parameters, squares summed in float64; None when none of them is trained."""
         trained = [p for p in parameters if p.requires_grad]
-        squares = [float(_double(self.sums[p]).square().sum()) for p in trained if p in self.sums]
+        squares = [float(with_float64(self.sums[p]).double().square().sum()) for p in trained if p in self.sums]
         return math.sqrt(math.fsum(squares)) if trained else None
 
 
@@ -214,7 +215,8 @@ class _Watch:
 def _row(computed: Tensor, faulty: Tensor) -> list[float]:
     """What is kept of one call: values, sum of squares, zeros, alive, survived; and of what is finite: how many, their
     mean, sums of their 2nd, 3rd and 4th powers about it, the least and the largest."""
-    alive, still, y = computed.ne(0), faulty.ne(0), _double(faulty)
+    computed, faulty = with_float64(computed), with_float64(faulty)
+    alive, still, y = computed.ne(0), faulty.ne(0), faulty.double()
     finite = y.isfinite()
     mean = y.where(finite, 0.0).sum() / finite.sum()
     away = (y - mean).where(finite, 0.0)
@@ -254,8 +256,3 @@ def _survival_inside(layer: int, ledger: Ledger) -> float | None:
     for spot in (spot for site in ledger.sites for spot in site.spots.values() if spot.layer == layer):
         sums.add(spot.forward)
     return sums.survived / sums.alive if sums.alive else None
-
-
-def _double(t: Tensor) -> Tensor:
-    """In float64, on the tensor's device where all of its kind have float64."""
-    return (t if t.device.type in ("cpu", "cuda") else t.cpu()).double()

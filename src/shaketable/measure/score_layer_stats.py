@@ -8,12 +8,13 @@ from typing import Any
 from shaketable.errors import InertError
 from shaketable.measure.evaluation import Evaluation, Evaluator
 from shaketable.measure.layer_stats import mechanism
+from shaketable.measure.text_evaluation import TextEvaluator
 
 PAIRS = 32
 """Answers that are read: enough for stable means, little beside the scores themselves."""
 
 
-def readings(evaluator: Evaluator, done: Sequence[Evaluation]) -> list[dict[str, Any]]:
+def readings(evaluator: Evaluator | TextEvaluator, done: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """One reading per condition, on the first answers that the clean model gave; the first of `done` is clean."""
     clean = done[0].completions
     pairs = [(p, c.tokens) for p, c in zip(evaluator.prompts, clean, strict=True) if c.tokens][:PAIRS]

@@ -20,7 +20,14 @@ from shaketable.harden.ladder.config import HardenConfig
 from shaketable.study.config import Arm, Guide, StudyConfig
 
 STEPS = 60
-NEWER: dict[str, Any] = {"warm_start": 0, "decoding": "auto", "clean_loss": 0.02}
+NEWER: dict[str, Any] = {
+    "warm_start": 0,
+    "decoding": "auto",
+    "clean_loss": 0.02,
+    "eval_loss": False,
+    "order": "after",
+    "unit": "relative",
+}
 """Options added after stores had been written, each with the value that means what was done before there was such an option.
 They count in a key only when they have another value: so old runs keep their names."""
 
@@ -29,7 +36,7 @@ They count in a key only when they have another value: so old runs keep their na
 class Cell:
     """One run."""
 
-    kind: Literal["train", "harden", "evaluate", "locate"]
+    kind: Literal["train", "harden", "evaluate", "locate", "added"]
     arm: str | None
     """None for a diagnosis, which serves every arm with its plan."""
     seed: int | None
@@ -77,6 +84,11 @@ def cells_of(study: StudyConfig) -> list[Cell]:
     return [*diagnoses.values(), *(_cell(study, name, seed) for seed in study.seeds for name in study.arms)]
 
 
+def own_cells(study: StudyConfig) -> list[Cell]:
+    """The runs that this program does."""
+    return [cell for cell in cells_of(study) if cell.kind != "added"]
+
+
 def _check_arms(cells: list[Cell]) -> None:
     """Two arms that are the same once every default is filled in are the same, however they were written."""
     first: dict[str, str | None] = {}
@@ -89,6 +101,8 @@ def _check_arms(cells: list[Cell]) -> None:
 def _cell(study: StudyConfig, name: str, seed: int) -> Cell:
     arm = study.arms[name]
     guide = arm.aqn.model_dump() if isinstance(arm.aqn, Guide) else None
+    if arm.kind == "added":
+        return Cell("added", name, seed, added_config(study, name, seed), study.engine.threads)
     made = {"train": train_config, "harden": harden_config, "evaluate": evaluate_config}[arm.kind]
     needs = _cell(study, arm.after, seed).name if arm.after else None if guide is None else _diagnosis(study, arm).name
     config = made(study, name, seed)
@@ -134,8 +148,18 @@ def harden_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
 
 
 def evaluate_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
-    """The configuration of a run that is only scored: that of training, as far as there is none."""
-    return _common(study, study.arms[name], seed)
+    """The configuration of a run that is only scored: that of training, as far as there is none, and what is on in `own`."""
+    arm = study.arms[name]
+    aqn = arm.aqn if isinstance(arm.aqn, str) else None
+    own = {"own": True, "plan": study.plan_of(arm), "aqn": aqn} if study.has_own else {}
+    return _common(study, arm, seed) | own | ({"skip_layers": list(arm.skip_layers)} if arm.skip_layers else {})
+
+
+def added_config(study: StudyConfig, name: str, seed: int) -> dict[str, Any]:
+    """What a run that is made elsewhere must be: nothing of how."""
+    arm = study.arms[name]
+    what = {"arm": name, "model": arm.model or study.model, "task": arm.task or study.task, "seed": seed}
+    return what | {"plan": study.plan_of(arm), "aqn": arm.aqn, "conditions": dict(study.evaluate.conditions)}
 
 
 def _common(study: StudyConfig, arm: Arm, seed: int) -> dict[str, Any]:
@@ -147,6 +171,7 @@ def _common(study: StudyConfig, arm: Arm, seed: int) -> dict[str, Any]:
         "eval_n": score.n,
         "eval_seed": score.seed,
         "eval_batch": score.batch,
+        **({"eval_loss": True} if score.loss else {}),
         "conditions": dict(score.conditions),
         "mechanism": score.mechanism,
         "device": study.device,

@@ -20,9 +20,10 @@
 Imports no torch. What can be known to be wrong from the file alone is wrong here, in one line: an unknown key, two arms that
 are the same, a primary endpoint that nothing measures. One seed, or none, is allowed; the report then concludes nothing.
 
-An arm that is not trained takes no plan and no AQN: it is scored under the study's conditions like all others, and a plan that
-acts nowhere would be a silent no-op. Rejected: an arm's own conditions. Then two arms would have scores that look
-comparable and are not.
+An arm that is not trained may have a plan, AQN or both: they are on while it is scored, under a condition called `own`, which
+every untrained arm of the study then has; one without a plan is as it comes there. Under all other conditions it is scored like
+everybody else. Rejected: an arm's own conditions, by any name. Then two arms would have scores that look comparable and
+are not.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.ladder.config import HardenConfig
 from shaketable.plan import Plan
 
-PER_PROBLEM = ("accuracy", "formatted")
+PER_PROBLEM = ("accuracy", "formatted", "loss")
 """Endpoints with a score for every problem, under a condition."""
 PER_RUN = ("reward", "seconds_per_step", "aqn_share")
 """Endpoints with one number for every training run."""
 CLEAN = "clean"
+OWN = "own"
+"""The condition under which an untrained arm has its own plan and noise on."""
 LONGEST = 60
 """Characters in a name: it stands in tables and figures."""
 OPTIONS = tuple(
@@ -74,7 +77,10 @@ class Guide(_Data):
     sigma: float = Field(default=0.05, gt=0)
     schedule: Literal["epoch_aware", "global_decay"] = "epoch_aware"
     form: Literal["weight", "output"] = "weight"
+    unit: Literal["relative", "absolute"] = "relative"
     where: Literal["rollout", "both"] = "rollout"
+    order: Literal["before", "after"] = "after"
+    """Of the noise, and of a fault on the same output of a layer."""
 
 
 class Arm(_Data):
@@ -85,10 +91,14 @@ class Arm(_Data):
     """Or only scored, as the model comes."""
     harden: dict[str, Any] | None = None
     """Options of `shaketable harden`: the arm is repaired instead of trained; `rungs: []` repairs nothing."""
+    skip_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Decoder layers that are not run, nor the faults in them: the layer-pruning baseline, for arms that are not trained."""
+    elsewhere: bool = False
+    """Its runs are made by others and brought in by `shaketable study add`; plan and AQN are what they must have had."""
     after: str | None = None
     """Train the model that this arm has hardened, with the same seed."""
     plan: str | None = None
-    """The faults in training: a plan, its YAML file, or the name of a condition."""
+    """The faults in training: a plan, its YAML file, or the name of a condition; of an untrained arm, those of `own`."""
     plan_in: Literal["both", "rollout", "loss"] = "both"
     aqn: str | Guide | None = None
     """A line, the path of a YAML file, or a guide."""
@@ -109,14 +119,20 @@ class Arm(_Data):
         return AQN.load(aqn).text() if isinstance(aqn, str) else Guide.model_validate(aqn) if isinstance(aqn, Mapping) else aqn
 
     @property
-    def kind(self) -> Literal["train", "harden", "evaluate"]:
+    def kind(self) -> Literal["train", "harden", "evaluate", "added"]:
         """What is done with the model."""
+        if self.elsewhere:
+            return "added"
         return "harden" if self.harden is not None else "train" if self.train else "evaluate"
 
     @model_validator(mode="after")
     def _does_something(self) -> Arm:
-        if not self.train and (used := [n for n in ("plan", "aqn", "overrides") if getattr(self, n)]):
-            raise ValueError(f"train is false, so {used[0]} would do nothing; faults of a score are conditions")
+        if self.skip_layers and (self.kind != "evaluate" or self.plan is not None or self.aqn is not None):
+            raise ValueError("skip_layers is for an arm with train: false, and without a plan and AQN")
+        if self.elsewhere:
+            self._check_elsewhere()
+        elif not self.train:
+            self._check_untrained()
         if self.harden is not None and (used := [n for n in ("aqn", "overrides", "after") if getattr(self, n)]):
             raise ValueError(
                 f"an arm is hardened or trained: {used[0]} is of training; options of harden are written in harden"
@@ -128,6 +144,31 @@ class Arm(_Data):
         if isinstance(self.aqn, Guide) and self.plan is None:
             raise ValueError("a guide needs a plan: the diagnosis is of the arm's own faults")
         return self
+
+    def _check_elsewhere(self) -> None:
+        ours = {"train": not self.train, "harden": self.harden is not None, "after": self.after, "overrides": self.overrides}
+        if used := [name for name, given in ours.items() if given]:
+            raise ValueError(f"elsewhere: its runs are made by others, so {used[0]} would do nothing")
+        if isinstance(self.aqn, Guide):
+            raise ValueError(
+                "elsewhere: its runs are made by others, and nothing is diagnosed for them; write the AQN they had"
+            )
+
+    def _check_untrained(self) -> None:
+        if self.overrides or self.plan_in != "both":
+            raise ValueError(f"train is false, so {'overrides' if self.overrides else 'plan_in'} would do nothing")
+        if isinstance(self.aqn, Guide) and "schedule" in self.aqn.model_fields_set:
+            raise ValueError("train is false: a score has no steps for a schedule, and a guide has σ as it is; drop schedule")
+        aqn = AQN.load(self.aqn) if isinstance(self.aqn, str) else None
+        if aqn is not None and not aqn.is_steady:
+            raise ValueError(f"train is false: a score has no steps for {aqn.text()}; write e.g. constant:0.01,form=output")
+        if (aqn or self.aqn) is not None and (aqn or self.aqn).form != "output":  # type: ignore[union-attr]
+            raise ValueError("train is false: noise on weights is drawn once a rollout, and a score has none; use form=output")
+
+    @property
+    def has_own(self) -> bool:
+        """Whether it is not trained and has something on while it is scored."""
+        return self.kind == "evaluate" and (self.plan is not None or self.aqn is not None)
 
 
 class Evaluate(_Data):
@@ -143,6 +184,8 @@ class Evaluate(_Data):
     """Problems at a time. Fixed, because noise is keyed by the call: the same in every run and on every machine."""
     conditions: dict[str, str] = Field(default_factory=dict)
     """Plans by name; `clean` is always there."""
+    loss: bool = False
+    """Read the loss of the right answers too, under every condition: the endpoint `loss`."""
     mechanism: bool = True
     """Read gradient norms and activations per layer, before the first step and after the last."""
 
@@ -151,6 +194,8 @@ class Evaluate(_Data):
     def _plans_are_read(cls, conditions: dict[str, str]) -> dict[str, str]:
         if CLEAN in conditions:
             raise ValueError(f"{CLEAN} is always there, and has no plan")
+        if OWN in conditions:
+            raise ValueError(f"{OWN} is what untrained arms with a plan or AQN are scored under; choose another name")
         _check_names("condition", conditions)
         read = {name: _line(plan) for name, plan in conditions.items()}
         _check_different(read)
@@ -297,10 +342,14 @@ class StudyConfig(_Data):
     def _check_comparison(self, asked: Comparing) -> None:
         for name in (asked.a, asked.b):
             self._known("compare", "arm", name, self.arms)
-            if asked.endpoint in PER_RUN and self.arms[name].kind != "train":
+            if asked.endpoint in PER_RUN and self.arms[name].kind not in ("train", "added"):
                 raise ValueError(f"compare: {name} is not trained, and does not measure {asked.endpoint}")
         if asked.condition is not None:
             self._known("compare", "condition", asked.condition, self.conditions)
+        if asked.condition == OWN and (trained := [n for n in (asked.a, asked.b) if self.arms[n].kind != "evaluate"]):
+            raise ValueError(f"compare: {trained[0]} is not scored under {OWN}, which is for arms with train: false")
+        if asked.endpoint == "loss" and not self.evaluate.loss:
+            raise ValueError("compare: the endpoint loss is not measured; write evaluate: {loss: true}")
         tasks = {self.arms[n].task or self.task for n in (asked.a, asked.b)}
         if len(tasks) > 1 and asked.endpoint in (*PER_PROBLEM, "reward"):
             raise ValueError(f"compare: {asked.a} and {asked.b} solve different tasks, {' and '.join(sorted(tasks))}")
@@ -312,8 +361,13 @@ class StudyConfig(_Data):
 
     @property
     def conditions(self) -> dict[str, str | None]:
-        """Plans by the name of their condition, clean first."""
-        return {CLEAN: None, **self.evaluate.conditions}
+        """Plans by the name of their condition, clean first; under `own` every arm has its own, so there is none to name."""
+        return {CLEAN: None, **self.evaluate.conditions, **({OWN: None} if self.has_own else {})}
+
+    @property
+    def has_own(self) -> bool:
+        """Whether untrained arms are scored under `own`."""
+        return any(arm.has_own for arm in self.arms.values())
 
     def plan_of(self, arm: Arm) -> str | None:
         """An arm's plan, in one line."""
@@ -333,7 +387,8 @@ class StudyConfig(_Data):
         for name in self.arms if base in self.arms else ():
             same_task = base is not None and (self.arms[name].task or self.task) == (self.arms[base].task or self.task)
             if base is not None and name != base and same_task:
-                asked += [Comparing(a=name, b=base, condition=c) for c in self.conditions]
+                both = all(self.arms[n].kind == "evaluate" for n in (name, base))
+                asked += [Comparing(a=name, b=base, condition=c) for c in self.conditions if c != OWN or both]
         found: dict[tuple[Any, ...], Comparing] = {}
         for one in asked:
             found.setdefault((frozenset((one.a, one.b)), one.condition, one.endpoint), one)

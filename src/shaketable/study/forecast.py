@@ -17,7 +17,7 @@ from typing import Any
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.ladder.config import TRAINED, HardenConfig
 from shaketable.measure.stats.power import detectable, expected_discordance
-from shaketable.study.cells import Cell, cells_of
+from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import PER_PROBLEM, StudyConfig
 
 SCHEMA = "shaketable.forecast/1"
@@ -72,7 +72,7 @@ def forecast(study: StudyConfig, folder: Path, tell: Callable[[str], None]) -> F
     """Look at what is there, and probe the arms that have something to do."""
     from shaketable.study.run_study import finished
 
-    cells = cells_of(study)
+    cells = own_cells(study)
     done = finished(folder, cells)
     left = [cell for cell in cells if cell.name not in done]
     speeds = probe(study, left, tell)
@@ -168,8 +168,8 @@ def can_show(study: StudyConfig) -> str:
     if seeds < 2:
         few = "one seed concludes" if seeds else "no seeds conclude"
         return f"{what}: {few} nothing about a recipe; give two or more, better five"
-    if primary.endpoint not in PER_PROBLEM:
-        return f"{what}: depends on how much runs differ; {seeds} seeds"
+    if primary.endpoint not in PER_PROBLEM or primary.endpoint == "loss":
+        return f"{what}: depends on how much {'losses' if primary.endpoint == 'loss' else 'runs'} differ; {seeds} seeds"
     size = detectable(n, seeds=seeds, seed_sd=SEED_SD)
     share = f"if arms disagree on {expected_discordance():.0%} of the problems and seeds differ by {100 * SEED_SD:g} point"
     if size is None:

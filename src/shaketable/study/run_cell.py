@@ -79,7 +79,9 @@ def _filled_in(cell: Cell, runs: Path) -> dict[str, Any]:
     guide = dict(cell.guide)
     found = RunRecord.open(runs / str(cell.needs), "locate").events("diagnosis")[-1]["diagnosis"]
     guidance = Guidance.of(found, base_sigma=guide["sigma"], schedule=guide["schedule"], target=guide["guide"])
-    return {**cell.config, "aqn": guidance.aqn(form=guide["form"], where=guide["where"]).text()}
+    steady = {"schedule": f"constant:{guide['sigma']!r}"} if cell.kind == "evaluate" else {}
+    asked = {key: guide[key] for key in ("form", "where", "unit", "order")}
+    return {**cell.config, "aqn": guidance.aqn(**asked, **steady).text()}
 
 
 def _attempt(cell: Cell, record: RunRecord, engine: str, begun: bool, tell: Tell) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import held
 from shaketable.records.record import FILE, RunRecord
-from shaketable.study.cells import Cell, cells_of
+from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import StudyConfig
 from shaketable.study.engines.queue import RunQueue, Watch
 from shaketable.study.file import parse_study
@@ -26,15 +26,17 @@ from shaketable.study.store.store import Store
 
 DEFAULT_STORE = Path("shaketable-runs")
 DEFINITION = "definition"
-NEWER = ("harden", "after")
+NEWER = ("harden", "after", "elsewhere", "skip_layers")
 """Keys of an arm that older definitions do not have: written only where they say something."""
+NEWER_OF_GUIDES = {"unit": "relative", "order": "after"}
+"""The same for the keys of a guide, with what was done before there were such keys."""
 
 
 def run_study(study: StudyConfig, store: Path, watch: Watch) -> RunQueue:
     """Do what is missing of a study, which `check` has looked at; the queue says how each run ended."""
     folder = store / study.study
     define(study, store)
-    cells = cells_of(study)
+    cells = own_cells(study)
     queue = RunQueue(cells, folder / "runs", study.engine.retries, watch, finished(folder, cells))
     if not queue.is_over:
         if study.engine.kind == "ray":
@@ -68,7 +70,7 @@ def check(study: StudyConfig) -> None:
         check_device(study.device)
         slots(study, 1)
     first: dict[str | None, Cell] = {}
-    for cell in cells_of(study):
+    for cell in own_cells(study):
         if cell.kind != "locate":
             first.setdefault(cell.arm, cell)
     for cell in first.values():
@@ -78,7 +80,7 @@ def check(study: StudyConfig) -> None:
             elif cell.kind == "harden":
                 check_hardening(HardenConfig.checked(**cell.config))
             else:
-                check_scoring(TrainConfig.checked(**cell.config, steps=1))
+                check_scoring(cell.config)
         except ShaketableError as error:
             raise ShaketableError(f"arm {cell.arm!r}: {error}") from None
 
@@ -106,7 +108,15 @@ def define(study: StudyConfig, store: Path) -> None:
 def described(study: StudyConfig) -> dict[str, Any]:
     """A study as its definition holds it."""
     found = study.model_dump(mode="json", exclude={"engine": {"workers", "address", "kind", "retries"}})
-    arms = {name: {k: v for k, v in arm.items() if k not in NEWER or v is not None} for name, arm in found["arms"].items()}
+    arms = {
+        name: {k: v for k, v in arm.items() if k not in NEWER or v not in (None, False, [])}
+        for name, arm in found["arms"].items()
+    }
+    for guide in (arm["aqn"] for arm in arms.values() if isinstance(arm["aqn"], dict)):
+        for key in [k for k in NEWER_OF_GUIDES if guide[k] == NEWER_OF_GUIDES[k]]:
+            del guide[key]
+    if not study.evaluate.loss:
+        del found["evaluate"]["loss"]
     if not study.diagnose.conditions:
         del found["diagnose"]["conditions"]
     return {k: v for k, v in found.items() if k != "harden" or v} | {"arms": arms}

@@ -257,6 +257,5 @@ def test_on_an_accelerator_the_size_is_halved_until_it_fits(nano, prompts, monke
             raise torch.OutOfMemoryError("too much")
 
     monkeypatch.setattr(Decoder, "decode", decode)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     assert probe_batch_size(Decoder(12, (), 0), Model(), prompts) == 4
     assert tried == [(16, 8, 2), (8, 8, 2), (4, 8, 2)], "the longest prompt, and two tokens"

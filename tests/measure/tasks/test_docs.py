@@ -7,6 +7,7 @@ from pathlib import Path
 from shaketable.measure.tasks import Arithmetic, load_task
 from shaketable.measure.tasks.load import BUILT_IN
 from tests import ROOT
+from tests.measure.tasks.test_verl_parquet import rows, written
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 
@@ -29,16 +30,17 @@ def test_python_blocks_run(capsys):
 def test_every_task_of_the_page_loads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(Path(__file__).parent / "data" / "gsm8k", tmp_path / "gsm8k")
+    written(tmp_path / "test.parquet", rows("test"))
     (tmp_path / "essays.txt").write_text("One.\n")
     (tmp_path / "problems.jsonl").write_text(blocks("json")[0])
     (tmp_path / "my_tasks.py").write_text(blocks("python")[1])
     lines = blocks("text")[0].splitlines()
     tasks = [load_task(line) for line in lines]
-    assert [t.name for t in tasks] == ["arithmetic", "gsm8k", "text", "text", "jsonl", "riddles"]
-    assert tasks[4].problems("test")[0].id == "spiders"
-    riddle = tasks[5].problems("test")[0]
-    assert tasks[5].prompt(riddle, chat=True) == "Please: What gets wetter as it dries?"
-    assert tasks[5].score(riddle, "A towel.").correct
+    assert [t.name for t in tasks] == ["arithmetic", "gsm8k", "gsm8k", "text", "text", "jsonl", "riddles"]
+    assert tasks[5].problems("test")[0].id == "spiders"
+    riddle = tasks[6].problems("test")[0]
+    assert tasks[6].prompt(riddle, chat=True) == "Please: What gets wetter as it dries?"
+    assert tasks[6].score(riddle, "A towel.").correct
 
 
 def test_every_task_field_and_default_is_on_the_page():

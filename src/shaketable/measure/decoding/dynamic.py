@@ -237,14 +237,15 @@ def probe_batch_size(decoder: Decoder, model: Any, prompts: Sequence[Sequence[in
     """
     size = min(largest, 1 << max(0, len(prompts) - 1).bit_length())
     longest = max(prompts, key=len)
-    if model.get_input_embeddings().weight.device.type == "cpu":
+    device = model.get_input_embeddings().weight.device
+    if device.type == "cpu":
         return max(1, min(size, _rows_that_fit(model, len(longest) + decoder.limit)))
     while size > 1:
         try:
             Decoder(min(2, decoder.limit), decoder.ends, decoder.pad).decode(model, [longest] * size)
             return max(1, size // 2) if decoder.limit > 64 else size
         except torch.OutOfMemoryError:
-            torch.accelerator.empty_cache()
+            torch.get_device_module(device).empty_cache()
             size //= 2
     return 1
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shaketable.errors import InertError, ModelError, ShaketableError
+from shaketable.fsdp_checkpoint import sharded_folder
 from shaketable.inject import inject
 from shaketable.measure.sweep.config import Setting, SweepConfig
 from shaketable.measure.sweep.solve import Solving
@@ -69,7 +70,8 @@ def check(config: SweepConfig) -> None:
     for name in config.models:
         skeleton = load_skeleton(name)
         path = Path(name).expanduser()
-        if path.exists() and not (path.is_dir() and any(path.glob("*.safetensors"))):
+        has_weights = path.is_dir() and (any(path.glob("*.safetensors")) or sharded_folder(path) is not None)
+        if path.exists() and not has_weights:
             raise ModelError(f"model {name!r} holds no weights: there are no safetensors in it")
         for plan in plans[:1]:
             inject(skeleton, plan).close(check=False)

@@ -3,7 +3,8 @@
 The same problems, prompts, scoring and statistics as with Hugging Face's own model (`solve.py`); only the tokens come
 from vLLM, with vLLM's kernels, its fused projections and its batching. The engine is started once, with the first faulty plan
 in its workers (so that a plan about weights finds them unpacked), and every point is a live change: clean is a worker with
-nothing on it. Eager, because a compiled engine can change magnitudes only. Scores are proven by the workers' own ledgers.
+nothing on it. Eager, because a compiled engine keeps its sites, and on a GPU its faults. Scores are proven by the workers'
+own ledgers.
 
 How vLLM puts prompts into batches is its own affair, and noise is keyed by the call: under a plan that draws noise the two
 engines agree in law, not in bits. vLLM does not hand out whole distributions, so there is no KL; agreement is that of the most

@@ -3,6 +3,8 @@
 The gold answer is what follows `####` in the worked solution. A completion is right when its number is; `formatted` says
 whether it ended as the prompt asked, and is scored apart. Numbers are compared whole, by math-verify.
 
+A folder may also hold verl's own files, train.parquet and test.parquet (`verl_parquet.py`); then the prompts are theirs.
+
 Rejected: a subset that ships with the package. A score on it would be read as a GSM8K score; for the same reason a local
 file that does not hold the published number of problems gets a warning.
 """
@@ -22,11 +24,13 @@ from shaketable.errors import ShaketableError
 from shaketable.measure.tasks.lines import read_rows, require
 from shaketable.measure.tasks.numeric import MARKER, NUMBER, final_answer, is_number, same_number
 from shaketable.measure.tasks.task import SPLITS, Problem, Score, Split, Task, checked_split
+from shaketable.measure.tasks.verl_parquet import rows_of
 
 HUB = ("openai/gsm8k", "main")
 SIZES: Mapping[Split, int] = {"train": 7473, "test": 1319}
 ASK = f"Solve this step by step. End with a line that holds only {MARKER} and the answer as a number, such as: {MARKER} 42"
-FOLDER = "a folder with train.jsonl and test.jsonl: gsm8k,path=DIR"
+FOLDER = "a folder with train.jsonl and test.jsonl, or verl's train.parquet and test.parquet: gsm8k,path=DIR"
+PARQUET = ".parquet"
 _FORM = re.compile(rf"{MARKER}[ \t]*{NUMBER.pattern}", re.ASCII)
 
 
@@ -36,12 +40,16 @@ class GSM8K(Task):
     name: ClassVar[str] = "gsm8k"
     max_new_tokens: int = Field(default=400, ge=1)
     path: Path | None = None
-    """A folder with train.jsonl and test.jsonl, or one of the two files; the hub when not given."""
+    """A folder with train.jsonl and test.jsonl, or verl's .parquet, or one of the files; the hub when not given."""
 
     @model_validator(mode="after")
     def _path_has_a_split(self) -> GSM8K:
-        if self.path is not None and not any(_file(self.path, s).is_file() for s in SPLITS):
+        if self.path is None:
+            return self
+        if not any(_file(self.path, s).is_file() for s in SPLITS):
             raise ShaketableError(f"{self.path} holds no GSM8K; expected {FOLDER}")
+        for side in (s for s in SPLITS if all((self.path / f"{s}{end}").is_file() for end in (".jsonl", PARQUET))):
+            raise ShaketableError(f"{self.path} holds both {side}.jsonl and {side}{PARQUET}; name one of the files")
         return self
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -49,7 +57,9 @@ class GSM8K(Task):
         return self._train if checked_split(split) == "train" else self._test
 
     def prompt(self, problem: Problem, chat: bool) -> str:
-        """The question, and the form that the answer should have."""
+        """The question, and the form that the answer should have; of a parquet file, its own prompt."""
+        if self.path is not None and _file(self.path, "test" if problem.id.startswith("test") else "train").suffix == PARQUET:
+            return problem.question if chat else f"{problem.question}\nAnswer:"
         return f"{problem.question}\n{ASK}" if chat else f"{ASK}\n\nQuestion: {problem.question}\nAnswer:"
 
     def score(self, problem: Problem, completion: str) -> Score:
@@ -71,20 +81,30 @@ def _problems(path: Path | None, split: Split) -> list[Problem]:
 
 
 def _file(path: Path, split: Split) -> Path:
-    """The file of a side: in the folder, or the path itself if that is its name."""
-    return path if path.name == f"{split}.jsonl" and path.is_file() else path / f"{split}.jsonl"
+    """The file of a side: in the folder, or the path itself; a parquet file says of each problem which side it is on."""
+    if path.is_file() and (path.name == f"{split}.jsonl" or path.suffix == PARQUET):
+        return path
+    return path / f"{split}{PARQUET if (path / f'{split}{PARQUET}').is_file() else '.jsonl'}"
 
 
 def _from_file(file: Path, split: Split) -> list[tuple[str, str]]:
+    if file.suffix == PARQUET:
+        found = rows_of(file, split)
+        _check_size(file, split, len(found))
+        return found
     rows = read_rows(file)
     for key in ("question", "answer"):
         require(file, rows, key, "problems")
-    if len(rows) != SIZES[split]:
-        warnings.warn(
-            f"{file} has {len(rows)} problems, GSM8K {split} has {SIZES[split]}: scores do not compare with published ones",
-            stacklevel=2,
-        )
+    _check_size(file, split, len(rows))
     return [(str(row["question"]).strip(), _gold(row["answer"], f"{file}: line {number}")) for number, row in rows]
+
+
+def _check_size(file: Path, split: Split, count: int) -> None:
+    if count != SIZES[split]:
+        warnings.warn(
+            f"{file} has {count} problems, GSM8K {split} has {SIZES[split]}: scores do not compare with published ones",
+            stacklevel=3,
+        )
 
 
 def _from_hub(split: Split) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
     arithmetic,level=2                      a built-in task
     gsm8k,path=DIR
+    test.parquet                            verl's GSM8K: the same as gsm8k,path=test.parquet
     problems.jsonl,max_new_tokens=32        a user's own problems
     my_tasks.py:Riddles,path=riddles.txt    a user's own Task subclass, from a file
     my_package.tasks:Riddles                or from a module that Python can import
@@ -41,17 +42,17 @@ BUILT_IN: dict[str, type[Task]] = {c.name: c for c in (Arithmetic, GSM8K, TextTa
 def code_in(text: str) -> str | None:
     """The file or module that `load_task` would run for this task; None for those that are only data."""
     name = text.partition(",")[0].strip()
-    return name if ":" in name and not name.endswith(".jsonl") else None
+    return name if ":" in name and not name.endswith((".jsonl", ".parquet")) else None
 
 
 def load_task(text: str) -> Task:
     """The task that a line of text names; one clear line when there is none."""
     name, *rest = (part.strip() for part in text.split(","))
     fields: dict[str, Any] = _fields(name, rest)
-    if name.endswith(".jsonl"):
+    if name.endswith((".jsonl", ".parquet")):
         if "path" in fields:
             raise ShaketableError(f"{name} is the path already: drop path=")
-        return _made(JsonlTask, {"path": name, **fields}, name)
+        return _made(JsonlTask if name.endswith(".jsonl") else GSM8K, {"path": name, **fields}, name)
     return _made(_own(name) if code_in(name) else _built_in(name), fields, name)
 
 

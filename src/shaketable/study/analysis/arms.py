@@ -22,6 +22,8 @@ CURVES = {
     "kl_sampler_trainer": "KL(sampler‖trainer)",
     "grad_norm": "gradient norm",
 }
+SHARES = ("accuracy", "formatted")
+"""Endpoints that lie between 0 and 1 and are read in points; the loss is read in nats."""
 BAND = "least to greatest over seeds"
 READ = ("rms", "kurtosis", "zeros", "survival", "survival_inside", "grad_norm")
 
@@ -30,17 +32,17 @@ def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accu
     """Per condition the mean over seeds with its interval, and every seed."""
     found = []
     for name in conditions:
-        rows = [(r.seed, r.scores(name, endpoint), r) for r in runs if r.condition(name) is not None]
+        rows = [(r.seed, values, r) for r in runs if (values := r.scores(name, endpoint))]
         if not rows:
             continue
         table = np.array([row for _, row, _ in rows])
-        interval, method = mean_interval(table)
-        first = [f for _, _, r in rows if (f := _first(r, name)) is not None]
+        interval, method = mean_interval(table) if endpoint in SHARES else plain_interval(table)
+        first = [f for _, _, r in rows if (f := _first(r, name, endpoint)) is not None]
         found.append(
             {
                 "condition": name,
                 "endpoint": endpoint,
-                "unit": "points",
+                "unit": "points" if endpoint in SHARES else "nats",
                 "mean": float(table.mean()),
                 "ci_low": interval.low,
                 "ci_high": interval.high,
@@ -66,12 +68,25 @@ def mean_interval(table: Any, level: float = 0.95) -> tuple[Interval, str]:
     return Interval(max(0.0, mean - half), min(1.0, mean + half)), "t over seeds × problems, crossed"
 
 
-def _first(run: Run, condition: str) -> float | None:
+def plain_interval(table: Any, level: float = 0.95) -> tuple[Interval, str]:
+    """The same for numbers that are no shares."""
+    seeds, problems = table.shape
+    mean = float(table.mean())
+    if seeds > 1 and problems > 1 and (squares := MeanSquares.of(table)).variance > 0:
+        half = math.sqrt(squares.variance) * float(stats.t.ppf((1 + level) / 2, squares.freedom))
+        return Interval(mean - half, mean + half), "t over seeds × problems, crossed"
+    if problems < 2:
+        return Interval(mean, mean), "one problem, no interval"
+    half = float(stats.sem(table.mean(0))) * float(stats.t.ppf((1 + level) / 2, problems - 1))
+    return Interval(mean - half, mean + half), "t over problems"
+
+
+def _first(run: Run, condition: str, endpoint: str) -> float | None:
     """The score before training; None where there was none."""
     evaluations = run.of_kind("evaluation")
     if len(evaluations) < 2 or evaluations[0]["step"] != 0:
         return None
-    return next((c["accuracy"] for c in evaluations[0]["conditions"] if c["name"] == condition), None)
+    return next((c.get(endpoint) for c in evaluations[0]["conditions"] if c["name"] == condition), None)
 
 
 def curves(runs: Sequence[Run], conditions: Iterable[str]) -> list[dict[str, Any]]:
@@ -184,7 +199,7 @@ def mechanism(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def cost(runs: Sequence[Run]) -> dict[str, Any]:
     """Seconds per step, and where they go."""
-    steps = [s for r in runs for s in r.of_kind("step")]
+    steps = [s for r in runs for s in r.of_kind("step") if "seconds" in s]
     whole = sum(s["seconds"] for s in steps)
     shares = {name: sum(s.get(f"{name}_seconds", 0.0) for s in steps) / whole if whole else None for name in _SHARES}
     times = [c["seconds"] for r in runs for e in r.of_kind("evaluation") for c in e["conditions"]]

@@ -1,6 +1,6 @@
 """The differences a study asked for, each with what a statistician wants to see beside it, in one sentence.
 
-The difference is a − b. Scores per problem are compared over seeds × problems, crossed (`measure.statistics.over_seeds`);
+The difference is a − b. Scores and losses per problem are compared over seeds × problems, crossed (`measure.stats.tests`);
 numbers per run, such as seconds per step, by a paired t over seeds. Beside the p that decides stand two exact ones that assume
 less: the sign-flip test over the seeds' differences (five seeds cannot reach 5 % with it), and McNemar's for each seed.
 
@@ -25,7 +25,13 @@ from shaketable.measure.stats.tests import mcnemar, over_seeds, sign_flip
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import PER_PROBLEM, Comparing
 
-UNITS = {"accuracy": ("points", 100.0), "formatted": ("points", 100.0), "aqn_share": ("points", 100.0)}
+UNITS = {
+    "accuracy": ("points", 100.0),
+    "formatted": ("points", 100.0),
+    "aqn_share": ("points", 100.0),
+    "seconds_per_step": ("s", 1.0),
+    "loss": ("nats", 1.0),
+}
 NAMES = {"seconds_per_step": "seconds per step", "aqn_share": "share of time in AQN", "reward": "final reward"}
 
 
@@ -55,12 +61,23 @@ class Asked:
         """The difference; None without a common seed, or when one run is all there is of a number per run."""
         if not self.seeds or (not self.per_problem and len(self.seeds) < 2):
             return None
-        return over_seeds(self.b, self.a) if self.per_problem else _values([x[0] for x in self.b], [x[0] for x in self.a])
+        return self._over_seeds() if self.per_problem else _values([x[0] for x in self.b], [x[0] for x in self.a])
+
+    def _over_seeds(self, level: float = 0.95) -> Comparison:
+        """The test knows scores from 0 to 1; a loss is divided by the largest for it, and what it found is multiplied again."""
+        if self.what.endpoint != "loss":
+            return over_seeds(self.b, self.a, level=level)
+        a, b = np.array(self.a), np.array(self.b)
+        scale = max(float(a.max()), float(b.max())) or 1.0
+        found = over_seeds(b / scale, a / scale, level=level)
+        ends = Interval(scale * found.interval.low, scale * found.interval.high)
+        reach = found.detectable and scale * found.detectable
+        return replace(found, difference=scale * found.difference, interval=ends, detectable=reach)
 
     def detectable(self, level: float) -> float | None:
         """The smallest difference seen with 80 % power at a level that allows for the whole family (Bonferroni's)."""
         if self.per_problem:
-            return over_seeds(self.b, self.a, level=level).detectable
+            return self._over_seeds(level).detectable
         return _values([x[0] for x in self.b], [x[0] for x in self.a], level).detectable
 
     def differences(self) -> list[float]:
@@ -107,10 +124,10 @@ def _values(a: list[float], b: list[float], level: float = 0.95) -> Comparison:
 
 def _to_dict(asked: Asked, found: Comparison | None, primary: bool) -> dict[str, Any]:
     what = asked.what
-    unit, scale = UNITS.get(what.endpoint, ("s" if what.endpoint == "seconds_per_step" else "", 1.0))
+    unit, scale = UNITS.get(what.endpoint, ("", 1.0))
     verdict = "nothing" if found is None or len(asked.seeds) < 2 else "shown" if found.distinguishable else "not shown"
     differences = asked.differences()
-    binary = asked.per_problem and bool(asked.seeds)
+    binary = asked.per_problem and bool(asked.seeds) and {*np.ravel([asked.a, asked.b])} <= {0.0, 1.0}
     return {
         "a": what.a,
         "b": what.b,

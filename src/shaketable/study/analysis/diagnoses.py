@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import Cell
 
+if TYPE_CHECKING:
+    from shaketable.harden.aqn.guidance import LayerSigma
 
-def diagnosis(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
+
+def diagnosis(run: Run, cells: Sequence[Cell], runs: Sequence[Run]) -> dict[str, Any]:
     """The diagnosis of a finished `locate` run, with the noise that its rules give the arms that it guided."""
     event = run.last("diagnosis")
     assert event is not None
@@ -30,16 +34,35 @@ def diagnosis(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
         "sentence": found["sentence"],
         "layer": found["layer"],
         "layers": layers,
-        "sigmas": _sigmas(found, next((c.guide for c in cells if c.needs == run.name and c.guide), None)),
+        "sigmas": _sigmas(found, [c for c in cells if c.needs == run.name and c.guide], runs),
         "folder": f"runs/{run.name}",
     }
 
 
-def _sigmas(found: dict[str, Any], guide: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """σ of every layer by the rules: what `guide: all` gives, and others take from; none where it guides nobody."""
-    if guide is None:
+def _sigmas(found: dict[str, Any], guided: Sequence[Cell], runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """σ of every layer by the rules: what `guide: all` gives, and others take from; none where it guides nobody.
+
+    A run that was made by rules of another time has another σ: that one is shown, since the rules may change and runs do not.
+    """
+    if not guided or guided[0].guide is None:
         return []
     from shaketable.harden.aqn.guidance import Guidance
 
-    rows = Guidance.of(found, target="all", base_sigma=guide["sigma"], schedule=guide["schedule"]).layers
-    return [{"layer": r.layer, "sigma": r.sigma, "label": r.label, "why": list(r.why)} for r in rows]
+    base, had = guided[0].guide["sigma"], _factors({c.name for c in guided}, runs)
+    rows = Guidance.of(found, target="all", base_sigma=base, schedule=guided[0].guide["schedule"]).layers
+    return [_row(r, base * had[r.layer] if r.layer in had else r.sigma) for r in rows]
+
+
+def _factors(names: set[str], runs: Sequence[Run]) -> dict[int, float]:
+    """What the σ of each layer was multiplied by, from the noise that finished runs had."""
+    from shaketable.harden.aqn.spec import AQN
+
+    noises = [AQN.load(run.config["aqn"]) for run in runs if run.name in names and run.is_done]
+    return {layer: aqn.multipliers.get(layer, 1.0) for aqn in noises for layer in aqn.layers or ()}
+
+
+def _row(rule: LayerSigma, sigma: float) -> dict[str, Any]:
+    if math.isclose(sigma, rule.sigma, rel_tol=1e-9):
+        return {"layer": rule.layer, "sigma": rule.sigma, "label": rule.label, "why": list(rule.why)}
+    why = f"the rules of that time; those of today give {rule.sigma:.4g}"
+    return {"layer": rule.layer, "sigma": sigma, "label": "", "why": [why]}

@@ -22,10 +22,11 @@ from shaketable.study.analysis.recovered import recovered, told
 from shaketable.study.analysis.runs import Run
 from shaketable.study.analysis.verdict import verdict
 from shaketable.study.cells import STEPS, cells_of
-from shaketable.study.config import Arm, Guide, StudyConfig
+from shaketable.study.config import OWN, Arm, Guide, StudyConfig
 from shaketable.study.verify import digest
 
 SCHEMA = "shaketable.study/1"
+OWN_PLAN = "the plan and the noise of each arm"
 MADE_OF = {"weights": "weights", "tests": "test problems"}
 
 
@@ -39,6 +40,7 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
     complete = all(run.is_done for run in runs)
     back = recovered(study.conditions, {name: _done(runs, name) for name in study.arms})
     decided = verdict(compared, runs, unlike)
+    shared = {name: plan for name, plan in study.conditions.items() if name != OWN}
     came_back = told(back, study.compare.primary)
     return {
         "schema": SCHEMA,
@@ -51,10 +53,10 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
         "arms": [_arm(study, name, runs) for name in study.arms],
         "comparisons": compared,
         "recovered": back,
-        "robustness": robustness(study.conditions, {name: _done(runs, name) for name in study.arms}),
-        "diagnoses": [diagnosis(run, cells) for run in runs if run.kind == "locate" and run.is_done],
+        "robustness": robustness(shared, {name: _done(runs, name) for name in study.arms}),
+        "diagnoses": [diagnosis(run, cells, runs) for run in runs if run.kind == "locate" and run.is_done],
         "environments": environments(runs),
-        "notes": [*_unverified(unverified, runs), *unlike, *late.notes, *_damage(runs)],
+        "notes": [*_elsewhere(runs), *_unverified(unverified, runs), *unlike, *late.notes, *_damage(runs), *_no_number(runs)],
     }
 
 
@@ -109,7 +111,7 @@ def _study(study: StudyConfig) -> dict[str, Any]:
         "steps": _steps(study),
         "options": ", ".join(f"{k} {v}" for k, v in study.train.items() if k != "steps"),
         "n": study.evaluate.n,
-        "conditions": [{"name": n, "plan": p} for n, p in study.conditions.items()],
+        "conditions": [{"name": n, "plan": p if n != OWN else OWN_PLAN} for n, p in study.conditions.items()],
         "primary": None if primary is None else primary.model_dump(),
         "engine": study.engine.kind,
         "command": f"shaketable study run {study.study}.yaml",
@@ -118,9 +120,12 @@ def _study(study: StudyConfig) -> dict[str, Any]:
 
 
 def _steps(study: StudyConfig) -> int:
-    """Of training; of hardening where nothing is trained."""
-    if any(arm.kind == "train" for arm in study.arms.values()):
+    """Of training; of hardening where nothing is trained; none where nothing is hardened either."""
+    kinds = {arm.kind for arm in study.arms.values()}
+    if "train" in kinds:
         return int(study.train.get("steps", STEPS))
+    if "harden" not in kinds:
+        return 0
     return int(study.harden.get("steps", HardenConfig.model_fields["steps"].default))
 
 
@@ -137,7 +142,7 @@ def _arm(study: StudyConfig, name: str, runs: Sequence[Run]) -> dict[str, Any]:
         "model": arm.model or study.model,
         "task": arm.task or study.task,
         "plan": study.plan_of(arm),
-        "plan_in": arm.plan_in,
+        "plan_in": OWN if arm.kind == "evaluate" else arm.plan_in,
         "aqn": _aqn(arm, done),
         "guided": arm.aqn.guide if isinstance(arm.aqn, Guide) else None,
         "settings": _settings(study, arm),
@@ -152,7 +157,8 @@ def _settings(study: StudyConfig, arm: Arm) -> list[str]:
     own = {"model": (arm.model, study.model), "task": (arm.task, study.task)}
     others = [f"{name} {mine}" for name, (mine, whole) in own.items() if mine not in (None, whole)]
     own_options = {**arm.overrides, **(arm.harden or {}), **({"after": arm.after} if arm.after else {})}
-    return [*where[arm.plan_in], *(f"{name} {_shown(value)}" for name, value in own_options.items()), *others]
+    skipped = [f"layer {', '.join(map(str, arm.skip_layers))} not run"] if arm.skip_layers else []
+    return [*where[arm.plan_in], *skipped, *(f"{name} {_shown(value)}" for name, value in own_options.items()), *others]
 
 
 def _shown(value: Any) -> str:
@@ -167,7 +173,7 @@ def _aqn(arm: Arm, done: Sequence[Run]) -> str | None:
 def _measured(done: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "unverified": any(not run.verified for run in done),
-        "scores": arms.scores(done, conditions),
+        "scores": [*arms.scores(done, conditions), *arms.scores(done, conditions, "loss")],
         "curves": arms.curves(done, conditions),
         "sigma": arms.sigmas(done[0]) if done else [],
         "proof": arms.proof(done),
@@ -194,8 +200,12 @@ def run_facts(run: Run) -> dict[str, Any]:
         "resumed": len(run.of_kind("resumed")),
         "seconds": times[-1] - times[0] if len(times) > 1 and times == sorted(times) else None,  # no clock that was set back
         "error": run.error,
-        "warnings": [e["text"] for e in run.of_kind("warning")],
+        "warnings": [*(f"made elsewhere: {e['how']}, {e['path']}" for e in run.of_kind("added")), *_warnings(run)],
     }
+
+
+def _warnings(run: Run) -> list[str]:
+    return [e["text"] for e in run.of_kind("warning")]
 
 
 def robustness(conditions: Mapping[str, str | None], done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -267,6 +277,28 @@ def _unverified(found: Sequence[Run], runs: Sequence[Run]) -> list[str]:
     return [f"{len(found)} of {len(runs)} runs are unverified, {why}: {some}"] if found else []
 
 
+def _elsewhere(runs: Sequence[Run]) -> list[str]:
+    """Runs that somebody else made: their numbers are those of files that were brought in."""
+    added = [(run.name, e) for run in runs for e in run.of_kind("added")]
+    bare = [name for name, e in added if not e["ledger"]]
+    found = (
+        [f"{len(added)} of {len(runs)} runs were made elsewhere and added: {', '.join(n for n, _ in added)}"] if added else []
+    )
+    why = "have no ledger: nothing but the one who added them says that no fault acted in them"
+    return found + ([f"{', '.join(bare)} {why}"] if bare else [])
+
+
 def _damage(runs: Sequence[Run]) -> list[str]:
     advice = "move its folder away to have it done again"
     return [f"{run.name} is left out: {run.error}; {advice}" for run in runs if run.status == "damaged"]
+
+
+def _no_number(runs: Sequence[Run]) -> list[str]:
+    """Runs whose loss cannot be compared: a model that a fault has broken may foresee a token with a chance of exactly 0."""
+    return [
+        f"{run.name} is left out of comparisons of loss under {c['name']}: its loss is not finite"
+        for run in runs
+        if run.is_done and (evaluation := run.last("evaluation"))
+        for c in evaluation["conditions"]
+        if "loss" in c and c["loss"] is None
+    ]

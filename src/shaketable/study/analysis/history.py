@@ -45,6 +45,9 @@ def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> Changes:
     ended = _first_end(folder, runs)
     if ended is None:
         return Changes(True, [])
+    if any(e["ended"] < versions[0]["time"] for run in runs for e in run.of_kind("added")):
+        when = "runs that were made elsewhere had ended before the study was written down"
+        return Changes(False, [f"{when}: nothing says when its comparison was named"])
     if versions[0].get("after_results"):
         return Changes(False, ["the study was written down after a run had ended: nothing says when its comparison was named"])
     before = [v for v in versions if _is_before(v, ended)] or versions[:1]

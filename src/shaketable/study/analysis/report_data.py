@@ -24,7 +24,16 @@ _ACTS = re.compile(
 )
 """Controls but tab and line break, marks of writing direction, lone surrogates, and tags, which spell text that nobody sees."""
 
-_PLACE = {"where": "", "fault": "", "site": "", "asked": None, "measured": None, "error": None, "changed": None}
+_PLACE = {
+    "where": "",
+    "fault": "",
+    "site": "",
+    "asked": None,
+    "measured": None,
+    "error": None,
+    "changed": None,
+    "survival": None,
+}
 _LAYER = {
     "layer": 0,
     "rms": None,

@@ -14,7 +14,7 @@ from shaketable.study.cells import Cell
 from shaketable.study.run_cell import opened
 
 Event = dict[str, Any]
-PER_ANSWER = {"accuracy": "correct", "formatted": "formatted"}
+PER_ANSWER = {"accuracy": "correct", "formatted": "formatted", "loss": "loss"}
 LAST = 0.1
 """The end of a run that its final reward is averaged over, as a part of its steps."""
 
@@ -85,13 +85,14 @@ class Run:
         return None if evaluation is None else next((c for c in evaluation["conditions"] if c["name"] == name), None)
 
     def scores(self, condition: str, endpoint: str) -> list[float]:
-        """One number for every problem, after the last step."""
+        """One number for every problem, after the last step; none where one of them was not read, or is no number."""
         found = self.condition(condition)
-        return [] if found is None else [float(a[PER_ANSWER[endpoint]]) for a in found["answers"]]
+        values = [] if found is None else [a.get(PER_ANSWER[endpoint]) for a in found["answers"]]
+        return [] if None in values else [float(value) for value in values]
 
     def value(self, endpoint: str) -> float | None:
         """One number for the whole run; medians of times, because the first step is slow and machines have other work."""
-        steps = self.of_kind("step")
+        steps = [s for s in self.of_kind("step") if _NEEDS.get(endpoint, "seconds") in s]
         if not steps:
             return None
         if endpoint == "reward":
@@ -101,6 +102,10 @@ class Run:
         if endpoint == "seconds_per_step":
             return float(median(times))
         return float(sum(s["aqn_seconds"] for s in steps) / sum(times))
+
+
+_NEEDS = {"reward": "reward", "aqn_share": "aqn_seconds"}
+"""What of a step an endpoint is made from; steps of runs made elsewhere may lack it."""
 
 
 def _status(events: list[Event], working: bool) -> tuple[str, str | None]:

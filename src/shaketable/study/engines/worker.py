@@ -59,7 +59,7 @@ def _clean_up() -> None:
 
     gc.collect()
     if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+        torch.get_device_module().empty_cache()
 
 
 def _die_with(parent: int) -> None:

@@ -1,0 +1,225 @@
+"""Runs that were made elsewhere in a study: verl's ledgers with its validation dumps, run records, and what is refused."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+import shaketable as st
+from shaketable.cli.study import study
+from shaketable.errors import ShaketableError
+from shaketable.integrations.common.instructions import Instructions
+from shaketable.integrations.verl.workers import VerlWorkers
+from shaketable.models import load_model
+from shaketable.records.record import RunRecord
+from shaketable.report.study_html import page
+from shaketable.report.study_markdown import markdown
+from shaketable.study.add_run import add_run
+from shaketable.study.analysis.findings import findings
+from shaketable.study.cells import cells_of
+from shaketable.study.file import parse_study
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import define
+
+PLAN = "relative_gaussian:0.05@module.linear"
+SEEDS = (0, 1)
+
+
+def asked(**replaced):
+    arms = {"baseline": {"elsewhere": True}, "noise": {"elsewhere": True, "plan": PLAN}}
+    small = {"study": "verl", "model": "Qwen/Qwen2.5-1.5B", "task": "gsm8k", "seeds": [*SEEDS], "arms": arms}
+    return parse_study(small | {"compare": {"primary": {"a": "noise", "b": "baseline", "condition": "clean"}}} | replaced)
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    """A ledger of a plan that acted in rollouts, as a sampler of verl leaves it."""
+    model, tokenizer = load_model("nano")
+    with st.inject(model, f"{PLAN},phase=rollout", seed=1) as made, st.phase("rollout"), torch.no_grad():
+        model(torch.tensor([tokenizer("12+34=")["input_ids"]]))
+    return made.to_dict()
+
+
+@pytest.fixture
+def verl(tmp_path, ledger):
+    """What a verl run leaves in its folder of ledgers, written by the code that writes it there."""
+    folder = tmp_path / "ledgers"
+    workers = VerlWorkers(folder, {"sampler": Instructions(plan=f"{PLAN},phase=rollout", seed=1)}, 1)
+    workers.now["sampler"] = [{"role": "sampler", "rank": 0, "pid": 1, "plan": ledger, "aqn": None, "sigmas": {}}]
+    for step in (1, 2):
+        workers.log({"step": step, "epoch": 0, "shaketable/sampler/forward": 57.0, "shaketable/kl": 0.01 * step})
+    workers.finish()
+    return folder
+
+
+def dump(path, right, n=20):
+    """verl's validation dump: the first `right` of n problems are solved."""
+    rows = [{"input": f"q{i}", "output": f"a{i}", "gts": str(i), "score": float(i < right), "step": 2} for i in range(n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def added(tmp_path, verl):
+    """A store with two seeds of both arms."""
+    define(asked(), tmp_path)
+    (tmp_path / "plain").mkdir()
+    for seed in SEEDS:
+        for arm, folder, right in (("baseline", tmp_path / "plain", 12), ("noise", verl, 9 + seed)):
+            os.utime(folder)
+            os.utime(verl / "ledger.json")
+            scores = {"clean": dump(tmp_path / f"{arm}{seed}.jsonl", right)}
+            add_run(asked(), tmp_path, folder, arm=arm, seed=seed, scores=scores)
+    return tmp_path
+
+
+def test_runs_of_verl_are_compared_by_the_same_report(added):
+    found = findings(asked(), added / "verl")
+    assert found["complete"] and found["study"]["named_before"]
+    primary = found["comparisons"][0]
+    assert (primary["seeds"], primary["problems"]) == (2, 20)
+    assert primary["difference"] == pytest.approx((0.45 + 0.5) / 2 - 0.6)
+    noise = next(arm for arm in found["arms"] if arm["name"] == "noise")
+    assert [(row["where"], row["verdict"]) for row in noise["proof"]] == [("training: plan", "agrees")]
+    curve = next(c for c in noise["curves"] if c["name"].startswith("KL"))
+    assert [p["mean"] for p in curve["points"]] == [0.01, 0.02]
+
+
+def test_a_report_says_which_runs_were_made_elsewhere(added):
+    found = findings(asked(), added / "verl")
+    notes = " ".join(found["notes"])
+    assert "4 of 4 runs were made elsewhere and added" in notes and "have no ledger" in notes
+    for text in (markdown(found), page(found)):
+        assert "made elsewhere: verl" in text and "made elsewhere: a run without a ledger" in text
+    record = RunRecord.open(added / "verl" / "runs" / next(r["name"] for r in found["runs"] if r["arm"] == "noise"))
+    event = record.events("added")[0]
+    assert event["files"].keys() == {"instructions.json", "ledger.json", "steps.jsonl", "noise0.jsonl"}
+    assert record.verified and record.sealed()
+
+
+def test_results_that_are_older_than_the_study_are_not_named_before(added, tmp_path, verl):
+    late = asked(study="late")
+    os.utime(verl / "ledger.json", (1e9, 1e9))
+    add_run(late, tmp_path, verl, arm="noise", seed=0, scores={"clean": dump(tmp_path / "late.jsonl", 3)})
+    found = findings(late, tmp_path / "late")
+    assert not found["study"]["named_before"]
+    assert "made elsewhere had ended before the study was written down" in " ".join(found["notes"])
+
+
+def test_metrics_of_verl_are_steps(tmp_path, verl):
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [{"step": s, "data": {"critic/score/mean": 0.1 * s, "timing_s/step": 3.0, "x": 1}} for s in (1, 2)]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cell = add_run(
+        asked(), tmp_path, verl, arm="noise", seed=0, scores={"clean": dump(tmp_path / "s.jsonl", 3)}, metrics=metrics
+    )
+    steps = RunRecord.open(tmp_path / "verl" / "runs" / cell.name).events("step")
+    assert [(s["reward"], s["seconds"], s["kl_sampler_trainer"]) for s in steps] == [(0.1, 3.0, 0.01), (0.2, 3.0, 0.02)]
+
+
+def broken(verl, name, text):
+    (verl / name).write_text(text)
+
+
+WRONG = {
+    "arm": (lambda v, s: {"arm": "nois"}, "verl has no arm 'nois'; did you mean 'noise'?"),
+    "seed": (lambda v, s: {"seed": 7}, "verl has no seed 7; its seeds are 0, 1"),
+    "folder": (lambda v, s: {"folder": v / "none"}, "it is no folder"),
+    "no scores": (lambda v, s: {"scores": {}}, "no scores under clean: give --scores clean=FILE"),
+    "condition": (lambda v, s: {"scores": {"clena": s}}, "there is no such condition; did you mean 'clean'?"),
+    "no ledger": (lambda v, s: {"folder": v.parent}, "nothing says that the plan of noise acted"),
+    "other arm": (lambda v, s: {"arm": "baseline"}, f"had the plan {PLAN}, and the arm baseline has None"),
+    "not JSON": (lambda v, s: broken(v, "ledger.json", "{"), "ledger.json is not JSON"),
+    "empty ledger": (lambda v, s: broken(v, "ledger.json", '{"merged": {}}'), "has no ledger of the plan"),
+    "strange ledger": (lambda v, s: broken(v, "ledger.json", '{"merged": {"sampler.plan": {}}}'), "no ledgers that can be read"),
+    "no steps": (lambda v, s: broken(v, "steps.jsonl", ""), "steps.jsonl is empty"),
+    "instructions": (lambda v, s: broken(v, "instructions.json", '{"sampler": {"plann": 1}}'), "did you mean 'plan'?"),
+    "score": (lambda v, s: s.write_text('{"input": "q", "score": 3}\n') and None, "score must be a number from 0 to 1, not 3"),
+    "twice": (lambda v, s: s.write_text('{"id": 1, "acc": 1}\n' * 2) and None, "line 2 is the second answer to 1"),
+    "nameless": (lambda v, s: s.write_text('{"acc": 1}\n') and None, "neither id nor input"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line_and_changes_nothing(case, tmp_path, verl):
+    change, words = WRONG[case]
+    scores = dump(tmp_path / "s.jsonl", 5)
+    given = {"folder": verl, "arm": "noise", "seed": 0, "scores": {"clean": scores}} | (change(verl, scores) or {})
+    folder = given.pop("folder")
+    with pytest.raises(ShaketableError) as error:
+        add_run(asked(), tmp_path, folder, **given)
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "verl" / "runs").exists() or not list((tmp_path / "verl" / "runs").glob("[!.]*"))
+
+
+def test_nothing_is_overwritten_and_other_problems_are_refused(added, verl):
+    scores = {"clean": dump(added / "again.jsonl", 1)}
+    with pytest.raises(ShaketableError, match=r"is there already, .* nothing is overwritten"):
+        add_run(asked(), added, verl, arm="noise", seed=0, scores=scores)
+    shutil.rmtree(next((added / "verl" / "runs").glob("noise-s0-*")))
+    with pytest.raises(ShaketableError, match="was scored on other problems than"):
+        add_run(asked(), added, verl, arm="noise", seed=0, scores={"clean": dump(added / "few.jsonl", 1, n=10)})
+
+
+def test_scores_under_a_fault_need_a_fault_that_acted_in_a_validation(tmp_path, verl):
+    faulty = asked(evaluate={"conditions": {"faulty": PLAN}})
+    both = {"clean": dump(tmp_path / "c.jsonl", 9), "faulty": dump(tmp_path / "f.jsonl", 3)}
+    with pytest.raises(ShaketableError, match="no fault fired in a validation of this run, so its scores are clean"):
+        add_run(faulty, tmp_path, verl, arm="noise", seed=0, scores=both)
+
+
+def test_a_run_record_of_another_store_can_be_added(tmp_path):
+    """A run of one study, scored under the same plan by another name, is an arm of another."""
+    here = {"model": "nano", "task": "arithmetic", "seeds": [3], "evaluate": {"n": 6, "mechanism": False}}
+    own = parse_study(here | {"study": "own", "arms": {"as it comes": {"train": False}}})
+    (cell,) = cells_of(own)
+    assert do(cell, "own", tmp_path / "own" / "runs", "test") == "done"
+    other = parse_study(here | {"study": "other", "arms": {"theirs": {"elsewhere": True}}})
+    made = add_run(other, tmp_path, tmp_path / "own" / "runs" / cell.name, arm="theirs", seed=3, scores={})
+    before, after = (RunRecord.open(tmp_path / s / "runs" / c.name) for s, c in (("own", cell), ("other", made)))
+    assert after.events("evaluation")[0]["conditions"] == before.events("evaluation")[0]["conditions"]
+    assert findings(other, tmp_path / "other")["complete"]
+    conditions = parse_study(here | {"study": "more", "arms": {"theirs": {"elsewhere": True}}} | {
+        "evaluate": {"n": 6, "conditions": {"noise": "relative_gaussian:0.1@op.matmul"}}})  # fmt: skip
+    with pytest.raises(ShaketableError, match="was not scored under noise"):
+        add_run(conditions, tmp_path, tmp_path / "own" / "runs" / cell.name, arm="theirs", seed=3, scores={})
+
+
+def test_the_command_says_what_it_did(tmp_path, verl, monkeypatch):
+    from typer.testing import CliRunner
+
+    monkeypatch.chdir(tmp_path)
+    import yaml
+
+    (tmp_path / "s.yaml").write_text(
+        yaml.safe_dump(asked().model_dump(mode="json", exclude={"engine", "diagnose", "harden", "train"}))
+    )
+    dump(tmp_path / "v.jsonl", 4)
+    done = CliRunner().invoke(study, ["add", "s.yaml", str(verl), "--arm", "noise", "--seed", "0", "--scores", "v.jsonl"])
+    assert done.exit_code == 0, done.output
+    assert "added noise, seed 0: shaketable-runs/verl/runs/noise-s0-" in done.output.replace("\n", "")
+    shown = CliRunner().invoke(study, ["status", "verl"])
+    assert "1 done" in shown.output and "3 missing" in shown.output
+
+
+def test_study_run_leaves_them_alone(tmp_path):
+    from shaketable.study.run_study import check, run_study
+
+    check(asked())
+    assert run_study(asked(), tmp_path, lambda *told: None).is_over
+    assert findings(asked(), tmp_path / "verl")["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("arm", "words"),
+    [
+        ({"elsewhere": True, "train": False}, "so train would do nothing"),
+        ({"elsewhere": True, "overrides": {"steps": 3}}, "so overrides would do nothing"),
+        ({"elsewhere": True, "plan": PLAN, "aqn": {"guide": "all"}}, "write the AQN they had"),
+    ],
+)
+def test_an_arm_that_is_made_elsewhere_takes_nothing_of_ours(arm, words):
+    with pytest.raises(ShaketableError, match=words):
+        asked(arms={"a": arm}, compare={})

@@ -1,0 +1,171 @@
+"""Arms that are not trained, with a plan and noise of their own, and the loss as endpoint."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from shaketable.errors import ShaketableError
+from shaketable.plan import Plan
+from shaketable.report.study_html import page
+from shaketable.report.study_markdown import markdown
+from shaketable.study.analysis.comparisons import Asked
+from shaketable.study.analysis.findings import findings
+from shaketable.study.cells import cells_of
+from shaketable.study.config import Comparing
+from shaketable.study.file import parse_study
+from shaketable.study.run_cell import do
+from shaketable.study.run_study import check
+
+ZONE = "dead_zone:0.6,scope=token@layer.3"
+LOSS = {"condition": "own", "endpoint": "loss"}
+ARMS = {
+    "clean": {"train": False},
+    "dead zone": {"train": False, "plan": ZONE},
+    "after": {"train": False, "plan": ZONE, "aqn": "constant:0.5,form=output,layers=3,unit=absolute"},
+    "before": {"train": False, "plan": ZONE, "aqn": "constant:0.5,form=output,layers=3,unit=absolute,order=before"},
+    "guided": {"train": False, "plan": ZONE, "aqn": {"guide": "fault", "sigma": 0.02, "form": "output"}},
+}
+
+
+def untrained(**replaced):
+    asked = {
+        "study": "untrained",
+        "question": "q?",
+        "model": "nano",
+        "task": "arithmetic",
+        "seeds": 2,
+        "evaluate": {"n": 12, "loss": True},
+        "arms": ARMS,
+        "diagnose": {"tokens": 32},
+        "compare": {"primary": {"a": "before", "b": "after", **LOSS}, "secondary": [{"a": "dead zone", "b": "clean", **LOSS}]},
+    }
+    return parse_study(asked | replaced)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder, study = tmp_path_factory.mktemp("untrained"), untrained()
+    check(study)
+    for cell in cells_of(study):
+        assert do(cell, study.study, folder / "runs", "test") == "done"
+    return findings(study, folder)
+
+
+def losses(found, arm, condition="own"):
+    arm = next(a for a in found["arms"] if a["name"] == arm)
+    score = next(s for s in arm["scores"] if (s["condition"], s["endpoint"]) == (condition, "loss"))
+    assert score["unit"] == "nats" and score["ci_low"] <= score["mean"] <= score["ci_high"]
+    return [row["value"] for row in score["per_seed"]]
+
+
+def test_an_arm_has_its_plan_and_its_noise_on_under_own_and_nowhere_else(found):
+    assert losses(found, "clean") == losses(found, "clean", "clean") == losses(found, "dead zone", "clean")
+    assert len({*losses(found, "dead zone")}) == 1, "a dead zone draws nothing"
+    assert len({*losses(found, "after"), *losses(found, "before"), *losses(found, "dead zone")}) == 5
+    assert losses(found, "dead zone")[0] > 2 * losses(found, "clean")[0]
+
+
+def test_every_fault_and_noise_is_proven_in_its_order(found):
+    clauses = {}
+    for arm in found["arms"]:
+        rows = [row for row in arm["proof"] if row["where"] == "scored: own"]
+        assert all(row["verdict"] == "agrees" for row in rows)
+        clauses[arm["name"]] = [row["fault"].partition(":")[0] for row in rows]
+    zone, noise = "dead_zone", "absolute_gaussian"
+    assert clauses == {
+        "clean": [],
+        "dead zone": [zone],
+        "after": [zone, noise],
+        "before": [noise, zone],
+        "guided": [zone, "relative_gaussian"],
+    }
+
+
+def test_a_guided_arm_has_the_sigma_of_the_located_layer(found):
+    """Low gain, or a dead zone, and high kurtosis: 1.5 times 1.5."""
+    arm = next(a for a in found["arms"] if a["name"] == "guided")
+    assert arm["aqn"] == "constant:0.02,form=output,layers=3,multipliers=3:2.25"
+    assert [row["asked"] for row in arm["proof"] if row["fault"].startswith("relative")] == [pytest.approx(0.045)]
+
+
+def test_the_survival_of_both_orders_is_in_the_report(found):
+    zones = {arm["name"]: row for arm in found["arms"] for row in arm["proof"] if row["fault"].startswith("dead_zone")}
+    alone, after, before = (zones[name]["survival"] for name in ("dead zone", "after", "before"))
+    assert alone == pytest.approx(after, rel=0.05) and before != after, "after it the noise changes only what is generated"
+    for text in (markdown(found), page(found)):
+        assert text.count(" survive)") == 4
+        assert "nats" in text and "loss" in text
+
+
+def test_losses_are_compared_over_seeds_and_problems(found):
+    primary = next(c for c in found["comparisons"] if c["primary"])
+    assert (primary["unit"], primary["seeds"], primary["problems"], primary["mcnemar"]) == ("nats", 2, 12, [])
+    assert primary["difference"] == pytest.approx(np.mean(losses(found, "before")) - np.mean(losses(found, "after")))
+    assert "nats" in primary["sentence"]
+
+
+def test_a_paired_test_of_losses_is_the_t_test_where_only_problems_differ():
+    """Two seeds that agree to the bit: what is left is Student's t over problems."""
+    a, b = np.array([3.1, 12.0, 7.5, 9.0]), np.array([2.0, 11.5, 7.9, 6.0])
+    asked = Asked(Comparing(a="a", b="b", **LOSS), [0, 1], [[*a]] * 2, [[*b]] * 2)
+    found, expected = asked.compared(), stats.ttest_rel(a, b)
+    assert found.difference == pytest.approx((a - b).mean())
+    assert found.p == pytest.approx(expected.pvalue)
+    low, high = expected.confidence_interval(0.95)
+    assert (found.interval.low, found.interval.high) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_texts_can_be_read_in_place_of_problems(tmp_path):
+    study = untrained(task="text", arms={k: ARMS[k] for k in ("clean", "dead zone")}, seeds=1, evaluate={"n": 4, "loss": True},
+                      compare={"primary": {"a": "dead zone", "b": "clean", **LOSS}})  # fmt: skip
+    check(study)
+    for cell in cells_of(study):
+        do(cell, study.study, tmp_path / "runs", "test")
+    found = findings(study, tmp_path)
+    assert losses(found, "dead zone") != losses(found, "clean")
+    assert math.isfinite(losses(found, "clean")[0])
+
+
+def test_order_without_a_shared_output_is_refused_before_the_first_run():
+    arms = ARMS | {"after": {"train": False, "plan": ZONE, "aqn": "constant:0.5,form=output,layers=2,order=before"}}
+    with pytest.raises(ShaketableError, match=r"arm 'after': order=before: .* acts on no output of a layer that has noise"):
+        check(untrained(arms=arms))
+
+
+def test_a_condition_called_own_is_of_untrained_arms_alone():
+    with pytest.raises(ShaketableError, match="compare: trained is not scored under own"):
+        untrained(arms=ARMS | {"trained": {}}, compare={"primary": {"a": "trained", "b": "clean", **LOSS}})
+
+
+def test_old_runs_keep_their_keys():
+    """An arm that is only scored, in a study without `own`, is the run it was before there were any."""
+    plain = untrained(arms={"clean": {"train": False}}, evaluate={"n": 12}, compare={})
+    assert cells_of(plain)[0].config.keys().isdisjoint({"own", "plan", "aqn", "eval_loss"})
+    assert Plan.parse(ZONE).text() == ZONE
+
+
+def test_a_pruned_arm_is_the_same_with_and_without_a_fault_in_its_layer(tmp_path):
+    arms = {"as it comes": {"train": False}, "pruned": {"train": False, "skip_layers": [3]}}
+    primary = {"a": "pruned", "b": "as it comes", "condition": "faulty", "endpoint": "loss"}
+    conditions = {"faulty": ZONE, "other": "dead_zone:0.6,scope=token@layer.5"}
+    study = untrained(
+        arms=arms, seeds=1, evaluate={"n": 12, "loss": True, "conditions": conditions}, compare={"primary": primary}
+    )
+    check(study)
+    for cell in cells_of(study):
+        do(cell, study.study, tmp_path / "runs", "test")
+    found = findings(study, tmp_path)
+    assert found["notes"] == [n for n in found["notes"] if "never run from its file" in n], "the weights are the same"
+    assert losses(found, "pruned", "clean") == losses(found, "pruned", "faulty") != losses(found, "as it comes", "faulty")
+    assert losses(found, "pruned", "other") != losses(found, "pruned", "clean")
+    pruned = next(arm for arm in found["arms"] if arm["name"] == "pruned")
+    assert pruned["settings"] == ["layer 3 not run"]
+    assert [row["where"] for row in pruned["proof"]] == ["scored: other"]
+
+
+@pytest.mark.parametrize("more", [{"train": True}, {"train": False, "plan": ZONE}])
+def test_layers_are_skipped_in_untrained_arms_without_a_plan(more):
+    with pytest.raises(ShaketableError, match="skip_layers is for an arm with train: false"):
+        untrained(arms={"a": {"skip_layers": [3], **more}}, compare={})
