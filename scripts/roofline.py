@@ -3,9 +3,9 @@
     python scripts/roofline.py                                  # benchmarks/gpu.json and scale.json; writes docs/scale.md
     python scripts/roofline.py --print [--measured FILE] [--price 2.5] [--prompt 128] [--response 256]
 
-Three tables between markers. The first needs nothing but shapes. The second needs what was measured on a GPU: the object
-"roofline" of benchmarks/gpu.json, whose fields `GPU` names; without it the page says that it was not computed. The third
-repeats benchmarks/scale.json.
+Four tables between markers. `shapes` and `memory` need nothing but shapes. `costs` needs what was measured on a GPU: the
+object "roofline" of benchmarks/gpu.json, whose fields `GPU` names; without it the page says that it was not computed.
+`simulated` repeats benchmarks/scale.json.
 
 The model of time is two roofs: a pass takes what the GPU needs or what Python needs to start its kernels, whichever is longer.
 A fault adds to both sides, and only what sticks out above the longer one is paid for. docs/scale.md writes the formulas out.
@@ -22,6 +22,8 @@ import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import training_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "scale.md"
@@ -42,6 +44,8 @@ class Model:
     heads: int
     kv_heads: int
     vocabulary: int
+    tied: bool = False
+    """Whether the head is the embedding."""
 
     @property
     def kv(self) -> int:
@@ -57,6 +61,11 @@ class Model:
     def weights(self) -> int:
         """All weights that a token is multiplied with, the head among them."""
         return self.layers * self.layer_weights + self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """The same, and the embedding; without biases and norms, which are less than a thousandth."""
+        return self.weights + (0 if self.tied else self.hidden * self.vocabulary)
 
     @property
     def hit(self) -> int:
@@ -119,7 +128,7 @@ class Run:
 
 
 MODELS = {
-    "1.5B": Model("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 151_936),
+    "1.5B": Model("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 151_936, tied=True),
     "7B": Model("Qwen2.5-7B", 3584, 18_944, 28, 28, 4, 152_064),
     "70B": Model("Llama-3-70B", 8192, 28_672, 80, 64, 8, 128_256),
 }
@@ -197,7 +206,7 @@ def _row(run: Run, name: str, spent: tuple[float, float], clean: tuple[float, fl
     return [run.model.name, name, f"{spent[0]:.2f}", f"{spent[1]:.2f}", f"{ratio:.3f}", f"{step * run.steps / 60:.1f}", *money]
 
 
-# ---- the three tables
+# ---- the tables
 
 
 def shapes() -> str:
@@ -211,6 +220,13 @@ def shapes() -> str:
     ranks = [[f"{n}", f"{big.hit_by_rank(n):,.0f}", f"{big.hit_by_rank(n) * n / big.hit:.2f}"] for n in (1, 2, 4, 8)]
     split = _table(["tensor-parallel ranks", "values per token and rank", "all ranks together, against one"], ranks)
     return _table(head, rows) + f"\n\n{big.name}, split:\n\n" + split
+
+
+def memory(run: Run) -> str:
+    """What the largest of the origin's models needs."""
+    tokens = run.micro_batch * (run.prompt + run.response)
+    about = f"{run.model.name}, {run.model.parameters / 1e9:.2f} G parameters, micro-batches of {tokens:,} tokens."
+    return f"{about}\n\n{_table(training_memory.HEAD, training_memory.rows(run.model, tokens))}"
 
 
 def overhead(gpu: Gpu, runs: tuple[Run, ...], price: float) -> str:
@@ -262,6 +278,7 @@ def tables(asked: argparse.Namespace) -> dict[str, str]:
     none = f'Not computed: {asked.measured.name} has no "roofline" yet.'
     return {
         "shapes": shapes(),
+        "memory": memory(runs[-1]),
         "costs": none if gpu is None else overhead(gpu, runs, asked.price),
         "simulated": "Not run." if found is None else simulated(found),
     }
