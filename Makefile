@@ -9,7 +9,7 @@ FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHO
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store validate validate-sample mutants numbers nano example-ledger example-harden format clean
+.PHONY: help demo test test-all test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store bench-mismatch validate validate-sample mutants numbers nano example-ledger example-harden format clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
@@ -54,7 +54,7 @@ test-verl: ## The tests in verl, in an environment of their own
 # What CI has time for: the fastest tests of each that really run it.
 test-frameworks: ## The fastest tests in vLLM and verl
 	@$(call FRAMEWORK,vllm,$(addprefix tests/frameworks/vllm/,test_eager.py test_aqn.py test_run.py))
-	@$(call FRAMEWORK,verl,tests/frameworks/verl/test_noise.py)
+	@$(call FRAMEWORK,verl,$(addprefix tests/frameworks/verl/,test_noise.py test_releases.py))
 
 compatibility: $(STAMP) ## All tests of frameworks; writes the table of docs/frameworks.md
 	$(BIN)/python -m pytest tests/integrations tests/launch tests/sites --covers tests/frameworks/results/core.json
@@ -99,6 +99,10 @@ bench-scale: $(STAMP) ## Ledgers of up to a thousand processes
 
 bench-store: $(STAMP) ## A store of 10,000 records
 	$(BIN)/python benchmarks/store.py
+
+bench-mismatch: ## shaketable mismatch with vLLM: healthy pairs and planted defects; an hour
+	@python=$$(scripts/framework_env.sh vllm) && $(PYTHON) scripts/checkout_metadata.py .frameworks \
+		&& PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python benchmarks/mismatch.py
 
 numbers: ## Write the numbers of README.md from benchmarks/
 	$(PYTHON) scripts/readme_numbers.py

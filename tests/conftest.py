@@ -1,7 +1,8 @@
 """One thread for every test, Triton's interpreter where there is no GPU, a small model, and what the tests of frameworks cover.
 
 Tests carry `@pytest.mark.covers(framework, what, mode)`. With `--covers FILE` a run writes there how many tests of each passed and
-failed, and with which versions, over what an earlier run wrote of them; `scripts/compatibility.py` makes the table of docs/frameworks.md from such files.
+failed, on which day and with which versions, over what an earlier run wrote of them; `scripts/compatibility.py` makes the table
+of docs/frameworks.md from the marks and such files.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ def pytest_sessionfinish(session):
     found = {d.metadata["Name"].lower(): d.version for d in distributions()}
     versions = {name: found[name] for name in PACKAGES if name in found}
     path = Path(file)
-    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    rows = {tuple(row[:3]): row for row in before}
+    today = time.strftime("%Y-%m-%d")
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    rows = {tuple(row[:3]): row if len(row) > 5 else [*row, before["date"], before["versions"]] for row in before["rows"]}
     for name in {key[:3] for key in _covered}:
-        rows[name] = [*name, _covered[(*name, "passed")], _covered[(*name, "failed")]]
-    body = {"date": time.strftime("%Y-%m-%d"), "versions": versions, "rows": [rows[name] for name in sorted(rows)]}
+        rows[name] = [*name, _covered[(*name, "passed")], _covered[(*name, "failed")], today, versions]
+    body = {"date": today, "versions": versions, "rows": [rows[name] for name in sorted(rows)]}
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 

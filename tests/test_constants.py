@@ -41,6 +41,14 @@ CONSTANTS = {
     "launch.live_json.PAUSE": 0.05,
     "launch.live_json.SHARE": 20,
     "harden.grpo.checkpoints.KEEP": 2,
+    # what is called legal between sampler and trainer
+    "mismatch.floor.NEAR": 3.0,
+    "mismatch.semantics.EXPLAINS": 0.2,
+    "mismatch.semantics.HALF": 0.5,
+    "mismatch.verdict.REPRODUCES": 0.5,
+    "mismatch.operators.attention.SCALE": 2.0,
+    "mismatch.operators.attention.SIGMAS": 6.0,
+    "mismatch.operators.attention.EXCESS": 4.0,
     # a claim
     "measure.stats.power.POWER": 0.8,
     "launch.run.NOTHING_INJECTED": 3,

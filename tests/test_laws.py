@@ -11,7 +11,7 @@ from torch import nn
 
 import shaketable as st
 from tests.inject.code_paths import Checkpointed
-from tests.inject.recomputation import assert_recomputation_sees_the_same_noise
+from tests.inject.recomputation import accumulated_gradients, assert_recomputation_sees_the_same_noise
 from tests.tensors import ids, same, step
 
 NOISE = "relative_gaussian:0.05"
@@ -257,14 +257,7 @@ def test_law_8_accumulated_micro_batches_keep_their_noise_apart(tiny_llama):
     """Two forwards, then both backwards, in either order, checkpointed or not."""
 
     def run(order, checkpoint):
-        model = copy.deepcopy(tiny_llama).train()
-        if checkpoint:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        with st.inject(model, f"{NOISE}@op.all", seed=3):
-            losses = [model(ids(), labels=ids()).loss, model(ids() + 1, labels=ids()).loss]
-            for i in order:
-                losses[i].backward()
-        return [p.grad for p in model.parameters()]
+        return accumulated_gradients(tiny_llama, f"{NOISE}@op.all", order, checkpoint, ids())
 
     reference = run((0, 1), checkpoint=False)
     for order in ((0, 1), (1, 0)):

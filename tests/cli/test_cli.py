@@ -68,6 +68,14 @@ def test_inspect_shows_exactly_what_a_plan_would_hit(inspect, qwen, tmp_path):
     assert "model.layers.3.mlp.down_proj:weight" in done.stdout
 
 
+def test_inspect_names_the_operators_that_attention_hides(inspect, tmp_path):
+    done = inspect("nano", "--plan", "gain:0.1@op.softmax;gain:0.1@op.silu", "--json", str(tmp_path / "out.json"))
+    (hidden,), nothing = (site["hidden"] for site in json.loads((tmp_path / "out.json").read_text())["sites"])
+    assert "its softmax (op.softmax) cannot be hit" in hidden
+    assert hidden in " ".join(done.stdout.split())
+    assert nothing == []
+
+
 def test_inspect_knows_the_built_in_model_without_weights(inspect, tmp_path):
     done = inspect("smollm2-135m", "--json", str(tmp_path / "out.json"))
     assert done.code == 0, done.stderr
@@ -148,3 +156,23 @@ def test_a_shell_completes_verbs_and_options():
 
     assert completed("shaketable lo") == ["locate"]
     assert completed("shaketable sweep --magn") == ["--magnitudes"]
+
+
+def test_a_command_of_the_origin_is_answered_with_the_one_to_use():
+    done = shaketable("run", "--", "bash", "scripts/test_noisy_ops_a100.sh", "1e-4", "8")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("GPUS=8 PLAN=relative_gaussian:0.0001@op.matmul bash examples/verl/operator_noise.sh")
+    done = shaketable("run", "--", "python", "train.py")
+    told = "error: no plan; write: shaketable run --plan PLAN -- python train.py, or give verl +shaketable.plan=PLAN\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep", "harden", "study"])
+def test_variables_of_the_origin_are_not_passed_over(verb, monkeypatch):
+    monkeypatch.setenv("VERL_NOISY_OPS_ENABLED", "1")
+    monkeypatch.setenv("VERL_NOISY_OPS_SCALE", "5e-2")
+    done = shaketable(verb, *(["list"] if verb == "study" else ["nano", "--task", "arithmetic"]))
+    assert done.returncode == 2
+    assert "unset them and write --plan relative_gaussian:0.05@op.matmul" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

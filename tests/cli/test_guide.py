@@ -64,6 +64,28 @@ def test_a_diagnosis_becomes_an_aqn_file_and_a_table(run):
         assert words in out
 
 
+def test_several_diagnoses_are_averaged_and_the_file_says_so(run):
+    probes = [layer(0), layer(1, gain=1.5), layer(2, instability=0.2), layer(3), layer(4, kurtosis=4000.0), {"layer": None}]
+    Path("e.json").write_text(json.dumps(DIAGNOSIS | {"probes": probes}))
+    code, out, err = run("d.json", "e.json", "-o", "aqn.yaml")
+    assert (code, err) == (0, "")
+    made = yaml.safe_load(Path("aqn.yaml").read_text())
+    assert made["metadata"]["diagnoses"] == 2
+    assert made["aqn"]["layer_sigmas"][1] == 0.05, "a gain of 0.5 and one of 1.5 are 1.0"
+    assert "the mean of 2 diagnoses" in out
+    assert run("d.json", "d.json", "-o", "d.json")[0] == 2, "no input is overwritten"
+
+
+def test_the_origins_scans_are_read(run):
+    scans = {
+        scan: {str(i): value for i in range(5)} for scan, value in (("gain", 1.0), ("kurtosis", 3e3), ("instability", 0.0))
+    }
+    scans["gain"]["3"] = 0.1
+    Path("scans.json").write_text(json.dumps(scans))
+    assert run("scans.json", "-o", "aqn.yaml")[0] == 0
+    assert yaml.safe_load(Path("aqn.yaml").read_text())["aqn"]["high_priority_layers"] == [3]
+
+
 def test_options_reach_the_file(run):
     code, *_ = run("d.json", "-o", "a.yaml", "--base-sigma", "0.02", "--schedule", "global_decay", "--target", "healthy")
     assert code == 0

@@ -83,6 +83,7 @@ def test_a_suspicion_exits_4(locate, folder):
         (("MODEL", "--device", "nowhere"), "cannot be used here"),
         (("MODEL", "--plan", "gain:1@nothing.here"), "unknown site level"),
         (("MODEL", "--plan", "gain:0.1@module.nothing_like_it"), "matches"),
+        (("MODEL", "--plan", "saturation:1.0,scope=tensor@layer.1"), "changed no value: there was nothing to find"),
         (("MODEL", "--prompts", "EMPTY"), "prompts are empty"),
         (("MODEL", "--prompts", "MISSING"), "cannot be read"),
         (("MODEL", "--attention", "magic"), "attention"),

@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from shaketable.models import NANO
 from tests.cli.command_server import shaketable
+from tests.measure.tasks.test_verl_parquet import row, written
 
 SMALL = ["--device", "cpu", "--steps", "2", "--prompts", "4", "--samples", "4", "--eval-n", "20"]
 RUN = ["train", "nano", "--task", "arithmetic", *SMALL]
@@ -215,3 +217,20 @@ def test_help_teaches_and_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split()[-3:] == ["False", "False", "False"], done.stderr
     assert "--plan-in" in done.stdout and "--resume" in done.stdout
+
+
+def test_the_origins_files_train_a_model(tmp_path):
+    """GSM8K as verl has it on disk, and the `aqn_config.yaml` of the guided experiment: noise where its trainer had it."""
+    sums = [(f"{a}+{b}=", f"#### {a + b}") for a in range(121, 129) for b in range(211, 213)]
+    for split in ("train", "test"):
+        written(tmp_path / f"{split}.parquet", [row(ask, said, split, n) for n, (ask, said) in enumerate(sums)])
+    aqn = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": {2: 0.1}, "schedule": "epoch_aware"}
+    (tmp_path / "aqn_config.yaml").write_text(yaml.safe_dump({"aqn": aqn, "srdd_metadata": {"num_layers": 8}}))
+    task = ["--task", f"gsm8k,path={tmp_path},max_new_tokens=4", "--aqn", "aqn_config.yaml"]
+    small = ["--steps", "1", "--prompts", "2", "--samples", "2", "--eval-n", "4", "--device", "cpu"]
+    done = shaketable(tmp_path, "train", "nano", *task, *small, "--out", "run", "--json", "o.json")
+    assert done.code == 0, done.stderr
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert found["config"]["aqn"].endswith("form=output,layers=0-7,multipliers=2:2,where=both")
+    measured = {site["site"]: site["measured_magnitude"] for site in found["ledgers"]["aqn"]["sites"]}
+    assert sorted(measured.values()) == pytest.approx([0.05, 0.1], rel=0.1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shaketable.faults import KINDS, Draw, FaultBase, Format, MagnitudeFault, make_fault
 from shaketable.faults.rng import key_of
+from shaketable.plan import Plan
 from tests.tensors import bits
 from tests.tensors import same_bits as same
 
@@ -335,3 +336,34 @@ def test_an_accelerator_gives_what_the_cpu_gives(fault, dtype):
     assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype, "cuda")
     assert same(y, fault.apply(x.cuda(), Draw(5)))
     torch.testing.assert_close(y.cpu(), fault.apply(x, Draw(5)), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def _std(x):
+    return (x - x.mean()).square().mean().sqrt()
+
+
+def _hit(draw, x, share):
+    return draw.uniform(x).double() < share
+
+
+DRAWN = {
+    "relative_gaussian:0.3": lambda x, draw, z: x * (1 + 0.3 * z),
+    "absolute_gaussian:0.3": lambda x, draw, z: x + 0.3 * z,
+    "noise:0.3": lambda x, draw, z: x + 0.3 * _std(x) * z,
+    "rms_gaussian:0.3": lambda x, draw, z: x + 0.3 * x.square().mean().sqrt() * z,
+    "non_determinism:1.5": lambda x, draw, z: x + 0.5**0.5 * _std(x) * z,
+    "non_determinism:1.5,mode=amplified": lambda x, draw, z: x.mean() + (x - x.mean()) * (1 + 0.5 * draw.number()) ** 0.5,
+    "spike:8,rate=0.2": lambda x, draw, z: torch.where(_hit(draw, x, 0.2), 8 * x, x),
+    "spike:8,rate=0.2,mode=max": lambda x, draw, z: torch.where(_hit(draw, x, 0.2), 8 * x.abs().max() * x.sign(), x),
+    "bit_flip:0.2,bit=31": lambda x, draw, z: torch.where(_hit(draw, x, 0.2), -x, x),
+}
+
+
+@pytest.mark.parametrize("text", DRAWN)
+def test_random_faults_make_of_their_draw_what_their_docstring_says(text):
+    """Held against the formula, with the very numbers that were drawn, in float64."""
+    fault, draw = Plan.parse(f"{text}@layer.0").clauses[0].fault, Draw(5)
+    x = torch.randn(40, 50, generator=torch.Generator().manual_seed(2)) + 0.25
+    wanted = DRAWN[text](x.double(), draw, draw.normal(x).double())
+    torch.testing.assert_close(fault.apply(x, draw).double(), wanted, rtol=1e-5, atol=1e-6)
+    assert not same(fault.apply(x, draw), x)

@@ -1,7 +1,5 @@
 """Law 8 on an accelerator: errors belong to their layer, forward and backward, also when a layer is computed twice."""
 
-import copy
-
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -10,7 +8,7 @@ from torch import nn
 import shaketable as st
 from tests.gpu.shaken_device import DEVICE, NOISE, every_dtype, ids, on_device, settle, step
 from tests.inject.code_paths import Checkpointed
-from tests.inject.recomputation import assert_recomputation_sees_the_same_noise
+from tests.inject.recomputation import accumulated_gradients, assert_recomputation_sees_the_same_noise
 from tests.tensors import same
 
 pytestmark = on_device
@@ -69,14 +67,7 @@ def test_accumulated_micro_batches_keep_their_noise_apart(tiny_llama, checkpoint
     """Two forwards, then both backwards, in either order."""
 
     def run(order):
-        model = copy.deepcopy(tiny_llama).to(DEVICE).train()
-        if checkpoint:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        with st.inject(model, f"{NOISE}@op.all", seed=3):
-            losses = [model(ids(), labels=ids()).loss, model(ids() + 1, labels=ids()).loss]
-            for i in order:
-                losses[i].backward()
-        return [p.grad for p in model.parameters()]
+        return accumulated_gradients(tiny_llama.to(DEVICE), f"{NOISE}@op.all", order, checkpoint, ids())
 
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(run((0, 1)), run((1, 0)), strict=True))
 

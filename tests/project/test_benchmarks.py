@@ -78,3 +78,37 @@ def test_the_gpu_benchmark_runs_on_a_cpu_and_writes_what_was_asked_for(tmp_path)
     assert score["fires"] > 0 and score["each"] == [score["ratio"]] and score["weights"] == "random weights"
     assert found["smollm2-135m"]["first pass eager, relative_gaussian on all linears"]["logits_moved"] > 0
     assert "| smollm2-135m | first pass eager, relative_gaussian on all linears |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_lora_steps_are_proven_and_their_memory_is_the_computed_one(tmp_path):
+    program = [sys.executable, str(BENCHMARKS / "lora_7b.py"), "--shape", "tiny", "--device", "cpu", "--tokens", "16"]
+    subprocess.run([*program, "--turns", "1", "--steps", "1", "--out", str(tmp_path)], check=True, capture_output=True)
+    facts = json.loads((tmp_path / "lora_7b.json").read_text(encoding="utf-8"))
+    assert facts["trained"] == 2 * 16 * (9 * 64 + 2 * 32 + 3 * 128), "rank × (inputs + outputs), seven linears, two layers"
+    assert facts["held_bytes"] == pytest.approx(facts["computed_held_bytes"], rel=0.01), "but for biases and norms"
+    assert facts["proof"]["fires"] == 3 * 14 and facts["proof"]["measured_magnitude"] == pytest.approx(0.05, rel=0.05)
+    assert [row["peak_bytes"] for row in facts["rows"]] == [None, None], "a CPU does not tell"
+
+
+@pytest.mark.gpu
+def test_lora_steps_tell_their_peak_on_an_accelerator(tmp_path):
+    torch = pytest.importorskip("torch")
+    if not torch.accelerator.is_available():
+        pytest.skip("no accelerator")
+    subprocess.run([sys.executable, str(BENCHMARKS / "lora_7b.py"), "--shape", "tiny", "--out", str(tmp_path)], check=True)
+    facts = json.loads((tmp_path / "lora_7b.json").read_text(encoding="utf-8"))
+    assert all(row["peak_bytes"] >= facts["held_bytes"] for row in facts["rows"])
+
+
+def test_7b_is_refused_on_a_cpu():
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "lora_7b.py"), "--device", "cpu"], capture_output=True, text=True)
+    assert done.returncode == 2 and "--shape tiny" in done.stderr
+
+
+def test_plain_torch_is_timed_beside_the_kernels(tmp_path):
+    program = [sys.executable, str(BENCHMARKS / "plain_torch.py"), "--rounds", "2", "--turns", "1", "--out", str(tmp_path)]
+    subprocess.run(program, check=True, capture_output=True)
+    facts = json.loads((tmp_path / "plain_torch.json").read_text(encoding="utf-8"))
+    noise = "relative_gaussian:0.05"
+    assert facts["native"][noise]["operators"] < 5 < 100 < facts["torch"][noise]["operators"]
+    assert f"| `{noise}` |" in (tmp_path / "plain_torch.md").read_text(encoding="utf-8")

@@ -44,7 +44,7 @@ SMALL = "seeds=1 train.steps=4 train.prompts=2 train.samples=2 evaluate.n=6 eval
 """A study of the README, in seconds."""
 
 
-VERBS = ["run", "inspect", "locate", "sweep", "train", "harden", "study"]
+VERBS = ["run", "inspect", "locate", "sweep", "train", "harden", "mismatch", "study"]
 
 
 def readme_commands():

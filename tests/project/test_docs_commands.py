@@ -20,6 +20,7 @@ PAGES = (
     "inspect",
     "env",
     "harden",
+    "mismatch",
     *(f"journeys/{name}" for name in ("device", "format", "sampler", "training", "study")),
 )
 QUICK = ("start", "inspect", "env")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from typing import Annotated
@@ -17,6 +18,7 @@ from shaketable.cli.guide import guide
 from shaketable.cli.harden import harden
 from shaketable.cli.inspect import inspect
 from shaketable.cli.locate import locate
+from shaketable.cli.mismatch import mismatch
 from shaketable.cli.run import run
 from shaketable.cli.study import study
 from shaketable.cli.sweep import sweep
@@ -39,13 +41,22 @@ def _tell_version(asked: bool) -> None:
         raise typer.Exit
 
 
+SHAKING = ("train", "sweep", "harden", "study")
+"""Verbs that shake a model by themselves. `run` does not: what it runs may be a job of verl, which reads its own variables."""
+
+
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand in SHAKING:
+        from shaketable.integrations.origin_configs.command_line import variables_answer
+
+        if (line := variables_answer(os.environ)) is not None:
+            raise ShaketableError(line)
 
 
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
@@ -57,6 +68,7 @@ app.command()(guide)
 app.command()(sweep)
 app.command()(train)
 app.command()(harden)
+app.command()(mismatch)
 app.add_typer(study)
 app.command()(env)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,13 @@ STYLES = {"HIGH": "bold yellow", "LOW": "cyan", "BASE": ""}
 
 
 def guide(
-    diagnosis: Annotated[Path, typer.Argument(help="What `shaketable locate --json FILE` wrote.")],
+    diagnoses: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIAGNOSIS",
+            help="Of `locate --json FILE`, or the origin's scans; several are averaged.",
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The AQN file to write, YAML.")],
     base_sigma: Annotated[float, typer.Option(help="σ of a layer that meets no rule.")] = 0.05,
     schedule: Annotated[str, typer.Option(help="How σ decays in training: epoch_aware or global_decay.")] = "epoch_aware",
@@ -38,15 +45,21 @@ def guide(
 ) -> None:
     """Turn a diagnosis into layer-wise AQN: more noise where a layer looks fragile, less where it is noisy already.
 
+    Statistics depend on the prompts: of several diagnoses of one model, made with other prompts, the mean is taken.
+
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
+    from shaketable.harden.aqn.diagnoses import as_diagnosis, averaged
     from shaketable.harden.aqn.guidance import Guidance
     from shaketable.harden.aqn.sigma_rules import SigmaMapping
 
     files = [f for f in (output, json_file) if f is not None]
-    check_free(files, [f for f in (diagnosis, mapping) if f is not None], force)
+    check_free(files, [f for f in (*diagnoses, mapping) if f is not None], force)
     rules = SigmaMapping.load(mapping) if mapping is not None else None
-    found = Guidance.of(_read(diagnosis), base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)
+    one = averaged([as_diagnosis(_read(path), str(path)) for path in diagnoses], [str(path) for path in diagnoses])
+    found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)
+    if len(diagnoses) > 1:
+        found = replace(found, metadata={**found.metadata, "diagnoses": len(diagnoses)})
     write(output, found.to_yaml())
     if json_file is not None:
         write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
@@ -80,9 +93,10 @@ def _print(found: Guidance, files: list[Path]) -> None:
 
 def _head(found: Guidance) -> list[str]:
     facts = found.metadata
+    mean = f" (the mean of {facts['diagnoses']} diagnoses)" if "diagnoses" in facts else ""
     where = f" at layer {facts['fault_layer']} ({facts['fault_class']})" if facts["fault_layer"] is not None else ""
     return [
-        f"{facts['model']} on {facts['device']}, {facts['layers']} layers, {facts['date']}: {facts['verdict']}{where}",
+        f"{facts['model']} on {facts['device']}, {facts['layers']} layers, {facts['date']}: {facts['verdict']}{where}{mean}",
         f"base σ {found.base_sigma:g}, schedule {found.schedule}, target {facts['target']}, mapping {facts['mapping']}",
     ]
 

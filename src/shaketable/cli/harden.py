@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.config_options import options_of
+from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.train import chosen_device, is_given
 from shaketable.errors import ShaketableError
 from shaketable.harden.ladder.config import HardenConfig
@@ -64,7 +65,7 @@ def harden(
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
             raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
-        _go_on(resume, json_file)
+        _runs().go_on(resume, json_file)
         return
     if not model or not fields["plans"]:
         example = "shaketable harden nano --task arithmetic --plan 'relative_gaussian:0.2@module.linear'"
@@ -89,39 +90,19 @@ def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
 
 def _start(config: HardenConfig, out: Path | None, json_file: Path | None) -> None:
     from shaketable.harden.ladder.dry_run import rehearse
-    from shaketable.models import load_model, quieten
-    from shaketable.records.environment import gather
-    from shaketable.records.record import RunRecord, check_new, unique_folder
 
-    if out is not None:
-        check_new(out)
-    quieten()
-    rehearse(config)
-    folder = out or unique_folder(Path("runs"), f"harden-{Path(config.model).name}")
-    loaded = load_model(config.model, device=config.device, dtype="float32")  # before a folder is made: it may be broken
-    record = RunRecord.create(folder, "harden", config.model_dump(mode="json"), gather())
-    _run(config, record, json_file, resume=False, loaded=loaded)
+    _runs().start(config, rehearse, f"harden-{Path(config.model).name}", out, json_file)
 
 
-def _go_on(folder: Path, json_file: Path | None) -> None:
-    from shaketable.records.record import RunRecord
-
-    record = RunRecord.open(folder, "harden")
-    if record.events("finished"):
-        _show(record, json_file)
-        return
-    _run(HardenConfig.checked(**record.config), record, json_file, resume=True)
-
-
-def _run(config: HardenConfig, record: RunRecord, json_file: Path | None, *, resume: bool, loaded: Any = None) -> None:
+def _run(config: HardenConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
     from shaketable.harden.ladder.run import Hardening
-    from shaketable.models import quieten
 
-    quieten()
-    typer.echo(f"recording in {record.folder}; after an interruption: shaketable harden --resume {record.folder}", err=True)
-    with record.alone(), _live() as tell:
+    with _live() as tell:
         Hardening(config, record, tell, loaded=loaded).run(resume=resume)
-    _show(record, json_file)
+
+
+def _runs() -> RecordedRuns:
+    return RecordedRuns("harden", HardenConfig, _run, _show)
 
 
 @contextmanager

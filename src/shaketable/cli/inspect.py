@@ -88,6 +88,7 @@ def _target(anatomy: Anatomy, names: tuple[str, ...], flops: float) -> dict[str,
 
 def _hits(anatomy: Anatomy, plan: Plan, index: int, flops: float) -> dict[str, Any]:
     """What one clause would hit. Operators are met at run time: only their families can be named."""
+    from shaketable.inject.hooks.fused_attention import hidden_by_attention
     from shaketable.inject.hooks.operator_taps import families
     from shaketable.sites.flops import part_flops
     from shaketable.sites.match import check_layers, targets
@@ -97,7 +98,14 @@ def _hits(anatomy: Anatomy, plan: Plan, index: int, flops: float) -> dict[str, A
     if clause.site.level == "op":
         check_layers(clause.site, anatomy)
         layers = len(clause.site.layers) if clause.site.layers is not None else len(anatomy.layers)
-        return head | {"families": families(clause.site.names), "layers": layers, "matched": None, "modules": []}
+        hidden = hidden_by_attention(anatomy.model, clause.site)
+        return head | {
+            "families": families(clause.site.names),
+            "layers": layers,
+            "matched": None,
+            "modules": [],
+            "hidden": hidden,
+        }
     found = targets(clause, anatomy)
     parts = {id(t.part.module): t.part for t in found}
     return head | {
@@ -119,6 +127,8 @@ def _print(facts: dict[str, Any]) -> None:
     console.print(_targets(facts))
     for site in facts.get("sites", []):
         console.print(_site(site), markup=False)
+        for line in site.get("hidden", []):
+            console.print(f"  ! {line}", style="yellow", markup=False)
         for name in _shortened(site["modules"]):
             console.print(f"    {name}", markup=False)
 

@@ -44,6 +44,11 @@ def locate(
     strict: Annotated[
         bool, typer.Option("--strict", help="Hooks and replaced methods of the model make it inconclusive instead of healthy.")
     ] = False,
+    gain_scale: Annotated[
+        float, typer.Option(help="Statistics: size of the gain scan's probes, as a part of the input's std.")
+    ] = 0.1,
+    gain_trials: Annotated[int, typer.Option(help="Statistics: probes that the gain is averaged over.")] = 1,
+    ambient_trials: Annotated[int, typer.Option(help="Statistics: calls that instability is read from, 2 or more.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the diagnosis as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis as one page.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
@@ -61,6 +66,9 @@ def locate(
     check_free([f for f in (json_file, html_file) if f is not None], [], force)
     planted = None if plan is None else Plan.load(plan)
     texts = None if prompts is None else read_prompts(prompts)
+    from shaketable.locate.srdd import Scans
+
+    scans = Scans(gain_scale, gain_trials, ambient_trials)
     loaded, tokenizer = load(model, device, dtype, attention)
 
     from shaketable.locate.locate import locate as find
@@ -77,6 +85,7 @@ def locate(
             seed=seed,
             quick=quick,
             strict=strict,
+            scans=scans,
             progress=tell,
         )
     show(diagnosis)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.study_add import add
 from shaketable.cli.study_verify import end_of_study, key_for_signing, verify
 from shaketable.errors import ShaketableError, nearest
 from shaketable.io.output_files import check_free, write
@@ -33,6 +34,7 @@ study = typer.Typer(
 
 
 study.command()(verify)
+study.command()(add)
 
 
 @study.command()
@@ -145,7 +147,7 @@ def status(
     from shaketable.study.store.progress import progress
 
     check_free([f for f in (json_file,) if f is not None], [what], force)
-    asked, folder = _which(what, replaced or [], store)
+    asked, folder = which_study(what, replaced or [], store)
     found = progress(asked, folder)
     if json_file is not None:
         write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
@@ -203,7 +205,7 @@ def _reported(what: Path, replaced: list[str], store: Path) -> tuple[dict[str, A
 
     if (what / FILE).is_file():
         return run_findings(what), what
-    asked, folder = _which(what, replaced, store)
+    asked, folder = which_study(what, replaced, store)
     return _findings(asked, folder.parent, _command(what, replaced, store) if what.is_file() else ""), folder
 
 
@@ -213,7 +215,7 @@ def _command(file: Path, replaced: list[str], store: Path) -> str:
     return shlex.join(["shaketable", "study", "run", str(file), *(w for r in replaced for w in ("--set", r)), *kept])
 
 
-def _which(what: Path, replaced: list[str], store: Path) -> tuple[StudyConfig, Path]:
+def which_study(what: Path, replaced: list[str], store: Path) -> tuple[StudyConfig, Path]:
     """The study that is meant, and its folder."""
     from shaketable.study.file import load_study
     from shaketable.study.run_study import last_defined

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.config_options import options_of
+from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.tables.train import show
 from shaketable.errors import ShaketableError
 from shaketable.harden.grpo.config import TrainConfig
@@ -60,7 +61,7 @@ def train(
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
             raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
-        _go_on(resume, json_file)
+        _runs().go_on(resume, json_file)
         return
     if not model or not fields["task"]:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
@@ -144,43 +145,20 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
 
 def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> None:
     from shaketable.harden.grpo.dry_run import rehearse
-    from shaketable.models import load_model, quieten
-    from shaketable.records.record import RunRecord, check_new, unique_folder
 
-    if out is not None:
-        check_new(out)
-    quieten()
-    rehearse(config)
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
-    folder = out or unique_folder(Path("runs"), name)
-    from shaketable.records.environment import gather
-
-    loaded = load_model(config.model, device=config.device, dtype="float32")  # before a folder is made: it may be broken
-    record = RunRecord.create(folder, "train", config.model_dump(mode="json"), gather())
-    _run(config, record, json_file, resume=False, loaded=loaded)
+    _runs().start(config, rehearse, name, out, json_file)
 
 
-def _go_on(folder: Path, json_file: Path | None) -> None:
-    from shaketable.records.record import RunRecord
-
-    record = RunRecord.open(folder, "train")
-    if record.events("finished"):
-        show(record, json_file)
-        return
-    _run(TrainConfig.checked(**record.config), record, json_file, resume=True)
-
-
-def _run(config: TrainConfig, record: RunRecord, json_file: Path | None, *, resume: bool, loaded: Any = None) -> None:
+def _run(config: TrainConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
     from shaketable.harden.grpo.run import Training
-    from shaketable.models import quieten
 
-    quieten()
-
-    again = f"shaketable train --resume {record.folder}"
-    typer.echo(f"recording in {record.folder}; after an interruption: {again}", err=True)
-    with record.alone(), _live(config.steps) as tell:
+    with _live(config.steps) as tell:
         Training(config, record, tell, loaded=loaded).run(resume=resume)
-    show(record, json_file)
+
+
+def _runs() -> RecordedRuns:
+    return RecordedRuns("train", TrainConfig, _run, show)
 
 
 @contextmanager

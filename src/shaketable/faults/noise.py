@@ -91,6 +91,12 @@ def at_least(x: Tensor) -> Tensor:
     return x.double().clamp_min(1e-300)
 
 
+def _by_kernel(x: Tensor, magnitude: float, draw: Draw, *, relative: bool) -> Tensor | None:
+    """The noisy tensor, by a GPU's kernel or the C++; None where neither is."""
+    fast = gpu.noise(x, magnitude, draw.key, relative=relative)
+    return native.add_noise(x, magnitude, draw.normal_key, relative=relative) if fast is None else fast
+
+
 class RelativeGaussian(MagnitudeFault):
     """y + |y|·z·magnitude: each value is off by a random fraction of itself."""
 
@@ -99,9 +105,7 @@ class RelativeGaussian(MagnitudeFault):
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        fast = gpu.noise(x, self.magnitude, draw.key, relative=True)
-        if fast is None:
-            fast = native.add_noise(x, self.magnitude, draw.normal_key, relative=True)
+        fast = _by_kernel(x, self.magnitude, draw, relative=True)
         if fast is not None:
             return fast
         w = wide(x)
@@ -122,12 +126,8 @@ class AbsoluteGaussian(MagnitudeFault):
     random: ClassVar[bool] = True
 
     def apply(self, x: Tensor, draw: Draw) -> Tensor:
-        fast = gpu.noise(x, self.magnitude, draw.key, relative=False)
-        if fast is None:
-            fast = native.add_noise(x, self.magnitude, draw.normal_key, relative=False)
-        if fast is not None:
-            return fast
-        return (wide(x) + draw.normal(x) * self.magnitude).to(x.dtype)
+        fast = _by_kernel(x, self.magnitude, draw, relative=False)
+        return (wide(x) + draw.normal(x) * self.magnitude).to(x.dtype) if fast is None else fast
 
     def magnitude_of(self, sums: Tensor) -> Tensor | None:
         return (sums[ERROR] / sums[FINITE]).sqrt()

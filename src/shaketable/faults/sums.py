@@ -43,8 +43,13 @@ def usable_mask(clean: Tensor, faulty: Tensor, lanes: Tensor | None) -> Tensor:
     return finite if lanes is None else finite & lanes
 
 
+def with_float64(x: Tensor) -> Tensor:
+    """The tensor itself where every device of its kind has float64; elsewhere (NPU, MPS, XPU) a copy on the host."""
+    return x if x.device.type in ("cpu", "cuda", "meta") else x.cpu()
+
+
 def sums(clean: Tensor, faulty: Tensor, lanes: Tensor | None = None) -> Tensor:
-    """The twelve sums, float64, on the tensor's device."""
+    """The twelve sums, float64, on the tensors' device, which must have that: see `with_float64`."""
     found = native.sums(clean, faulty) if lanes is None else None
     return found if found is not None else plain_sums(clean, faulty, lanes)
 

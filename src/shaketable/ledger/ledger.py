@@ -85,6 +85,13 @@ class SiteLedger:
             return None
         return f"asked for {self.asked:g}, measured {found:.3g}: the tensor's own type rounds, or the fault is data-dependent"
 
+    def summary(self) -> str:
+        """One line: how often it fired, and whether what was measured is what was asked for."""
+        known = self.magnitude is not None and self.asked is not None
+        size = f", {self.magnitude:.3g} measured of {self.asked:.3g} asked for" if known else ""
+        where = "1 site" if self.matched == 1 else f"{self.matched:,} sites"
+        return f"{self.fault}@{self.site} fired {self.forward + self.backward:,} times at {where}{size}"
+
     def by(self, what: str) -> dict[str, dict[str, int]]:
         """Fires per `phase` or per `layer`."""
         table: dict[str, dict[str, int]] = {}
@@ -189,7 +196,8 @@ class Ledger:
         lines = []
         for site in self.sites:
             if site.forward + site.backward == 0:
-                lines.append(f"{site.fault}@{site.site} matched {site.matched} spots and never fired")
+                why = f" ({'; '.join(site.notes)})" if site.notes else ""
+                lines.append(f"{site.fault}@{site.site} matched {site.matched} spots and never fired{why}")
             elif site.measured().changed == 0:
                 lines.append(f"{site.fault}@{site.site} fired {site.forward + site.backward} times and changed no value")
         return lines

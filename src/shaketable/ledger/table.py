@@ -44,6 +44,7 @@ def remarks(ledger: Ledger) -> list[str]:
     lines += [
         f"{s.site}: {s.fused} fused attention calls; their inner products are not exposed" for s in ledger.sites if s.fused
     ]
+    lines += [f"{s.site}: {note}" for s in ledger.sites for note in s.notes]
     for site in ledger.sites:
         silent = [name for name, spot in site.spots.items() if site.static and not spot.counts]
         if silent and len(silent) < len(site.spots):

@@ -15,8 +15,8 @@ def _locate(*args: Any, **kwargs: Any) -> Any:
     return locate(*args, **kwargs)
 
 
-class _CallableModule(ModuleType):
+class _LocatePackage(ModuleType):
     __call__ = staticmethod(_locate)
 
 
-sys.modules[__name__].__class__ = _CallableModule
+sys.modules[__name__].__class__ = _LocatePackage

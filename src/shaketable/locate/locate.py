@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import shaketable
-from shaketable.errors import ModelError, ShaketableError
+from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate import srdd
 from shaketable.locate.capture.foreign_code import foreign_code, unmade
+from shaketable.locate.capture.model_identity import product_name
 from shaketable.locate.capture.prompts import token_batch
 from shaketable.locate.capture.recorder import Recording, same
 from shaketable.locate.capture.reference import Reference, check_model
@@ -53,6 +55,7 @@ def locate(
     seed: int = 0,
     quick: bool = False,
     strict: bool = False,
+    scans: srdd.Scans | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Find out whether a device computes a model correctly, and where it does not.
@@ -70,6 +73,7 @@ def locate(
         quick: On the host, judge products by checksums, and replay only those whose checksum fires. Half the cost; blind
             to errors that drown in the rounding of a sum.
         strict: Believe only the model's own code: hooks and replaced methods of composite modules make HEALTHY INCONCLUSIVE.
+        scans: Scale and trials of the statistics' gain and ambient scans; they decide nothing.
         progress: Called with (layers done, layers, what is being done).
 
     Returns:
@@ -77,6 +81,7 @@ def locate(
 
     Raises:
         ShaketableError: When the model or the input cannot be judged.
+        InertError: When a clause of the plan changed no value.
     """
     if mode not in MODES:
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
@@ -87,7 +92,7 @@ def locate(
     try:
         with _still(model):
             locator = Locator(model, mode, source, seed, progress)
-            locator.quick, locator.strict = quick, strict
+            locator.quick, locator.strict, locator.scans = quick, strict, scans or srdd.Scans()
             return locator.run(ids, plan)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
@@ -132,6 +137,7 @@ class Locator:
         self.on_device = mode in ("device", "all")
         self.quick = False
         self.strict = False
+        self.scans = srdd.Scans()
         self.thorough = False
         """Run tests with a tolerance also where an exact one has decided; for benchmarks."""
 
@@ -145,9 +151,9 @@ class Locator:
             injection = shaketable.inject(self.model, plan, seed=self.seed, allow_inert=True)
             with injection as ledger:
                 self._probe(ids.to(self.device), diagnosis)
+            if inert := ledger.inert():
+                raise InertError(f"{'; '.join(inert)}: there was nothing to find")
             diagnosis.planted = {"plan": injection.plan.text(), "changed": ledger.changed}
-            if not ledger.changed:
-                diagnosis.notes.append("the planted plan changed no value")
         diagnosis.decide(self.reference.has_file)
         return diagnosis
 
@@ -171,7 +177,7 @@ class Locator:
         self.unmade += unmade(traced.outside)
         diagnosis.probes.append(self._outside(traced, logits, diagnosis.evidence))
         self.reference.forget()
-        diagnosis.srdd = dict(srdd.srdd_verdict(found)) if found else None
+        diagnosis.srdd = {**srdd.srdd_verdict(found), "scans": asdict(self.scans)} if found else None
         diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
         diagnosis.device_forwards = self._device_forwards(diagnosis)
         diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
@@ -291,12 +297,17 @@ class Locator:
         return circuit_of(self.reference.skeleton.get_submodule(call.name), config)
 
     def _statistics(self, call: LayerCall, output: Any) -> srdd.LayerStatistics:
-        probed, shifted = srdd.probe_input(call.x, self.seed + call.index), srdd.dc_input(call.x)
-        answers = self._answers(call, probed, shifted)
+        scans, key = self.scans, self.seed + call.index
+        probes = [srdd.probe_input(call.x, key + (n << 32), scans.gain_scale) for n in range(scans.gain_trials)]
+        shifted = srdd.dc_input(call.x, scans.gain_scale)
+        answers = self._answers(call, *probes, shifted)
+        again = [next(tensors_of(call.again(call.x))) for _ in range(scans.ambient_trials - 2)]
         step = max(1, call.x.shape[1] // STATISTICS_TOKENS)
-        tensors = (call.x, call.y, next(tensors_of(output)), probed, answers[0], shifted, answers[1])
-        x, first, second, *rest = (t[:, ::step] for t in tensors)
-        return srdd.layer_statistics(x, [first, second], *rest)
+        x, y, *repeats = (t[:, ::step] for t in (call.x, call.y, next(tensors_of(output)), *again))
+        inputs, outputs = ([t[:, ::step] for t in row] for row in ([*probes, shifted], answers))
+        found = srdd.layer_statistics(x, [y, *repeats], inputs[0], outputs[0], inputs[-1], outputs[-1])
+        gains = [srdd.gain(x, y, *pair) for pair in zip(inputs[:-1], outputs[:-1], strict=True)]
+        return found if len(gains) == 1 else replace(found, gain=sum(gains) / len(gains))
 
     def _answers(self, call: LayerCall, *inputs: Tensor) -> Sequence[Tensor]:
         """A layer's results for several inputs: in one batch, or one by one where its arguments are made for one sequence."""
@@ -363,8 +374,8 @@ class Locator:
         return result
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
     def _blank(self, ids: Tensor) -> Diagnosis:
@@ -375,7 +386,7 @@ class Locator:
             model_class=type(self.model).__name__,
             num_layers=sum(1 for _ in _layers(self.model)),
             dtype=str(self.dtype).removeprefix("torch."),
-            device=_device_name(self.device),
+            device=product_name(self.device) or str(self.device),
             attention=str(getattr(config, "_attn_implementation", None) or "unknown"),
             mode=self.mode,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -418,7 +429,3 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -5,10 +5,11 @@ does to them is another probe's business. All is computed in float64; a statisti
 zero spread) is nan.
 
     gain         std(f(x + e) − y) / std(e), e Gaussian with std 0.1·std(x). A residual layer has about 1, a dead zone about 0.
+                 `Scans` has the scale, and the number of probes whose gains are averaged.
     min_gain     the 0.001 quantile of |f(x + b) − y| / b for a constant b = 0.1·std(x): the channels that answer least.
     kurtosis     m4 / m2² − 3 of y (scipy's default). A saturation cuts the peaks off, so it drops.
-    instability  rms over values of the std over repeats, relative to rms(y). Zero on a deterministic device; relative
-                 noise of scale s on the layer's output gives s.
+    instability  rms over values of the std over repeats (`Scans`: two), relative to rms(y). Zero on a deterministic device;
+                 relative noise of scale s on the layer's output gives s.
     pile_up      share of values equal to the smallest or the largest one. A clamp piles values up there; else about 2/n.
     distinct     number of different values. Low precision and stuck bits leave few.
 
@@ -54,6 +55,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shaketable.errors import ShaketableError
+from shaketable.faults.sums import with_float64
+
 QUANTILE = 0.001
 Z = 2.0
 AMBIENT_SPREAD = 5.0
@@ -63,6 +67,25 @@ PILE = 10.0
 
 Floats = npt.NDArray[np.float64]
 Blame = tuple[int, str] | None
+
+
+@dataclass(frozen=True)
+class Scans:
+    """How layers are scanned; the origin's gain scan has a scale of 0.1, its ambient scan three trials."""
+
+    gain_scale: float = 0.1
+    """Size of the probes of `gain` and `min_gain`, as a part of the input's std."""
+    gain_trials: int = 1
+    """Gaussian probes that the gain is averaged over."""
+    ambient_trials: int = 2
+    """Calls with the same input that instability is read from."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.gain_scale) and self.gain_scale > 0):
+            raise ShaketableError(f"the scale of the gain scan must be a positive number, not {self.gain_scale}")
+        if self.gain_trials < 1 or self.ambient_trials < 2:
+            what = f"{self.gain_trials} and {self.ambient_trials}"
+            raise ShaketableError(f"a gain scan needs one trial or more, an ambient scan two, not {what}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +134,11 @@ def dc_input(x: Tensor, scale: float = 0.1) -> Tensor:
     return shifted.to(x.dtype).to(x.device)
 
 
+def gain(x: Tensor, y: Tensor, probed_x: Tensor, probed_y: Tensor) -> float:
+    """The gain of one probe."""
+    return _ratio(_std(_change(probed_y, y)), _std(_change(probed_x, x)))
+
+
 def layer_statistics(
     x: Tensor, outputs: Sequence[Tensor], probed_x: Tensor, probed_y: Tensor, dc_x: Tensor, dc_y: Tensor
 ) -> LayerStatistics:
@@ -126,7 +154,7 @@ def layer_statistics(
     """
     y = _finite(outputs[0])
     return LayerStatistics(
-        gain=_ratio(_std(_change(probed_y, outputs[0])), _std(_change(probed_x, x))),
+        gain=gain(x, outputs[0], probed_x, probed_y),
         min_gain=_min_gain(_change(dc_y, outputs[0]).abs(), _change(dc_x, x).abs()),
         kurtosis=_kurtosis(y),
         instability=_instability(outputs),
@@ -160,8 +188,7 @@ def srdd_verdict(statistics: Sequence[LayerStatistics]) -> SrddVerdict:
 
 def _double(t: Tensor) -> Tensor:
     """Flat and in float64, on the tensor's device where all of its kind have float64."""
-    t = t.detach().flatten()
-    return (t if t.device.type in ("cpu", "cuda") else t.cpu()).double()
+    return with_float64(t.detach().flatten()).double()
 
 
 def _finite(t: Tensor) -> Tensor:

@@ -168,6 +168,17 @@ class RunRecord:
             held.append(line)
         return [e for e in held if not kinds or e["event"] in kinds]
 
+    def finished(self) -> dict[str, Any]:
+        """The event that ended the run.
+
+        Raises:
+            ShaketableError: It has not ended.
+        """
+        found = self.events("finished")
+        if not found:
+            raise ShaketableError(f"the run in {self.folder} is not finished; go on with --resume {self.folder}")
+        return found[-1]
+
     def sealed(self) -> dict[str, Any] | None:
         """What the seal says; None without one."""
         path = self.folder / SEAL

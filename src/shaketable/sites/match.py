@@ -40,16 +40,23 @@ def targets(clause: Clause, anatomy: Anatomy) -> list[Target]:
 
 def check_layers(site: Site, anatomy: Anatomy) -> None:
     """Raise when the site names layers that the model does not have."""
-    asked = site.layers
-    if site.level == "layer":
-        asked = Layers(()) if site.names == ("all",) else parse_layers("+".join(site.names))
-    if asked is None:
-        return
-    count = len(anatomy.layers)
-    if count == 0:
+    if _asked(site) is not None and not anatomy.layers:
         raise NoMatchError(f"{site.text()}: {type(anatomy.model).__name__} has no decoder layers")
+    check_range(site, len(anatomy.layers))
+
+
+def check_range(site: Site, count: int) -> None:
+    """Raise when the site names layers beyond those that a model of so many has."""
+    asked = _asked(site)
     if asked and asked.last >= count:
         raise NoMatchError(f"{site.text()}: layer {asked.last} is out of range; this model has layers 0-{count - 1}")
+
+
+def _asked(site: Site) -> Layers | None:
+    """The layers that a site names; None where it names none, and empty where it means all."""
+    if site.level == "layer":
+        return Layers(()) if site.names == ("all",) else parse_layers("+".join(site.names))
+    return site.layers
 
 
 def is_wanted(part: Part, site: Site, anatomy: Anatomy) -> bool:

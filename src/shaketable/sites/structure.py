@@ -60,7 +60,7 @@ class Anatomy:
         """Read a model's anatomy."""
         layers, paths = find_layers(model)
         places = {path: i for i, path in enumerate(paths)}
-        self = cls(model=model, layers=layers)
+        self = cls(model=model, layers=[_without_fsdp1(layer) for layer in layers])
         named = list(_canonical_modules(model))
         self.is_moe = any(_MOE.search(name) for _, name, _ in named)
         head = _output_head(model)
@@ -83,6 +83,11 @@ class Anatomy:
     def excluded(self, part: Part) -> str | None:
         """The reason a part is left out unless `include=` names it: lm_head, embedding, router or lora."""
         return part.role if part.role in ("lm_head", "embedding", "router", "lora") else None
+
+
+def _without_fsdp1(layer: nn.Module) -> nn.Module:
+    """A layer without the module that FSDP1 puts around it, which has no name of its own."""
+    return layer._modules.get("_fsdp_wrapped_module") or layer
 
 
 def _above(name: str) -> Iterator[str]:

@@ -29,7 +29,8 @@ def show(found: dict[str, Any], files: list[Path]) -> None:
     console = Console(highlight=False)
     console.print()
     console.print(found["verdict"]["headline"], style=VERDICTS[found["verdict"]["kind"]], markup=False, soft_wrap=True)
-    console.print(_scores(found))
+    for endpoint in dict.fromkeys(s["endpoint"] for arm in found["arms"] for s in arm["scores"]) or ("accuracy",):
+        console.print(_scores(found, endpoint))
     for comparison in found["comparisons"]:
         mark = "[bold]primary[/]  " if comparison["primary"] else ""
         console.print(f"  {mark}{plain(comparison['sentence'])}", soft_wrap=True)
@@ -45,21 +46,24 @@ def show(found: dict[str, Any], files: list[Path]) -> None:
         console.print(f"wrote {file.resolve() if file.suffix == '.html' else file}", markup=False, soft_wrap=True)
 
 
-def _scores(found: dict[str, Any]) -> Table:
+def _scores(found: dict[str, Any], endpoint: str) -> Table:
     conditions = [c["name"] for c in found["study"]["conditions"]]
-    table = Table(title="Accuracy in %, mean over seeds with 95 % interval", title_justify="left")
+    what = {"accuracy": "Accuracy in %", "loss": "Loss in nats per token"}[endpoint]
+    table = Table(title=f"{what}, mean over seeds with 95 % interval", title_justify="left")
     table.add_column("arm")
     table.add_column("seeds", justify="right")
     for name in conditions:
         table.add_column(plain(name), justify="right")
     for arm in found["arms"]:
-        known = {s["condition"]: s for s in arm["scores"]}
+        known = {s["condition"]: s for s in arm["scores"] if s["endpoint"] == endpoint}
         cells = [_score(known[c]) if c in known else "–" for c in conditions]
         table.add_row(plain(arm["name"]) + UNVERIFIED * arm["unverified"], str(len(arm["seeds"])), *cells)
     return table
 
 
 def _score(score: dict[str, Any]) -> str:
+    if score["endpoint"] == "loss":
+        return f"{score['mean']:.4f} ({score['ci_low']:.4f}–{score['ci_high']:.4f})"
     return f"{100 * score['mean']:.1f} ({100 * score['ci_low']:.1f}–{100 * score['ci_high']:.1f})"
 
 

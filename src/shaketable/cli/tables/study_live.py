@@ -45,12 +45,12 @@ class _View:
     """Turns what the engine tells into bars and lines."""
 
     def __init__(self, study: StudyConfig, console: Console, bars: Progress) -> None:
-        from shaketable.study.cells import cells_of
+        from shaketable.study.cells import own_cells
 
         self.console, self.bars = console, bars
         self.rows: dict[str, TaskID] = {}
         self.scores: dict[str, str] = {}
-        self.left = len(cells_of(study))
+        self.left = len(own_cells(study))
         self.whole = bars.add_task(f"[bold]{study.study}[/]", total=self.left, shown="")
 
     def __call__(self, what: str, cell: Cell, facts: dict[str, Any]) -> None:
@@ -92,6 +92,7 @@ def show_forecast(study: StudyConfig, store: Path) -> dict[str, Any]:
     from rich.console import Console
 
     from shaketable.models import quieten
+    from shaketable.study.config import OWN
     from shaketable.study.forecast import forecast
     from shaketable.study.run_study import check
 
@@ -102,7 +103,8 @@ def show_forecast(study: StudyConfig, store: Path) -> dict[str, Any]:
         found = forecast(study, store / study.study, shown.update)
     console.print(_arms(study, found.left))
     for name, plan in study.conditions.items():
-        console.print(f"scored {name}: {plan or 'no faults'}, {study.evaluate.n} problems", markup=False)
+        what = "the plan and noise of each untrained arm" if name == OWN else plan or "no faults"
+        console.print(f"scored {name}: {what}, {study.evaluate.n} problems", markup=False)
     diagnoses = sum(cell.kind == "locate" for cell in found.left)
     what = f"{len(found.left)} of {len(found.cells)} runs to do" + (f", {diagnoses} of them a diagnosis" if diagnoses else "")
     if found.left:
@@ -121,8 +123,9 @@ def _arms(study: StudyConfig, left: list[Cell]) -> Table:
     for name, arm in study.arms.items():
         todo = sum(cell.arm == name for cell in left)
         noise = arm.aqn if isinstance(arm.aqn, str) or arm.aqn is None else f"guided: {arm.aqn.guide}"
-        trained = {"train": "", "harden": "hardened: ", "evaluate": "not trained"}[arm.kind]
-        under = trained if arm.kind == "evaluate" else trained + (study.plan_of(arm) or "no faults")
+        trained = {"train": "", "harden": "hardened: ", "evaluate": "not trained; own: ", "added": "elsewhere: "}[arm.kind]
+        bare = arm.kind == "evaluate" and not arm.has_own
+        under = "not trained" if bare else trained + (study.plan_of(arm) or "no faults")
         table.add_row(plain(name), str(len(study.seeds)), plain(under), noise or "–", str(todo))
     return table
 

@@ -52,8 +52,8 @@ class Instructions(BaseModel):
     def _can_be_read(self) -> Self:
         if self.plan is not None:
             Plan.parse(self.plan, seed=self.seed)
-        if self.aqn is not None:
-            AQN.load(self.aqn)
+        if self.aqn is not None and AQN.load(self.aqn).order == "before" and self.plan is None:
+            raise ShaketableError(f"{self.aqn}: order=before, and there is no plan here to come before; drop order")
         return self
 
     @classmethod

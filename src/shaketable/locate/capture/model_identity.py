@@ -54,7 +54,14 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 def device_name(device: torch.device) -> str:
     """The device as a person knows it."""
-    return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+    name = product_name(device)
+    return device.type if name is None else f"{device.type} ({name})"
+
+
+def product_name(device: torch.device) -> str | None:
+    """What an accelerator is sold as; None for a CPU, and where torch cannot tell."""
+    ask = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if ask is None else str(ask(device))
 
 
 def config_hash(config: Any) -> str:

@@ -97,7 +97,7 @@ class Around:
 
     def outside(self, got: Tensor) -> Tensor:
         """Where a result is not allowed."""
-        doubtful = ~(got.double().sub_(self.value).abs_() <= self.slack)
+        doubtful = ~((got - self.value).abs_() <= self.slack)  # in float64, in a tensor of its own
         if not bool(torch.isfinite(self.value.sum())):
             doubtful |= ~torch.isfinite(self.value)
         if self.dtype != torch.float32 or bool(doubtful.any()):
@@ -164,8 +164,7 @@ class Product:
 
     def _can_compare(self) -> bool:
         """Whether the host's own float32 product is a correct device's, of factors that float32 holds exactly."""
-        exact = torch.backends.mkldnn.matmul.fp32_precision in EXACT  # type: ignore[attr-defined]
-        return exact and self.dtype in (torch.bfloat16, torch.float16) and not self.precision.partial_sum
+        return _is_exact() and self.dtype in (torch.bfloat16, torch.float16) and not self.precision.partial_sum
 
     def _outside_block(self, at: int, got: Tensor, host: Tensor | None) -> Tensor:
         if host is None:
@@ -208,3 +207,10 @@ class Product:
 
 
 Allowed = RoundingInterval | Around | Product
+
+
+def _is_exact() -> bool:
+    """Whether the host multiplies float32 factors as they are. torch 2.7 and 2.8 have one switch for all devices."""
+    if hasattr(torch.backends.mkldnn, "matmul"):
+        return torch.backends.mkldnn.matmul.fp32_precision in EXACT
+    return torch.get_float32_matmul_precision() != "medium"
