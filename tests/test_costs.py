@@ -1,7 +1,6 @@
 """Small inputs that once cost much: each is one clear line now, soon, and in little memory."""
 
 import cProfile
-import resource
 import subprocess
 import sys
 import time
@@ -96,6 +95,7 @@ def test_ranges_of_layers_are_not_expanded():
     body = (
         "import resource\n"
         "from shaketable.plan import Plan\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "plan = Plan.parse(';'.join(f'gain:0.1@{s}' for s in ['module.linear,layers=0-999999', 'layer.0-999999'] * 100))\n"
         "assert plan.text() == Plan.parse(plan.text()).text()\n"
@@ -103,7 +103,6 @@ def test_ranges_of_layers_are_not_expanded():
     )
     grown = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
     assert int(grown.stdout) < 50_000, "kB"
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime < 60
 
 
 def test_aqn_refuses_more_layers_than_any_model_has():
