@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shaketable.mismatch.weights import compare
+from shaketable.mismatch.weights import compare, digest, unlike
 
 WEIGHT = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
 SQUARE = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
@@ -92,3 +92,35 @@ def test_what_the_engine_does_not_tell_is_listed():
 def test_a_tied_parameter_need_not_be_told_twice():
     found = compare({"w": WEIGHT, "lm_head": WEIGHT}, [("w", WEIGHT)], torch.float32)
     assert found["not_told"] == []
+
+
+def held(weight):
+    return str(weight.dtype).removeprefix("torch."), digest(weight)
+
+
+ZEROS = torch.tensor([[0.0, -0.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("got", "dtype", "is_unlike"),
+    [
+        (WEIGHT.clone(), torch.float32, False),
+        (WEIGHT.bfloat16(), torch.bfloat16, False),
+        (WEIGHT.bfloat16().float(), torch.bfloat16, False),
+        (WEIGHT.clone(), torch.bfloat16, False),
+        (WEIGHT.bfloat16(), torch.float32, False),
+        (WEIGHT.nextafter(torch.tensor(9.0)), torch.float32, True),
+        (WEIGHT.half(), torch.bfloat16, True),
+        (swapped(WEIGHT), torch.float32, True),
+    ],
+)
+def test_digests_say_what_a_comparison_of_all_values_says(got, dtype, is_unlike):
+    assert unlike(WEIGHT, dtype, held(got)) == is_unlike
+    assert is_unlike == (kind_of(got, dtype=dtype) is not None)
+
+
+def test_the_sign_of_a_zero_is_no_difference_and_one_bit_is():
+    assert not unlike(ZEROS, torch.float32, held(-ZEROS * torch.tensor([1.0, 1.0, -1.0])))
+    one = WEIGHT.clone()
+    one.view(torch.int32)[17, 3] ^= 1
+    assert unlike(WEIGHT, torch.float32, held(one))

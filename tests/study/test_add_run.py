@@ -223,3 +223,13 @@ def test_study_run_leaves_them_alone(tmp_path):
 def test_an_arm_that_is_made_elsewhere_takes_nothing_of_ours(arm, words):
     with pytest.raises(ShaketableError, match=words):
         asked(arms={"a": arm}, compare={})
+
+
+def test_a_verl_run_that_was_only_measured_is_one_of_an_arm_without_a_plan(tmp_path):
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    (folder / "instructions.json").write_text(json.dumps({"mismatch": {"every": 50, "stop": False}}))
+    scores = {"clean": dump(tmp_path / "scores.jsonl", 12)}
+    with pytest.raises(ShaketableError, match="nothing says that the plan of noise acted"):
+        add_run(asked(), tmp_path, folder, arm="noise", seed=0, scores=scores)
+    assert add_run(asked(), tmp_path, folder, arm="baseline", seed=0, scores=scores).arm == "baseline"

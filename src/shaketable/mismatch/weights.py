@@ -4,10 +4,13 @@ A cast of all weights to the dtype that the engine computes in is what was asked
 classes are asked in order of how exactly they can be shown: what the trainer's was rounded from, the bits of another
 parameter, the transpose, the same rows in another order, the bits of an earlier checkpoint, one factor, values of a coarser
 dtype, few distinct values in a row. What is left and still close is `stale`: weights of another step.
+
+Where the two sides are processes that share no memory, digests are compared first (`unlike`), and only what differs is sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +81,19 @@ def compare(
         "not_told": missing,
         "unknown": unknown,
     }
+
+
+def digest(weight: Tensor) -> str:
+    """SHA-256 of a weight's bytes; zeros have no sign in it."""
+    unsigned = weight.detach().cpu() + 0 if weight.element_size() > 1 else weight.detach().cpu()
+    return hashlib.sha256(unsigned.contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+def unlike(own: Tensor, dtype: torch.dtype, told: tuple[str, str]) -> bool:
+    """Whether an engine that computes in `dtype` does not hold this weight; `told` is the dtype it holds and its digest."""
+    held: torch.dtype = getattr(torch, told[0])
+    expected = [own.to(dtype).to(held), *([own] if own.dtype == held else [])]
+    return all(digest(weight) != told[1] for weight in expected)
 
 
 def _dtype(trainer: Mapping[str, Tensor]) -> torch.dtype:

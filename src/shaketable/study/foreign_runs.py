@@ -76,7 +76,7 @@ def read_run(folder: Path, cell: Cell, scores: Mapping[str, Path], metrics: Path
         if scores or metrics:
             raise ShaketableError(f"{folder} is a run record and has its own scores; drop --scores and --metrics")
         return _from_record(folder, cell)
-    found = _from_verl(folder, cell) if (folder / ORDERS).is_file() else _without_ledger(folder, cell)
+    found = _from_verl(folder, cell) if _was_shaken(folder) else _without_ledger(folder, cell)
     return _with_scores(found, cell, scores, metrics)
 
 
@@ -139,6 +139,11 @@ def _from_verl(folder: Path, cell: Cell) -> ForeignRun:
     return ForeignRun("verl", config, {"made": "elsewhere, by verl"}, ended, steps, ledgers, files)
 
 
+def _was_shaken(folder: Path) -> bool:
+    """Whether it is the folder of a verl run under a plan or AQN; one that was only measured has no ledger (`mismatch`)."""
+    return (folder / ORDERS).is_file() and "mismatch" not in _json(folder / ORDERS)
+
+
 def _instructions(path: Path, role: str, body: Any) -> Instructions:
     if not isinstance(body, dict):
         raise ShaketableError(f"{path}: {role} must hold an object, not {type(body).__name__}")
@@ -167,7 +172,7 @@ def _ledgers(path: Path) -> dict[str, Any]:
 
 def _without_ledger(folder: Path, cell: Cell) -> ForeignRun:
     if cell.config["plan"] or cell.config["aqn"]:
-        lacks = f"{folder} has neither {FILE} nor {ORDERS}"
+        lacks = f"{folder} has neither {FILE} nor a plan or AQN in {ORDERS}"
         raise ShaketableError(f"{lacks}: nothing says that the {'plan' if cell.config['plan'] else 'AQN'} of {cell.arm} acted")
     environment = {"made": "elsewhere"}
     return ForeignRun("a run without a ledger", dict(cell.config), environment, folder.stat().st_mtime, [], proven=False)

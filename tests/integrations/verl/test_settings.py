@@ -9,7 +9,7 @@ import types
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.verl.settings import Shaking, refuse_pinned, shaking_of
+from shaketable.integrations.verl.settings import OBSERVER, Shaking, refuse_pinned, shaking_of
 from tests import ROOT
 
 NOISE = "relative_gaussian:0.05@op.matmul"
@@ -20,7 +20,7 @@ def config(tmp_path, mode="sync", sampler="vllm", strategy="fsdp2", rollout=None
     """The part of verl's config that matters here: of a run on GPUs, with vLLM in eager mode."""
     trainer = {"use_v1": True, "v1": {"trainer_mode": mode}, "default_local_dir": str(tmp_path), "total_epochs": 2}
     sampling = {"name": sampler, "enforce_eager": True, "calculate_log_probs": False, "engine_kwargs": {"vllm": {}}}
-    model = {"rollout": sampling | (rollout or {}), "actor": {"strategy": strategy}}
+    model = {"rollout": sampling | (rollout or {}), "actor": {"strategy": strategy}, "model": {"lora_rank": 0}}
     whole = {"trainer": trainer | {"device": "cuda"} | groups.pop("trainer", {}), "actor_rollout_ref": model}
     return whole | {"algorithm": {"rollout_correction": {"bypass_mode": False}}} | groups
 
@@ -217,6 +217,45 @@ def test_names_that_one_side_does_not_have_are_refused_by_the_driver(tmp_path, p
     else:
         with pytest.raises(ShaketableError, match=message):
             shaking(tmp_path, plan=plan)
+
+
+def test_samplers_are_held_against_actors_in_a_training_that_nobody_shakes(tmp_path):
+    made = shaking(tmp_path, mismatch={"every": 50, "stop": True})
+    assert made.instructions("sampler", 1) is None and made.instructions("actor", 1) is None
+    assert made.extension == OBSERVER
+    assert Shaking.read(made.pinned()) == made.model_copy(update={"lines": ()})
+    assert (
+        made.lines[0] == "shaketable: samplers against actors every 50 steps; weights that differ after a sync end the training"
+    )
+    assert shaking(tmp_path, mismatch={"every": 1}).lines[0] == "shaketable: samplers against actors every step"
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "message"),
+    [
+        ({"plan": NOISE}, {}, "measures a training as it is: only shaketable.ledger goes with it"),
+        ({"seed": 0}, {}, "measures a training as it is"),
+        ({"mismatch": {"every": 0}}, {}, "shaketable.mismatch.every"),
+        ({"mismatch": {"evry": 5}}, {}, "shaketable.mismatch.every"),
+        ({}, {"mode": "separate_async"}, "trainer_mode=sync, not with separate_async"),
+        ({}, {"sampler": "sglang"}, "rollout.name=vllm, not with sglang"),
+        ({}, {"strategy": "fsdp"}, "not actor.strategy=fsdp; use actor_rollout_ref.actor.strategy=fsdp2"),
+        ({}, {"rollout": {"tensor_model_parallel_size": 2}}, "rollout.tensor_model_parallel_size=1"),
+        ({}, {"rollout": engine(worker_extension_cls="a.B")}, r"leave out .*worker_extension_cls=a.B"),
+        ({}, {"algorithm": {"rollout_correction": {"bypass_mode": True}}}, "does not ask the actors for log-probabilities"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_the_driver(tmp_path, keys, changes, message):
+    with pytest.raises(ShaketableError, match=message):
+        shaking_of(config(tmp_path, shaketable={"mismatch": {"every": 5}} | keys, **changes), {})
+
+
+@pytest.mark.parametrize("model", [{"lora_rank": 8}, {"lora_rank": 0, "lora": {"rank": 8}}])
+def test_adapters_cannot_be_held_against_samplers(tmp_path, model):
+    asked = config(tmp_path, shaketable={"mismatch": {"every": 5}})
+    asked["actor_rollout_ref"]["model"] = model
+    with pytest.raises(ShaketableError, match="cannot tell adapters"):
+        shaking_of(asked, {})
 
 
 def test_a_run_without_verls_kl_says_so(tmp_path):

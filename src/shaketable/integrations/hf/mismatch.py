@@ -11,16 +11,12 @@ Who samples decides what can be had:
     the model itself        gap, floor and share of decoding with a cache against reading; `generate` is asked for its own
                             scores, with random numbers that are given back. There are no second weights
 
-Gap and weights are looked at in every check. Floor and share take most of the time: they are measured in the first check, and
-again as soon as all checks together have taken less than a hundredth of the training.
-
 The model is put into eval mode for as long as it takes, and nothing of it is changed.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,23 +26,13 @@ import torch
 from shaketable.errors import ShaketableError
 from shaketable.measure.decoding.dynamic import padded
 from shaketable.mismatch import weights as parameters
-from shaketable.mismatch.engines.engine import NotToldError, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.engines.engine import Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.engines.hf import HFEngine
-from shaketable.mismatch.floor import floor
-from shaketable.mismatch.gap import differences, distance
+from shaketable.mismatch.inside_job import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
 from shaketable.mismatch.semantics import expected
-from shaketable.mismatch.shares import Shares
 from shaketable.mismatch.trainer import Trainer
 
-ROLLOUTS = 4
-"""Completions that are read."""
-BUDGET = 0.01
-"""Of the training's time: while checks have taken more, floor and share are left out."""
 METHOD = "_generate_and_score_completions"
-
-
-class StaleWeightsError(ShaketableError, RuntimeError):
-    """The sampler has other weights than the trainer, after a sync."""
 
 
 class MismatchCheck:
@@ -68,10 +54,8 @@ class MismatchCheck:
             raise ShaketableError("mismatch_stop needs the sampler's weights, and a vLLM server does not show them")
         self.newest: dict[str, float] = {}
         """What the last check found, until it is logged."""
-        self.seconds = 0.0
-        """That all checks took."""
+        self.budget = Budget()
         self._checked: int | None = None
-        self._began = time.perf_counter()
         self._generate: Callable[..., Any] = getattr(trainer, METHOD)
         trainer.__dict__[METHOD] = self._then_check
 
@@ -89,26 +73,18 @@ class MismatchCheck:
         step = self.trainer.state.global_step
         if self.trainer.model.training and step % self.every == 0 and step != self._checked:
             self._checked = step
-            started = time.perf_counter()
-            with _reading(self.trainer.model), torch.no_grad():
-                self.newest = self._look(made, step)
-            self.seconds += time.perf_counter() - started
-            self.newest["shaketable/mismatch/seconds"] = time.perf_counter() - started
+            spent = self.budget.spent
+            with self.budget.spending(), _reading(self.trainer.model), torch.no_grad():
+                found = self._look(made, step)
+            self.newest = named(found | {"seconds": self.budget.spent - spent})
         return made
 
     def _look(self, made: dict[str, Any], step: int) -> dict[str, float]:
         side = Trainer(self.trainer.accelerator.unwrap_model(self.trainer.model), None, "trainer")
         rollouts, sampling = self._rollouts(made, side)
-        raw, meant = [], []
-        for rollout, logits in zip(rollouts, side.logits(rollouts), strict=True):
-            raw.append(expected(logits, rollout, Sampling(1)))
-            meant.append(expected(logits, rollout, sampling))
-        gap = distance(differences([r.logprobs for r in rollouts], meant))
-        found = {"gap": gap.mean_abs, "k3": gap.k3, "outside": gap.outside} | self._weights(side, step)
-        if self.seconds <= BUDGET * (time.perf_counter() - self._began):
-            found["floor"] = floor(side, self.engine, rollouts, raw)["mean_abs"]
-            found |= self._share(side, min(rollouts, key=lambda r: len(r.tokens)))
-        return {f"shaketable/mismatch/{name}": float(value) for name, value in found.items()}
+        meant = [expected(logits, r, sampling) for r, logits in zip(rollouts, side.logits(rollouts), strict=True)]
+        found = gap([r.logprobs for r in rollouts], meant) | self._weights(side, step)
+        return found | floor_and_share(side, self.engine, rollouts) if self.budget.is_left else found
 
     def _rollouts(self, made: dict[str, Any], side: Trainer) -> tuple[list[Rollout], Sampling]:
         sampling = Sampling(1, temperature=self.trainer.temperature, logprobs_mode="processed")
@@ -122,30 +98,9 @@ class MismatchCheck:
             return {}
         own = dict(side.model.named_parameters(remove_duplicate=False))
         found = parameters.compare(own, self.engine.parameters(), self.engine.dtype)
-        if found["differing"] and self.stop:
-            first = found["differing"][0]
-            count = f"{len(found['differing'])} of {found['compared']} parameters differ"
-            raise StaleWeightsError(f"step {step}: after the sync the sampler's {first['name']} {first['says']}; {count}")
-        counts = {"differing": len(found["differing"]), "compared": found["compared"], "cast": found["cast"]}
-        return {f"weights_{name}": count for name, count in counts.items()}
-
-    def _share(self, side: Trainer, rollout: Rollout) -> dict[str, float]:
-        """The family that causes most of the divergence, by name."""
-        engine = self.engine
-        if engine is None:
-            return {}
-        meter = Shares(side.model)
-        try:
-            told = engine.record(rollout.tokens, len(rollout.prompt), "decode")
-            record = {"prompt": engine.record(rollout.prompt, len(rollout.prompt), "prefill"), "decode": told}
-            meter.add(rollout, record, engine.logprobs([rollout], "decode")[0])
-        except NotToldError:
-            return {}
-        found = meter.result()
-        if not found["families"]:
-            return {}
-        first = found["families"][0]
-        return {f"share/{first['family']}": first["share"]}
+        if self.stop:
+            refuse_stale(found, step)
+        return weight_counts(found)
 
 
 def _refuse_parts(trainer: Any) -> None:

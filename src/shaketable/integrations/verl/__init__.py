@@ -8,6 +8,7 @@
     shaketable.seed      keys all noise
     shaketable.plan_in   rollout, actor or both (the default): where clauses act that name no phase
     shaketable.validate  clean (the default), plan or both: how validations are scored; what has faults in it is called so
+    shaketable.mismatch  every and stop: how far samplers and actors are apart, every so many steps; without plan and aqn
     shaketable.ledger    a folder for this run alone that all workers can write to; by default one beside the checkpoints
 
 The keys of the study we come from are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
@@ -97,14 +98,12 @@ def _pin(config: Any, found: Shaking) -> None:
     """The trainer reads the config again in another process, where the environment and the folder may be others."""
     from omegaconf import OmegaConf, open_dict
 
-    from shaketable.integrations.verl.settings import EXTENSION
-
     with open_dict(config):
         OmegaConf.update(config, "shaketable.resolved", found.pinned(), force_add=True)
         config.trainer.v1.trainer_mode = OURS + config.trainer.v1.trainer_mode
         key = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
-        if found.instructions("sampler", 1) is not None and OmegaConf.select(config, key) is None:
-            OmegaConf.update(config, key, EXTENSION, force_add=True)
+        if found.extension is not None and OmegaConf.select(config, key) is None:
+            OmegaConf.update(config, key, found.extension, force_add=True)
 
 
 def _look_back(ledger: Path) -> None:
@@ -136,10 +135,16 @@ def _make_trainer(chosen: Any, config: Any) -> Any:
     found = asked(config)
     if found is None:
         return chosen(config=config)
-    from shaketable.integrations.verl.trainer import shaken
+    from shaketable.integrations.verl.own_classes import on_top_of
 
     config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(OURS)
-    return shaken(chosen)(config=config, shaking=found)
+    if found.mismatch is not None:
+        from shaketable.integrations.verl.mismatch.trainer import MeasuringTrainer
+
+        return on_top_of(chosen, MeasuringTrainer)(config=config, shaking=found)
+    from shaketable.integrations.verl.trainer import ShakenTrainer
+
+    return on_top_of(chosen, ShakenTrainer)(config=config, shaking=found)
 
 
 def asked(config: Any, driven: Collection[Path] | None = None) -> Shaking | None:

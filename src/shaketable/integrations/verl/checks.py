@@ -35,9 +35,7 @@ def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
         ShaketableError: One line, with the key to change.
     """
     trainer, model = config["trainer"], config["actor_rollout_ref"]
-    mode = trainer["v1"]["trainer_mode"] if trainer.get("use_v1") else "the trainer before v1"
-    if mode != "sync":
-        raise ShaketableError(f"shaketable works with trainer.v1.trainer_mode=sync, not with {mode}")
+    _check_mode(trainer)
     if made.instructions("sampler", 1) is not None:
         _check_sampler(trainer, model["rollout"], made)
     if made.instructions("actor", 1) is not None:
@@ -47,9 +45,47 @@ def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
             _check_names(clause, role)
 
 
-def _check_sampler(trainer: Mapping[str, Any], rollout: Mapping[str, Any], made: Shaking) -> None:
+def check_mismatch(config: Mapping[str, Any]) -> None:
+    """Refuse a run whose samplers cannot be held against its actors.
+
+    Raises:
+        ShaketableError: One line, with the key to change.
+    """
+    model, rollout = config["actor_rollout_ref"], config["actor_rollout_ref"]["rollout"]
+    _check_mode(config["trainer"])
+    _check_engine(rollout)
+    if (strategy := model["actor"]["strategy"]) != "fsdp2":
+        raise ShaketableError(f"shaketable.mismatch needs weights by name, not actor.strategy={strategy}; use {FSDP2}")
+    if model["model"].get("lora_rank") or (model["model"].get("lora") or {}).get("rank"):
+        raise ShaketableError(
+            "shaketable.mismatch cannot tell adapters from what a sampler merged them into; train all weights"
+        )
+    for size in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
+        if (rollout.get(size) or 1) != 1:
+            raise ShaketableError(f"shaketable.mismatch needs samplers that hold all weights: rollout.{size}=1")
+    if (chosen := vllm_options(rollout).get("worker_extension_cls")) is not None:
+        raise ShaketableError(
+            f"shaketable.mismatch needs a worker extension of its own; leave out {VLLM}.worker_extension_cls={chosen}"
+        )
+    correction = (config.get("algorithm") or {}).get("rollout_correction") or {}
+    if correction.get("bypass_mode"):
+        why = "verl does not ask the actors for log-probabilities"
+        raise ShaketableError(f"shaketable.mismatch: {why} with algorithm.rollout_correction.bypass_mode=True")
+
+
+def _check_mode(trainer: Mapping[str, Any]) -> None:
+    mode = trainer["v1"]["trainer_mode"] if trainer.get("use_v1") else "the trainer before v1"
+    if mode != "sync":
+        raise ShaketableError(f"shaketable works with trainer.v1.trainer_mode=sync, not with {mode}")
+
+
+def _check_engine(rollout: Mapping[str, Any]) -> None:
     if rollout["name"] != "vllm":
         raise ShaketableError(f"shaketable works with rollout.name=vllm, not with {rollout['name']}")
+
+
+def _check_sampler(trainer: Mapping[str, Any], rollout: Mapping[str, Any], made: Shaking) -> None:
+    _check_engine(rollout)
     options = vllm_options(rollout)
     given = options.get("additional_config") or {}
     if not isinstance(given, Mapping):

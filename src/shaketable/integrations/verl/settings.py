@@ -26,15 +26,28 @@ from shaketable.harden.aqn.schedules import EpochAware
 from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.origin_configs.translate import translate
-from shaketable.integrations.verl.checks import check_verl, without_kl
+from shaketable.integrations.verl.checks import check_mismatch, check_verl, without_kl
 from shaketable.plan import Clause, Plan
 
 EXTENSION = "shaketable.integrations.verl.sampler.SamplerExtension"
 """Our extension of vLLM's workers."""
+OBSERVER = "shaketable.integrations.verl.mismatch.sampler.ObservedSampler"
+"""The one of a run whose samplers are held against its actors."""
 ORDERS = "instructions.json"
 """What a trainer of ours leaves in the folder of ledgers, before anything else."""
 Validate = Literal["clean", "plan", "both"]
 PHASES = {"rollout": ("rollout",), "actor": ("train",), "both": ("rollout", "train")}
+
+
+class MismatchKeys(BaseModel):
+    """The group `shaketable.mismatch`: samplers against actors, in a training as it is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every: int = Field(ge=1)
+    """Steps from one check to the next; the first step has one."""
+    stop: bool = False
+    """Whether weights that differ after a sync end the training."""
 
 
 class ShaketableKeys(BaseModel):
@@ -52,6 +65,8 @@ class ShaketableKeys(BaseModel):
     """Where clauses act that name no phase; both when left out."""
     validate_: Validate | None = Field(default=None, alias="validate")
     """Validations without faults, under the plan, or both ways; when left out, under it where a clause names `eval`."""
+    mismatch: MismatchKeys | None = None
+    """How far samplers and actors are apart, every so many steps; without plan and aqn, which would be measured too."""
     ledger: str | None = None
     """A folder for this run's ledgers."""
 
@@ -78,6 +93,7 @@ class Shaking(BaseModel):
 
     plan: Plan | None
     aqn: AQN | None
+    mismatch: MismatchKeys | None = None
     ledger: Path
     validations: Validate = "clean"
     """How validations are scored."""
@@ -88,15 +104,25 @@ class Shaking(BaseModel):
         """As plain data, which `shaking_of` reads back from the config whatever the environment is."""
         plan = None if self.plan is None else self.plan.text()
         seed = 0 if self.plan is None else self.plan.seed
-        rest = {"ledger": str(self.ledger), "validate": self.validations}
-        return {"plan": plan, "seed": seed, "aqn": None if self.aqn is None else self.aqn.text(), **rest}
+        aqn = None if self.aqn is None else self.aqn.text()
+        mismatch = None if self.mismatch is None else self.mismatch.model_dump()
+        rest = {"mismatch": mismatch, "ledger": str(self.ledger), "validate": self.validations}
+        return {"plan": plan, "seed": seed, "aqn": aqn, **rest}
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Shaking:
         """The inverse of `pinned`."""
         plan = None if data["plan"] is None else Plan.parse(data["plan"], seed=data["seed"])
         aqn = None if data["aqn"] is None else AQN.load(data["aqn"])
-        return cls(plan=plan, aqn=aqn, ledger=Path(data["ledger"]), validations=data["validate"])
+        rest = {"mismatch": data["mismatch"], "ledger": data["ledger"], "validations": data["validate"]}
+        return cls.model_validate({"plan": plan, "aqn": aqn, **rest})
+
+    @property
+    def extension(self) -> str | None:
+        """What vLLM's workers are to be made with; None when nothing is asked of samplers."""
+        if self.mismatch is not None:
+            return OBSERVER
+        return EXTENSION if self.instructions("sampler", 1) is not None else None
 
     def total_steps(self, most: int, per_epoch: int, epochs: int) -> int:
         """The steps that schedules are stretched over.
@@ -168,9 +194,11 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
         )
     plan = Plan.load(keys.plan, seed=keys.seed) if keys.plan is not None else origin.plan
     aqn = AQN.load(keys.aqn) if keys.aqn is not None else origin.aqn
+    if keys.mismatch is not None:
+        return _measuring(config, keys, keys.mismatch, plan is not None or aqn is not None)
     if plan is None and aqn is None:
         if config.get("shaketable"):
-            raise ShaketableError("shaketable has neither a plan nor an aqn; name one")
+            raise ShaketableError("shaketable has neither a plan nor an aqn nor a mismatch; name one")
         return None
     if environ.get("SHAKETABLE_PLAN") or environ.get("SHAKETABLE_AQN"):
         raise ShaketableError(
@@ -184,6 +212,19 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     why = without_kl(config, made)
     no_kl = [f"shaketable: no shaketable/kl in this run: {why}"] if why is not None else []
     return made.model_copy(update={"lines": (*origin.lines, *_lines(made), *no_kl)})
+
+
+def _measuring(config: Mapping[str, Any], keys: ShaketableKeys, asked: MismatchKeys, shakes: bool) -> Shaking:
+    """A training that is measured, and not changed."""
+    others = [name for name in ("seed", "plan_in", "validate_") if getattr(keys, name) is not None]
+    if shakes or others:
+        raise ShaketableError("shaketable.mismatch measures a training as it is: only shaketable.ledger goes with it")
+    made = Shaking(plan=None, aqn=None, mismatch=asked, ledger=_folder(config, keys))
+    check_mismatch(config)
+    every = "step" if asked.every == 1 else f"{asked.every} steps"
+    then = "; weights that differ after a sync end the training" if asked.stop else ""
+    lines = f"shaketable: samplers against actors every {every}{then}", f"shaketable: what is found is in {made.ledger}"
+    return made.model_copy(update={"lines": lines})
 
 
 def _placed(plan: Plan, keys: ShaketableKeys) -> Plan:

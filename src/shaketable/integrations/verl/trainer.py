@@ -17,7 +17,6 @@ other trainers generate while they train; what a step is there is another questi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,13 +24,12 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
-from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.import_utils import load_class_from_fqn
-from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from shaketable.errors import ShaketableError
 from shaketable.integrations.common.instructions import Instructions
+from shaketable.integrations.verl.own_classes import use_worker
 from shaketable.integrations.verl.settings import EXTENSION, Shaking
 from shaketable.integrations.verl.workers import VerlWorkers
 
@@ -79,11 +77,7 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _order_actors(self) -> None:
         from shaketable.integrations.verl.actor import ShakenWorker
 
-        for role in (Role.ActorRolloutRef, Role.ActorRollout):
-            if (chosen := self.role_worker_mapping.get(role)) is not None:
-                if (plain := chosen.__ray_actor_class__) is not ActorRolloutRefWorker:
-                    raise ShaketableError(f"faults in the actor need verl's own worker, not {plain.__name__}")
-                self.role_worker_mapping[role] = ray.remote(ShakenWorker)
+        use_worker(self.role_worker_mapping, ShakenWorker, "faults in the actor need")
 
     # ---- verl's hooks
 
@@ -212,13 +206,3 @@ def _extension(chosen: str | None) -> str:
     if not issubclass(load_class_from_fqn(chosen), SamplerExtension):
         raise ShaketableError(f"worker_extension_cls={chosen} must be a subclass of {EXTENSION}")
     return chosen
-
-
-@functools.cache
-def shaken(chosen: type) -> type:
-    """Our trainer on top of the one that the config chooses."""
-    if chosen is PPOTrainerSync:
-        return ShakenTrainer
-    if not issubclass(chosen, PPOTrainerSync):
-        raise ShaketableError(f"shaketable works with verl's synchronous trainer, not with {chosen.__name__}")
-    return type(f"Shaken{chosen.__name__}", (ShakenTrainer, chosen), {})

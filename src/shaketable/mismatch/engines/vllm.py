@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,24 @@ if TYPE_CHECKING:
 OBSERVER = "shaketable.integrations.vllm.observe.Observer"
 FORCED = "shaketable_forced"
 """The key in `SamplingParams.extra_args` that holds the tokens a request is to decode."""
+READ = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+"""A request whose prompt is read and given log-probabilities."""
 ALONE, DECODE, CACHED, EAGER = "batch of one", "decode", "prefix cache", "graphs off"
 USUAL = {"disable_log_stats": True, "seed": 0}
 """Arguments of vLLM's that are ours unless the user gives others."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What vLLM gave back for one request; log-probabilities only where they were asked for."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+    """Of every token of the prompt; the first has none."""
+    finish: str
+    cached: int
+    """Tokens of the prompt that were in the prefix cache."""
 
 
 class VLLMEngine:
@@ -84,26 +100,20 @@ class VLLMEngine:
 
     def sample(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Rollout]:
         """Draw one completion for each prompt, all at once."""
-        from vllm import SamplingParams
-
         self._set_mode(f"{sampling.logprobs_mode}_logprobs")
-        chosen = [
-            SamplingParams(
-                max_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=sampling.seed + i,
-                repetition_penalty=sampling.repetition_penalty,
-                logit_bias=dict(sampling.logit_bias) or None,
-                stop_token_ids=list(sampling.stop),
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-            )
-            for i in range(len(prompts))
-        ]
-        return [_rollout(list(p), r) for p, r in zip(prompts, self._generate(prompts, chosen), strict=True)]
+        common = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "repetition_penalty": sampling.repetition_penalty,
+            "logit_bias": dict(sampling.logit_bias) or None,
+            "stop_token_ids": list(sampling.stop),
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
+        done = self._generate(prompts, [common | {"seed": sampling.seed + i} for i in range(len(prompts))])
+        return [_rollout(list(prompt), answer) for prompt, answer in zip(prompts, done, strict=True)]
 
     def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
         """Log-probabilities of the completions' tokens."""
@@ -128,17 +138,14 @@ class VLLMEngine:
 
     def _read(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
         """As vLLM reads a prompt."""
-        from vllm import SamplingParams
-
-        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-        done = self._generate([r.tokens for r in rollouts], [asked] * len(rollouts))
-        return [_of_prompt(request)[len(r.prompt) :] for r, request in zip(rollouts, done, strict=True)]
+        done = self._generate([r.tokens for r in rollouts], [READ] * len(rollouts))
+        return [answer.prompt_logprobs[len(r.prompt) :] for r, answer in zip(rollouts, done, strict=True)]
 
     def _decode(self, parts: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Token by token, along the given ones."""
         with self._switched("shaketable_force", True):
             done = self._generate([prompt for prompt, _ in parts], [_forced(rest) for _, rest in parts])
-        return [_of_completion(request) for request in done]
+        return [answer.logprobs for answer in done]
 
     def _from_cache(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
         """Decode once, so that the cache knows the sequence, then again from what it knows."""
@@ -158,13 +165,13 @@ class VLLMEngine:
 
     # ---- inside
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under the trainer's names."""
+    def parameters(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Weights under the trainer's names; all, or those that are named."""
         from safetensors import safe_open
 
         self._one_worker("its weights")
-        with tempfile.TemporaryDirectory() as folder:
-            for number in range(self._call("shaketable_weights", folder)):
+        with self._folder() as folder:
+            for number in range(self._call("shaketable_weights", folder, None if names is None else list(names))):
                 with safe_open(Path(folder) / f"weights-{number}.safetensors", framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118
                         yield name, file.get_tensor(name)
@@ -193,7 +200,7 @@ class VLLMEngine:
             raise NotToldError(f"{len(tokens)} tokens and one more do not fit into max_model_len={self.facts['longest']}")
         self._forget()
         self._call("shaketable_record")
-        with tempfile.TemporaryDirectory() as folder:
+        with self._folder() as folder:
             try:
                 spans, told = self._run_once(tokens, prompt_length, phase)
             finally:
@@ -205,19 +212,16 @@ class VLLMEngine:
 
         And the log-probabilities of the tokens behind the prompt.
         """
-        from vllm import SamplingParams
-
-        whole = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         if phase == "prefill":
-            (done,) = self._generate([tokens], [whole])
-            return [(0, len(tokens))], _of_prompt(done)[prompt_length:]
+            (done,) = self._generate([tokens], [READ])
+            return [(0, len(tokens))], done.prompt_logprobs[prompt_length:]
         first = [(0, prompt_length)] if self.facts["caches_prefixes"] else []
         if first:
-            self._generate([tokens[:prompt_length]], [SamplingParams(max_tokens=1, temperature=0, detokenize=False)])
+            self._generate([tokens[:prompt_length]], [{"max_tokens": 1, "temperature": 0}])
         with self._switched("shaketable_force", True):
             rest = _forced([*tokens[prompt_length:], tokens[-1]])
             (done,) = self._generate([tokens[:prompt_length]], [rest])
-        return [*first, (int(done.num_cached_tokens or 0), len(tokens))], _of_completion(done)[:-1]
+        return [*first, (done.cached, len(tokens))], done.logprobs[:-1]
 
     def close(self) -> None:
         """End the processes of vLLM."""
@@ -227,9 +231,19 @@ class VLLMEngine:
 
     # ---- talking to it
 
-    def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Any]) -> list[Any]:
+    def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """One request for each prompt; `asked` holds arguments of vLLM's `SamplingParams`."""
+        from vllm import SamplingParams
+
         told = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return list(self._asked(lambda: self.llm.generate(told, list(asked), use_tqdm=False)))
+        chosen = [SamplingParams(**one, detokenize=False) for one in asked]
+        return [_answer(r) for r in self._asked(lambda: self.llm.generate(told, chosen, use_tqdm=False))]
+
+    @contextmanager
+    def _folder(self) -> Iterator[str]:
+        """A folder that the worker can write to, for as long as it takes."""
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
 
     def _call(self, name: str, *args: Any) -> Any:
         return self._asked(lambda: self.llm.collective_rpc(name, args=args))[0]
@@ -256,8 +270,11 @@ class VLLMEngine:
 
     def _forget(self) -> None:
         """Let nothing be in the prefix cache."""
-        if self.facts["caches_prefixes"] and not self.llm.reset_prefix_cache():
+        if self.facts["caches_prefixes"] and not self._reset_prefix_cache():
             raise EngineError("vLLM would not reset its prefix cache: requests are running")
+
+    def _reset_prefix_cache(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
 
     def _set_mode(self, mode: str) -> None:
         if mode != self.mode:
@@ -271,27 +288,26 @@ class VLLMEngine:
             )
 
 
-def _forced(tokens: list[int]) -> Any:
-    from vllm import SamplingParams
-
+def _forced(tokens: list[int]) -> dict[str, Any]:
     told = {FORCED: list(tokens)}
-    return SamplingParams(max_tokens=len(tokens), temperature=0, ignore_eos=True, logprobs=0, detokenize=False, extra_args=told)
+    return {"max_tokens": len(tokens), "temperature": 0, "ignore_eos": True, "logprobs": 0, "extra_args": told}
 
 
-def _rollout(prompt: list[int], request: Any) -> Rollout:
+def _rollout(prompt: list[int], answer: Answer) -> Rollout:
+    return Rollout(prompt, answer.tokens, answer.logprobs, "stop" if answer.finish == "stop" else "length")
+
+
+def _answer(request: Any) -> Answer:
     best = request.outputs[0]
-    return Rollout(prompt, list(best.token_ids), _of_completion(request), "stop" if best.finish_reason == "stop" else "length")
-
-
-def _of_completion(request: Any) -> list[float]:
-    best = request.outputs[0]
-    return [float(row[token].logprob) for row, token in zip(best.logprobs, best.token_ids, strict=True)]
-
-
-def _of_prompt(request: Any) -> list[float]:
-    """Of every token of the prompt; the first has none."""
-    rows = zip(request.prompt_logprobs, request.prompt_token_ids, strict=True)
-    return [float("nan") if row is None else float(row[token].logprob) for row, token in rows]
+    prompt = [] if request.prompt_logprobs is None else zip(request.prompt_logprobs, request.prompt_token_ids, strict=True)
+    written = [] if best.logprobs is None else zip(best.logprobs, best.token_ids, strict=True)
+    return Answer(
+        tokens=list(best.token_ids),
+        logprobs=[float(row[token].logprob) for row, token in written],
+        prompt_logprobs=[float("nan") if row is None else float(row[token].logprob) for row, token in prompt],
+        finish=str(best.finish_reason),
+        cached=int(request.num_cached_tokens or 0),
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -61,7 +61,7 @@ def main(model, folder, how):
     except ShaketableError as raised:
         error = f"{type(raised).__name__}: {raised}"
     seconds = time.perf_counter() - started
-    found = {"log": trainer.state.log_history, "error": error, "seconds": seconds, "checking": callback.mismatch.seconds}
+    found = {"log": trainer.state.log_history, "error": error, "seconds": seconds, "checking": callback.mismatch.budget.spent}
     (folder / "found.json").write_text(json.dumps(found))
 
 

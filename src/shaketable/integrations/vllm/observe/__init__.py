@@ -25,6 +25,7 @@ from torch import Tensor
 from shaketable.integrations.vllm.observe.operators import WorkerRecorder
 from shaketable.integrations.vllm.observe.weights import weights
 from shaketable.mismatch.engines.vllm import FORCED
+from shaketable.mismatch.weights import digest
 
 SHARD = 2**30
 """Bytes of weights that are kept before they are written."""
@@ -35,23 +36,32 @@ class Observer:
 
     def shaketable_facts(self) -> dict[str, Any]:
         """What a front end cannot see: whether graphs are captured, and how many workers share the model."""
+        from vllm.platforms import current_platform
+
         config = self.vllm_config  # type: ignore[attr-defined]
         return {
             "compiled": bool(_compiled(self)),
-            "captured": bool(config.compilation_config.cudagraph_mode) and not self.current_platform.is_cpu(),  # type: ignore[attr-defined]
+            "captured": bool(config.compilation_config.cudagraph_mode) and not current_platform.is_cpu(),
+            "dtype": str(config.model_config.dtype),
             "workers": config.parallel_config.world_size,
             "caches_prefixes": bool(config.cache_config.enable_prefix_caching),
             "block": int(config.cache_config.block_size),
             "longest": int(config.model_config.max_model_len),
         }
 
-    def shaketable_weights(self, folder: str) -> int:
-        """Write every weight, under the trainer's name, into numbered safetensors files; how many files."""
+    def shaketable_digests(self) -> dict[str, tuple[str, str]]:
+        """The dtype and the digest of every weight, under the trainer's name."""
+        return {name: (str(weight.dtype).removeprefix("torch."), digest(weight)) for name, weight in weights(_model(self))}
+
+    def shaketable_weights(self, folder: str, names: list[str] | None = None) -> int:
+        """Write weights, under the trainer's names, into numbered safetensors files; how many files."""
         from safetensors.torch import save_file
 
         held: dict[str, Tensor] = {}
         files = size = 0
         for name, weight in weights(_model(self)):
+            if names is not None and name not in names:
+                continue
             held[name] = weight
             size += weight.nbytes
             if size > SHARD:
