@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -68,8 +69,8 @@ def added(tmp_path, verl):
     (tmp_path / "plain").mkdir()
     for seed in SEEDS:
         for arm, folder, right in (("baseline", tmp_path / "plain", 12), ("noise", verl, 9 + seed)):
-            os.utime(folder)
-            os.utime(verl / "ledger.json")
+            for path in (folder, verl / "ledger.json"):  # a file system's own clock is some milliseconds behind
+                os.utime(path, ns=(time.time_ns(),) * 2)
             scores = {"clean": dump(tmp_path / f"{arm}{seed}.jsonl", right)}
             add_run(asked(), tmp_path, folder, arm=arm, seed=seed, scores=scores)
     return tmp_path
