@@ -8,8 +8,8 @@ import pytest
 from shaketable.harden.aqn.schedules import EpochAware, GlobalDecay
 from shaketable.plan import Plan
 from shaketable.study.analysis.findings import findings, magnitudes
+from shaketable.study.arm_config import Guide
 from shaketable.study.cells import cells_of
-from shaketable.study.config import Guide
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import check

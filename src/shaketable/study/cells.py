@@ -17,7 +17,8 @@ from typing import Any, Literal
 from shaketable.errors import ShaketableError
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.ladder.config import HardenConfig
-from shaketable.study.config import Arm, Guide, StudyConfig
+from shaketable.study.arm_config import Arm, Guide
+from shaketable.study.config import StudyConfig
 
 STEPS = 60
 NEWER: dict[str, Any] = {

@@ -19,11 +19,6 @@
 
 Imports no torch. What can be known to be wrong from the file alone is wrong here, in one line: an unknown key, two arms that
 are the same, a primary endpoint that nothing measures. One seed, or none, is allowed; the report then concludes nothing.
-
-An arm that is not trained may have a plan, AQN or both: they are on while it is scored, under a condition called `own`, which
-every untrained arm of the study then has; one without a plan is as it comes there. Under all other conditions it is scored like
-everybody else. Rejected: an arm's own conditions, by any name. Then two arms would have scores that look comparable and
-are not.
 """
 
 from __future__ import annotations
@@ -32,13 +27,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shaketable.errors import nearest
-from shaketable.harden.aqn.spec import AQN
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.ladder.config import HardenConfig
 from shaketable.plan import Plan
+from shaketable.study.arm_config import Arm, StudyPart, plan_line
 
 PER_PROBLEM = ("accuracy", "formatted", "loss")
 """Endpoints with a score for every problem, under a condition."""
@@ -65,113 +60,7 @@ HARDEN_OPTIONS = tuple(
 """What `harden`, the study's or an arm's, may set."""
 
 
-class _Data(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Guide(_Data):
-    """AQN made from a diagnosis of the arm's own plan, as `shaketable guide` makes it."""
-
-    guide: Literal["fault", "healthy", "all"]
-    """Noise at the located layer, at all but it, or at all layers with σ by their statistics."""
-    sigma: float = Field(default=0.05, gt=0)
-    schedule: Literal["epoch_aware", "global_decay"] = "epoch_aware"
-    form: Literal["weight", "output"] = "weight"
-    unit: Literal["relative", "absolute"] = "relative"
-    where: Literal["rollout", "both"] = "rollout"
-    order: Literal["before", "after"] = "after"
-    """Of the noise, and of a fault on the same output of a layer."""
-
-
-class Arm(_Data):
-    """One recipe."""
-
-    description: str = ""
-    train: bool = True
-    """Or only scored, as the model comes."""
-    harden: dict[str, Any] | None = None
-    """Options of `shaketable harden`: the arm is repaired instead of trained; `rungs: []` repairs nothing."""
-    skip_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Decoder layers that are not run, nor the faults in them: the layer-pruning baseline, for arms that are not trained."""
-    elsewhere: bool = False
-    """Its runs are made by others and brought in by `shaketable study add`; plan and AQN are what they must have had."""
-    after: str | None = None
-    """Train the model that this arm has hardened, with the same seed."""
-    plan: str | None = None
-    """The faults in training: a plan, its YAML file, or the name of a condition; of an untrained arm, those of `own`."""
-    plan_in: Literal["both", "rollout", "loss"] = "both"
-    aqn: str | Guide | None = None
-    """A line, the path of a YAML file, or a guide."""
-    model: str | None = None
-    """In place of the study's."""
-    task: str | None = None
-    overrides: dict[str, Any] = Field(default_factory=dict)
-    """Options of training that differ from the study's."""
-
-    @field_validator("plan")
-    @classmethod
-    def _a_file_is_read(cls, plan: str | None) -> str | None:
-        return plan if plan is None or not plan.strip().endswith((".yaml", ".yml")) else _line(plan)
-
-    @field_validator("aqn", mode="before")
-    @classmethod
-    def _aqn_is_read(cls, aqn: object) -> object:
-        return AQN.load(aqn).text() if isinstance(aqn, str) else Guide.model_validate(aqn) if isinstance(aqn, Mapping) else aqn
-
-    @property
-    def kind(self) -> Literal["train", "harden", "evaluate", "added"]:
-        """What is done with the model."""
-        if self.elsewhere:
-            return "added"
-        return "harden" if self.harden is not None else "train" if self.train else "evaluate"
-
-    @model_validator(mode="after")
-    def _does_something(self) -> Arm:
-        if self.skip_layers and (self.kind != "evaluate" or self.plan is not None or self.aqn is not None):
-            raise ValueError("skip_layers is for an arm with train: false, and without a plan and AQN")
-        if self.elsewhere:
-            self._check_elsewhere()
-        elif not self.train:
-            self._check_untrained()
-        if self.harden is not None and (used := [n for n in ("aqn", "overrides", "after") if getattr(self, n)]):
-            raise ValueError(
-                f"an arm is hardened or trained: {used[0]} is of training; options of harden are written in harden"
-            )
-        if self.plan is None and self.plan_in != "both":
-            raise ValueError(f"plan_in: {self.plan_in} needs a plan")
-        if isinstance(self.aqn, Guide) and self.after is not None:
-            raise ValueError("a guide diagnoses the study's model, and after names another one; drop one of the two")
-        if isinstance(self.aqn, Guide) and self.plan is None:
-            raise ValueError("a guide needs a plan: the diagnosis is of the arm's own faults")
-        return self
-
-    def _check_elsewhere(self) -> None:
-        ours = {"train": not self.train, "harden": self.harden is not None, "after": self.after, "overrides": self.overrides}
-        if used := [name for name, given in ours.items() if given]:
-            raise ValueError(f"elsewhere: its runs are made by others, so {used[0]} would do nothing")
-        if isinstance(self.aqn, Guide):
-            raise ValueError(
-                "elsewhere: its runs are made by others, and nothing is diagnosed for them; write the AQN they had"
-            )
-
-    def _check_untrained(self) -> None:
-        if self.overrides or self.plan_in != "both":
-            raise ValueError(f"train is false, so {'overrides' if self.overrides else 'plan_in'} would do nothing")
-        if isinstance(self.aqn, Guide) and "schedule" in self.aqn.model_fields_set:
-            raise ValueError("train is false: a score has no steps for a schedule, and a guide has σ as it is; drop schedule")
-        aqn = AQN.load(self.aqn) if isinstance(self.aqn, str) else None
-        if aqn is not None and not aqn.is_steady:
-            raise ValueError(f"train is false: a score has no steps for {aqn.text()}; write e.g. constant:0.01,form=output")
-        if (aqn or self.aqn) is not None and (aqn or self.aqn).form != "output":  # type: ignore[union-attr]
-            raise ValueError("train is false: noise on weights is drawn once a rollout, and a score has none; use form=output")
-
-    @property
-    def has_own(self) -> bool:
-        """Whether it is not trained and has something on while it is scored."""
-        return self.kind == "evaluate" and (self.plan is not None or self.aqn is not None)
-
-
-class Evaluate(_Data):
+class Evaluate(StudyPart):
     """How every arm is scored."""
 
     n: int = Field(default=200, ge=1)
@@ -197,7 +86,7 @@ class Evaluate(_Data):
         if OWN in conditions:
             raise ValueError(f"{OWN} is what untrained arms with a plan or AQN are scored under; choose another name")
         _check_names("condition", conditions)
-        read = {name: _line(plan) for name, plan in conditions.items()}
+        read = {name: plan_line(plan) for name, plan in conditions.items()}
         _check_different(read)
         for name, plan in read.items():
             if not any("forward" in c.site.directions for c in Plan.parse(plan).clauses):
@@ -205,7 +94,7 @@ class Evaluate(_Data):
         return read
 
 
-class Diagnose(_Data):
+class Diagnose(StudyPart):
     """How guided arms are diagnosed; as `shaketable locate`."""
 
     mode: Literal["device", "host", "all"] = "all"
@@ -215,7 +104,7 @@ class Diagnose(_Data):
     """Conditions whose fault is located too, for the report."""
 
 
-class Comparing(_Data):
+class Comparing(StudyPart):
     """One difference: a − b."""
 
     a: str
@@ -237,7 +126,7 @@ class Comparing(_Data):
         return self
 
 
-class Compare(_Data):
+class Compare(StudyPart):
     """What is compared. The primary comparison decides; it is named before the run."""
 
     primary: Comparing | None = None
@@ -246,7 +135,7 @@ class Compare(_Data):
     """Every other arm against this one, under every condition."""
 
 
-class Engine(_Data):
+class Engine(StudyPart):
     """Where runs are done, and what each of them gets."""
 
     kind: Literal["local", "ray"] = "local"
@@ -262,7 +151,7 @@ class Engine(_Data):
     """Of the Ray cluster; a local one is started when there is none."""
 
 
-class StudyConfig(_Data):
+class StudyConfig(StudyPart):
     """A whole study."""
 
     study: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
@@ -376,7 +265,7 @@ class StudyConfig(_Data):
         if "@" not in arm.plan and arm.plan not in self.evaluate.conditions:
             known = nearest(arm.plan, self.evaluate.conditions)
             raise ValueError(f"{arm.plan!r} is neither a plan nor the name of a condition; {known}")
-        return self.evaluate.conditions.get(arm.plan) or _line(arm.plan)
+        return self.evaluate.conditions.get(arm.plan) or plan_line(arm.plan)
 
     @property
     def comparisons(self) -> list[Comparing]:
@@ -407,14 +296,6 @@ def _check_names(what: str, names: Iterable[str]) -> None:
             raise ValueError(
                 f"{name!r} is no name for {kind}: it must be printable, without dots, of {LONGEST} characters at most"
             )
-
-
-def _line(plan: str) -> str:
-    """A plan, or the plan of a file, in one line: what a study holds must not change when a file does."""
-    found = Plan.load(plan)
-    if found.seed:
-        raise ValueError(f"{plan} has a seed of its own, {found.seed}, which a study would not use: its seeds key all noise")
-    return found.text()
 
 
 def _check_different(plans: Mapping[str, str]) -> None:

@@ -21,8 +21,9 @@ from shaketable.study.analysis.history import changes
 from shaketable.study.analysis.recovered import recovered, told
 from shaketable.study.analysis.runs import Run
 from shaketable.study.analysis.verdict import verdict
+from shaketable.study.arm_config import Arm, Guide
 from shaketable.study.cells import STEPS, cells_of
-from shaketable.study.config import OWN, Arm, Guide, StudyConfig
+from shaketable.study.config import OWN, StudyConfig
 from shaketable.study.verify import digest
 
 SCHEMA = "shaketable.study/1"
