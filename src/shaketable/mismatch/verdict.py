@@ -12,6 +12,8 @@ NEVER = (
     "an error smaller than the rounding interval of its operator",
     "an error that needs other tokens, lengths or batches than these to show",
 )
+LEADS = 0.95
+"""Of the draws over tokens: how often the family with the largest share must have it before it is called the first to fix."""
 FIX = {
     "lm_head": "compute lm_head in float32 on both sides",
     "attention": "use the same attention kernel, or accumulate it in float32, on both sides",
@@ -115,10 +117,14 @@ def _looked(facts: dict[str, Any]) -> str:
 
 
 def causes(shares: dict[str, Any]) -> str:
-    """Shares in one sentence, and what to do first."""
-    parts = ", ".join(f"{r['family']} {r['share']:.0%}" for r in shares["families"][:3])
-    first = shares["families"][0]["family"]
-    return f"Of the KL: {parts}. First fix: {FIX.get(first, f'compute {first} in the same dtype and order on both sides')}."
+    """Shares with their intervals, and what to do first, where these tokens can tell."""
+    parts = ", ".join(f"{r['family']} {r['share']:.0%} ({r['low']:.0%} to {r['high']:.0%})" for r in shares["families"][:3])
+    first = shares["families"][0]
+    name = first["family"]
+    if first["leads"] < LEADS:
+        why = f"{name} has most in {first['leads']:.0%} of draws over {shares['tokens']} tokens"
+        return f"Of the KL: {parts}. What to fix first cannot be told: {why}; compare more rollouts."
+    return f"Of the KL: {parts}. First fix: {FIX.get(name, f'compute {name} in the same dtype and order on both sides')}."
 
 
 def _unseen(facts: dict[str, Any]) -> list[str]:
