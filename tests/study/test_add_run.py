@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,3 +235,24 @@ def test_a_verl_run_that_was_only_measured_is_one_of_an_arm_without_a_plan(tmp_p
     with pytest.raises(ShaketableError, match="nothing says that the plan of noise acted"):
         add_run(asked(), tmp_path, folder, arm="noise", seed=0, scores=scores)
     assert add_run(asked(), tmp_path, folder, arm="baseline", seed=0, scores=scores).arm == "baseline"
+
+
+RECORDED = Path(__file__).with_name("verl_run")
+"""What verl 0.9.1 left of four steps of GRPO on nano: its ledgers, its last validation both ways, and its file of metrics."""
+
+
+def test_a_real_run_of_verl_enters_with_its_proof_both_scores_and_its_metrics(tmp_path):
+    plan, aqn = "relative_gaussian:0.3@op.matmul", "epoch_aware:0.2-0.1+0.05-0.01,multipliers=3:2"
+    arms = {"noise": {"elsewhere": True, "plan": plan, "aqn": aqn}, "baseline": {"elsewhere": True}}
+    study = asked(arms=arms, seeds=[7], evaluate={"conditions": {"faulty": plan}})
+    scores = {name: RECORDED / f"{name}.jsonl" for name in ("clean", "faulty")}
+    cell = add_run(study, tmp_path, RECORDED, arm="noise", seed=7, scores=scores, metrics=RECORDED / "metrics.jsonl")
+    record = RunRecord.open(tmp_path / "verl" / "runs" / cell.name)
+    told = [json.loads(line) for line in (RECORDED / "metrics.jsonl").read_text().splitlines()]
+    (scored,) = record.events("evaluation")
+    for condition, name in zip(scored["conditions"], ("val-core", "shaketable/faulty/val-core"), strict=True):
+        assert condition["accuracy"] == told[4]["data"][f"{name}/sums/acc/mean@1"] and condition["n"] == 16
+    steps = record.events("step")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["kl_sampler_trainer"] for step in steps] == [row["data"]["shaketable/kl"] for row in told[1:]]
+    assert record.events("finished")[0]["ledgers"].keys() == {"plan", "aqn"}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError, nearest
+from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.verl.settings import ORDERS
 from shaketable.integrations.verl.workers import LEDGER, STEPS
@@ -122,7 +123,7 @@ def _renamed(body: dict[str, Any], cell: Cell, folder: Path) -> dict[str, Any]:
 
 def _from_verl(folder: Path, cell: Cell) -> ForeignRun:
     orders = [_instructions(folder / ORDERS, role, body) for role, body in _json(folder / ORDERS).items()]
-    aqn = next((o.aqn for o in orders if o.aqn), None)
+    aqn = next((_without_seed(o.aqn) for o in orders if o.aqn), None)
     clauses = dict.fromkeys(clause for o in orders if o.plan for clause in _without_phases(o.plan))
     _same("plan", ";".join(clauses) or None, cell, folder)
     _same("aqn", aqn, cell, folder)
@@ -148,6 +149,11 @@ def _instructions(path: Path, role: str, body: Any) -> Instructions:
     if not isinstance(body, dict):
         raise ShaketableError(f"{path}: {role} must hold an object, not {type(body).__name__}")
     return Instructions.from_mapping({key: value for key, value in body.items() if key != "digest"})
+
+
+def _without_seed(aqn: str) -> str:
+    """AQN as an arm writes it: the noise of each run has a seed of its own (`shaketable.seed`)."""
+    return AQN.load(aqn).model_copy(update={"seed": AQN.model_fields["seed"].default}).text()
 
 
 def _without_phases(plan: str) -> list[str]:

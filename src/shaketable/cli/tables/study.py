@@ -90,7 +90,9 @@ def show_status(found: dict[str, Any]) -> None:
         table.add_row(plain(row["title"]), status, step, str(row["attempts"] or ""), plain(row["error"] or ""))
     console.print(table)
     if found["others"]:
-        console.print(f"{len(found['others'])} runs of other versions of this study lie in {found['folder']}", markup=False)
+        count = len(found["others"])
+        those = "1 run of another version" if count == 1 else f"{count} runs of other versions"
+        console.print(f"{those} of this study in {found['folder']}", markup=False)
 
 
 def show_list(found: dict[str, Any], runs: bool) -> None:
