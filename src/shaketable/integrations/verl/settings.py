@@ -74,16 +74,23 @@ class ShaketableKeys(BaseModel):
     def of(cls, config: Mapping[str, Any]) -> ShaketableKeys:
         """The keys of a config, none of which it need have."""
         group = config.get("shaketable") or {}
-        valid = [field.alias or name for name, field in cls.model_fields.items()]
-        if not isinstance(group, Mapping):
-            raise ShaketableError(f"shaketable is a group of keys ({', '.join(valid)}), not {group!r}")
-        for key in group:
-            if key not in valid:
-                raise ShaketableError(f"shaketable.{key} is unknown; {nearest(str(key), valid)}")
+        _check_group("shaketable", group, cls)
+        if (mismatch := group.get("mismatch")) is not None:
+            _check_group("shaketable.mismatch", mismatch, MismatchKeys)
         try:
             return cls(**{str(key): value for key, value in group.items()})
         except ValidationError as error:
             raise ShaketableError(f"shaketable.{first_problem(error)}") from None
+
+
+def _check_group(where: str, group: Any, model: type[BaseModel]) -> None:
+    """Refuse what is no group, or has a key that nobody reads."""
+    valid = [field.alias or name for name, field in model.model_fields.items()]
+    if not isinstance(group, Mapping):
+        raise ShaketableError(f"{where} is a group of keys ({', '.join(valid)}), not {group!r}")
+    for key in group:
+        if key not in valid:
+            raise ShaketableError(f"{where}.{key} is unknown; {nearest(str(key), valid)}")
 
 
 class Shaking(BaseModel):
