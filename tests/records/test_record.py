@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def test_the_first_line_says_what_the_run_is(tmp_path):
     assert head["environment"] == {"python": "3"}
     assert head["about"] == {} and len(head.pop("sha")) == 16
     assert RunRecord.open(record.folder, "train").head == head == record.head
+
+
+def test_the_head_says_when_the_run_began_in_which_time_zone(tmp_path):
+    before = datetime.now(UTC)
+    began = datetime.fromisoformat(record_in(tmp_path / "run").head["started"])
+    assert before - timedelta(seconds=1) < began <= datetime.now(UTC)
 
 
 def test_a_run_of_a_study_says_so_in_its_head(tmp_path):

@@ -227,6 +227,34 @@ def test_a_head_is_left_out_by_its_weight_however_that_was_cast(tiny_llama):
     assert ledger.forward == 3
 
 
+CASTS = {
+    "to": lambda w: w.to(torch.float64),
+    "float": lambda w: w.float(),
+    "half": lambda w: w.half(),
+    "bfloat16": lambda w: w.bfloat16(),
+    "double": lambda w: w.double(),
+    "type": lambda w: w.type(torch.float64),
+    "type_as": lambda w: w.type_as(torch.zeros(1, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_every_way_to_cast_the_weight_of_a_head_leaves_it_out(name):
+    model = nn.Module()
+    model.lm_head, model.other = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(x):
+        heads, others = CASTS[name](model.lm_head.weight), CASTS[name](model.other.weight)
+        return (x.to(heads.dtype) @ heads.T), (x.to(others.dtype) @ others.T)
+
+    model.forward = forward
+    clean = forward(torch.ones(2, 4))
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+        found = model(torch.ones(2, 4))
+    assert ledger.forward == 1
+    assert torch.equal(found[0], clean[0]) and torch.equal(found[1], 2 * clean[1])
+
+
 def test_one_family_alone():
     model = Body(lambda a: F.softmax(F.silu(a @ a), -1))
     for family in ("matmul", "softmax", "silu"):
