@@ -38,7 +38,7 @@ def held(**options):
 
 
 def test_the_key_of_a_draw_is_of_seed_place_rank_step_and_rollout():
-    injection, tap = held(step=5)
+    _, tap = held(step=5)
     assert tap.place == key_of(4, "held", "a.weight", 2) and tap.moment() == mix64(mix64(5) + 0)
     for number in (0, 1):
         with phase("rollout"):
