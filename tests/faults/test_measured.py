@@ -337,3 +337,29 @@ def test_kernels_are_built_once_for_each_compiler_and_not_where_nobody_wants_the
     assert native._built() is None
     monkeypatch.setattr(native, "_build", lambda cxx, path: Path("/proc/none").mkdir())
     assert native._built() is None, "torch makes the same noise"
+
+
+class Given:
+    """A draw of which the uniform numbers are given."""
+
+    key, reference = 0, None
+
+    def __init__(self, *numbers):
+        self.numbers = torch.tensor(numbers)
+
+    def uniform(self, x, stream=0):
+        return self.numbers if stream == 0 else torch.zeros_like(self.numbers)
+
+
+def test_a_number_is_hit_with_exactly_the_chance_that_was_asked_for():
+    """Uniform numbers are multiples of 2^-24 from 0 on: below the rate there are as many of them as the rate says."""
+    x, draw = torch.tensor([1.0, 1.0, 1.0]), Given(0.25 - 2**-24, 0.25, 0.0)
+    spike = make_fault({"kind": "spike", "magnitude": 8, "rate": 0.25})
+    assert spike.apply(x, draw).tolist() == [8.0, 1.0, 8.0]
+    flip = make_fault({"kind": "bit_flip", "magnitude": 0.25, "bit": 31})
+    assert flip.apply(x, draw).tolist() == [-1.0, 1.0, -1.0]
+    assert make_fault({"kind": "spike", "magnitude": 2, "rate": 0.25, "mode": "max"}).gradient(x, None, draw).tolist() == [
+        0.0,
+        1.0,
+        0.0,
+    ]

@@ -1,5 +1,6 @@
 """Passes, frames and taps by themselves: what keys the noise, what is counted where, and what is remembered."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from shaketable.errors import InertError, PlanError
 from shaketable.faults.rng import key_of, lanes, mix64
 from shaketable.inject import pass_context
 from shaketable.inject.fault_operator import Application
-from shaketable.inject.injection import Injection
+from shaketable.inject.injection import Injection, this_rank
 from shaketable.inject.pass_context import Calls, Entry, Frame, Pass, _address
+from shaketable.inject.weights import on_read
 from shaketable.inject.weights.held_noise import HeldTap
 from shaketable.plan import Plan
 
@@ -324,3 +326,31 @@ def test_the_step_keys_the_noise_from_the_first_pass_on():
     injection = made()
     injection.step = 9
     assert injection.calls.step == 9
+
+
+def test_a_process_of_a_group_has_the_rank_that_torch_says(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert this_rank() == 3
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    assert this_rank() == 5 == Injection(Plan.parse("gain:1@layer.0")).rank and made(rank=1).rank == 1
+
+
+def test_a_softmax_that_attention_hides_is_warned_of_when_a_plan_is_given(tiny_llama):
+    with pytest.warns(RuntimeWarning, match=r"^gain:1@op\.softmax: attention is one kernel \(sdpa\)"):
+        st.inject(tiny_llama, "gain:1@op.softmax", allow_inert=True)
+
+
+def test_a_weight_that_is_still_sharded_is_refused(monkeypatch):
+    class DTensor(torch.Tensor):
+        pass
+
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", SimpleNamespace(DTensor=DTensor))
+    own = SimpleNamespace(tap=SimpleNamespace(site=SimpleNamespace(label="module.linear"), name="a.weight"))
+    assert on_read._whole(X, own) is X
+    with pytest.raises(PlanError) as refused:
+        on_read._whole(X.as_subclass(DTensor), own)
+    assert str(refused.value) == (
+        "module.linear: a.weight is still sharded when it is used (tensor parallel, or called past FSDP2's root); "
+        "weight faults act on whole weights"
+    )

@@ -2,16 +2,19 @@
 
 import multiprocessing
 import os
+import re
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from shaketable.errors import PlanError
 from shaketable.integrations import ray, vllm
-from shaketable.launch import import_hooks, process, process_identity
+from shaketable.launch import import_hooks, process, process_identity, run
 from shaketable.launch.import_hooks import WATCHED
 from shaketable.launch.inert_notices import PASSES, Notices
 from shaketable.launch.process import ProcessInjection, unmatched_clauses
@@ -283,3 +286,55 @@ def test_a_process_injection_begins_with_nothing():
     assert (injection.aside, injection.notices, injection.allow_inert, injection.calls.models, injection.calls.task) == (
         0, None, True, 0, 0,
     )  # fmt: skip
+
+
+def test_a_thread_of_a_task_belongs_to_the_task_that_was_noticed_last(monkeypatch):
+    monkeypatch.setattr(process_identity, "current_task", lambda: 7)
+    injection = ProcessInjection(Plan.parse(GAIN))
+    thread = threading.Thread(target=injection.calls.follow)
+    thread.start()
+    thread.join()
+    assert injection.calls.task == 0
+    injection.calls.models = 3
+    injection.calls.follow()
+    assert (injection.calls.task, injection.calls.models) == (7, 0)
+
+
+def test_a_first_call_without_a_tensor_is_left_alone():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x=None):
+            return self.inner(X)
+
+    model = Model()
+    with Process("gain:1@module.Model,point=input;gain:1@module.inner") as injection:
+        assert torch.allclose(model(), 2 * X @ model.inner.weight.T) and fires(injection) == 1
+
+
+def test_a_plan_is_made_active_once(monkeypatch):
+    monkeypatch.setattr(process, "_active", "already")
+    monkeypatch.delenv("SHAKETABLE_PLAN", raising=False)
+    process.activate()
+    assert process.active() == "already"
+
+
+def test_a_folder_of_ledgers_has_the_time_in_its_name_and_is_another_one_each_time():
+    first, second = run.default_folder(), run.default_folder()
+    assert first.parent == second.parent == Path("ledgers") and first != second
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", first.name)
+
+
+def test_what_cannot_be_run_or_written_is_told_in_one_line(tmp_path):
+    with pytest.raises(PlanError, match=r"^cannot run 'no-such-program': No such file or directory$"):
+        run.run_command(["no-such-program"], dict(os.environ))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=f"^cannot use {tmp_path / 'file' / 'l'} for ledgers: Not a directory$"):
+        run.new_folder(tmp_path / "file" / "l")
+
+
+def test_reasons_of_engines_are_told_once_each():
+    processes = [{"refused": why} for why in ("b", None, "a", "b")] + [{}]
+    assert run.RunResult([], 0, None, None, processes).refused == ["b", "a"]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
+from shaketable.inject.hooks import operator_mode
 from tests.inject.code_paths import Body
 
 PLAN = "relative_gaussian:0.1@op.all"
@@ -510,3 +511,37 @@ def test_a_product_that_makes_rotary_angles_is_left_out_unless_it_is_named(plan,
         found = run(x)
     assert ledger.forward == fires
     assert torch.equal(found, 2 * linear + angles * fires)
+
+
+@pytest.mark.parametrize("arguments", [((), {"inplace": True}), ((True,), {})])
+def test_silu_in_place_is_hit_and_leaves_its_result_where_it_was(arguments):
+    args, kwargs = arguments
+    given = torch.tensor([1.0, -2.0])
+    model = Body(lambda x: F.silu(x, *args, **kwargs))
+    with st.inject(model, "gain:1@op.silu,direction=forward") as ledger:
+        found = model(given)
+    assert ledger.forward == 1 and found is given
+    assert torch.allclose(given, 2 * F.silu(torch.tensor([1.0, -2.0])))
+
+
+class Part:
+    """What is asked of a part of a model."""
+
+    def __init__(self, module, role=None):
+        self.module, self.role = module, role
+
+
+def engine(name, base=nn.Module, **body):
+    return type(name, (base,), {"__module__": "vllm.model_executor.layers", **body})()
+
+
+@pytest.mark.parametrize(
+    ("part", "family"),
+    [
+        (Part(nn.SiLU()), "silu"), (Part(nn.GELU()), "gelu"), (Part(nn.ReLU()), None), (Part(nn.Linear(2, 2), "linear"), None),
+        (Part(nn.RMSNorm(2), "rmsnorm"), "rms_norm"), (Part(nn.LayerNorm(2), "layernorm"), None), (Part(nn.Sequential(nn.SiLU())), None),
+        (Part(engine("Attention")), "sdpa"), (Part(type("Attention", (nn.Module,), {})()), None),
+    ],
+)  # fmt: skip
+def test_which_operator_a_module_is_as_a_whole(part, family):
+    assert operator_mode.atomic_family(part) == family
