@@ -338,3 +338,39 @@ def test_what_cannot_be_run_or_written_is_told_in_one_line(tmp_path):
 def test_reasons_of_engines_are_told_once_each():
     processes = [{"refused": why} for why in ("b", None, "a", "b")] + [{}]
     assert run.RunResult([], 0, None, None, processes).refused == ["b", "a"]
+
+
+@pytest.mark.parametrize("seed", [None, "5"])
+def test_the_plan_of_the_environment_is_made_active_with_all_that_belongs_to_it(monkeypatch, tmp_path, seed):
+    done = {}
+    monkeypatch.setattr(process, "_active", None)
+    monkeypatch.setattr(process_identity, "before_an_answer", int)
+    monkeypatch.setenv("SHAKETABLE_PLAN", "gain:1@op.matmul")
+    monkeypatch.setenv("SHAKETABLE_LEDGER", str(tmp_path))
+    monkeypatch.delenv("SHAKETABLE_SEED", raising=False)
+    if seed:
+        monkeypatch.setenv("SHAKETABLE_SEED", seed)
+    for home, name in (
+        (process, "_in_every_thread"), (process, "register_module_forward_pre_hook"), (process.atexit, "register"),
+        (process, "_flush_before_exit"), (process, "_note_rank_before_leaving"),
+    ):  # fmt: skip
+        monkeypatch.setattr(home, name, lambda given, name=name: done.__setitem__(name, given))
+    monkeypatch.setattr(process, "_write_before_answers", lambda: done.__setitem__("_write_before_answers", None))
+    monkeypatch.setattr(os, "register_at_fork", lambda **given: done.update(given))
+    process.activate()
+    file = process.active()
+    injection = file.injection
+    try:
+        assert injection.enabled and injection.plan == Plan.parse("gain:1@op.matmul", seed=int(seed or 0))
+        assert file.folder == tmp_path == injection.notices.folder and len(list(tmp_path.glob("process-*.json"))) == 1
+        assert done == {
+            "_in_every_thread": injection, "register_module_forward_pre_hook": injection.on_call, "register": file.flush,
+            "_flush_before_exit": file, "_note_rank_before_leaving": file, "_write_before_answers": None,
+            "after_in_child": file.after_fork,
+        }  # fmt: skip
+        assert process_identity.before_an_answer == file.catch_up
+        done.clear()
+        process.activate()
+        assert process.active() is file and done == {}, "the second time it does nothing"
+    finally:
+        injection.close(check=False)

@@ -179,3 +179,10 @@ def test_a_spot_is_written_without_what_was_not_measured_and_read_back():
     assert list(told["measured"]) == ["forward"] and (told["layer"], told["recomputed"], told["seconds"]) == (0, 2, 0.5)
     assert Spot.from_dict("a", told) == spot and spot.copy() == spot and spot.copy().lock is not spot.lock
     assert (spot.fires(False), spot.fires(True)) == (1, 0)
+
+
+def test_a_ledger_from_before_there_were_notes_is_read():
+    told = Ledger("…", 0, [site(read(1.0), notes=["why"])]).to_dict()
+    assert Ledger.from_dict(told).sites[0].notes == ["why"]
+    del told["sites"][0]["notes"]
+    assert Ledger.from_dict(told).sites[0].notes == []

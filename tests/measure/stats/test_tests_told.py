@@ -145,6 +145,10 @@ def test_wilson_of_one_problem_is_that_of_scipy_and_its_ends_are_exact(n, rate):
 
 LEVELS = [lambda x: wilson(0.5, 10, x), lambda x: paired([0, 1], [1, 1], level=x), lambda x: paired_interval([0.0, 1.0], x)]
 LEVELS += [lambda x: over_seeds(np.zeros((2, 2)), np.ones((2, 2)), level=x)]
+LEVELS += [
+    lambda x: over_seeds(np.zeros((2, 2)), np.eye(2), level=x),
+    lambda x: over_seeds(np.eye(2), np.eye(3)[:, :2], level=x),
+]
 
 
 @pytest.mark.parametrize("call", LEVELS)
