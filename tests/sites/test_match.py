@@ -216,3 +216,19 @@ def test_roles_that_no_module_has_are_not_counted_and_what_is_left_out_is_named(
     assert ANATOMY.role_counts() == {"linear": 6, "layernorm": 3, "attention": 2, "embedding": 1, "lm_head": 1}
     left_out = {part.name: reason for part in ANATOMY.parts if (reason := ANATOMY.excluded(part))}
     assert left_out == {"embed_tokens": "embedding", "lm_head": "lm_head"}
+
+
+@pytest.mark.parametrize("point", ["output", "weight"])
+def test_an_embedding_may_be_faulty_in_what_it_returns_and_in_its_weight(point):
+    assert [(t.part.name, t.point) for t in found(f"module.embedding,point={point}")] == [("embed_tokens", point)]
+
+
+def test_of_several_modules_the_one_that_cannot_be_faulty_is_named():
+    """A linear beside the experts of an engine, whose router reads the same input."""
+    runner = type("MoERunner", (nn.Module,), {"__module__": "vllm.model_executor.layers"})
+    model = nn.Module()
+    model.first, model.experts = type("RowLinear", (nn.Linear,), {"__module__": "vllm.x"})(2, 2), runner()
+    model.experts.gate = nn.Linear(2, 2)
+    with pytest.raises(PlanError) as refused:
+        found("module.linear,point=input", anatomy=Anatomy.of(model))
+    assert "'experts' cannot be faulty there: the router reads the same input inside of it" in str(refused.value)

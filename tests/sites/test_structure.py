@@ -383,3 +383,12 @@ def test_the_head_of_an_engine_is_never_called(point, said):
         return
     with pytest.raises(st.PlanError, match=said):
         targets(clause, Anatomy.of(model))
+
+
+def test_a_layer_that_fsdp1_has_wrapped_is_the_layer_itself():
+    """Its wrapper has no name of its own: a plan on the layer must find the part that has."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(Wrapper("_fsdp_wrapped_module", block()) for _ in range(2))
+    anatomy = Anatomy.of(model)
+    assert anatomy.layers == [wrapper._fsdp_wrapped_module for wrapper in model.layers]
+    assert matched("gain:1@layer.1", model) == ["layers.1"]

@@ -545,3 +545,28 @@ def engine(name, base=nn.Module, **body):
 )  # fmt: skip
 def test_which_operator_a_module_is_as_a_whole(part, family):
     assert operator_mode.atomic_family(part) == family
+
+
+def test_our_mode_is_on_in_this_thread_as_long_as_the_plan_is_and_in_others_for_their_passes_alone():
+    model, seen = Body(torch.mm), []
+
+    def passes():
+        for _ in range(2):
+            model(A, A)
+            seen.append(len(torch.overrides._get_current_function_mode_stack()))
+
+    with st.inject(model, PLAN) as ledger:
+        passes()
+        thread = threading.Thread(target=passes)
+        thread.start()
+        thread.join()
+    assert seen == [1, 1, 0, 0] and ledger.forward == 4
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_what_a_hook_of_the_user_computes_before_the_model_is_called_is_not_the_models():
+    model = Body(torch.mm)
+    model.register_forward_pre_hook(lambda module, args: (args[0] @ torch.eye(len(args[0])), args[1]))
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+        found = model(A, A)
+    assert ledger.forward == 1 and torch.allclose(found, 2 * (A @ A))
