@@ -41,7 +41,7 @@ def test_one_magnitude_or_none_is_not_sure_at_all():
     [
         ((1.099, 1.099), 1.0, False), ((1.101, 1.101), 1.0, True), ((0.901, 0.901), 1.0, False), ((0.899, 0.899), 1.0, True),
         ((1.5, 2.5), 1.0, False), ((1.9, 2.1), 1.0, True), ((5.0,), 1.0, False), ((5.0, 5.0), None, False), ((5.0, 5.0), 0.0, False),
-        ((), 1.0, False),
+        ((), 1.0, False), ((1.183, 1.317), 1.0, False), ((1.233, 1.367), 1.0, False), ((1.25, 1.38), 1.0, True),
     ],
 )  # fmt: skip
 def test_a_magnitude_is_off_by_a_tenth_and_by_more_than_chance(magnitudes, asked, told):

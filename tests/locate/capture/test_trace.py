@@ -28,7 +28,7 @@ def test_a_layer_is_called_again_with_what_it_was_given_in_containers_of_its_own
         return (x + 1, "more")
 
     cache = []
-    call = LayerCall(2, "layers.2", layer, (X,), {"cache": cache}, (Y, "more"))
+    call = LayerCall(2, "layers.2", layer, (X,), {"cache": cache}, (Y, "more", X))
     assert call.x is X and call.y is Y
     call.again()
     call.again(Y)

@@ -200,7 +200,7 @@ def test_unverified_runs_are_named_up_to_twelve(count, more):
 
 
 def test_runs_that_were_made_elsewhere_are_named_and_those_without_a_ledger_twice():
-    runs = [run("a", {"event": "added", "ledger": "sha"}), run("b", {"event": "added", "ledger": None}), run("c")]
+    runs = [run("a", {"event": "added", "ledger": "sha"}), run("b", {"event": "added", "ledger": False}), run("c")]
     why = "have no ledger: nothing but the one who added them says that no fault acted in them"
     assert _elsewhere(runs) == ["2 of 3 runs were made elsewhere and added: a, b", f"b {why}"]
     assert _elsewhere(runs[:1]) == ["1 of 1 runs were made elsewhere and added: a"] and _elsewhere(runs[2:]) == []
