@@ -1,10 +1,12 @@
 """A plan in a whole process, without starting one: what is met, what is left alone, and what is put around the exits."""
 
+import gc
 import multiprocessing
 import os
 import re
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -374,3 +376,15 @@ def test_the_plan_of_the_environment_is_made_active_with_all_that_belongs_to_it(
         assert process.active() is file and done == {}, "the second time it does nothing"
     finally:
         injection.close(check=False)
+
+
+def test_a_model_that_the_program_has_let_go_is_not_kept():
+    """A program may make a thousand models; the plan must not hold the memory of all of them."""
+    model = nn.Sequential(linear())
+    with Process(GAIN) as injection:
+        model(X)
+        seen = weakref.ref(model)
+        assert list(injection.roots) == [model]
+        del model
+        gc.collect()
+        assert seen() is None and list(injection.roots) == []

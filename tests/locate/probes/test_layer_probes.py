@@ -138,7 +138,8 @@ def test_a_tolerance_is_that_of_the_place(monkeypatch, path):
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"), [(1.0, torch.float32), (1.0, torch.float16), (1000.0, torch.float16), (60000.0, torch.float16), (0.0, torch.float16)]
+    ("size", "dtype"),
+    [(1.0, torch.float32), (1.0, torch.float16), (1000.0, torch.float16), (60000.0, torch.float16), (0.0, torch.float16)],
 )
 def test_a_companion_is_64_times_as_large_or_as_large_as_fits(size, dtype):
     factor = layer_probes._companion(torch.full((3,), size, dtype=dtype))
