@@ -51,6 +51,7 @@ NAMES = (
     "sixth_fresh",
     "seventh_by_rule",
     "eighth_fresh",
+    "ninth_by_rule",
 )
 RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")
