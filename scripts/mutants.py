@@ -41,7 +41,18 @@ from mutant_copy import FAILED, LATE, NOT_COLLECTED, PASSED, Copy
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "scripts" / "mutants"
-NAMES = ("first", "second", "fresh", "third_fresh", "fourth_fresh", "fifth_fresh", "sixth_fresh", "seventh_by_rule")
+NAMES = (
+    "first",
+    "second",
+    "fresh",
+    "third_fresh",
+    "fourth_fresh",
+    "fifth_fresh",
+    "sixth_fresh",
+    "seventh_by_rule",
+    "eighth_fresh",
+    "ninth_by_rule",
+)
 RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")
 PATIENCE = 300

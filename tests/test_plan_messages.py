@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from shaketable.errors import PlanError
+from shaketable.io.yaml_file import LONGEST
 from shaketable.plan import Plan
 
 EMPTY = "plan: clauses: the plan is empty; write e.g. relative_gaussian:0.01@module.linear"
@@ -129,3 +130,39 @@ def test_a_file_is_a_path_by_either_ending(tmp_path, monkeypatch, name):
     (tmp_path / name.strip()).write_text("plan: [gain:0.1@layer.1]\nseed: 3\n")
     assert Plan.load(name) == Plan.parse("gain:0.1@layer.1", seed=3)
     assert Plan.load(name, seed=0).seed == 0
+
+
+def test_a_plan_that_is_longer_than_any_file_is_refused_and_one_character_less_is_not():
+    clause = "gain:0.1@layer.1"
+    text = clause + ";" * (LONGEST - len(clause))
+    assert Plan.parse(text).text() == clause
+    with pytest.raises(PlanError) as refused:
+        Plan.parse(f"{text};")
+    assert str(refused.value) == f"the plan has {LONGEST + 1:,} characters, and may have {LONGEST:,}"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"plan": 5}, "here.yaml: 'plan' must be a list of clauses, not int"),
+        ({"plna": []}, "unknown plan file key 'plna'; did you mean 'plan'? valid: plan, seed"),
+        ({"plan": [5]}, "a clause is a line of text or a mapping with fault and site, not 5"),
+        ({"plan": []}, "here.yaml: clauses: the plan is empty; write e.g. relative_gaussian:0.01@module.linear"),
+        (
+            {"plan": ["gain:1@layer.1"], "seed": 2**64},
+            f"here.yaml: seed: Input should be less than 18446744073709551616 (got {2**64})",
+        ),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused_by_its_name(data, said):
+    with pytest.raises(PlanError) as refused:
+        Plan.from_data(data, name="here.yaml")
+    assert str(refused.value) == said
+
+
+@pytest.mark.parametrize("model", [Plan.parse("gain:1@layer.1"), Plan.parse("gain:1@layer.1").clauses[0].site])
+def test_plans_and_sites_cannot_be_changed_and_take_no_other_fields(model):
+    with pytest.raises(ValueError, match="frozen"):
+        model.seed = 3
+    with pytest.raises(ValueError, match="Extra inputs"):
+        type(model)(**model.model_dump(), other=1)

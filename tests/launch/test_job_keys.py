@@ -80,3 +80,9 @@ def test_usage_errors_are_one_line(arguments, message):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code != 0
     assert message in str(done.exception)
+
+
+def test_all_keys_that_nobody_read_are_named(capfd):
+    assert run_with_keys([sys.executable, "-S", "-c", ""], ["shaketable.plan", "aqn.sigma"]) == 3
+    said = "shaketable: nothing was injected: no process of this command has read shaketable.plan, aqn.sigma\n"
+    assert capfd.readouterr().err == said

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from shaketable.launch import ledger_file
+from shaketable.launch import ledger_file, process_identity
 from shaketable.launch.inert_notices import Notices
 from shaketable.launch.ledger_file import LedgerFile
 from shaketable.launch.process import ProcessInjection
+from shaketable.launch.process_identity import Place
 from shaketable.plan import Plan
 
 BACKWARD = "gain:0.5@module.linear,direction=backward"
@@ -165,3 +166,61 @@ def test_whatever_is_written_is_looked_at_first_in_a_fork_too(process, monkeypat
     file._record()
     assert seen == [injection.ledger.sites]
     injection.notices = None
+
+
+def test_what_engines_of_a_process_did_is_in_its_ledger_and_their_models_are_named(process):
+    injection, file = process
+    called(injection)
+    other = ProcessInjection(Plan.parse("gain:0.5@module.linear"))
+    other.enable()
+    called(other)
+    called(other)
+    file.engines.append(("Engine", other, other.ledger))
+    try:
+        found = file._record()
+        assert found["ledger"]["forward"] == 3 and found["ledger"]["processes"] == 1 and found["engine"] is True
+        assert found["models"] == ["Sequential", "Engine"] and file._passes()["train"] == 3
+        assert file._news()[0] == injection.fires + other.fires and file._injections() == [injection, other]
+    finally:
+        other.close(check=False)
+
+
+def test_an_engine_that_cannot_do_what_the_plan_says_is_news_and_is_told(process):
+    _, file = process
+    before = file._news()
+    file.refused = "no such layer"
+    assert file._news() != before and file._record()["refused"] == "no such layer"
+
+
+def test_a_place_that_was_known_once_is_kept_and_a_fork_is_a_child_of_it(process, monkeypatch):
+    _, file = process
+    places = [Place("driver", "id"), Place()]
+    monkeypatch.setattr(process_identity, "current_place", lambda: places[0])
+    assert (file._record()["place"], file._record()["actor"]) == ("driver", "id")
+    places.reverse()
+    assert file._record()["place"] == "driver", "it has left its cluster"
+    file.after_fork()
+    assert (file._record()["place"], file._record()["actor"]) == ("child of driver", "")
+
+
+def test_passes_are_news_at_powers_of_two_and_a_program_without_a_name_is_python(process, monkeypatch):
+    injection, file = process
+    seen = []
+    for _ in range(9):
+        injection.inert_check.phases.update(["eval"])
+        seen.append(file._news())
+    assert [n + 1 for n in range(9) if n == 0 or seen[n] != seen[n - 1]] == [1, 2, 4, 8]
+    monkeypatch.setattr(sys, "argv", [])
+    assert file._record()["command"] == "python"
+    monkeypatch.setattr(sys, "argv", ["/a/b.py", "c"])
+    assert file._record()["command"] == "b.py c"
+
+
+def test_every_process_has_a_file_of_its_own_and_a_folder_that_cannot_be_written_to_stops_it(process, tmp_path):
+    _, file = process
+    first = file._file.path
+    assert first.parent == tmp_path and first.name.startswith(f"process-{os.getpid()}-") and first.suffix == ".json"
+    file._begin()
+    assert file._file.path != first
+    with pytest.raises(OSError, match="No such file"):
+        LedgerFile(file.injection, tmp_path / "gone")

@@ -2,9 +2,11 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from shaketable.launch import live_json
 from shaketable.launch.live_json import PAUSE, SHARE, KeptFile, pause_after
 
 
@@ -87,3 +89,17 @@ def test_a_write_that_breaks_off_leaves_what_was_there(tmp_path, monkeypatch):
     content["a"] = 2
     kept.try_flush()
     assert path.read_text() == '{"a": 1}'
+
+
+def test_the_first_write_of_a_process_is_followed_by_a_short_pause_and_the_second_slow_one_by_a_long_one(monkeypatch):
+    pauses, clock = [], iter([0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(live_json, "time", SimpleNamespace(sleep=sleep, thread_time=lambda: next(clock)))
+    with pytest.raises(KeyboardInterrupt):
+        KeptFile._keep_flushing(SimpleNamespace(catch_up=lambda: None))
+    assert pauses == [PAUSE, PAUSE, SHARE * 0.5, SHARE * 0.5]

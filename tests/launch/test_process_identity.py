@@ -101,6 +101,18 @@ def test_models_are_numbered_anew_in_each_task(monkeypatch):
     assert [name.partition(".")[0] for name in names] == ["", "model1", "", "model1"]
 
 
+def test_operators_outside_of_all_modules_are_met_and_counted_under_no_layer():
+    a = torch.eye(4)
+    with Process("gain:1@op.matmul") as injection:
+        assert torch.equal(a @ a, 2 * a)
+        with injection.standing_aside():
+            assert torch.equal(a @ a, a), "an engine runs its own models"
+        assert torch.equal(torch.mm(a, a), 2 * a)
+        site = injection.ledger.sites[0]
+        assert site.by("layer") == {"None": {"forward": 2, "backward": 0}} and list(site.spots) == ["matmul"]
+    assert torch.equal(a @ a, a)
+
+
 @pytest.mark.parametrize("size", [4, 8])
 def test_the_number_of_a_name_is_that_of_every_run_and_never_zero(size):
     found = [process_identity.number(text, size) for text in ("Sampler#1", "Sampler#2", "Trainer#1")]

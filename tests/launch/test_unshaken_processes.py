@@ -34,6 +34,7 @@ GAIN = "gain:0.5@module.linear"
         (GAIN, {"unmatched": ["nothing matches"]}, "Linear ran there, and nothing matches"),
         (GAIN, {"phases": []}, None),
         (GAIN, {"phases": [], "unmatched_models": [("Tower", "train")]}, "Linear, Tower ran there"),
+        (GAIN, {"unmatched_models": [("Linear", "eval"), ("Tower", "train")]}, "others were: Linear, Tower ran there"),
         (f"{GAIN},phase=rollout", {}, None),
         (f"{GAIN},phase=rollout", {"phases": ["train", "rollout"]}, "Linear ran there"),
         (f"{GAIN},direction=backward", {}, None),

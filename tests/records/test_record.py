@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def test_the_first_line_says_what_the_run_is(tmp_path):
     assert head["environment"] == {"python": "3"}
     assert head["about"] == {} and len(head.pop("sha")) == 16
     assert RunRecord.open(record.folder, "train").head == head == record.head
+
+
+def test_the_head_says_when_the_run_began_in_which_time_zone(tmp_path):
+    before = datetime.now(UTC)
+    began = datetime.fromisoformat(record_in(tmp_path / "run").head["started"])
+    assert before - timedelta(seconds=1) < began <= datetime.now(UTC)
 
 
 def test_a_run_of_a_study_says_so_in_its_head(tmp_path):
@@ -532,3 +539,21 @@ def test_numbers_that_are_not_finite_are_null_wherever_they_stand(tmp_path, kind
     record = RunRecord.create(tmp_path / "run", "train", {}, {})
     record.append("step", values=kind([1.0, float("nan"), {"a": kind([float("inf")])}]))
     assert record.events("step")[0]["values"] == [1.0, None, {"a": [None]}]
+
+
+def test_the_event_that_ended_a_run_is_the_last_of_its_kind_and_one_that_has_not_ended_says_how_to_go_on(tmp_path):
+    record = record_in(tmp_path / "run")
+    with pytest.raises(ShaketableError) as raised:
+        record.finished()
+    assert str(raised.value) == f"the run in {record.folder} is not finished; go on with --resume {record.folder}"
+    record.append("finished", score=3)
+    assert record.finished()["score"] == 3 == RunRecord.open(record.folder).finished()["score"]
+
+
+def test_events_of_several_kinds_are_found_and_times_are_now(tmp_path):
+    record = record_in(tmp_path / "run")
+    for kind in ("a", "b", "c"):
+        record.append(kind)
+    assert [e["event"] for e in record.events("a", "c")] == ["a", "c"] and len(record.events()) == 4
+    assert abs(record.events("a")[0]["time"] - datetime.now(UTC).timestamp()) < 60
+    assert record.config is not record.head["config"]

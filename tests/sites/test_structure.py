@@ -333,3 +333,62 @@ def test_the_stack_with_most_parameters_is_meant_though_another_has_more_layers(
     model.small, model.large = nn.Module(), nn.Module()
     model.small.layers, model.large.blocks = stack(6, 4), stack(2, 32)
     assert find_layers(model)[1] == ["large.blocks.0", "large.blocks.1"]
+
+
+class Wrapper(nn.Module):
+    """As DDP, torch.compile or PEFT put themselves around a module."""
+
+    def __init__(self, name, inner):
+        super().__init__()
+        setattr(self, name, inner)
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"])
+def test_a_wrapper_is_no_part_of_its_own_and_what_it_wraps_keeps_its_name(name):
+    model = nn.Module()
+    model.q_proj = Wrapper(name, nn.Linear(2, 2))
+    parts = {p.name: (type(p.module).__name__, p.role) for p in Anatomy.of(model).parts}
+    assert parts == {"": ("Module", None), "q_proj": ("Linear", "linear")}
+
+
+@pytest.mark.parametrize("container", [nn.ModuleDict, None])
+def test_a_container_is_a_part_whatever_its_members_are_called_and_another_module_around_one_is_not(container):
+    inner = nn.Linear(2, 2)
+    model = container({"module": inner}) if container else Wrapper("module", inner)
+    kinds = [type(p.module).__name__ for p in Anatomy.of(model).parts]
+    assert kinds == (["ModuleDict", "Linear"] if container else ["Linear"])
+
+
+def test_a_head_inside_of_an_adapter_is_the_head():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = Wrapper("base_layer", nn.Linear(2, 4))
+
+        def get_output_embeddings(self):
+            return self.out
+
+    assert {p.name: p.role for p in Anatomy.of(Model()).parts if p.role} == {"out": "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("point", "said"), [("output", "a sampling engine never calls 'lm_head', it only reads its weight"), ("weight", None)]
+)
+def test_the_head_of_an_engine_is_never_called(point, said):
+    model = nn.Module()
+    model.lm_head = type("Head", (nn.Linear,), {"__module__": "vllm.model_executor.layers"})(2, 4)
+    clause = Plan.parse(f"gain:1@module.lm_head,point={point}").clauses[0]
+    if said is None:
+        assert len(targets(clause, Anatomy.of(model))) == 1
+        return
+    with pytest.raises(st.PlanError, match=said):
+        targets(clause, Anatomy.of(model))
+
+
+def test_a_layer_that_fsdp1_has_wrapped_is_the_layer_itself():
+    """Its wrapper has no name of its own: a plan on the layer must find the part that has."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(Wrapper("_fsdp_wrapped_module", block()) for _ in range(2))
+    anatomy = Anatomy.of(model)
+    assert anatomy.layers == [wrapper._fsdp_wrapped_module for wrapper in model.layers]
+    assert matched("gain:1@layer.1", model) == ["layers.1"]

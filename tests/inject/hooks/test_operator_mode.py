@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
+from shaketable.inject.hooks import operator_mode
 from tests.inject.code_paths import Body
 
 PLAN = "relative_gaussian:0.1@op.all"
@@ -225,6 +226,34 @@ def test_a_head_is_left_out_by_its_weight_however_that_was_cast(tiny_llama):
     with st.inject(shape, "gain:0.1@op.matmul,direction=forward,include=lm_head") as ledger:
         shape(hidden)
     assert ledger.forward == 3
+
+
+CASTS = {
+    "to": lambda w: w.to(torch.float64),
+    "float": lambda w: w.float(),
+    "half": lambda w: w.half(),
+    "bfloat16": lambda w: w.bfloat16(),
+    "double": lambda w: w.double(),
+    "type": lambda w: w.type(torch.float64),
+    "type_as": lambda w: w.type_as(torch.zeros(1, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_every_way_to_cast_the_weight_of_a_head_leaves_it_out(name):
+    model = nn.Module()
+    model.lm_head, model.other = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(x):
+        heads, others = CASTS[name](model.lm_head.weight), CASTS[name](model.other.weight)
+        return (x.to(heads.dtype) @ heads.T), (x.to(others.dtype) @ others.T)
+
+    model.forward = forward
+    clean = forward(torch.ones(2, 4))
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+        found = model(torch.ones(2, 4))
+    assert ledger.forward == 1
+    assert torch.equal(found[0], clean[0]) and torch.equal(found[1], 2 * clean[1])
 
 
 def test_one_family_alone():
@@ -482,3 +511,62 @@ def test_a_product_that_makes_rotary_angles_is_left_out_unless_it_is_named(plan,
         found = run(x)
     assert ledger.forward == fires
     assert torch.equal(found, 2 * linear + angles * fires)
+
+
+@pytest.mark.parametrize("arguments", [((), {"inplace": True}), ((True,), {})])
+def test_silu_in_place_is_hit_and_leaves_its_result_where_it_was(arguments):
+    args, kwargs = arguments
+    given = torch.tensor([1.0, -2.0])
+    model = Body(lambda x: F.silu(x, *args, **kwargs))
+    with st.inject(model, "gain:1@op.silu,direction=forward") as ledger:
+        found = model(given)
+    assert ledger.forward == 1 and found is given
+    assert torch.allclose(given, 2 * F.silu(torch.tensor([1.0, -2.0])))
+
+
+class Part:
+    """What is asked of a part of a model."""
+
+    def __init__(self, module, role=None):
+        self.module, self.role = module, role
+
+
+def engine(name, base=nn.Module, **body):
+    return type(name, (base,), {"__module__": "vllm.model_executor.layers", **body})()
+
+
+@pytest.mark.parametrize(
+    ("part", "family"),
+    [
+        (Part(nn.SiLU()), "silu"), (Part(nn.GELU()), "gelu"), (Part(nn.ReLU()), None), (Part(nn.Linear(2, 2), "linear"), None),
+        (Part(nn.RMSNorm(2), "rmsnorm"), "rms_norm"), (Part(nn.LayerNorm(2), "layernorm"), None), (Part(nn.Sequential(nn.SiLU())), None),
+        (Part(engine("Attention")), "sdpa"), (Part(type("Attention", (nn.Module,), {})()), None),
+    ],
+)  # fmt: skip
+def test_which_operator_a_module_is_as_a_whole(part, family):
+    assert operator_mode.atomic_family(part) == family
+
+
+def test_our_mode_is_on_in_this_thread_as_long_as_the_plan_is_and_in_others_for_their_passes_alone():
+    model, seen = Body(torch.mm), []
+
+    def passes():
+        for _ in range(2):
+            model(A, A)
+            seen.append(len(torch.overrides._get_current_function_mode_stack()))
+
+    with st.inject(model, PLAN) as ledger:
+        passes()
+        thread = threading.Thread(target=passes)
+        thread.start()
+        thread.join()
+    assert seen == [1, 1, 0, 0] and ledger.forward == 4
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_what_a_hook_of_the_user_computes_before_the_model_is_called_is_not_the_models():
+    model = Body(torch.mm)
+    model.register_forward_pre_hook(lambda module, args: (args[0] @ torch.eye(len(args[0])), args[1]))
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+        found = model(A, A)
+    assert ledger.forward == 1 and torch.allclose(found, 2 * (A @ A))

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import shaketable as st
 
@@ -213,3 +214,24 @@ def test_a_model_made_in_inference_mode():
         with st.inject(layer, "mxfp4@module.linear") as ledger:
             layer(torch.ones(1, 32) / 3)
     assert ledger.forward == 2
+
+
+@pytest.mark.parametrize(
+    "fault", ["dead_zone:0.3,scope=token", "gain:0.5", "gain:0.5,sparsity=0.5", "saturation:0.5,scope=token", "mxfp4"]
+)
+def test_a_weight_that_is_stored_the_other_way_round_has_the_values_and_gradients_of_a_linear(fault):
+    """Rows of a linear are columns of GPT-2's Conv1D: what is faulty, and which gradient vanishes, must not depend on it."""
+    torch.manual_seed(0)
+    linear, turned = nn.Linear(8, 6, bias=False), Conv1D(6, 8)
+    with torch.no_grad():
+        turned.weight.copy_(linear.weight.T)
+        turned.bias.zero_()
+    x, found = torch.randn(3, 8), []
+    for module in (linear, turned):
+        model = nn.ModuleDict({"part": module})
+        with st.inject(model, f"{fault}@module.part,point=weight", seed=1):
+            y = module(x)
+            y.square().sum().backward()
+        found.append((y.detach(), module.weight.grad))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(found[0][1], found[1][1].T, atol=1e-5)
+    assert not torch.allclose(found[0][0], x @ linear.weight.T)

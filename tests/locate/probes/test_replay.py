@@ -414,3 +414,15 @@ def test_a_mode_of_torch_that_makes_the_device_wrong_does_not_make_the_host_wron
         found = st.locate(model, mode="host", input_ids=tokens())
     assert (found.verdict, found.layer) == ("FAULT", 0)
     assert found.op == {"aten.mm": "self_attn.q_proj", "aten.silu": "mlp.act_fn"}[op]
+
+
+@pytest.mark.parametrize(("head", "replayed"), [(9, 3), (10, 8)])
+def test_of_a_head_a_quarter_of_the_rows_is_replayed_and_of_other_products_all_that_there_is_time_for(
+    monkeypatch, head, replayed
+):
+    """Ten channels are a head where nine are not; of eight tokens the first, the fifth and the last are looked at then."""
+    monkeypatch.setattr(replay, "ROWS", 8)
+    monkeypatch.setattr(replay, "HEAD", head)
+    recording, reference = recorded_head()
+    found = judge(recording, reference, "", EXACT)
+    assert found.coverage["head"] == {"rows": 8, "replayed": replayed, "checksums": 8 - replayed}

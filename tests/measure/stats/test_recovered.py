@@ -64,3 +64,10 @@ def test_other_problems_and_no_loss_are_refused():
         share_recovered([0, 1], [1, 1, 1], [1, 1])
     with pytest.raises(ShaketableError, match="takes nothing"):
         share_recovered([0, 1], [1, 1], [1, 0])
+
+
+def test_a_loss_that_came_back_by_the_same_share_everywhere_is_not_certainty_though_decimals_are_not_exact():
+    """0.3 − 0.1 and 0.4 − 0.2 are one difference, and two numbers: that is no spread to make an interval of."""
+    before = np.array([[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]])
+    found = share_recovered(before, before + 0.2, before + 0.4)
+    assert found.share == pytest.approx(0.5) and found.interval.low < 0.3 and found.interval.high > 0.7

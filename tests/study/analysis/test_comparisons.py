@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from shaketable.measure.stats.comparison import Interval
+from shaketable.measure.stats.crossed_effects import MeanSquares
 from shaketable.measure.stats.tests import over_seeds
-from shaketable.study.analysis.arms import scores
+from shaketable.study.analysis.arms import plain_interval, scores
 from shaketable.study.analysis.comparisons import _signed, compare
 from shaketable.study.analysis.runs import Run
 from shaketable.study.analysis.verdict import verdict
@@ -168,3 +170,111 @@ def test_one_number_of_a_run_is_no_comparison():
 )
 def test_a_difference_of_nothing_has_no_sign(scale, value, text):
     assert _signed(scale)(value) == text
+
+
+def losing(arm, seed, losses):
+    rows = [{"correct": False, "formatted": True, "loss": loss} for loss in losses]
+    conditions = [{"name": "faulty", "answers": rows}]
+    return Run(f"{arm}-{seed}", "train", arm, seed, "done", {}, [{"event": "evaluation", "step": 4, "conditions": conditions}])
+
+
+LOSS = Comparing(a="AQN", b="none", condition="faulty", endpoint="loss")
+
+
+def test_losses_are_compared_in_nats_whatever_their_size():
+    rng = np.random.default_rng(0)
+    a, b = 6 * rng.random((4, 30)), 9 * rng.random((4, 30))
+    runs = [losing("AQN", i, row) for i, row in enumerate(a)] + [losing("none", i, row) for i, row in enumerate(b)]
+    [found] = compare([LOSS], LOSS, runs)
+    scale = max(a.max(), b.max())
+    expected = over_seeds(b / scale, a / scale)
+    assert found["difference"] == pytest.approx(a.mean() - b.mean()) and found["p"] == expected.p
+    ends = (found["ci_low"], found["ci_high"], found["detectable"])
+    assert ends == pytest.approx(tuple(scale * x for x in (expected.interval.low, expected.interval.high, expected.detectable)))
+    assert (found["unit"], found["scale"], found["problems"], found["mcnemar"]) == ("nats", 1.0, 30, [])
+    assert f"faulty loss: −{abs(found['difference']):.3g} nats, 95 % CI −" in found["sentence"]
+
+
+def test_losses_of_nothing_do_not_differ():
+    [found] = compare([LOSS], LOSS, [losing(arm, s, [0.0] * 8) for arm in ("AQN", "none") for s in range(3)])
+    assert (found["difference"], found["p"], found["verdict"]) == (0.0, 1.0, "not shown")
+
+
+def test_the_mean_of_losses_has_the_interval_of_seeds_and_problems_or_of_problems_alone():
+    table = np.random.default_rng(1).random((3, 20)) * 5
+    runs = [losing("AQN", i, row) for i, row in enumerate(table)]
+    [several] = scores(runs, ["faulty"], "loss")
+    squares = MeanSquares.of(table)
+    half = stats.t.ppf(0.975, squares.freedom) * np.sqrt(squares.variance)
+    assert (several["ci_low"], several["ci_high"]) == pytest.approx((table.mean() - half, table.mean() + half))
+    assert (several["unit"], several["method"], several["n"]) == ("nats", "t over seeds × problems, crossed", 20)
+    [one] = scores(runs[:1], ["faulty"], "loss")
+    alone = stats.ttest_1samp(table[0], 0).confidence_interval(0.95)
+    assert (one["ci_low"], one["ci_high"]) == pytest.approx((alone.low, alone.high)) and one["method"] == "t over problems"
+    assert plain_interval(table[:1], 0.8)[0].high < one["ci_high"] and plain_interval(table, 0.8)[0].high < several["ci_high"]
+    single, method = plain_interval(table[:, :1])
+    assert (single.low, single.high) == (table[:, 0].mean(), table[:, 0].mean()) and method == "one problem, no interval"
+    same = np.repeat(table[:1], 3, axis=0)
+    assert plain_interval(np.full((3, 4), 2.0)) == (Interval(2.0, 2.0), "t over problems")
+    assert plain_interval(same)[0].high - same.mean() > 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "unit", "scale", "name"),
+    [
+        ("seconds_per_step", "s", 1.0, "seconds per step"),
+        ("aqn_share", "points", 100.0, "share of time in AQN"),
+        ("reward", "", 1.0, "final reward"),
+    ],
+)
+def test_numbers_of_a_run_have_their_unit_and_their_name(endpoint, unit, scale, name):
+    what = Comparing(a="AQN", b="none", endpoint=endpoint)
+    step = {"seconds_per_step": "seconds", "aqn_share": "aqn_seconds", "reward": "reward"}[endpoint]
+    runs = [
+        run(arm, s, **{step: 0.1 + 0.05 * s * s + 0.3 * (arm == "AQN") * (1 + s)}) for arm in ("AQN", "none") for s in range(4)
+    ]
+    [found] = compare([what], what, runs)
+    assert (found["unit"], found["scale"], found["problems"], found["seeds"]) == (unit, scale, None, 4)
+    assert (found["difference"], found["method"]) == (pytest.approx(0.3 * 2.5), "paired t over training seeds")
+    shown = f"+{100 * 0.75:.1f}" if scale == 100 else "+0.75"
+    assert found["sentence"].startswith(f"AQN − none, {name}: {shown}{' ' * bool(unit)}{unit}, 95 % CI +")
+    assert found["per_seed"] == [{"seed": s, "value": pytest.approx(0.3 * (1 + s))} for s in range(4)]
+    assert found["p_seeds"] == pytest.approx(2 / 2**4)
+
+
+def test_what_a_number_of_a_run_could_have_shown_is_that_of_a_t_test():
+    what = Comparing(a="AQN", b="none", endpoint="reward")
+    a, b = [5.0, 7.0, 4.0, 9.0], [4.0, 8.0, 6.0, 7.0]
+    runs = [run("AQN", i, reward=x) for i, x in enumerate(a)] + [run("none", i, reward=x) for i, x in enumerate(b)]
+    [found] = compare([what], what, runs)
+    se = stats.sem(np.subtract(a, b))
+    seen = stats.nct.sf(stats.t.isf(0.025, 3), 3, found["detectable"] / se)
+    assert seen == pytest.approx(0.8, abs=1e-3)
+    assert f"a true difference of {found['detectable']:.2g} would have been seen with 80 % power)" in found["sentence"]
+    twice = compare([what, Comparing(a="none", b="AQN", endpoint="reward")], None, runs)[0]
+    edge = stats.t.isf(0.0125, 3)
+    assert stats.nct.sf(edge, 3, twice["detectable"] / se) == pytest.approx(0.8, abs=1e-3), "one of a family of two"
+
+
+def test_one_seed_of_a_number_and_one_of_scores_are_told_apart():
+    what = Comparing(a="AQN", b="none", endpoint="reward")
+    [number] = compare([what], what, arms([[1]], [[0]]))
+    assert number["sentence"].endswith("nothing can be concluded, one seed is all that is finished in both arms")
+    [score] = compare([FAULTY], FAULTY, arms([[1, 1, 1]], [[0, 0, 1]]))
+    assert score["sentence"].endswith("nothing can be concluded about the recipes (one run of each; the seed may be all of it)")
+    assert (score["p_seeds"], score["problems"], score["mcnemar"]) == (None, 3, [0.5])
+
+
+def test_a_difference_that_these_numbers_could_not_show_is_said():
+    [found] = compare([FAULTY], FAULTY, arms([[1, 0, 1], [1, 1, 0]], [[1, 0, 0], [1, 1, 1]]))
+    assert found["detectable"] is None
+    assert found["sentence"].endswith("these seeds and problems can show no difference at all)")
+
+
+def test_a_very_small_p_is_told_as_that_after_holm_too():
+    a, b = drawn(0.95, seeds=8), drawn(0.2, seeds=8, key=1)
+    more = Comparing(a="none", b="AQN", condition="faulty")
+    primary, *others = compare([FAULTY, more, Comparing(a="AQN", b="none", endpoint="reward")], FAULTY, arms(a, b))
+    assert primary["sentence"].endswith("8 seeds: shown (p < 0.001)")
+    assert others[0]["sentence"].endswith("8 seeds: shown (p < 0.001, after Holm < 0.001)")
+    assert others[1]["sentence"].endswith("8 seeds: not shown (p = 1; these seeds and problems can show no difference at all)")

@@ -202,6 +202,24 @@ def test_a_single_run_has_a_report_of_its_own(store):
     json.dumps(found, allow_nan=False)
 
 
+def test_a_single_run_says_what_it_was(store):
+    folder = next((store / "small" / "runs").glob("noise-aqn-s1-*"))
+    config, found = RunRecord.open(folder).config, run_findings(folder)
+    [arm], about = found["arms"], found["study"]
+    assert config["seed"] == 1 and [arm["seeds"], about["seeds"]] == [[1], [1]]
+    assert (arm["kind"], arm["guided"], arm["description"], arm["settings"]) == ("train", None, "", [])
+    for key in ("plan", "plan_in", "model", "task"):
+        assert arm[key] == config[key], key
+    assert (about["model"], about["task"], about["steps"], about["n"]) == tuple(
+        config[key] for key in ("model", "task", "steps", "eval_n")
+    )
+    assert (about["name"], about["key"]) == (folder.name, RunRecord.open(folder).head["id"][:8])
+    assert about["named_before"] is False and found["complete"] is True
+    assert {c["name"]: c["plan"] for c in about["conditions"]} == small().conditions
+    assert (found["unverified"], found["comparisons"], found["diagnoses"], found["notes"]) == ([], [], [], [])
+    assert [run["folder"] for run in found["runs"]] == ["."] and found["environments"][0]["runs"] == 1
+
+
 def test_conditions_that_differ_in_magnitude_alone_lie_on_a_line():
     line = {"clean": None, "5 %": "relative_gaussian:0.05@op.matmul", "10 %": "relative_gaussian:0.1@op.matmul"}
     assert magnitudes(line) == {"clean": 0.0, "5 %": 0.05, "10 %": 0.1}

@@ -2,14 +2,25 @@
 
 import copy
 import shutil
+import time
 
 import pytest
 
 from shaketable.records.record import RunRecord
-from shaketable.study.analysis.history import DECIDES, _decisive, _first_end, _is_before, _others, _told, _when
+from shaketable.study.analysis.history import (
+    DECIDES,
+    Changes,
+    _decisive,
+    _first_end,
+    _is_before,
+    _others,
+    _told,
+    _when,
+    changes,
+)
 from shaketable.study.analysis.runs import Run
-from shaketable.study.run_study import described
-from tests.study.small_studies import study
+from shaketable.study.run_study import define, described
+from tests.study.small_studies import data, study
 
 
 def run_that_ended(name, *times):
@@ -98,3 +109,54 @@ def test_a_change_has_the_time_of_its_first_version():
     versions = [{"config": {"a": 0}, "time": 0.0}, {"config": {"a": 1}, "time": 3661.0}, {"config": {"a": 1}, "time": 9999.0}]
     assert _when({"a": 1}, versions) == "on 1970-01-01 at 01:01 UTC"
     assert _when({"a": 2}, versions) == "in this report only"
+
+
+# ---- the whole of it
+
+
+@pytest.fixture
+def defined(tmp_path):
+    """A study that was written down, in its folder."""
+    define(study(), tmp_path)
+    return tmp_path / "small"
+
+
+def test_a_study_without_a_finished_run_was_named_before(defined):
+    assert changes(study(), defined, []) == Changes(True, [])
+    assert changes(study(), defined, [Run("x", "train", "arm", 0, "partial", {}, [])]) == Changes(True, [])
+
+
+def test_a_study_that_was_never_run_from_its_file_says_so(tmp_path):
+    wanted = "the study was never run from its file: nothing says when its comparison was named"
+    assert changes(study(), tmp_path, []) == Changes(False, [wanted])
+
+
+def test_a_definition_that_was_changed_by_hand_tells_nothing(defined):
+    path = next((defined / "definition").glob("*.jsonl"))
+    path.write_text(path.read_text().replace("noise", "Noise", 1))
+    found = changes(study(), defined, [])
+    assert not found.named_before and found.notes[0].startswith("when the comparison was named cannot be told: ")
+    assert "was changed at line" in found.notes[0]
+
+
+def test_runs_that_others_had_made_before_the_study_was_written_down_prove_nothing(defined):
+    added = [{"event": "added", "ended": 1.0}, {"event": "finished", "time": 2e9}]
+    found = changes(study(), defined, [Run("x", "added", "arm", 0, "done", {}, added)])
+    why = (
+        "runs that were made elsewhere had ended before the study was written down: nothing says when its comparison was named"
+    )
+    assert found == Changes(False, [why])
+    added[0]["ended"] = 2e9
+    assert changes(study(), defined, [Run("x", "added", "arm", 0, "done", {}, added)]).named_before
+
+
+def test_nothing_is_said_of_a_study_that_is_what_it_was_and_all_that_changed_is(defined):
+    ended = [run_that_ended("x", time.time() + 50)]
+    assert changes(study(), defined, ended) == Changes(True, [])
+    found = changes(study(seeds=3), defined, ended)
+    late = "changed in this report only, after the first run had ended"
+    assert found == Changes(False, [f"{late}: seeds; read the primary comparison as exploratory"])
+    arms = data()["arms"] | {"new": {}}
+    assert changes(study(arms=arms), defined, ended) == Changes(True, [f"{late}, beside the primary comparison: the arm 'new'"])
+    both = changes(study(seeds=3, arms=arms), defined, ended)
+    assert not both.named_before and len(both.notes) == 2

@@ -1,0 +1,365 @@
+"""What is measured of a fault: sums against numpy, samples, units of non-finite tensors, faulty channels, kept kinds."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shaketable.faults import KINDS, Draw, make_fault
+from shaketable.faults import sums as s
+from shaketable.faults.blocks import join_blocks, split_blocks
+from shaketable.faults.cpu import native
+from shaketable.faults.inert import changes_nothing
+from shaketable.faults.noise import at_least, deviation, middle, rms, size, spread
+from shaketable.faults.rng import Draw as Drawn
+from shaketable.faults.rng import key_of, mix64, normals, signed, uniforms
+
+NAN, INF = float("nan"), float("inf")
+
+
+def fault(text):
+    kind, _, magnitude = text.partition(":")
+    return make_fault({"kind": kind} | ({"magnitude": float(magnitude)} if magnitude else {}))
+
+
+# ---- sums
+
+
+def numpy_sums(clean, faulty, lanes=None):
+    a, b = clean.double().numpy(), faulty.double().numpy()
+    finite = np.isfinite(a) & np.isfinite(b)
+    usable = finite & (np.ones_like(finite) if lanes is None else np.broadcast_to(lanes.numpy(), finite.shape))
+    nonzero = usable & (a != 0)
+    e = np.where(finite, b, 0) - np.where(finite, a, 0)
+    changed = (a != b) & ~(np.isnan(a) & np.isnan(b))
+    return [
+        a.size, changed.sum(), (a != 0).sum(), ((a != 0) & (b != 0)).sum(), usable.sum(), nonzero.sum(), (e[finite] ** 2).sum(),
+        (a[finite] ** 2).sum(), (a[usable] ** 2).sum(), ((e[nonzero] / a[nonzero]) ** 2).sum(), np.abs(e[nonzero]).sum(),
+        (e[usable] * a[usable]).sum(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lanes", [None, torch.arange(9) % 3 == 0])
+def test_all_twelve_sums_are_those_of_numpy(dtype, lanes):
+    torch.manual_seed(0)
+    clean = torch.randn(5, 9).to(dtype)
+    faulty = torch.where(torch.rand(5, 9) < 0.5, clean * 1.5, clean)
+    clean[0, :6] = torch.tensor([0.0, NAN, INF, 1.0, NAN, 2.0])
+    faulty[0, :6] = torch.tensor([1.0, NAN, 2.0, 0.0, 3.0, INF])
+    assert s.sums(clean, faulty, lanes).tolist() == pytest.approx(numpy_sums(clean, faulty, lanes), rel=1e-6)
+    assert s.plain_sums(clean, faulty, lanes).tolist() == pytest.approx(numpy_sums(clean, faulty, lanes), rel=1e-12)
+
+
+def test_names_of_sums_are_their_places():
+    names = [
+        "VALUES",
+        "CHANGED",
+        "ALIVE",
+        "SURVIVED",
+        "FINITE",
+        "NONZERO",
+        "ERROR",
+        "SIZE",
+        "SQUARE",
+        "RATIO",
+        "DEVIATION",
+        "CROSS",
+    ]
+    assert [getattr(s, name) for name in names] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "rows"),
+    [
+        ("gain:0.5", (128, 128), 128), ("gain:0.5", (129, 128), 65), ("gain:0.5", (256, 128), 128), ("gain:0.5", (512, 128), 128),
+        ("gain:0.5", (2**14,), 2**14), ("gain:0.5", (2**14 + 1,), 2**13 + 1), ("gain:0.5", (3, 2**15), 1), ("noise:0.5", (512, 128), 512),
+    ],
+)  # fmt: skip
+def test_a_sample_is_rows_spread_evenly_and_as_many_as_fit(kind, shape, rows):
+    x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    clean, faulty, lanes = s.sample(fault(kind), x, -x, None)
+    assert clean.shape[0] == rows and torch.equal(faulty, -clean) and lanes is None
+    steps = clean.reshape(rows, -1)[:, 0].diff()
+    assert rows == 1 or (steps == steps[0]).all()
+
+
+def test_rows_are_kept_whole_where_the_law_is_about_a_row():
+    by_token = make_fault({"kind": "dead_zone", "magnitude": 0.1, "scope": "token"})
+    x = torch.zeros(2**10, 2**8)
+    assert s.sample(by_token, x, x, None)[0].shape == (2**8, 2**8)
+    assert s.sample(by_token, x[:, :64], x[:, :64], None)[0].shape == (2**10, 64), "as many as may be looked at"
+    flat = torch.zeros(2**17)
+    assert s.sample(by_token, flat, flat, None)[0].shape == (1, 2**17), "one row is the whole of it"
+
+
+@pytest.mark.parametrize("shape", [(512, 128), (512, 1), (128,)])
+def test_faulty_channels_go_with_the_sample(shape):
+    x = torch.zeros(512, 128)
+    lanes = torch.arange(math.prod(shape)).view(shape) % 2 == 0
+    _, _, kept = s.sample(fault("gain:0.5"), x, x, lanes)
+    whole = lanes.expand(512, 128).reshape(-1, 128)[::4]
+    assert torch.equal(kept.expand(128, 128), whole)
+
+
+@pytest.mark.parametrize(("device", "copied"), [("cpu", False), ("meta", False)])
+def test_devices_with_float64_keep_their_tensors(device, copied):
+    x = torch.zeros(2, device=device)
+    assert (s.with_float64(x) is not x) is copied
+
+
+# ---- units
+
+
+@pytest.mark.parametrize("bad", [[], [NAN], [INF, -INF, NAN]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_units_are_those_of_the_finite_values(dtype, bad):
+    good = torch.tensor([1.0, -2.0, 4.0, 0.5])
+    x = torch.cat([good, torch.tensor(bad)]).to(dtype)
+    g = good.double()
+    assert float(middle(x)) == pytest.approx(float(g.mean()), rel=1e-6)
+    assert float(spread(x)) == pytest.approx(float(g.std(correction=0)), rel=1e-6)
+    assert float(size(x)) == pytest.approx(float(g.square().mean().sqrt()), rel=1e-6)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(0), torch.tensor([NAN, INF])])
+def test_units_of_nothing_are_zero(x):
+    assert [float(unit(x)) for unit in (middle, spread, size)] == [0.0, 0.0, 0.0]
+    assert float(deviation(x, x, None)) == 0.0 and rms(torch.zeros(0)) == 0.0 and rms(torch.tensor([3.0, 4.0])) == 12.5**0.5
+    assert float(at_least(torch.tensor(0.0))) == 1e-300 and float(at_least(torch.tensor(2.0))) == 2.0
+
+
+def test_a_deviation_is_that_of_faulty_channels_where_it_can_be_told():
+    clean, faulty = torch.zeros(2, 3), torch.tensor([[3.0, 9.0, NAN], [4.0, 9.0, 9.0]])
+    assert float(deviation(clean, faulty, torch.tensor([True, False, False]))) == pytest.approx(12.5**0.5)
+    assert float(deviation(clean, faulty, None)) == pytest.approx(((9 + 81 + 16 + 81 + 81) / 5) ** 0.5)
+
+
+# ---- reading back
+
+
+TEXTS = ["relative_gaussian:0.1", "absolute_gaussian:0.1", "noise:0.1", "rms_gaussian:0.1", "systematic_bias:0.1", "bias:0.1"]
+TEXTS += ["gain:0.1", "dead_zone:0.1", "saturation:0.5", "spike:8", "stuck_bit:2", "truncation:3", "bit_flip:0.5"]
+TEXTS += ["non_determinism:2"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_magnitude_is_read_back_from_the_faulty_channels_alone(text):
+    """The other channels are clean: counted too, they would halve what is found, or hide it."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    one = fault(text)
+    one = make_fault(one.model_dump() | {"rate": 0.5}) if one.kind == "spike" else one
+    lanes = torch.arange(256) % 2 == 0
+    found = [float(one.read_back(x, torch.where(lanes, one.apply(x, Draw(k)), x), lanes)) for k in range(20)]
+    assert np.mean(found) == pytest.approx(one.magnitude, rel=0.05)
+
+
+def test_what_is_read_back_by_hand():
+    x = torch.tensor([[1.0, -2.0, 4.0, 8.0]])
+    assert float(fault("dead_zone:0.3").read_back(x, torch.tensor([[0.0, 0.0, 4.0, 8.0]]))) == 0.25
+    assert float(fault("saturation:0.5").read_back(x, torch.tensor([[1.0, -2.0, 4.0, 4.0]]))) == 0.5
+    absolute = make_fault({"kind": "saturation", "magnitude": 3, "scope": "absolute"})
+    assert float(absolute.read_back(x, x.clamp(-3, 3))) == 3.0
+    assert float(fault("spike:3").read_back(x, torch.tensor([[1.0, -6.0, 4.0, 8.0]]))) == 3.0
+    by_max = make_fault({"kind": "spike", "magnitude": 3, "mode": "max"})
+    assert float(by_max.read_back(x, torch.tensor([[1.0, -24.0, 4.0, 8.0]]))) == 3.0
+    assert float(fault("bit_flip:0.5").read_back(x, torch.tensor([[1.0, -2.0, 5.0, 8.0]]))) == 0.25
+    assert float(fault("bias:0.5").read_back(x, x + 0.5 * x.std(correction=0))) == pytest.approx(0.5)
+    amplified = make_fault({"kind": "non_determinism", "magnitude": 2, "mode": "amplified"})
+    mean = x.mean()
+    assert float(amplified.read_back(x, mean + (x - mean) * 1.5**0.5)) == pytest.approx(2.0), "the mean of a factor from 1 to 2"
+    for kept in ("dead_zone:0.3", "saturation:0.5", "spike:3"):
+        assert math.isnan(float(fault(kept).read_back(x, x)))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("stuck_bit", [1, 2, 7]), ("truncation", [0, 1, 3, 7])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mantissa_bits_are_counted_from_the_top(kind, bits, dtype):
+    x = torch.randn(512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for n in bits:
+        one = make_fault({"kind": kind, "magnitude": n})
+        assert float(one.read_back(x, one.apply(x, Draw(0)))) == n
+
+
+# ---- what kinds of faults there are
+
+
+def test_every_kind_says_how_it_is_to_be_handled():
+    flags = {kind: (c.random, c.alike, c.saves_input, c.points) for kind, c in KINDS.items()}
+    out, read = ("output",), ("weight", "input")
+    assert flags == {
+        "relative_gaussian": (True, True, False, out), "absolute_gaussian": (True, True, False, out),
+        "noise": (True, False, False, out), "rms_gaussian": (True, False, False, out),
+        "systematic_bias": (False, True, False, out), "bias": (False, False, False, out), "gain": (False, True, False, out),
+        "non_determinism": (True, False, False, out), "dead_zone": (False, False, True, out),
+        "saturation": (False, False, True, out), "spike": (True, False, False, out), "bit_flip": (True, False, False, out),
+        "stuck_bit": (False, True, False, out), "truncation": (False, True, False, out),
+        "mxfp4": (False, True, False, read), "nvfp4": (False, True, False, read),
+        "fp8_e4m3": (False, True, False, read), "fp8_e5m2": (False, True, False, read),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "tells", "steady"),
+    [
+        ({"kind": "gain", "magnitude": 1}, "values", True),
+        ({"kind": "noise", "magnitude": 1}, "whole", False),
+        ({"kind": "dead_zone", "magnitude": 1}, "whole", True),
+        ({"kind": "dead_zone", "magnitude": 1, "scope": "token"}, "rows", True),
+        ({"kind": "dead_zone", "magnitude": 1, "scope": "block"}, "rows", True),
+        ({"kind": "saturation", "magnitude": 1}, "whole", True),
+        ({"kind": "saturation", "magnitude": 1, "scope": "absolute"}, "rows", True),
+        ({"kind": "mxfp4"}, "values", True),
+        ({"kind": "mxfp4", "rounding": "stochastic"}, "values", False),
+        ({"kind": "relative_gaussian", "magnitude": 1}, "values", False),
+    ],
+)
+def test_what_a_measurement_must_look_at_and_what_may_be_kept(fields, tells, steady):
+    assert (make_fault(fields).tells, make_fault(fields).is_steady) == (tells, steady)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"kind": "gain", "magnitude": 2.0}, "gain:2"), ({"kind": "gain", "magnitude": 0.25}, "gain:0.25"),
+        ({"kind": "gain", "magnitude": 10.0}, "gain:10"), ({"kind": "gain", "magnitude": 1e-7}, "gain:1e-07"),
+        ({"kind": "gain", "magnitude": 1, "sparsity": 0.5}, "gain:1,sparsity=0.5"), ({"kind": "mxfp4"}, "mxfp4"),
+        ({"kind": "fp8_e4m3", "scope": "block", "rounding": "stochastic"}, "fp8_e4m3,rounding=stochastic,scope=block"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_written_in_its_shortest_form(fields, text):
+    assert make_fault(fields).text() == text
+
+
+def test_another_magnitude_leaves_the_rest_and_is_checked():
+    one = make_fault({"kind": "dead_zone", "magnitude": 0.5, "scope": "token", "sparsity": 0.25})
+    assert one.with_magnitude(0.75) == make_fault(one.model_dump() | {"magnitude": 0.75}) != one
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        one.with_magnitude(1.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "nothing"),
+    [
+        ({"kind": "gain", "magnitude": 0.1}, 256, True), ({"kind": "gain", "magnitude": 0.1}, 255, False),
+        ({"kind": "gain", "magnitude": 0.1}, 0, False), ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 511, False),
+        ({"kind": "gain", "magnitude": 0.1, "sparsity": 0.5}, 512, True), ({"kind": "spike", "magnitude": 8, "rate": 0.5}, 511, False),
+        ({"kind": "spike", "magnitude": 8, "rate": 0.5}, 512, True), ({"kind": "bit_flip", "magnitude": 0.25}, 1023, False),
+        ({"kind": "bit_flip", "magnitude": 0.25}, 1024, True), ({"kind": "bit_flip", "magnitude": 1e-9}, 100, True),
+        ({"kind": "bit_flip", "magnitude": 1e-7}, 100, False), ({"kind": "dead_zone", "magnitude": 0.5}, 511, False),
+        ({"kind": "dead_zone", "magnitude": 0.5}, 512, True), ({"kind": "saturation", "magnitude": 0.5}, 256, True),
+        ({"kind": "saturation", "magnitude": 0.5, "scope": "absolute"}, 10**9, False), ({"kind": "mxfp4"}, 256, True),
+    ],
+)  # fmt: skip
+def test_a_fault_is_said_to_change_nothing_when_enough_was_seen(fields, values, nothing):
+    assert changes_nothing(make_fault(fields), values) is nothing
+
+
+# ---- blocks, keys, kernels
+
+
+@pytest.mark.parametrize(("length", "block"), [(1, 4), (4, 4), (5, 4), (8, 4), (7, 1)])
+def test_blocks_are_padded_with_zeros_and_joined_again(length, block):
+    x = torch.arange(1, 2 * length + 1, dtype=torch.float32).view(2, length)
+    parts = split_blocks(x, block)
+    assert parts.shape == (2, -(-length // block), block)
+    assert torch.equal(join_blocks(parts, length), x) and float(parts.sum()) == float(x.sum())
+    assert torch.equal(parts[0].flatten()[:length], x[0]), "no block has values of two rows"
+
+
+@pytest.mark.parametrize(("word", "bits", "found"), [(0, 32, 0), (2**31 - 1, 32, 2**31 - 1), (2**31, 32, -(2**31)), (2**32 - 1, 32, -1), (2**32 + 5, 32, 5), (2**63, 64, -(2**63)), (-1, 32, -1)])  # fmt: skip
+def test_a_word_is_taken_as_a_signed_one(word, bits, found):
+    assert signed(word, bits) == found
+
+
+def test_mix64_is_splitmix64():
+    """The first outputs of Vigna's splitmix64.c from the states 0 and 1234567."""
+    assert mix64(0) == 0xE220A8397B1DCDAF and mix64(1234567) == 6457827717110365317
+
+
+def test_draws_are_keyed_by_both_words_and_streams_differ():
+    x, cpu = torch.zeros(3, 5), torch.device("cpu")
+    draw = Drawn(key_of("a", 1))
+    assert key_of("a", 1) != key_of("a1") and key_of("a", 1) == key_of("a", "1") < 2**64
+    assert torch.equal(draw.normal(x), normals(15, mix64(draw.key ^ 0xD1CE), cpu).view(3, 5)) and draw.normal_key == mix64(
+        draw.key ^ 0xD1CE
+    )
+    assert torch.equal(draw.uniform(x, 2), uniforms(15, mix64(draw.key ^ 2), cpu).view(3, 5))
+    assert draw.number() == (mix64(draw.key ^ 0x5EED) >> 11) / 2**53
+    for other in (draw.key ^ 1, draw.key ^ (1 << 40)):
+        assert not torch.equal(normals(64, draw.key, cpu), normals(64, other, cpu))
+        assert not torch.equal(uniforms(64, draw.key, cpu), uniforms(64, other, cpu))
+
+
+def test_the_kernels_take_what_they_know_and_leave_the_rest(monkeypatch):
+    x = torch.ones(4, 32)
+    for dtype, suffix in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, None), (torch.float64, None)):
+        assert native._suffix(x.to(dtype)) == (suffix if native.available() else None)
+    assert native._suffix(torch.nn.Parameter(x)) == native._suffix(x)
+    assert native._suffix(x.to("meta")) is None and native._suffix(x.as_subclass(type("Sub", (torch.Tensor,), {}))) is None
+    assert native.sums(x, x.bfloat16()) is None and native.mxfp4(x[:0]) is None
+    monkeypatch.setattr(native, "_library", lambda: None)
+    assert (native.available(), native.name(), native._suffix(x)) == (False, "torch", None)
+    assert native.add_noise(x, 0.1, 1, relative=True) is None and native.mxfp4(x) is None and native.sums(x, x) is None
+
+
+def test_the_compiler_is_the_one_that_is_named_or_the_first_that_is_there(monkeypatch):
+    there = {"mine": "/a/mine", "c++": "/b/c++", "clang++": "/b/clang++"}
+    monkeypatch.setattr(native.shutil, "which", there.get)
+    monkeypatch.setenv("CXX", "mine")
+    assert native.compiler() == "/a/mine"
+    monkeypatch.delenv("CXX")
+    assert native.compiler() == "/b/c++"
+    there["g++"] = "/b/g++"
+    assert native.compiler() == "/b/g++"
+    there.clear()
+    assert native.compiler() is None and native._built() is None
+
+
+def test_kernels_are_built_once_for_each_compiler_and_not_where_nobody_wants_them(monkeypatch, tmp_path):
+    built = []
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(native, "_fingerprint", lambda cxx: "print")
+    monkeypatch.setattr(native, "compiler", lambda: "/b/c++")
+    monkeypatch.setattr(native, "_build", lambda cxx, path: built.append((cxx, path)) or True)
+    path = tmp_path / "native" / "native-print.so"
+    monkeypatch.setenv("SHAKETABLE_NATIVE", "0")
+    assert native._built() is None and built == []
+    monkeypatch.delenv("SHAKETABLE_NATIVE")
+    assert native._built() == path and built == [("/b/c++", path)]
+    path.parent.mkdir()
+    path.touch()
+    assert native._built() == path and len(built) == 1, "it is there already"
+    path.unlink()
+    monkeypatch.setattr(native, "_build", lambda cxx, path: False)
+    assert native._built() is None
+    monkeypatch.setattr(native, "_build", lambda cxx, path: Path("/proc/none").mkdir())
+    assert native._built() is None, "torch makes the same noise"
+
+
+class Given:
+    """A draw of which the uniform numbers are given."""
+
+    key, reference = 0, None
+
+    def __init__(self, *numbers):
+        self.numbers = torch.tensor(numbers)
+
+    def uniform(self, x, stream=0):
+        return self.numbers if stream == 0 else torch.zeros_like(self.numbers)
+
+
+def test_a_number_is_hit_with_exactly_the_chance_that_was_asked_for():
+    """Uniform numbers are multiples of 2^-24 from 0 on: below the rate there are as many of them as the rate says."""
+    x, draw = torch.tensor([1.0, 1.0, 1.0]), Given(0.25 - 2**-24, 0.25, 0.0)
+    spike = make_fault({"kind": "spike", "magnitude": 8, "rate": 0.25})
+    assert spike.apply(x, draw).tolist() == [8.0, 1.0, 8.0]
+    flip = make_fault({"kind": "bit_flip", "magnitude": 0.25, "bit": 31})
+    assert flip.apply(x, draw).tolist() == [-1.0, 1.0, -1.0]
+    assert make_fault({"kind": "spike", "magnitude": 2, "rate": 0.25, "mode": "max"}).gradient(x, None, draw).tolist() == [
+        0.0,
+        1.0,
+        0.0,
+    ]

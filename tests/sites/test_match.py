@@ -1,0 +1,234 @@
+"""Which modules a clause means, on a small tree: names, classes, roles, layers, and every refusal word for word."""
+
+import pytest
+import torch
+from torch import nn
+
+from shaketable.errors import NoMatchError, PlanError
+from shaketable.plan import Plan
+from shaketable.sites.match import check_range, is_wanted, targets
+from shaketable.sites.structure import Anatomy, is_linear, is_rotary
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.norm, self.up_proj = Attention(), nn.LayerNorm(4), nn.Linear(4, 4)
+
+
+class Rotary(nn.Module):
+    pass
+
+
+class Small(nn.Module):
+    """Two layers between an embedding and a head."""
+
+    def __init__(self, layers=2):
+        super().__init__()
+        self.embed_tokens, self.lm_head, self.norm = nn.Embedding(8, 4), nn.Linear(4, 8), nn.LayerNorm(4)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.rotary = Rotary()
+
+
+ANATOMY = Anatomy.of(Small())
+FIRST = ["layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj", "layers.0.up_proj"]
+SECOND = [name.replace("0", "1") for name in FIRST]
+
+
+def found(site, fault="gain:1", anatomy=ANATOMY):
+    return targets(Plan.parse(f"{fault}@{site}").clauses[0], anatomy)
+
+
+def names(site, **more):
+    return [target.part.name for target in found(site, **more)]
+
+
+@pytest.mark.parametrize(
+    ("site", "wanted"),
+    [
+        ("module.linear", FIRST + SECOND),
+        ("module.linear,layers=1", SECOND),
+        ("module.linear,include=lm_head", ["lm_head", *FIRST, *SECOND]),
+        ("module.linear,include=embedding", FIRST + SECOND),
+        ("module.linear,layers=0,include=lm_head", FIRST),
+        ("module.lm_head", ["lm_head"]),
+        ("module.embedding,point=output", ["embed_tokens"]),
+        ("module.layernorm", ["norm", "layers.0.norm", "layers.1.norm"]),
+        ("module.layernorm,layers=0-1", ["layers.0.norm", "layers.1.norm"]),
+        ("module.norm", ["norm", "layers.0.norm", "layers.1.norm"]),
+        ("module.layers.?.norm", ["layers.0.norm", "layers.1.norm"]),
+        ("module.self_attn.*", [*FIRST[:2], *SECOND[:2]]),
+        ("module.attention", ["layers.0.self_attn", "layers.1.self_attn"]),
+        ("module.Attention", ["layers.0.self_attn", "layers.1.self_attn"]),
+        ("module.At*tion,layers=1", ["layers.1.self_attn"]),
+        ("module.all,layers=0", [*FIRST[:2], "layers.0.norm", FIRST[2]]),
+        ("module.q_proj+o_proj,layers=0", FIRST[:2]),
+        ("module.o_proj+q_proj,layers=0", FIRST[1::-1]),
+        ("module.Small", [""]),
+        ("layer.1", ["layers.1"]),
+        ("layer.all", ["layers.0", "layers.1"]),
+        ("layer.0-1", ["layers.0", "layers.1"]),
+    ],
+)
+def test_what_a_site_means(site, wanted):
+    assert names(site) == wanted
+
+
+def test_all_takes_what_is_included_too():
+    assert set(names("module.all,include=lm_head+embedding")) - set(names("module.all")) == {"lm_head", "embed_tokens"}
+
+
+def test_every_module_is_a_target_at_every_point_of_the_clause():
+    assert [(t.part.name, t.point) for t in found("module.up_proj,point=weight+input,layers=0")] == [
+        ("layers.0.up_proj", "weight"),
+        ("layers.0.up_proj", "input"),
+    ]
+    assert [t.point for t in found("module.up_proj,layers=0", fault="mxfp4")] == ["weight", "input"]
+
+
+REFUSALS = {
+    "module.linears": (
+        NoMatchError,
+        "module.linears: nothing in Small matches 'linears'; did you mean 'linear'? valid: Attention, Embedding, Layer, LayerNorm, "
+        "Linear, ModuleList, Rotary, Small, attention, embed_tokens, embedding, layernorm, … (21 in all)",
+    ),
+    "module.q_prjo,layers=1": (NoMatchError, "module.q_prjo,layers=1: nothing in Small matches 'q_prjo' in layers 1; did you mean 'q_proj'?"),
+    "module.linear+nothing_such": (NoMatchError, "module.linear+nothing_such: nothing in Small matches 'nothing_such'; "),
+    "module.embed_tokens,point=output": (
+        NoMatchError,
+        "module.embed_tokens,point=output: 'embed_tokens' is left out by default (embedding); add include=embedding",
+    ),
+    "layer.2": (NoMatchError, "layer.2: layer 2 is out of range; this model has layers 0-1"),
+    "layer.0+5": (NoMatchError, "layer.0+5: layer 5 is out of range; this model has layers 0-1"),
+    "module.linear,layers=1-2": (NoMatchError, "module.linear,layers=1-2: layer 2 is out of range; this model has layers 0-1"),
+    "module.rotary,point=weight": (
+        PlanError,
+        "gain:1@module.rotary,point=weight: 'rotary' has no weight of its own; use point=input or point=output",
+    ),
+    "module.q_proj+self_attn,point=weight": (
+        PlanError,
+        "gain:1@module.q_proj+self_attn,point=weight: 'layers.0.self_attn' has no weight of its own; use point=input or point=output",
+    ),
+    "module.embedding,point=input": (
+        PlanError,
+        "gain:1@module.embedding,point=input: 'embed_tokens' reads integer token ids; use point=output or point=weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("site", REFUSALS)
+def test_a_refusal_says_exactly_this(site):
+    kind, said = REFUSALS[site]
+    with pytest.raises(kind) as refused:
+        found(site)
+    assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize("site", ["layer.0", "layer.all", "module.linear,layers=0"])
+def test_a_model_without_layers_has_none_to_name(site):
+    with pytest.raises(NoMatchError) as refused:
+        found(site, anatomy=Anatomy.of(nn.Linear(2, 2)))
+    assert str(refused.value) == f"{site}: Linear has no decoder layers"
+
+
+@pytest.mark.parametrize(("site", "count", "fits"), [("layer.3", 4, True), ("layer.3", 3, False), ("layer.all", 0, True), ("module.x", 0, True)])  # fmt: skip
+def test_layers_are_counted_from_zero(site, count, fits):
+    clause = Plan.parse(f"gain:1@{site}").clauses[0]
+    if fits:
+        assert check_range(clause.site, count) is None
+    else:
+        with pytest.raises(NoMatchError, match=r"layer 3 is out of range; this model has layers 0-2$"):
+            check_range(clause.site, count)
+
+
+@pytest.mark.parametrize(("include", "wanted"), [("", False), (",include=lm_head", True), (",include=embedding", False)])
+def test_a_head_is_wanted_where_it_is_included(include, wanted):
+    [head] = [part for part in ANATOMY.parts if part.role == "lm_head"]
+    [norm] = [part for part in ANATOMY.parts if part.name == "norm"]
+    site = Plan.parse(f"gain:1@module.linear{include}").clauses[0].site
+    assert is_wanted(head, site, ANATOMY) is wanted and is_wanted(norm, site, ANATOMY)
+
+
+def test_a_layer_that_the_anatomy_has_no_part_for_is_called_by_its_number():
+    model = Small()
+    anatomy = Anatomy.of(model)
+    anatomy.parts = [part for part in anatomy.parts if part.module is not model.layers[1]]
+    assert [(t.part.name, t.part.layer, t.part.role) for t in found("layer.all", anatomy=anatomy)] == [
+        ("layers.0", 0, None),
+        ("layer.1", 1, None),
+    ]
+
+
+class SomeRotaryEmbedding(nn.Module):
+    pass
+
+
+class Experts(nn.Module):
+    def __init__(self, dims):
+        super().__init__()
+        self.w, self.none = nn.Parameter(torch.ones(*[2] * dims)), None
+        self.register_parameter("bias", None)
+
+
+class Conv1D(nn.Module):
+    def __init__(self, dims=2):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(*[2] * dims))
+
+
+@pytest.mark.parametrize(
+    ("module", "linear"),
+    [
+        (nn.Linear(2, 2), True), (Conv1D(), True), (Conv1D(3), False), (nn.Conv1d(2, 2, 2), False), (nn.Embedding(2, 2), False),
+        (Experts(3), True), (Experts(2), False), (nn.Bilinear(2, 2, 2), False), (nn.Identity(), False),
+    ],
+)  # fmt: skip
+def test_a_product_with_a_weight_of_two_sides_is_linear_and_so_are_stacked_experts(module, linear):
+    assert is_linear(module) is linear
+
+
+@pytest.mark.parametrize(("module", "rotary"), [(SomeRotaryEmbedding(), True), (Rotary(), True), (nn.Linear(2, 2), False)])
+def test_what_makes_rotary_angles_is_known_by_its_class(module, rotary):
+    assert is_rotary(module) is rotary
+
+
+def test_the_weights_of_a_part_are_its_own_matrices_or_its_scale():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj, self.bias_proj = nn.Parameter(torch.ones(2, 2, 2)), nn.Parameter(torch.ones(2, 2))
+            self.scale = nn.Parameter(torch.ones(2))
+
+    Head.__name__ = "SomeExperts"
+    model = nn.Module()
+    model.experts, model.norm, model.linear, model.other = Head(), nn.LayerNorm(2), nn.Linear(2, 2), nn.Identity()
+    weights = {part.name: part.weights for part in Anatomy.of(model).parts}
+    assert weights == {"": (), "experts": ("gate_up_proj",), "norm": ("weight",), "linear": ("weight",), "other": ()}
+
+
+def test_roles_that_no_module_has_are_not_counted_and_what_is_left_out_is_named():
+    assert ANATOMY.role_counts() == {"linear": 6, "layernorm": 3, "attention": 2, "embedding": 1, "lm_head": 1}
+    left_out = {part.name: reason for part in ANATOMY.parts if (reason := ANATOMY.excluded(part))}
+    assert left_out == {"embed_tokens": "embedding", "lm_head": "lm_head"}
+
+
+@pytest.mark.parametrize("point", ["output", "weight"])
+def test_an_embedding_may_be_faulty_in_what_it_returns_and_in_its_weight(point):
+    assert [(t.part.name, t.point) for t in found(f"module.embedding,point={point}")] == [("embed_tokens", point)]
+
+
+def test_of_several_modules_the_one_that_cannot_be_faulty_is_named():
+    """A linear beside the experts of an engine, whose router reads the same input."""
+    runner = type("MoERunner", (nn.Module,), {"__module__": "vllm.model_executor.layers"})
+    model = nn.Module()
+    model.first, model.experts = type("RowLinear", (nn.Linear,), {"__module__": "vllm.x"})(2, 2), runner()
+    model.experts.gate = nn.Linear(2, 2)
+    with pytest.raises(PlanError) as refused:
+        found("module.linear,point=input", anatomy=Anatomy.of(model))
+    assert "'experts' cannot be faulty there: the router reads the same input inside of it" in str(refused.value)

@@ -1,0 +1,111 @@
+"""What the program is doing: which of several claims wins, what one rollout is, and that a class gets its method back."""
+
+import threading
+
+import pytest
+
+from shaketable.errors import PlanError
+from shaketable.sites import phases
+from shaketable.sites.phases import as_rollout, current_phase, current_rollout, mark_generate, phase, unmark_generate
+
+
+class Model:
+    def generate(self, *args, **kwargs):
+        """Sample."""
+        return current_phase(False), current_rollout(), args, kwargs
+
+
+class Child(Model):
+    pass
+
+
+class Mute:
+    generate = None
+
+
+@pytest.mark.parametrize(("training", "found"), [(True, "train"), (False, "eval")])
+def test_a_plain_pass_is_what_the_training_flag_says_and_an_engine_knows_better(training, found):
+    assert current_phase(training) == found
+    assert current_phase(training, "rollout") == "rollout"
+
+
+@pytest.mark.parametrize("name", ["rollout", "train", "eval"])
+@pytest.mark.parametrize("told", [None, "rollout", "eval"])
+def test_what_is_said_wins_over_engine_generate_and_flag_and_ends_with_its_block(name, told):
+    with phase(name):
+        assert current_phase(True, told) == current_phase(False, told) == name
+        assert as_rollout(lambda: current_phase(True, told))() == name
+        with phase("train"):
+            assert current_phase(False, told) == "train"
+        assert current_phase(False, told) == name
+    assert current_phase(True) == "train"
+
+
+def test_a_phase_ends_when_its_block_breaks_off():
+    with pytest.raises(KeyError), phase("rollout"):
+        raise KeyError
+    assert current_phase(False) == "eval" and current_rollout() is None
+
+
+def test_an_unknown_phase_is_refused():
+    with pytest.raises(PlanError, match=r"^unknown phase 'rolout'; did you mean 'rollout'\? valid: eval, rollout, train$"):
+        phase("rolout").__enter__()
+
+
+def test_one_outermost_block_is_one_rollout_and_each_has_a_number_of_its_own():
+    assert current_rollout() is None
+    with phase("rollout"):
+        first = current_rollout()
+        with phase("rollout"):
+            assert current_rollout() == first
+        assert as_rollout(current_rollout)() == first == current_rollout()
+        with phase("eval"):
+            assert current_rollout() is None, "an evaluation inside of a rollout is none"
+            with phase("rollout"):
+                assert current_rollout() == first
+    with phase("rollout"):
+        second = current_rollout()
+    third = as_rollout(lambda: (current_rollout(), as_rollout(current_rollout)()))()
+    assert first is not None and len({first, second, *third}) == 3 and third[0] == third[1]
+    assert current_rollout() is None
+    with phase("train"):
+        assert current_rollout() is None
+
+
+def test_generate_is_a_rollout_while_it_runs_also_when_it_breaks_off():
+    def broken():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        as_rollout(broken)()
+    assert current_phase(True) == "train" and current_rollout() is None
+    assert as_rollout(lambda: current_phase(True, "eval"))() == "eval", "an engine was told that it validates"
+
+
+def test_another_thread_does_not_inherit_a_phase():
+    found = []
+    with phase("rollout"):
+        thread = threading.Thread(target=lambda: found.append((current_phase(True), current_rollout())))
+        thread.start()
+        thread.join()
+    assert found == [("train", None)]
+
+
+def test_generate_is_marked_where_it_is_defined_and_put_back_by_the_last():
+    original = Model.__dict__["generate"]
+    homes = [mark_generate(Child), mark_generate(Model)]
+    assert homes == [Model, Model] and "generate" not in Child.__dict__
+    try:
+        assert Model.generate.__doc__ == "Sample." and Model.__dict__["generate"] is not original
+        told, rollout, args, kwargs = Child().generate(1, b=2)
+        assert (told, args, kwargs) == ("rollout", (1,), {"b": 2}) and rollout is not None
+        unmark_generate(Model)
+        assert Child().generate()[0] == "rollout", "somebody still needs it"
+    finally:
+        unmark_generate(Model)
+    assert Model.__dict__["generate"] is original and Model not in phases._marked
+    assert Child().generate()[:2] == ("eval", None)
+
+
+def test_a_class_without_generate_is_left_alone():
+    assert mark_generate(Mute) is None and mark_generate(object) is None and phases._marked == {}
