@@ -19,8 +19,8 @@ from shaketable.study.analysis.findings import (
     run_facts,
 )
 from shaketable.study.analysis.runs import Run
+from shaketable.study.arm_config import Arm, Guide
 from shaketable.study.cells import STEPS, cells_of
-from shaketable.study.config import Arm, Guide
 from tests.study.small_studies import FAULTY, NOISE, study
 
 ALONE = {"compare": {}, "diagnose": {"tokens": 32}}

@@ -48,7 +48,7 @@ USUAL = {"disable_log_stats": True, "seed": 0}
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """What vLLM gave back for one request; log-probabilities only where they were asked for."""
 
     tokens: list[int]
@@ -231,7 +231,7 @@ class VLLMEngine:
 
     # ---- talking to it
 
-    def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Mapping[str, Any]]) -> list[EngineAnswer]:
         """One request for each prompt; `asked` holds arguments of vLLM's `SamplingParams`."""
         from vllm import SamplingParams
 
@@ -293,15 +293,15 @@ def _forced(tokens: list[int]) -> dict[str, Any]:
     return {"max_tokens": len(tokens), "temperature": 0, "ignore_eos": True, "logprobs": 0, "extra_args": told}
 
 
-def _rollout(prompt: list[int], answer: Answer) -> Rollout:
+def _rollout(prompt: list[int], answer: EngineAnswer) -> Rollout:
     return Rollout(prompt, answer.tokens, answer.logprobs, "stop" if answer.finish == "stop" else "length")
 
 
-def _answer(request: Any) -> Answer:
+def _answer(request: Any) -> EngineAnswer:
     best = request.outputs[0]
     prompt = [] if request.prompt_logprobs is None else zip(request.prompt_logprobs, request.prompt_token_ids, strict=True)
     written = [] if best.logprobs is None else zip(best.logprobs, best.token_ids, strict=True)
-    return Answer(
+    return EngineAnswer(
         tokens=list(best.token_ids),
         logprobs=[float(row[token].logprob) for row, token in written],
         prompt_logprobs=[float("nan") if row is None else float(row[token].logprob) for row, token in prompt],

@@ -16,7 +16,7 @@ import torch
 import vllm
 
 from shaketable.mismatch.engines.engine import EngineError
-from shaketable.mismatch.engines.vllm import Answer, VLLMEngine
+from shaketable.mismatch.engines.vllm import EngineAnswer, VLLMEngine
 
 PATIENCE = 60.0
 """Seconds that an answer may take to be seen: a folder that machines share shows it late."""
@@ -45,7 +45,7 @@ class VerlEngine(VLLMEngine):
     def close(self) -> None:
         """verl ends it."""
 
-    def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Mapping[str, Any]]) -> list[EngineAnswer]:
         requests = [
             self.server.generate.remote(list(prompt), _told(one), f"shaketable-{uuid.uuid4().hex}")
             for prompt, one in zip(prompts, asked, strict=True)
@@ -86,10 +86,10 @@ def _told(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {**asked, "logprobs": "logprobs" in asked, "detokenize": False}
 
 
-def _answer(output: Any) -> Answer:
+def _answer(output: Any) -> EngineAnswer:
     """verl pads the log-probabilities of a prompt behind the last token, and has none for the first."""
     prompt = output.extra_fields.get("prompt_logprobs")
-    return Answer(
+    return EngineAnswer(
         tokens=list(output.token_ids),
         logprobs=[float(x) for x in output.log_probs or ()],
         prompt_logprobs=[] if prompt is None else [float("nan"), *(float(row[0]) for row in prompt[:-1])],
