@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shaketable.mismatch.weights import compare, digest, unlike
+from shaketable.errors import ShaketableError
+from shaketable.mismatch.weights import DigestComparison, compare, digest, unlike
 
 WEIGHT = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
 SQUARE = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
@@ -124,3 +125,26 @@ def test_the_sign_of_a_zero_is_no_difference_and_one_bit_is():
     one = WEIGHT.clone()
     one.view(torch.int32)[17, 3] ^= 1
     assert unlike(WEIGHT, torch.float32, held(one))
+
+
+def test_only_what_both_sides_have_counts_as_compared_and_only_what_differs_is_fetched():
+    engine = {"w": WEIGHT * 1.5, "same": SQUARE.bfloat16(), "fused": OTHER}
+    found = DigestComparison({name: held(weight) for name, weight in engine.items()}, torch.float32)
+    for name, own in (("w", WEIGHT), ("same", SQUARE), ("trainer's alone", OTHER)):
+        found.look(name, own)
+    asked = []
+
+    def fetch(names):
+        asked.extend(names)
+        return [(name, engine[name]) for name in names]
+
+    said = found.result(fetch)
+    assert asked == ["w"] and [(row["name"], row["kind"]) for row in said["differing"]] == [("w", "scaled")]
+    assert (said["compared"], said["cast"], said["unknown"]) == (2, 1, ["fused"])
+
+
+def test_weights_of_which_none_was_compared_are_not_equal_weights():
+    found = DigestComparison({"model.w": held(WEIGHT)}, torch.float32)
+    found.look("w", WEIGHT)
+    with pytest.raises(ShaketableError, match="nothing was compared"):
+        found.result(lambda names: [])

@@ -83,7 +83,8 @@ def _share(side: Trainer, engine: RolloutEngine, rollout: Rollout) -> dict[str, 
 
 def weight_counts(found: Mapping[str, Any]) -> dict[str, float]:
     """For the log: of what `weights.compare` found."""
-    counts = {"differing": len(found["differing"]), "compared": found["compared"], "cast": found["cast"]}
+    counts = {"compared": found["compared"], "cast": found["cast"]}
+    counts |= {name: len(found[name]) for name in ("differing", "unknown")}
     return {f"weights_{name}": float(count) for name, count in counts.items()}
 
 

@@ -5,18 +5,21 @@ classes are asked in order of how exactly they can be shown: what the trainer's 
 parameter, the transpose, the same rows in another order, the bits of an earlier checkpoint, one factor, values of a coarser
 dtype, few distinct values in a row. What is left and still close is `stale`: weights of another step.
 
-Where the two sides are processes that share no memory, digests are compared first (`unlike`), and only what differs is sent.
+Where the two sides are processes that share no memory, digests are compared first (`DigestComparison`), and only what differs
+is sent.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shaketable.errors import ShaketableError
 
 COARSER = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 CLOSE = 0.5
@@ -94,6 +97,44 @@ def unlike(own: Tensor, dtype: torch.dtype, told: tuple[str, str]) -> bool:
     held: torch.dtype = getattr(torch, told[0])
     expected = [own.to(dtype).to(held), *([own] if own.dtype == held else [])]
     return all(digest(weight) != told[1] for weight in expected)
+
+
+class DigestComparison:
+    """A sampler's digests against a trainer's weights, which come one after another.
+
+    Args:
+        told: By name, the dtype in which the sampler holds a weight, and its digest.
+        dtype: In which it computes.
+    """
+
+    def __init__(self, told: Mapping[str, tuple[str, str]], dtype: torch.dtype) -> None:
+        self.told, self.dtype = told, dtype
+        self.seen: set[str] = set()
+        self.cast = 0
+        self.differing: dict[str, Tensor] = {}
+        """The trainer's weights that the sampler does not hold."""
+
+    def look(self, name: str, own: Tensor) -> None:
+        """Compare one weight, if the sampler has told of it."""
+        if (held := self.told.get(name)) is None:
+            return
+        self.seen.add(name)
+        self.cast += getattr(torch, held[0]) != own.dtype
+        if unlike(own, self.dtype, held):
+            self.differing[name] = own.cpu()
+
+    def result(self, parameters: Callable[[list[str]], Iterable[tuple[str, Tensor]]]) -> dict[str, Any]:
+        """As `compare` says it; `parameters` fetches weights of the sampler.
+
+        Raises:
+            ShaketableError: Nothing was compared, which must not look like weights that are all equal.
+        """
+        if not self.seen:
+            raise ShaketableError("no weight of the sampler has the name of one of the trainer's: nothing was compared")
+        names = list(self.differing)
+        found = compare(self.differing, parameters(names), self.dtype)["differing"] if names else []
+        unknown = sorted(set(self.told) - self.seen)
+        return {"differing": found, "compared": len(self.seen), "cast": self.cast, "unknown": unknown}
 
 
 def _dtype(trainer: Mapping[str, Tensor]) -> torch.dtype:

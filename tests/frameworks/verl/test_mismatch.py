@@ -40,7 +40,7 @@ def test_gap_weights_floor_and_share_go_to_the_logger_of_verl(run):
     assert second == {}, "every second step"
     for row in (first, third):
         assert 0 <= row["gap"] < 1e-4 and row["k3"] < 1e-6 and row["outside"] == 0
-        assert row["weights_differing"] == row["weights_cast"] == 0 and row["seconds"] > 0
+        assert row["weights_differing"] == row["weights_cast"] == row["weights_unknown"] == 0 and row["seconds"] > 0
     assert 0 < first["floor"] < 1e-4
     assert [name for name in first if name.startswith("share/")]
     assert "floor" not in third, "three steps of nano are no time in which to check so much"

@@ -26,10 +26,10 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from shaketable.integrations.verl.mismatch.engine import VerlEngine
-from shaketable.mismatch import weights as parameters
 from shaketable.mismatch.engines.engine import Rollout
 from shaketable.mismatch.inside_job import floor_and_share
 from shaketable.mismatch.trainer import Trainer
+from shaketable.mismatch.weights import DigestComparison
 
 WRAPPER = "_checkpoint_wrapped_module."
 """In the names of modules that are recomputed in backward; samplers do not know it."""
@@ -50,21 +50,16 @@ class MeasuredWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         """
         model, is_first = self.actor.engine.module, self.rank == 0
         engines = [VerlEngine(server, Path(folder)) for server in servers] if is_first else []
-        told = [engine.digests() for engine in engines]
-        kept: list[dict[str, Tensor]] = [{} for _ in engines]
+        compared = [DigestComparison(engine.digests(), engine.dtype) for engine in engines]
         whole: dict[str, Tensor] = {}
-        cast = 0
         for name, value in _whole_weights(model):
             if is_first and rollouts:
                 whole[name] = value
-            for engine, digests, differing in zip(engines, told, kept, strict=True):
-                if name in digests:
-                    cast += getattr(torch, digests[name][0]) != value.dtype
-                    if parameters.unlike(value, engine.dtype, digests[name]):
-                        differing[name] = value.cpu()
+            for one in compared:
+                one.look(name, value)
         if not is_first:
             return None
-        found: dict[str, Any] = {"weights": _judged(engines, told, kept) | {"cast": cast}}
+        found: dict[str, Any] = {"weights": _together([c.result(e.parameters) for c, e in zip(compared, engines, strict=True)])}
         if rollouts:
             read = [Rollout(prompt, completion, []) for prompt, completion in rollouts]
             side = Trainer(whole_copy(model, whole, self._dtype()), None, "trainer")
@@ -78,15 +73,11 @@ class MeasuredWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         return found
 
 
-def _judged(
-    engines: Sequence[VerlEngine], told: Sequence[Mapping[str, tuple[str, str]]], kept: Sequence[Mapping[str, Tensor]]
-) -> dict[str, Any]:
-    """As `weights.compare` says it, of all samplers together; only weights whose digests differ travel."""
-    rows: list[dict[str, Any]] = []
-    for i, (engine, differing) in enumerate(zip(engines, kept, strict=True)):
-        found = parameters.compare(differing, engine.parameters(list(differing)), engine.dtype) if differing else None
-        rows += [row | {"name": f"{row['name']} (replica {i})"} for row in (found["differing"] if found else [])]
-    return {"differing": rows, "compared": sum(len(one) for one in told)}
+def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What was found of all samplers."""
+    rows = [row | {"name": f"{row['name']} (replica {i})"} for i, one in enumerate(found) for row in one["differing"]]
+    unknown = [name for one in found for name in one["unknown"]]
+    return {"differing": rows, "unknown": unknown, **{key: sum(one[key] for one in found) for key in ("compared", "cast")}}
 
 
 def _whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
