@@ -68,13 +68,13 @@ def record(path: str) -> None:
 
     KEPT.mkdir(parents=True, exist_ok=True)
     name = path.strip("/").replace("/", ".")
-    data = KEPT / f"{name}.coverage"
+    data, here, commands = (KEPT / f"{name}.{end}" for end in ("coverage", "here.ini", "commands.ini"))
     for context in ("", "${PYTEST_CURRENT_TEST}"):
         words = SETTINGS.format(package=PACKAGE, data=data, context=context)
-        (KEPT / ("commands.ini" if context else "here.ini")).write_text(words, encoding="utf-8")
-    coverage = Coverage(config_file=str(KEPT / "here.ini"))
+        (commands if context else here).write_text(words, encoding="utf-8")
+    coverage = Coverage(config_file=str(here))
     coverage.start()
-    os.environ["COVERAGE_PROCESS_START"] = str(KEPT / "commands.ini")
+    os.environ["COVERAGE_PROCESS_START"] = str(commands)
     recorder = Recorder(coverage)
     pytest.main(
         ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", "-m", "not slow and not gpu", path], plugins=[recorder]
@@ -84,7 +84,7 @@ def record(path: str) -> None:
     coverage.combine()
     body = {"seconds": recorder.seconds, "lines": _lines(coverage.get_data()), "sources": _sources()}
     (KEPT / f"{name}.json").write_text(json.dumps(body), encoding="utf-8")
-    for file in KEPT.glob(f"{data.name}*"):
+    for file in (here, commands, *KEPT.glob(f"{data.name}*")):
         file.unlink()
 
 

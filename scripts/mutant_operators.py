@@ -1,6 +1,6 @@
 """Bugs that nobody wrote: at each statement that a seed draws, one small change that the same seed chooses.
 
-    python scripts/mutant_operators.py SEED > scripts/mutants/NAME.yaml
+    python scripts/mutant_operators.py SEED [EACH] > scripts/mutants/NAME.yaml
 
 A bug that a person writes is one that this person thinks of, and who writes bugs and tests thinks of the same things twice. So
 there are these too: a comparison is turned or moved by one, `and` is `or`, a number is one more, an argument is left out, two
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from mutant_sample import PACKAGE, draw, statements
+from mutant_sample import EACH, PACKAGE, draw, statements
 
 TURNED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "in": "not in", "not in": "in"}
 TURNED |= {"is": "is not", "is not": "is", "and": "or", "or": "and", "+": "-", "-": "+", "*": "/", "/": "*", "//": "*"}
@@ -34,6 +34,7 @@ WORDS = {
 }
 WORDS |= {ast.Is: "is", ast.IsNot: "is not", ast.And: "and", ast.Or: "or", ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 WORDS |= {ast.Div: "/", ast.FloorDiv: "//"}
+LISTS = Path(__file__).resolve().parent / "mutants"
 Change = tuple[int, int, str]
 """From where to where in the file, and what stands there instead."""
 
@@ -145,14 +146,16 @@ def _row(file: File, change: Change) -> dict[str, str]:
     return {"file": str(file.path.relative_to(PACKAGE)), "old": old, "new": file.text[start:a] + new + file.text[b:end]}
 
 
-def sample(seed: int) -> list[dict[str, str]]:
-    """A bug at every statement that the seed draws."""
+def sample(seed: int, each: int = EACH) -> list[dict[str, str]]:
+    """A bug at every statement that the seed draws; none that a list has already."""
     chance = random.Random(seed)
+    lists = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(LISTS.glob("*.yaml"))]
+    known = [{word: row[word] for word in ("file", "old", "new")} for rows in lists for row in rows]
     rows: list[dict[str, str]] = []
-    for file, line in draw(seed):
-        rows.append(bug(file, line, chance, rows))
+    for file, line in draw(seed, each):
+        rows.append(bug(file, line, chance, known + rows))
     return rows
 
 
 if __name__ == "__main__":
-    print(yaml.safe_dump(sample(int(sys.argv[1])), sort_keys=False, allow_unicode=True, width=130), end="")
+    print(yaml.safe_dump(sample(*map(int, sys.argv[1:])), sort_keys=False, allow_unicode=True, width=130), end="")

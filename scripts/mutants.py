@@ -1,6 +1,7 @@
 """Plant bugs one at a time, and see which of them no test catches (`make mutants`).
 
-    python scripts/mutants.py [LIST …] [--only TEXT] [--survivors] [--again]
+    python scripts/mutants.py [LIST …] [--only TEXT] [--survivors] [--again] [--jobs 2]
+    python scripts/mutants.py --try FILE        bugs of a list that is not kept, and neither is what comes of it
 
 A bug is one line of `src/shaketable` that is replaced by another, in a copy, and the tests that ought to notice. The
 lists are in scripts/mutants, in the order in which they were made: the bugs that nothing caught got tests, so the rates today
@@ -25,11 +26,13 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
 import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +55,7 @@ NAMES = (
     "seventh_by_rule",
     "eighth_fresh",
     "ninth_by_rule",
+    "tenth_by_rule",
 )
 RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")
@@ -117,9 +121,15 @@ def _content(path: Path) -> str:
 
 def read(name: str) -> list[Mutant]:
     """The bugs of one list; a line that the package has no more is left out by who plants them."""
-    data = yaml.safe_load((LISTS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return read_file(LISTS / f"{name}.yaml")
+
+
+def read_file(path: Path) -> list[Mutant]:
+    """The bugs of any file; its name is that of the list."""
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [
-        Mutant(name, **(row | {"tests": tuple(row.get("tests", "").split()), "is_drawn": "tests" not in row})) for row in data
+        Mutant(path.stem, **(row | {"tests": tuple(row.get("tests", "").split()), "is_drawn": "tests" not in row}))
+        for row in data
     ]
 
 
@@ -163,6 +173,16 @@ class Results:
     def save(self) -> None:
         """Write the file."""
         RESULTS.write_text(json.dumps(self.body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class Unkept(Results):
+    """Results that are only told."""
+
+    def __init__(self) -> None:
+        self.body = {"rows": []}
+
+    def save(self) -> None:
+        """Nothing is written."""
 
 
 def _name(row: dict[str, Any]) -> tuple[str, ...]:
@@ -212,14 +232,16 @@ def _code(text: str) -> str:
     return f"`{shown}`" if shown else "(deleted)"
 
 
-def check(copy: Copy, mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> None:
-    """The tests that are named pass on the unchanged copy; asked once for every state of package and tests."""
+def check(
+    test: Callable[[list[str]], tuple[str, str]], mutants: list[Mutant], results: Results, say: Callable[[str], None]
+) -> None:
+    """The tests that are named are there and pass on the unchanged copy; asked once for every state of package and tests."""
     state = hashlib.blake2b(_content(ROOT / "src").encode(), digest_size=8)
     known = results.body.setdefault("clean", {})
     now = {t: state.hexdigest() + _short(t) for m in mutants if not m.is_drawn for t in m.tests}
     if unknown := sorted(t for t in now if known.get(t) != now[t]):
         say(f"the tests named, without a bug ({len(unknown)} files or tests)")
-        code, said = copy.test(_paths(unknown), PATIENCE * len(unknown))
+        code, said = test(unknown)
         if code != PASSED:
             raise SystemExit(f"tests fail without any bug planted: {said}")
         known |= {t: now[t] for t in unknown}
@@ -233,16 +255,30 @@ def _paths(tests: Iterable[str]) -> list[str]:
     return [f"tests/{t}" for t in tests]
 
 
-def run(mutants: list[Mutant], results: Results, say: Callable[[str], None]) -> None:
-    """Plant what is not known yet."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder))
-        check(copy, mutants, results, say)
-        for i, mutant in enumerate(mutants):
-            start = time.monotonic()
-            by, how = plant(copy, mutant, (results.of(mutant) or {}).get("caught_by"))
-            results.add(mutant, by, time.monotonic() - start)
+def run(mutants: list[Mutant], results: Results, say: Callable[[str], None], jobs: int = 1) -> None:
+    """Plant what is not known yet; every one of `jobs` processes does so in a copy of its own."""
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(jobs, initializer=_open, initargs=(folder,)) as pool:
+        check(lambda tests: pool.submit(_pass, tests).result(), mutants, results, say)
+        waiting = {pool.submit(_planted, m, (results.of(m) or {}).get("caught_by")): m for m in mutants}
+        for i, done in enumerate(as_completed(waiting)):
+            mutant, (by, how, seconds) = waiting[done], done.result()
+            results.add(mutant, by, seconds)
             say(f"{i + 1}/{len(mutants)} {mutant.file}: {mutant.new.strip()}: {by or 'NOT CAUGHT'} ({how})")
+
+
+def _open(folder: str) -> None:
+    """In a process that plants: make its copy."""
+    global copy
+    copy = Copy(Path(folder) / str(os.getpid()))
+
+
+def _pass(tests: list[str]) -> tuple[str, str]:
+    return copy.test(_paths(tests), PATIENCE * len(tests))
+
+
+def _planted(mutant: Mutant, known: str | None) -> tuple[str | None, str, float]:
+    start = time.monotonic()
+    return *plant(copy, mutant, known), time.monotonic() - start
 
 
 def plant(copy: Copy, mutant: Mutant, known: str | None = None) -> tuple[str | None, str]:
@@ -270,12 +306,23 @@ def _first_that_fails(copy: Copy, mutant: Mutant, known: str | None) -> tuple[st
     how, end = f"{len(tests)} tests execute it", time.monotonic() + 8 * LIMIT
     while tests and time.monotonic() < end:
         code, failed = copy.test(tests, LIMIT)
+        if code == NOT_COLLECTED:
+            return _collecting(copy, mutant, tests), how
         if code != FAILED:
             return None, how + (f"; not all of them in {LIMIT} seconds" if code == LATE else "")
         if _is_caught_by(copy, mutant, failed):
             return failed.removeprefix("tests/"), how
         tests = tests[tests.index(failed) + 1 :] if failed in tests else []
     return None, how
+
+
+def _collecting(copy: Copy, mutant: Mutant, tests: list[str]) -> str:
+    """With the bug nothing can be collected, and without it all of the tests; else they were recorded under other names."""
+    copy.write(mutant.file, mutant.clean)
+    code, _ = copy.test(["--collect-only", *tests], LIMIT)
+    if code != PASSED:
+        raise SystemExit(f"tests that were recorded are gone: run scripts/line_tests.py again for those of {mutant.file}")
+    return "collecting"
 
 
 def _is_caught_by(copy: Copy, mutant: Mutant, test: str) -> bool:
@@ -294,13 +341,18 @@ def main() -> None:
     parser.add_argument("--survivors", action="store_true", help="only those that no test is known to catch")
     parser.add_argument("--again", action="store_true", help="also those that are known")
     parser.add_argument("--least", type=float, help="exit 1 when a smaller share (0 to 1) of what was chosen is caught")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that plant bugs side by side")
+    parser.add_argument("--try", dest="tried", type=Path, metavar="FILE", help="plant the bugs of this file, and keep nothing")
     given = parser.parse_args()
+    if given.tried:
+        run([m for m in read_file(given.tried) if m.is_there], Unkept(), lambda line: print(line, flush=True), given.jobs)
+        return
     every = [m for name in NAMES for m in read(name) if m.is_there]
     chosen = [m for m in every if (not given.lists or m.list in given.lists) and given.only in f"{m.file} {m.old} {m.new}"]
     results = Results()
     unknown = [m for m in chosen if given.again or not results.is_known(m)]
     asked = [m for m in unknown if results.survived(m)] if given.survivors else unknown
-    run(asked, results, lambda line: print(line, flush=True))
+    run(asked, results, lambda line: print(line, flush=True), given.jobs)
     results.keep(every)
     PAGE.write_text(page(results.body), encoding="utf-8")
     caught = [m for m in chosen if not results.survived(m)]
