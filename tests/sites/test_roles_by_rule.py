@@ -1,0 +1,484 @@
+"""Roles, stacks of layers and names, one rule at a time: what each name, class and shape makes of a module."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+
+from shaketable.plan import Plan
+from shaketable.sites import structure
+from shaketable.sites.match import targets
+from shaketable.sites.structure import Anatomy, class_name, find_layers, is_linear, is_rotary
+
+
+def kind(name, base=nn.Module, **body):
+    """A class of that name."""
+    return type(name, (base,), body)
+
+
+def holding(name="Thing", *, module=__name__, **shapes):
+    """A module of a class of that name whose parameters have these shapes; None is a parameter that is not there."""
+    made = kind(name, __module__=module)()
+    for key, shape in shapes.items():
+        made.register_parameter(key, None if shape is None else nn.Parameter(torch.ones(shape)))
+    return made
+
+
+def around(*modules, name="Around", **children):
+    """A module of a class of that name with these children."""
+    made = kind(name)()
+    for key, child in (*((str(i), m) for i, m in enumerate(modules)), *children.items()):
+        made.add_module(key, child)
+    return made
+
+
+def block():
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+def nested(path, inner):
+    """A model with a module at a path."""
+    for name in reversed(path.split(".")):
+        inner = around(**{name: inner})
+    return inner
+
+
+def roles(model):
+    return {p.name: p.role for p in Anatomy.of(model).parts}
+
+
+def role(module, path="model.thing", **beside):
+    """What a module is called at a path, beside others."""
+    model = nested(path, module)
+    for name, other in beside.items():
+        model.add_module(name, other)
+    return roles(model)[path]
+
+
+# Roles of single modules
+
+
+@pytest.mark.parametrize(
+    ("module", "wanted"),
+    [
+        (holding("LlamaRMSNorm", weight=2), "rmsnorm"),
+        (holding("RMSNormGated", weight=2), "rmsnorm"),
+        (holding("Qwen3RMSNorm"), None),
+        (holding("SomeRMSNorm", weight=(2, 2)), None),
+        (nn.RMSNorm(2, elementwise_affine=False), None),
+        (nn.LayerNorm(2), "layernorm"),
+        (nn.LayerNorm((2, 2)), None),
+        (nn.LayerNorm(2, elementwise_affine=False), None),
+        (holding("FusedLayerNorm", weight=3), "layernorm"),
+        (nn.Embedding(3, 2), "embedding"),
+        (holding("VocabParallelEmbedding", weight=(3, 2)), "embedding"),
+        (holding("LlamaRotaryEmbedding"), None),
+        (holding("SomeEmbedding", weight=3), None),
+        (nn.Linear(2, 3), "linear"),
+        (holding("Linear4bit", weight=(2, 2)), "linear"),
+        (holding("Linear4bit", weight=4), None),
+        (nn.Bilinear(2, 2, 2), None),
+        (nn.Conv2d(1, 1, 1), None),
+        (nn.BatchNorm1d(2), None),
+        (nn.GroupNorm(1, 2), None),
+        (around(nn.Linear(2, 2), name="LlamaAttention"), "attention"),
+        (around(nn.Linear(2, 2), name="LlamaFlashAttention2"), "attention"),
+        (around(nn.Linear(2, 2), name="SelfAttentionBlock"), "attention"),
+        (kind("Attention")(), None),
+        (around(nn.Linear(2, 2), name="LlamaMLP"), "mlp"),
+        (around(nn.Linear(2, 2), name="SomeFeedForward"), "mlp"),
+        (around(nn.Linear(2, 2), name="Qwen3MoeSparseMoeBlock"), "mlp"),
+        (around(nn.Linear(2, 2), name="MLPBlock"), None),
+        (kind("LlamaMLP")(), None),
+        (nn.Identity(), None),
+        (nn.Sequential(nn.Linear(2, 2)), None),
+    ],
+)  # fmt: skip
+def test_a_class_and_a_shape_make_a_role(module, wanted):
+    assert role(module) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("mlp", "mlp"), ("feed_forward", "mlp"), ("ffn", "mlp"), ("block_sparse_moe", "mlp"),
+        ("mlps", None), ("my_ffn", None), ("mixer", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_name_makes_a_block_of_what_has_parts(name, wanted, deep):
+    path = f"model.{name}" if deep else name
+    assert role(nn.Sequential(nn.Linear(2, 2)), path) == wanted
+    assert role(nn.Identity(), path) is None
+    assert role(nn.Sequential(nn.Linear(2, 2)), f"{path}.inner") is None, "what is inside has another name"
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_out", "output_projection"])
+def test_a_head_is_known_by_its_name_where_the_model_does_not_say(name):
+    assert role(nn.Linear(2, 4), name) == role(nn.Linear(2, 4), f"model.{name}") == "lm_head"
+    assert role(nn.Sequential(nn.Linear(2, 4)), name) is None, "which has no weight of its own"
+    assert role(nn.Linear(2, 4), f"{name}.dense") == "linear", "of the last word alone"
+
+
+def test_a_head_is_known_by_its_class_where_the_model_does_not_say():
+    assert role(holding("ParallelLMHead", weight=(4, 2)), "model.out") == "lm_head"
+    assert role(holding("ParallelLMHead", weight=4), "model.out") is None
+
+
+def model_that_says(head, **children):
+    model = around(**children)
+    model.get_output_embeddings = lambda: head
+    return model
+
+
+def test_the_head_that_a_model_names_is_the_head_whatever_it_is_called():
+    out = nn.Linear(2, 4)
+    assert roles(model_that_says(out, out=out, other=nn.Linear(2, 4))) == {"": None, "out": "lm_head", "other": "linear"}
+    inside = around(model=model_that_says(out, out=out))
+    assert roles(inside)["model.out"] == "lm_head", "a model inside of another may say it"
+
+
+def test_the_outermost_model_is_asked_first():
+    first, second = nn.Linear(2, 4), nn.Linear(2, 4)
+    inner = model_that_says(second, second=second)
+    assert roles(model_that_says(first, first=first, inner=inner)) == {
+        "": None, "first": "lm_head", "inner": None, "inner.second": "linear",
+    }  # fmt: skip
+
+
+def test_a_head_that_a_model_names_is_one_whatever_became_of_its_weight():
+    packed, bare = holding("Linear4bit", weight=8), nn.Identity()
+    assert roles(model_that_says(packed, out=packed))["out"] == roles(model_that_says(bare, out=bare))["out"] == "lm_head"
+
+
+def test_a_model_that_has_no_head_says_none():
+    assert roles(model_that_says(None, out=nn.Linear(2, 4))) == {"": None, "out": "linear"}
+
+
+def test_a_head_in_two_adapters_is_the_innermost():
+    out = nn.Linear(2, 4)
+    wrapped = around(base_layer=around(base_layer=out))
+    assert roles(model_that_says(wrapped, out=wrapped)) == {"": None, "out": "lm_head"}
+
+
+# Mixtures of experts
+
+
+@pytest.mark.parametrize(
+    ("path", "moe"),
+    [
+        ("experts", True), ("model.experts", True), ("mlp.experts.0", True), ("shared_expert", True), ("mlp.shared_expert.up", True),
+        ("mlp.shared_experts", True), ("routed_experts", True), ("expert_0", True), ("mlp.expert_1.up", True), ("num_experts", True),
+        ("experts_gate", True), ("expert", False), ("mlp.expertise", False), ("myexperts", False), ("mlp.up_proj", False),
+        ("nonexpert", False),
+    ],
+)  # fmt: skip
+def test_a_model_has_experts_if_a_module_is_called_so(path, moe):
+    assert Anatomy.of(nested(path, nn.Linear(2, 2))).is_moe is moe
+
+
+@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
+def test_a_router_is_a_product_of_that_name_in_a_mixture(name):
+    assert role(nn.Linear(2, 2), f"mlp.{name}", experts=nn.Linear(2, 2)) == "router"
+    assert role(nn.Sequential(nn.Linear(2, 2)), f"mlp.{name}", experts=nn.Linear(2, 2)) is None, "it has a weight"
+    assert role(nn.Linear(2, 2), f"mlp.{name}.dense", experts=nn.Linear(2, 2)) == "linear"
+    if name != "shared_expert_gate":
+        assert role(nn.Linear(2, 2), f"mlp.{name}") == "linear", "without experts it is a product"
+
+
+@pytest.mark.parametrize("class_", ["MixtralTopKRouter", "Router", "RouterLinear"])
+def test_a_router_is_known_by_its_class_in_a_mixture(class_):
+    bare = around(nn.Linear(2, 2), name=class_)
+    assert role(bare, "mlp.choose", experts=nn.Linear(2, 2)) == "router"
+    assert role(bare, "mlp.choose") is None
+
+
+def test_the_weight_of_a_router_may_have_any_name():
+    found = Anatomy.of(around(router=holding("Router", wg=(2, 2), bias_wg=(2, 2), scale=2), experts=nn.Linear(2, 2)))
+    assert {p.name: (p.role, p.weights) for p in found.parts if p.name == "router"} == {"router": ("router", ("wg",))}
+
+
+@pytest.mark.parametrize(
+    ("module", "linear"),
+    [
+        (holding("MixtralExperts", up=(2, 2, 2), down=(2, 2, 2), scale=2), True),
+        (holding("MixtralExperts", up=(2, 2, 2), bias=None), True),
+        (holding("MixtralExperts", weight=(2, 2)), False),
+        (holding("MixtralExperts"), False),
+        (holding("ExpertsOfLinear", weight=(2, 2)), True),
+        (holding("SomeExperts", module="vllm.layers", up=(2, 2, 2)), False),
+        (holding("Conv1D", weight=(2, 2)), True),
+        (holding("MyConv1D", weight=(2, 2)), False),
+        (holding("NonDynamicallyQuantizableLinear", weight=(2, 2)), True),
+        (holding("Linear", weight=None), False),
+    ],
+)
+def test_stacked_experts_and_linears_of_any_library_are_products(module, linear):
+    assert is_linear(module) is linear
+
+
+@pytest.mark.parametrize(
+    ("module", "rotary"),
+    [
+        (holding("RotaryEmbedding"), True),
+        (holding("MyRotary"), True),
+        (holding("RotaryEmbedding", module="vllm.layers"), False),
+        (holding("Embedding"), False),
+    ],
+)
+def test_an_engine_makes_its_angles_by_itself(module, rotary):
+    assert is_rotary(module) is rotary
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "weights"),
+    [
+        (holding("MixtralExperts", up=(2, 2, 2), down=(2, 2, 2), up_bias=(2, 2), scale=2), "experts", ("up", "down")),
+        (holding("MixtralExperts", weight=(2, 2, 2), other=(2, 2, 2)), "experts", ("weight",)),
+        (nn.Linear(2, 2), "x", ("weight",)),
+        (nn.LayerNorm(2), "x", ("weight",)),
+        (holding("Thing", weight=2, other=(2, 2)), "x", ("weight",)),
+        (holding("Thing", other=(2, 2)), "x", ()),
+        (holding("Thing", weight=None), "x", ()),
+        (nn.Embedding(2, 2), "x", ("weight",)),
+    ],
+)
+def test_what_a_weight_fault_acts_on(module, path, weights):
+    (part,) = [p for p in Anatomy.of(nested(path, module)).parts if p.name == path]
+    assert part.weights == weights and part.holder is module
+
+
+# Adapters
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [("q_proj.lora_A.default", "lora"), ("lora_B", "lora"), ("q_proj.lora_", "lora"), ("q_proj.xlora_A", "linear"), ("lora", "linear"), ("my_lora_A", "linear")],
+)  # fmt: skip
+def test_an_adapter_is_what_its_path_calls_one(path, wanted):
+    assert role(nn.Linear(2, 2), path) == wanted
+
+
+def test_what_an_adapter_holds_has_a_weight_or_no_role():
+    assert role(nn.LayerNorm(2), "q.lora_norm") == "lora" and role(nn.Dropout(), "q.lora_dropout.default") is None
+    assert role(nn.Linear(2, 2), "q.lora_A.lm_head") == "lora", "also where it has the name of a head"
+
+
+def test_an_adapter_of_a_router_is_an_adapter():
+    assert role(nn.Linear(2, 2), "mlp.lora_A.gate", experts=nn.Linear(2, 2)) == "lora"
+
+
+# Which of two rules wins
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "wanted"),
+    [
+        (nn.Embedding(2, 2), "lm_head", "lm_head"),
+        (holding("RouterEmbedding", weight=(2, 2)), "x", "router"),
+        (holding("LinearAttention", weight=(2, 2)), "x", "linear"),
+        (around(nn.Linear(2, 2), name="AttentionMLP"), "x", "attention"),
+        (around(nn.Linear(2, 2), name="SomeAttention"), "mlp", "attention"),
+        (holding("EmbeddingLinear", weight=(2, 2)), "x", "embedding"),
+        (holding("LayerNormOrRMSNorm", weight=2), "x", "rmsnorm"),
+    ],
+)
+def test_the_first_rule_that_fits_wins(module, path, wanted):
+    assert role(module, path, experts=nn.Linear(2, 2)) == wanted
+
+
+def test_blocks_of_one_role_are_counted_by_the_outermost():
+    inner = around(attn=around(nn.Linear(2, 2), name="InnerAttention"), name="OuterAttention")
+    model = around(first=inner, second=around(nn.Linear(2, 2), name="OuterAttention"))
+    assert Anatomy.of(model).role_counts() == {"linear": 2, "attention": 2}
+    assert roles(model)["first.attn"] is None
+
+
+def test_a_block_of_the_same_role_two_levels_down_is_a_part_of_it():
+    deep = around(between=around(mlp=nn.Sequential(nn.Linear(2, 2))), name="OuterMLP")
+    assert roles(around(x=deep)) == {
+        "": None,
+        "x": "mlp",
+        "x.between": None,
+        "x.between.mlp": None,
+        "x.between.mlp.0": "linear",
+    }
+
+
+# Stacks of layers
+
+
+@pytest.mark.parametrize("name", ["layers", "layer", "h", "blocks", "block", "decoder_layers"])
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda members: nn.Sequential(*members)])
+def test_a_stack_of_one_layer_is_known_by_its_name(name, container):
+    assert find_layers(nested(f"model.{name}", container([block()])))[1] == [f"model.{name}.0"]
+    assert find_layers(nested(f"model.my_{name}", container([block()])))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("stack", "found"),
+    [
+        (nn.ModuleList([block(), block()]), True),
+        (nn.ModuleList([block()]), False),
+        (nn.ModuleList([block(), around(nn.Linear(2, 2))]), False),
+        (nn.Sequential(block(), block()), False),
+        (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), False),
+        (nn.ModuleList(), False),
+        (nn.ModuleDict({"a": block(), "b": block()}), False),
+    ],
+)
+def test_a_stack_of_another_name_is_a_list_of_several_of_one_class(stack, found):
+    assert bool(find_layers(nested("model.others", stack))[0]) is found
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        nn.ModuleList([block(), nn.Linear(2, 2)]),
+        nn.ModuleList([nn.Linear(2, 2)]),
+        nn.ModuleList(),
+        nn.ModuleDict({"0": block()}),
+    ],
+)
+def test_layers_have_parts_whatever_they_are_called(stack):
+    assert find_layers(nested("model.layers", stack)) == ([], [])
+
+
+def test_a_sequential_of_another_name_is_no_stack_and_what_is_inside_of_it_may_be():
+    model = nested("features", nn.Sequential(around(layers=nn.ModuleList([block()]))))
+    assert find_layers(model)[1] == ["features.0.layers.0"]
+
+
+def test_stacks_of_one_class_and_two_widths_are_two_models():
+    def stack(width):
+        return nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(2))
+
+    model = around(model=around(low=around(layers=stack(2)), high=around(layers=stack(3))))
+    assert find_layers(model)[1] == ["model.high.layers.0", "model.high.layers.1"]
+
+
+@pytest.mark.parametrize(
+    "paths", [("low.layers", "high.layers"), ("a.low.layers", "a.high.layers"), ("a.b.low.h", "a.b.high.h")]
+)
+def test_stacks_beside_each_other_count_at_any_depth(paths):
+    model = around()
+    for path in paths:
+        here = model
+        *above, last = path.split(".")
+        for name in above:
+            here.add_module(name, here._modules.get(name) or around())
+            here = here._modules[name]
+        here.add_module(last, nn.ModuleList([block(), block()]))
+    assert find_layers(model)[1] == [f"{path}.{i}" for path in paths for i in range(2)]
+
+
+def test_stacks_at_two_depths_are_two_models():
+    stacks = [nn.ModuleList([block(), block()]) for _ in range(2)]
+    model = around(low=around(layers=stacks[0]), high=around(inner=around(layers=stacks[1])))
+    assert len(find_layers(model)[0]) == 2
+
+
+def test_of_two_equal_stacks_the_first_is_meant_where_they_do_not_belong_together():
+    model = around(one=around(layers=nn.ModuleList([block()])), two=around(h=nn.ModuleList([block()])))
+    assert find_layers(model)[1] == ["one.layers.0"]
+
+
+def test_a_decoder_wins_over_an_encoder_and_both_over_eyes_whatever_their_size():
+    def stack(width):
+        return around(layers=nn.ModuleList([nn.Sequential(nn.Linear(width, width))]))
+
+    model = around(vision=stack(9), encoder=stack(5), decoder=stack(2))
+    assert find_layers(model)[1] == ["decoder.layers.0"]
+    del model.decoder
+    assert find_layers(model)[1] == ["encoder.layers.0"]
+    del model.encoder
+    assert find_layers(model)[1] == ["vision.layers.0"]
+
+
+def test_parts_know_the_layer_that_they_are_or_are_inside_of():
+    model = around(embed=nn.Embedding(2, 2), layers=nn.ModuleList(around(attn=around(q=nn.Linear(2, 2))) for _ in range(12)))
+    places = {p.name: p.layer for p in Anatomy.of(model).parts}
+    assert places[""] is places["embed"] is places["layers"] is None
+    assert [places["layers.1"], places["layers.1.attn"], places["layers.1.attn.q"]] == [1, 1, 1]
+    assert [places["layers.11"], places["layers.10.attn.q"], places["layers.0"]] == [11, 10, 0]
+
+
+# Names
+
+
+def test_a_module_that_two_places_share_is_one_part_by_its_first_name():
+    shared = nn.Linear(2, 2)
+    assert [p.name for p in Anatomy.of(around(a=shared, b=shared)).parts] == ["", "a"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ("", ""), ("module", ""), ("_orig_mod", ""), ("base_model.model", ""), ("module.module", ""), ("base_layer", ""),
+        ("model.base_model.model.q", "model.base_model.model.q"), ("base_model.model.base_model.model.q", "base_model.model.q"),
+        ("base_model.module.q", "base_model.module.q"), ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.q", "layers.0.q"),
+        ("module._fsdp_wrapped_module.module.q", "q"), ("model._orig_mod.layers", "model.layers"), ("modules.q", "modules.q"),
+    ],
+)  # fmt: skip
+def test_what_wrappers_put_into_a_path_is_taken_out(raw, name):
+    assert structure.canonical(raw) == name
+
+
+def test_a_wrapper_at_the_root_is_no_part_and_wrappers_may_be_in_each_other():
+    model = around(module=around(_orig_mod=around(q=nn.Linear(2, 2), name="Real")))
+    assert [(p.name, type(p.module).__name__) for p in Anatomy.of(model).parts] == [("", "Real"), ("q", "Linear")]
+
+
+def test_a_module_under_fsdp2_has_the_class_that_it_had():
+    layer = nn.Linear(2, 2)
+    layer.__class__ = type("FSDPLinear", (fsdp.FSDPModule, nn.Linear), {})
+    assert class_name(layer) == "Linear" and class_name(nn.Linear(2, 2)) == "Linear" and class_name(nn.Identity()) == "Identity"
+    attention = around(nn.Linear(2, 2), name="LlamaAttention")
+    attention.__class__ = type("FSDPLlamaAttention", (fsdp.FSDPModule, type(attention)), {})
+    model = around(x=attention)
+    assert roles(model)["x"] == "attention"
+    clause = Plan.parse("gain:1@module.LlamaAttention").clauses[0]
+    assert [t.part.name for t in targets(clause, Anatomy.of(model))] == ["x"]
+
+
+def test_layers_behind_fsdp1_are_counted_and_found_beside_plain_ones():
+    plain = block()
+    wrapped = around(_fsdp_wrapped_module=block(), name="FullyShardedDataParallel")
+    anatomy = Anatomy.of(around(layers=nn.ModuleList([plain, wrapped])))
+    assert anatomy.layers == [plain, wrapped._fsdp_wrapped_module]
+    assert {p.name: p.layer for p in anatomy.parts if p.role == "linear"} == {"layers.0.0": 0, "layers.1.0": 1}
+
+
+@pytest.mark.parametrize("wrap", ["module", "_orig_mod", "_fsdp_wrapped_module"])
+@pytest.mark.parametrize("inner", ["_checkpoint_wrapped_module", "_orig_mod", None])
+def test_parts_know_their_layer_through_wrappers_around_the_model_and_the_layers(wrap, inner):
+    def layer():
+        return around(**{inner: around(q=nn.Linear(2, 2))}) if inner else around(q=nn.Linear(2, 2))
+
+    model = around(**{wrap: around(norm=nn.LayerNorm(2), layers=nn.ModuleList(layer() for _ in range(3)))})
+    found = {p.name: p.layer for p in Anatomy.of(model).parts if p.role}
+    assert found == {"norm": None, "layers.0.q": 0, "layers.1.q": 1, "layers.2.q": 2}
+    clause = Plan.parse("gain:1@module.linear,layers=1-2").clauses[0]
+    assert [t.part.name for t in targets(clause, Anatomy.of(model))] == ["layers.1.q", "layers.2.q"]
+
+
+def test_roles_are_counted_in_one_order_and_only_those_that_are_there():
+    model = around(
+        lm_head=nn.Linear(2, 2), norm=nn.LayerNorm(2), embed=nn.Embedding(2, 2), q=nn.Linear(2, 2), k=nn.Linear(2, 2)
+    )
+    assert list(Anatomy.of(model).role_counts().items()) == [("linear", 2), ("layernorm", 1), ("embedding", 1), ("lm_head", 1)]
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "reason"),
+    [
+        (nn.Linear(2, 2), "lm_head", "lm_head"), (nn.Embedding(2, 2), "x", "embedding"), (nn.Linear(2, 2), "gate", "router"),
+        (nn.Linear(2, 2), "lora_A", "lora"), (nn.Linear(2, 2), "x", None), (nn.LayerNorm(2), "x", None), (nn.Identity(), "x", None),
+    ],
+)  # fmt: skip
+def test_why_a_part_is_left_out(module, path, reason):
+    model = nested(path, module)
+    model.experts = nn.Linear(2, 2)
+    anatomy = Anatomy.of(model)
+    (part,) = [p for p in anatomy.parts if p.name == path]
+    assert anatomy.excluded(part) == reason

@@ -1,0 +1,420 @@
+"""Findings of studies whose records were written by hand: what each part says, without a run that takes seconds."""
+
+import json
+
+import pytest
+
+from shaketable.errors import ShaketableError
+from shaketable.records.chain import UNCHAINED
+from shaketable.records.record import FILE, RunRecord
+from shaketable.study.analysis.findings import OWN_PLAN, findings, run_findings
+from shaketable.study.analysis.report_data import SCHEMA, SHAPE, complete
+from shaketable.study.cells import cells_of, train_config
+from shaketable.study.run_study import described
+from shaketable.study.verify import digest
+from tests.study.small_studies import FAULTY, NOISE, data, study
+
+HERE = {"python": "3.11"}
+PLANS = {"faulty": FAULTY, "noise": NOISE}
+
+
+def written(folder, study, events, *, skip=(), old=(), others=None):
+    """A study's folder: its definition, and a record of every cell with the events that `events` gives for it."""
+    definition = RunRecord.create(folder / "definition", "study", described(study), {}, {"study": study.study})
+    definition.append("defined", config=described(study), after_results=False)
+    for cell in cells_of(study):
+        place = (cell.arm, cell.seed)
+        if place in skip:
+            continue
+        told = [("attempt", {"number": 1}), *events(cell)]
+        environment = (others or {}).get(place, HERE)
+        if place in old:
+            head = {
+                "schema": UNCHAINED,
+                "event": "run",
+                "id": f"old{cell.seed}",
+                "verb": cell.kind,
+                "about": cell.about(study.study),
+            }
+            lines = [head | {"config": cell.config, "environment": environment}]
+            lines += [{"event": kind, "time": 5.0, **facts} for kind, facts in told]
+            (folder / "runs" / cell.name).mkdir(parents=True)
+            (folder / "runs" / cell.name / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            continue
+        record = RunRecord.create(folder / "runs" / cell.name, cell.kind, cell.config, environment, cell.about(study.study))
+        for kind, facts in told:
+            record.append(kind, **facts)
+    return folder
+
+
+def answers(correct, loss=None):
+    more = {} if loss is None else {"loss": loss}
+    return [{"id": f"p{i}", "text": "t", "correct": bool(c), "formatted": True, **more} for i, c in enumerate(correct)]
+
+
+def evaluation(step, **conditions):
+    rows = [
+        {"name": name, "plan": PLANS.get(name), "ledger": None, "seconds": 1.0, "accuracy": sum(c) / len(c)}
+        | {"answers": answers(c)}
+        for name, c in conditions.items()
+    ]
+    return ("evaluation", {"step": step, "conditions": rows})
+
+
+END = ("finished", {"ledgers": {}})
+MADE = ("made_of", {"weights": "w", "tests": "t"})
+ROWS = {"clean": [1, 1, 1, 1, 1, 0], "faulty": [0, 0, 1, 0, 0, 0], "noise": [1, 0, 1, 0, 1, 0]}
+
+
+def plain(cell):
+    """An arm that is only scored: the second arm is better under noise."""
+    rows = dict(ROWS)
+    if cell.arm == "better":
+        rows["noise"] = [1, 1, 1, 1, 1, cell.seed % 2]
+    return [MADE, evaluation(0, **rows), END]
+
+
+def two_arms(**replaced):
+    arms = {"as it comes": {"train": False, "description": "the model"}, "better": {"train": False, "skip_layers": [2]}}
+    compare = {"primary": {"a": "better", "b": "as it comes", "condition": "noise"}}
+    return study(**{"arms": arms, "compare": compare, "seeds": 3} | replaced)
+
+
+# ---- a whole study
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    written(folder, two_arms(), plain)
+    return findings(two_arms(), folder) | {"where": folder}
+
+
+def test_a_study_of_written_records_is_whole_and_fits_the_shape_of_the_report(found):
+    told = {k: v for k, v in found.items() if k != "where"}
+    assert set(told) == set(SHAPE) and (told["schema"], told["kind"]) == (SCHEMA, "study")
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert (told["complete"], told["notes"], told["unverified"], told["diagnoses"], told["recovered"]) == (True, [], [], [], [])
+    filled = complete(told)
+    assert filled["verdict"] == told["verdict"] and [a["name"] for a in filled["arms"]] == ["as it comes", "better"]
+
+
+def test_the_study_is_told_with_its_digest_and_that_it_was_named_before(found):
+    assert (found["study"]["named_before"], found["study"]["digest"]) == (True, digest(found["where"]))
+    assert (found["study"]["name"], found["study"]["n"], found["study"]["seeds"]) == ("small", 12, [0, 1, 2])
+
+
+def test_every_arm_has_its_own_scores_seeds_and_settings(found):
+    plain, better = found["arms"]
+    assert (plain["description"], plain["settings"], better["settings"]) == ("the model", [], ["layer 2 not run"])
+    assert (plain["seeds"], better["seeds"]) == ([0, 1, 2], [0, 1, 2])
+    assert [(s["condition"], s["mean"]) for s in plain["scores"]] == [
+        ("clean", pytest.approx(5 / 6)), ("faulty", pytest.approx(1 / 6)), ("noise", 0.5),
+    ]  # fmt: skip
+    assert [s["value"] for s in better["scores"][2]["per_seed"]] == pytest.approx([5 / 6, 1.0, 5 / 6])
+    for arm in (plain, better):
+        assert (arm["kind"], arm["plan"], arm["plan_in"], arm["aqn"], arm["guided"]) == ("evaluate", None, "own", None, None)
+        assert (arm["model"], arm["task"], arm["unverified"], arm["sigma"]) == ("nano", "arithmetic", False, [])
+
+
+def test_the_verdict_is_that_of_the_primary_comparison(found):
+    [primary] = found["comparisons"]
+    assert (primary["a"], primary["b"], primary["seeds"]) == ("better", "as it comes", 3)
+    assert primary["difference"] == pytest.approx(8 / 18 - 1 / 18)
+    assert found["verdict"]["sentence"] == primary["sentence"] and found["verdict"]["kind"] == primary["verdict"]
+
+
+def test_the_table_of_runs_has_every_run_in_the_order_of_the_study(found):
+    names = [cell.name for cell in cells_of(two_arms())]
+    assert [run["name"] for run in found["runs"]] == names and {run["status"] for run in found["runs"]} == {"done"}
+    assert [run["folder"] for run in found["runs"]] == [f"runs/{name}" for name in names]
+    assert found["environments"] == [{"runs": 6, "facts": HERE}]
+
+
+def test_scores_over_conditions_are_side_by_side(found):
+    assert [row["arm"] for row in found["robustness"]] == ["as it comes", "better"]
+    assert [p["condition"] for p in found["robustness"][0]["points"]] == ["clean", "faulty", "noise"]
+
+
+# ---- what is missing, old or damaged
+
+
+def test_a_run_that_failed_or_never_was_makes_the_study_partial(tmp_path):
+    def events(cell):
+        if (cell.arm, cell.seed) == ("better", 2):
+            return [("failed", {"error": "it broke"})]
+        return plain(cell)
+
+    written(tmp_path, two_arms(), events, skip=[("as it comes", 1)])
+    told = findings(two_arms(), tmp_path)
+    assert not told["complete"] and told["notes"] == []
+    assert [run["status"] for run in told["runs"]] == ["done", "done", "missing", "done", "done", "failed"]
+    assert told["runs"][-1]["error"] == "it broke"
+    assert told["verdict"]["headline"].startswith(
+        "So far (2 of 6 runs are missing): nothing can be concluded: there is one seed"
+    )
+    assert [arm["seeds"] for arm in told["arms"]] == [[0, 2], [0, 1]]
+    assert told["environments"] == [{"runs": 5, "facts": HERE}], "a run that failed was done somewhere too"
+
+
+def test_records_without_a_chain_are_marked_wherever_their_numbers_are(tmp_path):
+    written(tmp_path, two_arms(), plain, old=[("better", 1)])
+    told = findings(two_arms(), tmp_path)
+    [name] = told["unverified"]
+    assert name.startswith("better-s1-") and [arm["unverified"] for arm in told["arms"]] == [False, True]
+    why = "their records have no chain, and nobody can say whether their numbers were changed"
+    assert told["notes"] == [f"1 of 6 runs are unverified, {why}: {name}"]
+    assert told["comparisons"][0]["sentence"].endswith(" (From unverified records.)")
+    assert told["verdict"]["headline"].endswith(" (from unverified records)")
+    assert [run["verified"] for run in told["runs"]] == [True, True, True, False, True, True]
+
+
+def test_an_old_record_that_has_not_ended_is_in_no_number_and_not_marked(tmp_path):
+    def events(cell):
+        return plain(cell)[:-1] if (cell.arm, cell.seed) == ("better", 2) else plain(cell)
+
+    written(tmp_path, two_arms(), events, old=[("better", 2)])
+    told = findings(two_arms(), tmp_path)
+    assert (told["unverified"], told["notes"]) == ([], []) and "unverified" not in told["verdict"]["headline"]
+    assert told["comparisons"][0]["seeds"] == 2 and "unverified" not in told["comparisons"][0]["sentence"]
+    assert [run["status"] for run in told["runs"]][-1] == "partial"
+
+
+def test_notes_are_in_their_order_and_a_changed_record_is_left_out(tmp_path):
+    def events(cell):
+        weights = "other" if cell.seed == 1 else "w"
+        broken = evaluation(0, **ROWS)
+        if cell.seed == 2:
+            broken[1]["conditions"][1]["loss"] = None
+        return [("made_of", {"weights": weights, "tests": "t"}), broken, END]
+
+    written(tmp_path, two_arms(), events, old=[("better", 0)])
+    cell = next(c for c in cells_of(two_arms()) if (c.arm, c.seed) == ("as it comes", 0))
+    path = tmp_path / "runs" / cell.name / FILE
+    path.write_text(path.read_text().replace('"number": 1', '"number": 2'))
+    changed = two_arms(seeds=4)
+    told = findings(changed, tmp_path)
+    starts = [
+        "1 of 8 runs are unverified", "the weights of nano were not the same", "changed in this report only",
+        f"{cell.name} is left out: {path} was changed at line 2; move its folder away to have it done again",
+        "as-it-comes-s2-", "better-s2-",
+    ]  # fmt: skip
+    assert len(told["notes"]) == len(starts)
+    assert all(note.startswith(start) for note, start in zip(told["notes"], starts, strict=True)), told["notes"]
+    assert told["notes"][-1].endswith("is left out of comparisons of loss under faulty: its loss is not finite")
+    assert not told["study"]["named_before"]
+    assert told["verdict"]["kind"] == "nothing" and "the weights of nano" in told["verdict"]["headline"]
+
+
+def test_losses_are_scored_beside_the_answers(tmp_path):
+    def events(cell):
+        _, facts = told = evaluation(0, **ROWS)
+        for row in facts["conditions"]:
+            row["answers"], row["loss"] = answers([1, 0], loss=2.0 + cell.seed), 2.0 + cell.seed
+        return [MADE, told, END]
+
+    asked = two_arms(evaluate=data()["evaluate"] | {"loss": True})
+    written(tmp_path, asked, events)
+    scores = findings(asked, tmp_path)["arms"][0]["scores"]
+    assert [(s["endpoint"], s["condition"]) for s in scores] == [
+        (endpoint, name) for endpoint in ("accuracy", "loss") for name in ("clean", "faulty", "noise")
+    ]
+    assert (scores[3]["mean"], scores[3]["unit"]) == (3.0, "nats")
+
+
+def test_machines_are_told_apart(tmp_path):
+    there = {"python": "3.12"}
+    written(tmp_path, two_arms(), plain, others={("better", 1): there})
+    assert findings(two_arms(), tmp_path)["environments"] == [{"runs": 5, "facts": HERE}, {"runs": 1, "facts": there}]
+
+
+# ---- kinds of arms
+
+
+def test_arms_with_something_on_while_they_are_scored_have_a_condition_of_their_own(tmp_path):
+    arms = {
+        "as it comes": {"train": False},
+        "own": {"train": False, "plan": NOISE, "model": "other/model", "aqn": "constant:0.01,form=output"},
+    }
+    asked = study(arms=arms, compare={"primary": {"a": "own", "b": "as it comes", "condition": "own"}})
+    rows = ROWS | {"own": [1, 0, 1, 1, 1, 0]}
+    written(tmp_path, asked, lambda cell: [MADE, evaluation(0, **rows), END])
+    told = findings(asked, tmp_path)
+    assert told["study"]["conditions"][-1] == {"name": "own", "plan": OWN_PLAN} == {"name": "own", "plan": "the plan and the noise of each arm"}  # fmt: skip
+    own = told["arms"][1]
+    assert (own["model"], own["plan"], own["plan_in"]) == ("other/model", NOISE, "own")
+    assert own["aqn"] == "constant:0.01,form=output" and own["guided"] is None and own["settings"] == ["model other/model"]
+    assert [s["condition"] for s in own["scores"]] == ["clean", "faulty", "noise", "own"]
+    assert all([p["condition"] for p in row["points"]] == ["clean", "faulty", "noise"] for row in told["robustness"])
+
+
+def test_what_came_back_in_a_hardened_arm_is_told_with_the_verdict(tmp_path):
+    before = evaluation(0, clean=[1] * 6, faulty=[0] * 6, noise=[0, 0, 0, 0, 0, 1])
+
+    def events(cell):
+        if cell.kind != "harden":
+            return [MADE, evaluation(0, clean=[1] * 6, faulty=[0] * 6, noise=[0, 0, 0, 0, 0, 1]), END]
+        after = evaluation(4, clean=[1, 1, 1, 1, 1, 0], faulty=[0] * 6, noise=[1, 1, 1, 1, cell.seed % 2, 1])
+        return [MADE, before, after, ("rung", {"step": 4, "cost": {"seconds": 2.0 + 2 * cell.seed}}), END]
+
+    arms = {"as it comes": {"train": False}, "fixed": {"harden": {"rungs": ["calibrate"]}, "plan": "noise"}}
+    asked = study(arms=arms, compare={"primary": {"a": "fixed", "b": "as it comes", "condition": "noise"}})
+    written(tmp_path, asked, events)
+    told = findings(asked, tmp_path)
+    assert [(row["arm"], row["condition"]) for row in told["recovered"]] == [("fixed", "faulty"), ("fixed", "noise")]
+    back, sentence = told["recovered"][1], told["comparisons"][0]["sentence"]
+    assert (back["before"], back["after"], back["clean"], back["seconds"]) == (
+        pytest.approx(1 / 6),
+        pytest.approx(11 / 12),
+        1.0,
+        3.0,
+    )
+    assert told["verdict"]["sentence"] == (f"{sentence}. O{back['sentence'][1:]}; without the fault 100.0 → 83.3; 3 s a run.")
+    assert told["study"]["steps"] > 0 and told["arms"][1]["settings"] == ["rungs calibrate"]
+    assert told["arms"][1]["plan"] == NOISE and told["arms"][1]["plan_in"] == "both"
+
+
+def diagnosed(layer):
+    probes = [{"layer": n, "results": {"replay": {"status": "pass"}}, "statistics": None} for n in range(2)]
+    return {"verdict": "FAULT", "sentence": "FAULT: …", "layer": layer, "probes": probes}
+
+
+@pytest.mark.parametrize("status", ["done", "partial"])
+def test_only_a_diagnosis_that_has_ended_is_shown(tmp_path, status):
+    asked = two_arms(diagnose={"tokens": 32, "conditions": ["faulty", "noise"]})
+
+    def events(cell):
+        if cell.kind != "locate":
+            return plain(cell)
+        whole = cell.config["plan"] == FAULTY or status == "done"
+        return [("diagnosis", {"diagnosis": diagnosed(3)}), *([("finished", {})] if whole else [])]
+
+    written(tmp_path, asked, events)
+    told = findings(asked, tmp_path)
+    assert [d["plan"] for d in told["diagnoses"]] == ([FAULTY, NOISE] if status == "done" else [FAULTY])
+    first = told["diagnoses"][0]
+    assert (first["verdict"], first["layer"], first["model"], first["sigmas"]) == ("FAULT", 3, "nano", [])
+    assert first["folder"].startswith("runs/diagnosis-") and told["complete"] is (status == "done")
+
+
+def test_runs_that_were_made_elsewhere_are_named_first(tmp_path):
+    arms = {"as it comes": {"train": False}, "theirs": {"elsewhere": True}}
+    asked = study(arms=arms, compare={"primary": {"a": "theirs", "b": "as it comes", "condition": "noise"}})
+
+    def events(cell):
+        if cell.kind != "added":
+            return plain(cell)
+        added = {"how": "verl", "path": "a/b", "ledger": False, "ended": 9e9}
+        return [("added", added), ("warning", {"text": "slow"}), evaluation(0, **ROWS), END]
+
+    written(tmp_path, asked, events)
+    told = findings(asked, tmp_path)
+    names = [run["name"] for run in told["runs"] if run["arm"] == "theirs"]
+    assert told["notes"][0] == f"2 of 4 runs were made elsewhere and added: {', '.join(names)}"
+    assert told["notes"][1].startswith(f"{', '.join(names)} have no ledger: ") and len(told["notes"]) == 2
+    assert told["runs"][1]["warnings"] == ["made elsewhere: verl, a/b", "slow"] and told["arms"][1]["kind"] == "added"
+
+
+def test_noise_is_that_of_the_first_run_and_a_guided_arm_names_its_guide(tmp_path):
+    """Layer 1 was found; the runs had another noise than the rules of today give, each its own."""
+    statistics = {"gain": 0.9, "kurtosis": 2.0, "instability": 0.0}
+    located = diagnosed(1) | {"schema": 1, "kind": "diagnosis", "model": "nano", "device": "cpu", "date": "2026-01-01"}
+    located |= {"num_layers": 2, "fault_class": "dead_zone"}
+    located["probes"] = [probe | {"statistics": statistics} for probe in located["probes"]]
+
+    def events(cell):
+        if cell.kind == "locate":
+            return [("diagnosis", {"diagnosis": located}), ("finished", {})]
+        had = f"constant:0.05,layers=1,multipliers=1:{4 + cell.seed}" if cell.arm == "targeted" else cell.config.get("aqn")
+        resolved = [("resolved", {"config": cell.config | {"aqn": had}})] if cell.kind == "train" else []
+        return [MADE, *resolved, evaluation(4, **ROWS), END]
+
+    written(tmp_path, study(), events)
+    told = findings(study(), tmp_path)
+    arms = {arm["name"]: arm for arm in told["arms"]}
+    assert {name: (arm["guided"], arm["aqn"]) for name, arm in arms.items()} == {
+        "noise": (None, None),
+        "noise + AQN": (None, "global_decay:0.05-0.01,stages=3"),
+        "targeted": ("fault", "constant:0.05,layers=1,multipliers=1:4"),
+        "as it comes": (None, None),
+    }
+    assert [(line["label"], line["points"]) for line in arms["targeted"]["sigma"]] == [
+        ("layer 1", [[step, pytest.approx(0.2)] for step in range(4)])
+    ]
+    assert len(arms["noise + AQN"]["sigma"]) == 1 and arms["noise"]["sigma"] == [] == arms["as it comes"]["sigma"]
+    [shown] = told["diagnoses"]
+    assert [row["sigma"] for row in shown["sigmas"]] == [0.05, pytest.approx(0.25)], "the last of the runs that it guided"
+    assert {name: (arm["kind"], arm["plan_in"], arm["plan"]) for name, arm in arms.items()} == {
+        "noise": ("train", "both", NOISE),
+        "noise + AQN": ("train", "both", NOISE),
+        "targeted": ("train", "both", FAULTY),
+        "as it comes": ("evaluate", "own", None),
+    }
+
+
+def test_every_arm_is_compared_with_the_one_that_is_named_under_every_condition(tmp_path):
+    asked = two_arms(compare={"primary": {"a": "better", "b": "as it comes", "condition": "noise"}, "against": "as it comes"})
+    written(tmp_path, asked, plain)
+    told = findings(asked, tmp_path)["comparisons"]
+    assert [(c["condition"], c["primary"]) for c in told] == [("noise", True), ("clean", False), ("faulty", False)]
+    assert told[0]["p_holm"] == told[0]["p"]
+
+
+# ---- a single run
+
+
+def one_run(folder, *events, about=None, old=False, **changes):
+    config = train_config(study(), "noise + AQN", 1) | changes
+    if old:
+        head = {"schema": UNCHAINED, "event": "run", "id": "0123456789", "verb": "train", "config": config, "environment": HERE}
+        folder.mkdir()
+        lines = [head, *({"event": kind, **facts} for kind, facts in events)]
+        (folder / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        record = RunRecord.create(folder, "train", config, HERE, about)
+        for kind, facts in events:
+            record.append(kind, **facts)
+    return run_findings(folder)
+
+
+def test_a_run_of_a_study_is_called_by_its_arm_and_any_other_by_its_folder(tmp_path):
+    mine = one_run(tmp_path / "mine", MADE, evaluation(0, **ROWS), END, about={"arm": "noise + AQN"})
+    other = one_run(tmp_path / "other", MADE, evaluation(0, **ROWS), END)
+    assert [f["arms"][0]["name"] for f in (mine, other)] == ["noise + AQN", "other"]
+    assert [f["robustness"][0]["arm"] for f in (mine, other)] == ["noise + AQN", "other"]
+    assert [f["study"]["name"] for f in (mine, other)] == ["mine", "other"]
+
+
+def test_a_single_run_has_its_scores_conditions_and_noise(tmp_path):
+    told = one_run(tmp_path / "run", MADE, evaluation(0, **ROWS), END)
+    assert set(told) == set(SHAPE) and told["kind"] == "run" and told["schema"] == SCHEMA
+    arm, config = told["arms"][0], train_config(study(), "noise + AQN", 1)
+    assert (arm["aqn"], arm["plan"], arm["seeds"]) == (config["aqn"], NOISE, [1]) and arm["sigma"][0]["points"]
+    assert told["study"]["conditions"] == [
+        {"name": "clean", "plan": None}, {"name": "faulty", "plan": FAULTY}, {"name": "noise", "plan": NOISE},
+    ]  # fmt: skip
+    assert [s["condition"] for s in arm["scores"]] == ["clean", "faulty", "noise"]
+    assert (told["complete"], told["unverified"], told["notes"], told["recovered"]) == (True, [], [], [])
+    assert told["environments"] == [{"runs": 1, "facts": HERE}]
+    assert (told["runs"][0]["folder"], told["runs"][0]["name"], told["runs"][0]["seed"]) == (".", "run", 1)
+    assert told["verdict"]["headline"] == "One training run"
+
+
+def test_a_single_run_that_was_not_scored_yet_has_no_conditions(tmp_path):
+    told = one_run(tmp_path / "run", ("attempt", {}))
+    assert (told["complete"], told["study"]["conditions"], told["arms"][0]["scores"], told["robustness"]) == (False, [], [], [])
+    assert told["runs"][0]["status"] == "partial" and told["study"]["n"] == 12 and told["study"]["steps"] == 4
+
+
+def test_a_single_run_without_a_chain_is_marked(tmp_path):
+    told = one_run(tmp_path / "run", MADE, evaluation(0, **ROWS), END, old=True)
+    assert told["unverified"] == ["run"] and told["arms"][0]["unverified"] is True
+    why = "their records have no chain, and nobody can say whether their numbers were changed"
+    assert told["notes"] == [f"1 of 1 runs are unverified, {why}: run"]
+    assert told["study"]["key"] == "01234567" and told["runs"][0]["verified"] is False
+
+
+def test_a_run_of_another_verb_is_no_training_run(tmp_path):
+    RunRecord.create(tmp_path / "run", "sweep", {}, {})
+    with pytest.raises(ShaketableError, match="holds no run of `shaketable train`"):
+        run_findings(tmp_path / "run")
