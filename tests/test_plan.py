@@ -552,3 +552,9 @@ def test_a_name_that_holds_a_separator_is_refused(mark):
     """Written out and read back it would be two names, or a key."""
     with pytest.raises(ValueError, match="which separate names, keys and clauses"):
         Site(level="module", names=(f"a{mark}b",))
+
+
+@pytest.mark.parametrize("seed", [2**64, 2**70])
+def test_a_seed_that_no_plan_can_have_is_refused_for_a_plan_too(seed):
+    with pytest.raises(PlanError, match="seed"):
+        Plan.load(Plan.parse("gain:1@layer.1"), seed=seed)

@@ -192,7 +192,7 @@ class Plan(BaseModel):
     def load(cls, source: str | Path | Plan, *, seed: int | None = None) -> Plan:
         """A plan from a plan, a line of text, or the path of a YAML file; `seed` overrides the file's own."""
         if isinstance(source, Plan):
-            return source if seed is None else source.model_copy(update={"seed": seed})
+            return source if seed is None else _checked(cls, {"clauses": source.clauses, "seed": seed}, "plan")
         if isinstance(source, Path) or re.search(r"\.ya?ml$", source.strip()):
             return cls._from_yaml(source if isinstance(source, Path) else Path(source.strip()), seed)
         return cls.parse(source, seed=seed or 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 import shaketable as st
@@ -77,3 +80,14 @@ def test_operators_take_another_fault_too(tinier_llama):
     assert (injection.ledger.forward, injection.ledger.backward) == asked
     assert injection.ledger.sites[0].magnitude == pytest.approx(0.1, rel=0.05)
     injection.close()
+
+
+def test_what_attention_hides_is_said_of_the_new_plan_too():
+    class Attention(nn.Module):
+        config = SimpleNamespace(_attn_implementation="sdpa")
+
+    injection = Injection(Plan.parse("gain:1@op.softmax"), rank=0, allow_inert=True)
+    injection.attach(nn.Sequential(Attention()))
+    before = list(injection.ledger.sites[0].notes)
+    exchange(injection, Plan.parse("gain:2@op.softmax"), 0)
+    assert before and injection.ledger.sites[0].notes == before

@@ -12,7 +12,9 @@ from torch import nn
 import shaketable as st
 from shaketable.errors import ModelError, ShaketableError
 from shaketable.locate import locate as module
+from shaketable.locate.capture.trace import LayerCall
 from shaketable.locate.locate import Locator, _failed, _longest, _still
+from shaketable.locate.srdd import Scans
 from tests.locate.architectures import build, tokens
 
 IDS = tokens(n=8)
@@ -187,3 +189,20 @@ def test_memory_that_is_full_is_told_with_what_helps(model, monkeypatch):
     monkeypatch.setattr(Locator, "run", full)
     with pytest.raises(ModelError, match=r"^there is not enough memory on cpu for one layer's probes; use fewer tokens$"):
         st.locate(model, input_ids=IDS)
+
+
+def test_every_probe_of_the_gain_has_noise_of_its_own(model):
+    seen = []
+
+    class Same(nn.Module):
+        def forward(self, x):
+            seen.append(x)
+            return x
+
+    x = torch.linspace(-1, 1, 16).view(1, 4, 4)
+    locator = Locator(model, "device", None, 7, None)
+    locator.scans = Scans(0.1, 3, 2)
+    locator._statistics(LayerCall(0, "", Same(), (x,), {}, x), x)
+    *probes, _ = seen[0].split(1)
+    assert len(probes) == 3
+    assert not any(torch.equal(a, b) for i, a in enumerate(probes) for b in probes[:i])

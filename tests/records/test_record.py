@@ -557,3 +557,12 @@ def test_events_of_several_kinds_are_found_and_times_are_now(tmp_path):
     assert [e["event"] for e in record.events("a", "c")] == ["a", "c"] and len(record.events()) == 4
     assert abs(record.events("a")[0]["time"] - datetime.now(UTC).timestamp()) < 60
     assert record.config is not record.head["config"]
+
+
+def test_an_event_without_a_step_is_kept_when_a_run_goes_on(tmp_path):
+    record = RunRecord.create(tmp_path, "train", {}, {})
+    record.append("note", step=None)
+    record.append("step", step=0)
+    record.append("step", step=1)
+    record.resumed(0)
+    assert [(e["event"], e.get("step")) for e in record.events("note", "step")] == [("note", None), ("step", 0)]

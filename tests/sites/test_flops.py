@@ -1,8 +1,11 @@
 """What each role of a model costs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from shaketable.sites import flops
 from shaketable.sites.structure import Anatomy
@@ -72,3 +75,23 @@ def test_what_a_config_says_of_its_text_counts():
     model.self_attn.q_proj = torch.nn.Linear(20, 20)
     anatomy = Anatomy.of(model)
     assert flops._attention_core(model.self_attn, anatomy, 10) == 4.0 * 5 * 4 * 5
+
+
+def test_experts_of_a_model_of_several_inputs_are_visited_as_its_text_config_says():
+    model = nn.Sequential()
+    model.add_module("experts", nn.Sequential(nn.Linear(3, 5, bias=False)))
+    model.config = SimpleNamespace(text_config=SimpleNamespace(num_experts_per_tok=2, num_experts=8))
+    anatomy = Anatomy.of(model)
+    (part,) = (p for p in anatomy.parts if p.name == "experts.0")
+    assert flops.part_flops(part, anatomy) == 2 * 15 * 0.25
+
+
+def test_the_experts_of_an_engine_cost_what_their_holder_holds():
+    def engine(name):
+        return type(name, (nn.Module,), {"__module__": "vllm.model_executor.layers.fused_moe"})()
+
+    model = nn.Sequential()
+    model.add_module("experts", engine("MoERunner"))
+    model.experts.routed_experts = engine("RoutedExperts")
+    model.experts.routed_experts.w13_weight = nn.Parameter(torch.ones(2, 4, 4))
+    assert flops.costs(Anatomy.of(model))["linear"].flops == 2 * 32

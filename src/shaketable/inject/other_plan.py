@@ -48,6 +48,8 @@ def exchange(injection: Injection, plan: Plan, rank: int) -> None:
         spot = Spot(tap.spot.name, tap.spot.layer)
         tap.begin(injection.sites[tap.clause].spots.setdefault(spot.name, spot))
         injection.counters.add_tap()
+    for attached in injection.models:
+        attached.note_hidden()
     injection.references, injection.compiled_pass = {}, None
     injection.inert_check = InertCheck(injection)
     injection.calls.set_step(injection.calls.step)

@@ -298,7 +298,7 @@ class Locator:
 
     def _statistics(self, call: LayerCall, output: Any) -> srdd.LayerStatistics:
         scans, key = self.scans, self.seed + call.index
-        probes = [srdd.probe_input(call.x, key + (n << 32), scans.gain_scale) for n in range(scans.gain_trials)]
+        probes = [srdd.probe_input(call.x, key + (n << 20), scans.gain_scale) for n in range(scans.gain_trials)]
         shifted = srdd.dc_input(call.x, scans.gain_scale)
         answers = self._answers(call, *probes, shifted)
         again = [next(tensors_of(call.again(call.x))) for _ in range(scans.ambient_trials - 2)]

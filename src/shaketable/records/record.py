@@ -164,7 +164,7 @@ class RunRecord:
         held: list[dict[str, Any]] = []
         for line in self._lines():
             if line["event"] == "resumed":
-                held = [e for e in held if e.get("step", -1) <= line["step"]]
+                held = [e for e in held if e.get("step") is None or e["step"] <= line["step"]]
             held.append(line)
         return [e for e in held if not kinds or e["event"] in kinds]
 

@@ -60,7 +60,7 @@ def _own_parameters(module: nn.Module, seen: set[int]) -> int:
 
 
 def _flops(part: Part, anatomy: Anatomy) -> float:
-    size = sum(p.numel() for name in part.weights if (p := part.module._parameters[name]) is not None)
+    size = sum(p.numel() for name in part.weights if (p := part.holder._parameters[name]) is not None)
     if part.role in ("linear", "lm_head", "router", "lora"):
         return 2.0 * size * _visited(part, anatomy)
     return 4.0 * size if part.role in ("rmsnorm", "layernorm") else 0.0
@@ -71,10 +71,16 @@ def _visited(part: Part, anatomy: Anatomy) -> float:
     path = part.name.split(".")
     if "experts" not in path:
         return 1.0
-    config: Any = getattr(anatomy.model, "config", None)
+    config = _config(anatomy)
     chosen = _first(config, "num_experts_per_tok", "moe_topk", "top_k")
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts")
     return chosen / experts if chosen and experts else 1.0
+
+
+def _config(anatomy: Anatomy) -> Any:
+    """That of the language model, also in one that sees or hears."""
+    config: Any = getattr(anatomy.model, "config", None)
+    return getattr(config, "text_config", None) or config
 
 
 def _first(config: Any, *names: str) -> int | None:
@@ -83,8 +89,7 @@ def _first(config: Any, *names: str) -> int | None:
 
 
 def _attention_core(module: nn.Module, anatomy: Anatomy, tokens: int) -> float:
-    config: Any = getattr(anatomy.model, "config", None)
-    config = getattr(config, "text_config", None) or config
+    config = _config(anatomy)
     heads = _first(config, "num_attention_heads", "n_head") or 0
     width = _first(config, "head_dim") or (_first(config, "hidden_size", "n_embd") or 0) // max(heads, 1)
     return 4.0 * (tokens / 2) * heads * width

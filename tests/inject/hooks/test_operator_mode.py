@@ -570,3 +570,18 @@ def test_what_a_hook_of_the_user_computes_before_the_model_is_called_is_not_the_
     with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
         found = model(A, A)
     assert ledger.forward == 1 and torch.allclose(found, 2 * (A @ A))
+
+
+@pytest.mark.parametrize("site", ["op.layer_norm", "op.all"])
+def test_a_norm_that_returns_its_statistics_too_is_hit_in_its_first_result(site):
+    a, w = torch.linspace(-1, 1, 16).view(4, 4), torch.ones(4)
+    for model in (
+        Body(lambda a: torch.native_layer_norm(a, (4,), w, w, 1e-5)),
+        Body(lambda a: torch.ops.aten.native_layer_norm(a, (4,), w, w, 1e-5)),
+    ):
+        clean = model(a)
+        with st.inject(model, f"gain:1@{site},direction=forward") as ledger:
+            found = model(a)
+        assert type(found) is type(clean) and ledger.forward == 1
+        assert torch.allclose(found[0], 2 * clean[0])
+        assert torch.equal(found[1], clean[1]) and torch.equal(found[2], clean[2])

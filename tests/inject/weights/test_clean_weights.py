@@ -235,3 +235,17 @@ def test_a_weight_that_is_stored_the_other_way_round_has_the_values_and_gradient
         found.append((y.detach(), module.weight.grad))
     assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(found[0][1], found[1][1].T, atol=1e-5)
     assert not torch.allclose(found[0][0], x @ linear.weight.T)
+
+
+def test_a_weight_that_is_deleted_while_a_plan_is_on_can_be_registered_again():
+    layer = nn.Linear(4, 4, bias=False)
+    with st.inject(layer, "gain:1@module.linear,point=weight"):
+        layer(torch.ones(1, 4))
+        new = nn.Parameter(torch.eye(4))
+        del layer.weight
+        assert not hasattr(layer, "weight")
+        with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+            _ = layer.weight
+        layer.weight = new
+        assert layer.weight is new
+        assert torch.equal(layer(torch.eye(4)), 2 * torch.eye(4))

@@ -1203,3 +1203,16 @@ def test_the_places_of_a_launch_are_those_of_the_weights_that_it_draws(gpu):
     assert [(x.numel(), x.requires_grad, y.numel()) for x, y in layout.launch.pairs] == [(2, False, 2), (4, False, 4)]
     gpu.draws = lambda fault, x: False
     assert prepared_noise._Layout(entries, injection.faults[0]).launch is None
+
+
+@torch.no_grad()
+def test_a_weight_that_is_replaced_inside_a_rollout_is_seen(gpu, monkeypatch):
+    def act(model, injection):
+        with st.phase("rollout"):
+            model(EYE)
+        with st.phase("rollout"):
+            seen = [model(EYE)]
+            model.a._parameters["weight"] = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
+            return [*seen, model(EYE), model(EYE)]
+
+    both_ways(gpu, monkeypatch, NOISE, act)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shaketable.errors import ModelError
-from shaketable.locate.capture.reference import Reference, _fills, check_model
+from shaketable.locate.capture.reference import Reference, _fills, _index, check_model
 from shaketable.locate.capture.trace import record_layer, trace
 from shaketable.locate.probes.replay import judge
 from shaketable.locate.probes.rounding import Precision
@@ -326,3 +326,10 @@ def test_rotations_that_follow_the_length_may_have_other_frequencies(kind, blame
 )
 def test_a_part_of_a_larger_memory_does_not_fill_it(tensor, fills):
     assert _fills(tensor) == fills
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": []}, {"weight_map": {"a": 3}}, {}])
+def test_an_index_of_another_kind_is_told_in_one_line(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="cannot be read again"):
+        _index(tmp_path)

@@ -208,3 +208,8 @@ def test_how_a_model_was_loaded_does_not_make_it_another(made, tiny_llama, tmp_p
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ModelError, match="no list of decoder layers"):
         make_fingerprint(nn.Linear(3, 3), IDS)
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_told_in_one_line(tmp_path):
+    with pytest.raises(FingerprintError, match="cannot write"):
+        write_fingerprint(make_fingerprint(build("llama"), tokens(n=4)), tmp_path / "none" / "f")

@@ -68,13 +68,13 @@ def other(value):
 
 @pytest.mark.parametrize("name", DECIDES)
 def test_whatever_decides_is_named_by_itself(name):
-    then = copy.deepcopy(NOW) | {name: other(NOW[name])}
+    then = copy.deepcopy(NOW) | {name: other(NOW.get(name))}
     assert _decisive(NOW, then) == [name] and _decisive(NOW, NOW) == [] == _others(NOW, then)
 
 
 def test_what_decides_is_all_that_numbers_depend_on():
-    assert set(DECIDES) == {"model", "task", "seeds", "train", "evaluate", "diagnose", "device", "dtype"}
-    assert set(DECIDES) <= NOW.keys()
+    assert set(DECIDES) == {"model", "task", "seeds", "train", "harden", "evaluate", "diagnose", "device", "dtype"}
+    assert set(DECIDES) - {"harden"} <= NOW.keys(), "which is there only where a study has it"
 
 
 def test_arms_of_the_primary_comparison_decide_and_others_do_not():
@@ -160,3 +160,17 @@ def test_nothing_is_said_of_a_study_that_is_what_it_was_and_all_that_changed_is(
     assert changes(study(arms=arms), defined, ended) == Changes(True, [f"{late}, beside the primary comparison: the arm 'new'"])
     both = changes(study(seeds=3, arms=arms), defined, ended)
     assert not both.named_before and len(both.notes) == 2
+
+
+@pytest.mark.parametrize("options", [{"steps": 500}, {}])
+def test_options_of_hardening_that_were_changed_after_the_results_are_told(tmp_path, options):
+    def made(**options):
+        arms = {"a": {"harden": {}, "plan": "noise"}, "b": {"train": False}}
+        return study(arms=arms, compare={"primary": {"a": "a", "b": "b", "condition": "noise"}}, harden=options)
+
+    define(made(steps=5), tmp_path)
+    ended = [Run("x", "harden", "a", 0, "done", {}, [{"event": "finished", "time": time.time() + 50}])]
+    folder = next(p.parent for p in tmp_path.rglob("definition"))
+    assert changes(made(steps=5), folder, ended) == Changes(True, [])
+    found = changes(made(**options), folder, ended)
+    assert not found.named_before and "harden" in found.notes[0]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import types
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -268,10 +269,11 @@ def _mark(where: Here | Traced, taps: list[Tap], value: Any, position: int, numb
     return value, position
 
 
-def _change_result(where: Here | Traced, taps: list[Tap], result: Tensor) -> Tensor:
+def _change_result(where: Here | Traced, taps: list[Tap], result: Any) -> Any:
+    """Some norms return their statistics too: there the first result is hit."""
     for tap in taps:
         if "forward" in tap.site.directions:
-            result = where.forward(tap, result)
+            result = change_first(result, partial(where.forward, tap))[0]
     return result
 
 

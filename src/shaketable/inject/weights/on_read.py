@@ -136,7 +136,7 @@ class WeightTaps:
     def parameter(self, name: str) -> Tensor | None:
         """The clean weight."""
         module = self.module()
-        return None if module is None else module._parameters[name]
+        return None if module is None else module._parameters.get(name)
 
     def know(self, entry: Ready) -> None:
         """From now on a value may be ready."""

@@ -154,7 +154,7 @@ class Held:
         injection = tap.injection
         now, seen = (injection.step, injection.rollouts.number(), tap.fault), self._origins()
         known = self._known
-        same = known is not None and known[2] is now[2] and known == now
+        same = known is not None and known[2] is now[2] and known == now and not self._replaced()
         if not same or self._changes != injection.rollouts.changes or self._seen != seen:
             if self._see_moves():
                 seen = self._origins()
@@ -168,9 +168,14 @@ class Held:
         inference = torch.is_inference_mode_enabled()
         return [(p.data_ptr(), p._version, inference) for p in self._parameters]
 
+    def _replaced(self) -> list[Ready]:
+        """Weights in whose place their module has another parameter, or none."""
+        return [e for e in self.entries if e.taps.parameter(e.name) is not e.parameter]
+
     def _see_moves(self) -> bool:
         """Let go of weights that are not where they were: the general path meets them again. Whether there were any."""
-        moved = [e for e in self.entries if not e.is_in_place() or e.taps.parameter(e.name) is not e.parameter]
+        replaced = self._replaced()
+        moved = [e for e in self.entries if e in replaced or not e.is_in_place()]
         for entry in moved:
             self.drop(entry)
             entry.taps.forget(entry)

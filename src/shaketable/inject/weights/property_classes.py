@@ -77,7 +77,7 @@ def _held_reader(name: str, gate: Gate) -> property:
 def _made_now(module: nn.Module, name: str) -> Any:
     """A held weight that is not ready, in a pass that has others ready: drawn the general path, and kept like those."""
     taps: WeightTaps | None = module.__dict__.get(SLOT)
-    parameter = module._parameters[name]
+    parameter = module._parameters.get(name)
     if taps is None or parameter is None:
         return parameter
     taps.begin((), {})
@@ -120,6 +120,8 @@ def _forward(original: Any) -> Any:
 
 def _reader(name: str) -> property:
     def read(self: nn.Module) -> Any:
+        if name not in self._parameters:
+            raise AttributeError(name)  # it was deleted; torch makes the message
         parameter = self._parameters[name]
         taps: WeightTaps | None = self.__dict__.get(SLOT)
         if taps is None or parameter is None:

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"}
+_IN_PLACE |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 
 
 @dataclass
@@ -148,7 +149,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._depth or not self._paths:
             return func(*args, **kwargs)
-        kept = self._before_overwriting(args, kwargs) if _overwrites(func, kwargs) else (args, kwargs)
+        kept = self.before_overwriting(args, kwargs) if _overwrites(func, kwargs) else (args, kwargs)
         strangers = self.strangers(args, kwargs)
         result = func(*args, **kwargs)
         made = args[0] if result is None and args else result
@@ -156,9 +157,9 @@ class Recorder(TorchFunctionMode):
             self.note(Record(self._paths[-1], func, *kept, made, strangers))
         return result
 
-    def _before_overwriting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_overwriting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copies of what is about to be overwritten, for this record and for those before it."""
-        target = args[0] if kwargs.get("out") is None else kwargs["out"]
+        target = kwargs["out"] if kwargs.get("out") is not None else args[:1] or kwargs
         memory = {t.untyped_storage().data_ptr() for t in tensors_of(target)}
         copies: dict[int, Tensor] = {}
 
@@ -172,7 +173,7 @@ class Recorder(TorchFunctionMode):
         for record in self.recording.records:
             record.args, record.kwargs = map_tensors(record.args, keep), map_tensors(record.kwargs, keep)
             record.output = map_tensors(record.output, keep)
-        without = {k: v for k, v in kwargs.items() if k != "out"}
+        without = {k: v for k, v in kwargs.items() if k not in ("out", "inplace")}
         return map_tensors(args, keep), map_tensors(without, keep)
 
     def note(self, record: Record) -> None:
@@ -210,7 +211,9 @@ class _Leaf:
         if self.recorder._depth == 0:
             overwrites = getattr(module, "inplace", False) is True
             self.strange = self.recorder.strangers(args, kwargs)
-            self.arguments.append(map_tensors((args, kwargs), torch.clone) if overwrites else snapshot((args, kwargs)))
+            with torch._C.DisableTorchFunction():
+                keep = self.recorder.before_overwriting if overwrites else lambda *given: snapshot(given)
+                self.arguments.append(keep(args, kwargs))
         self.recorder._depth += 1
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -306,7 +309,8 @@ def function_name(func: Any) -> str:
 
 def _overwrites(func: Any, kwargs: dict[str, Any]) -> bool:
     name = function_name(func)
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+    named = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return named or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

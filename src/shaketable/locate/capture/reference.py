@@ -227,7 +227,7 @@ def _index(folder: Path) -> dict[str, Path]:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 found |= dict.fromkeys(file.keys(), path)
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"the weights in {folder} cannot be read again: {error}") from error
     return found
 

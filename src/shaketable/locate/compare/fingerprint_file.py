@@ -23,6 +23,7 @@ from shaketable.records.weight_hash import digest
 
 def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:
     """All of the file or nothing: written beside its place, then moved there."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     about = fingerprint.about.model_dump_json(by_alias=True)
@@ -30,8 +31,8 @@ def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:
         with replacing(path.resolve()) as draft:
             save_file(fingerprint.tensors, draft, metadata={"shaketable": about, "sha256": digest(about, fingerprint.tensors)})
             os.chmod(draft, 0o666 & ~_umask())
-    except OSError as error:
-        raise FingerprintError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise FingerprintError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _umask() -> int:

@@ -102,22 +102,28 @@ def _addmm(call: Call) -> Around:
     return Around(value, slack + 4 * UA * value.abs(), call.dtype)
 
 
-def _grouped(call: Call) -> RoundingInterval:
-    """Rows [offs[i−1], offs[i]) times the matrix of expert i."""
+def _grouped(call: Call) -> Around:
+    """Rows [offs[i−1], offs[i]) times the matrix of expert i; what stands behind the last of them is nobody's business."""
     x, w, ends = call.args[0], call.args[1], call.get(2, "offs").tolist()
-    low, high = torch.zeros(x.shape[0], w.shape[-1], dtype=call.dtype), torch.zeros(x.shape[0], w.shape[-1], dtype=call.dtype)
+    value, slack = torch.zeros(2, x.shape[0], w.shape[-1], dtype=torch.float64)
     start = 0
     for expert, end in enumerate(ends):
-        part = product(call, x[start:end].double(), w[expert].double()).interval()
-        low[start:end], high[start:end] = part.low, part.high
+        part = product(call, x[start:end].double(), w[expert].double())
+        value[start:end], slack[start:end] = part.value, part.slack
         start = end
-    return RoundingInterval(low, high)
+    free = (torch.arange(len(value)) >= start)[:, None].expand_as(value)
+    return Around(value, slack, call.dtype, free)
+
+
+def _dim(call: Call, default: Any = None) -> Any:
+    """The dimension, by either of its names."""
+    return call.get(1, "dim", call.kwargs.get("axis", default))
 
 
 def _softmax(call: Call) -> Around:
     given, asked = call.args[0], call.kwargs.get("dtype")
     x = call.wide(given) if asked in (None, torch.float32) else given.to(asked).double()
-    dim = call.get(1, "dim", -1)
+    dim = _dim(call, -1)
     p = x.softmax(dim)
     far = x - x.amax(dim, keepdim=True)
     slack = UA * (16 + 2 * far.abs().nan_to_num(posinf=0.0)) * p + TINY
@@ -132,6 +138,8 @@ def attention(call: Call) -> Around:
     Query heads that share a key are stacked behind one another, so that nothing is repeated. The host's exponentials are
     taken in float32, many times faster; the bound counts their error beside the device's.
     """
+    if call.get(4, "dropout_p", 0.0):
+        raise NotImplementedError("dropout that is on is random")
     q, k, v = (call.wide(call.get(i, n)) for i, n in enumerate(("query", "key", "value")))
     mask, causal, scale = call.get(3, "attn_mask"), call.get(5, "is_causal", False), call.kwargs.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -208,7 +216,7 @@ def _pow(call: Call) -> Around:
 
 def _reduction(mean: bool) -> Callable[[Call], Around]:
     def define(call: Call) -> Around:
-        x, dim, keep = call.wide(call.args[0]), call.get(1, "dim"), call.get(2, "keepdim", False)
+        x, dim, keep = call.wide(call.args[0]), _dim(call), call.get(2, "keepdim", call.kwargs.get("keepdims", False))
         dims = tuple(range(x.dim())) if dim is None else dim
         total, size = x.sum(dims, keepdim=keep), x.abs().sum(dims, keepdim=keep)
         n = x.numel() / max(total.numel(), 1)

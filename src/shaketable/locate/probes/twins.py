@@ -253,6 +253,8 @@ def stays_normal(recording: Recording) -> bool:
 def _has_room(tensor: Tensor) -> bool:
     info = torch.finfo(tensor.dtype)
     size = tensor.detach().abs()
-    high = float(size.max())
-    low = float(torch.where(size == 0, high, size).min())
+    size = size[size != 0]
+    if not size.numel():
+        return True
+    low, high = float(size.min()), float(size.max())
     return low >= info.tiny * 2.0**12 and high <= info.max / 2.0**12

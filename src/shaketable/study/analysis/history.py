@@ -20,7 +20,7 @@ from shaketable.study.analysis.runs import Run
 from shaketable.study.config import StudyConfig
 from shaketable.study.run_study import DEFINITION, definitions, described
 
-DECIDES = ("model", "task", "seeds", "train", "evaluate", "diagnose", "device", "dtype")
+DECIDES = ("model", "task", "seeds", "train", "harden", "evaluate", "diagnose", "device", "dtype")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _first_end(folder: Path, runs: Sequence[Run]) -> float | None:
 
 def _decisive(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     """What the primary comparison depends on and is not what it was."""
-    found = [name for name in DECIDES if now[name] != then[name]]
+    found = [name for name in DECIDES if now.get(name) != then.get(name)]
     primary = now["compare"]["primary"]
     if primary != then["compare"]["primary"]:
         found.append(f"the primary comparison (it was {_told(then['compare']['primary'])})")

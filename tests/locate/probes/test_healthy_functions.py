@@ -1,0 +1,75 @@
+"""Functions called in ways that torch allows: none of them is a fault of a healthy device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shaketable.locate.probes.twins import _has_room
+from tests.locate.probes.replayed_functions import judged
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.mean(axis=1),
+        lambda x: x.sum(axis=0),
+        lambda x: x.mean(1, keepdims=True),
+        lambda x: x.sum(dim=0, keepdims=True),
+        lambda x: torch.softmax(x, axis=0),
+        lambda x: F.silu(x * 1, inplace=True),
+        lambda x: x.masked_fill((x > 0).__iand__(x < 0.5), 0.0),
+        lambda x: x.masked_fill((x > 0).__ior__(x < -0.5), 0.0),
+        lambda x: x.masked_fill((x > 0).__ixor__(x < 0.5), 0.0),
+    ],
+)
+def test_a_healthy_function_is_judged_and_right(function):
+    found = judged(function)
+    assert not found.violations and not found.unknown
+
+
+@pytest.mark.parametrize("function", [lambda x: x.mean(axis=1), lambda x: torch.softmax(x, axis=0)])
+def test_one_wrong_value_is_found_whatever_the_dimension_is_called(function):
+    def tamper(y):
+        y = y.clone()
+        y.view(-1)[2] *= 1.01
+        return y
+
+    assert judged(function, tamper=tamper).violations
+
+
+def test_attention_with_dropout_is_random_and_nobody_can_say():
+    def attention(x, **more):
+        q = x.view(1, 1, 4, 6)
+        torch.manual_seed(0)
+        return F.scaled_dot_product_attention(q, q, q, **more)
+
+    assert not judged(attention).unknown
+    found = judged(lambda x: attention(x, dropout_p=0.5))
+    assert not found.violations and found.unknown
+
+
+def grouped(x, ends):
+    weights = torch.linspace(-1, 1, 2 * 16 * 8, dtype=torch.bfloat16).view(2, 16, 8)
+    return torch._grouped_mm(x, weights, offs=torch.tensor(ends, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("value", [7.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(("row", "is_wrong"), [(1, True), (4, True), (5, False), (7, False)])
+def test_rows_behind_the_last_expert_are_nobody_s(row, value, is_wrong):
+    x = torch.linspace(-2, 2, 8 * 16, dtype=torch.bfloat16).view(8, 16)
+
+    def tamper(y):
+        y = y.clone()
+        y[row] = value
+        return y
+
+    found = judged(lambda x: grouped(x, [2, 5]), x=x, tamper=tamper)
+    assert bool(found.violations) is is_wrong
+
+
+@pytest.mark.parametrize(
+    ("values", "has_room"),
+    [([0.0, 0.0], True), ([], True), ([0.0, 1.0], True), ([0.0, 1e-38], False), ([1.0, 1e38], False), ([-1e38], False)],
+)
+def test_zeros_take_no_room(values, has_room):
+    assert _has_room(torch.tensor(values)) is has_room
