@@ -558,3 +558,10 @@ def test_a_name_that_holds_a_separator_is_refused(mark):
 def test_a_seed_that_no_plan_can_have_is_refused_for_a_plan_too(seed):
     with pytest.raises(PlanError, match="seed"):
         Plan.load(Plan.parse("gain:1@layer.1"), seed=seed)
+
+
+@pytest.mark.parametrize("text", ["Gain:1@layer.1", "gain:1@layer.1,phase=Rollout", "gain:1@module.linear,point=Weight",
+                                  "gain:1@layer.1,direction=Both", "gain:1@op.Matmul", "gain:1@Layer.1"])  # fmt: skip
+def test_words_are_written_in_small_letters(text):
+    with pytest.raises(PlanError, match=r"unknown|must be|Input should"):
+        Plan.parse(text)

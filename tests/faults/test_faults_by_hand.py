@@ -1,6 +1,7 @@
 """Faults on numbers that can be checked by hand: every type, odd scopes, zeros, constants, and how kernels are built."""
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -768,3 +769,19 @@ def test_kernels_add_noise_to_a_copy_or_in_place(dtype):
     z = plain_normals(100, 1 << 40, CPU)
     assert same_bits(absolute, (x.float() + z * 0.5).to(dtype))
     assert native.add_noise(x, 0.5, 1 << 40, relative=False, in_place=True) is x and same_bits(x, absolute)
+
+
+def test_a_compiler_that_fails_leaves_torch_to_make_the_noise(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "compiler", lambda: shutil.which("false"))
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
+    monkeypatch.delenv("SHAKETABLE_NATIVE", raising=False)
+    assert native._built() is None
+    assert not any(path.is_file() for path in tmp_path.rglob("*")), "nothing half built is left"
+
+
+def test_what_is_zeroed_outside_of_the_lanes_is_not_read_back():
+    clean = torch.tensor([[1.0, 0.5, 0.01], [1.0, 0.4, 0.02]])
+    faulty = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    zone = make_fault({"kind": "dead_zone", "magnitude": 0.03})
+    assert zone.read_back(clean, faulty, torch.tensor([False, False, True])).item() == pytest.approx(0.02)
+    assert zone.read_back(clean, faulty).item() == pytest.approx(0.5)

@@ -485,3 +485,32 @@ def test_an_operator_that_writes_to_its_input_can_be_shaken_in_training(name, ca
         function(a).sum().backward()
     assert ledger.forward == 1
     assert ledger.backward > 0
+
+
+# ---- 8. a head whose weight the model multiplies by itself, outside of any autograd function
+
+
+class ByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.lm_head = nn.Linear(4, 4, bias=False), nn.Linear(4, 6, bias=False)
+
+    def forward(self, x):
+        return F.linear(self.body(x), self.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        None,
+        "aot_eager",
+        slow("inductor"),
+        pytest.param("eager", marks=known("its graph calls torch's functions under our mode")),
+    ],
+)
+def test_a_head_that_is_multiplied_by_hand_is_left_out(backend):
+    model, x = ByHand(), torch.eye(4)
+    clean = model(x).detach()
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+        found = model(x) if backend is None else torch.compile(model, backend=backend)(x)
+    assert torch.allclose(found, 2 * clean) and ledger.forward == 1

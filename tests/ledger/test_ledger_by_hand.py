@@ -5,11 +5,14 @@ import json
 import math
 
 import pytest
+import torch
+from torch import nn
 
+import shaketable as st
 from shaketable.errors import InertError
 from shaketable.ledger.ledger import Ledger, LiveLedger, SiteLedger
 from shaketable.ledger.spot import Measured, Spot
-from shaketable.ledger.table import build_table, ledger_table, remarks
+from shaketable.ledger.table import _percent, build_table, ledger_table, remarks
 from shaketable.plan import Plan
 
 NAMES = ("fires", "square", "values", "changed", "alive", "survived", "magnitudes", "magnitude", "magnitude_square")
@@ -463,3 +466,14 @@ def test_spots_that_never_fired_are_named_only_beside_some_that_did():
     assert remarks(ledger(clause(changed(), Spot("b", 0), static=False))) == []
     assert remarks(ledger(clause(changed()))) == []
     assert remarks(ledger(clause(Spot("a", 0), Spot("b", 0)))) == ["gain:1@layer.0 matched 2 spots and never fired"]
+
+
+def test_the_error_of_the_table_is_the_measured_error_of_the_file():
+    layer, x = nn.Linear(8, 8), torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    with st.inject(layer, "dead_zone:0.5@module.linear,direction=both,point=output", seed=1) as ledger:
+        layer(x).pow(3).sum().backward()
+    (site,) = ledger.to_dict()["sites"]
+    assert site["forward"] == site["backward"] == 1
+    both = ledger.sites[0].measured().error
+    assert f"{both:.4f}" != f"{site['measured_error']:.4f}", "errors of values and gradients are unlike"
+    assert _percent(site["measured_error"]) in str(ledger) and _percent(both) not in str(ledger)

@@ -596,3 +596,10 @@ def test_a_parameter_is_a_tensor_and_one_tensor_in_two_places_is_changed_in_both
     found = map_tensors([weight, (weight,)], lambda t: calls.append(t) or t.detach() * 2)
     assert len(calls) == 2 and found[0].item() == found[1][0].item() == 2.0
     assert [id(t) for t in tensors_of({"a": weight})] == [id(weight)]
+
+
+@pytest.mark.parametrize("text", ["mxfp4@module.embedding", "gain:1@module.embedding,point=input"])
+def test_the_points_that_a_fault_has_by_itself_are_checked_too(text):
+    model = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 32))
+    with pytest.raises(PlanError, match="embedding"):
+        targets(Plan.parse(text).clauses[0], Anatomy.of(model))

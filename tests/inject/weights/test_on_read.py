@@ -49,3 +49,12 @@ def test_the_weight_that_counts_is_the_one_that_is_there_when_it_is_read():
     with st.inject(layer, "gain:1@module.Late,point=weight"):
         layer.register_forward_pre_hook(layer.gather)
         assert torch.equal(layer(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+
+
+def test_two_clauses_on_one_weight_both_act_in_a_compiled_model():
+    torch._dynamo.reset()
+    layer = nn.Linear(4, 4, bias=False)
+    clean = layer(torch.eye(4)).detach()
+    with st.inject(layer, "gain:1@module.linear,point=weight; gain:2@module.linear,point=weight") as ledger:
+        found = torch.compile(layer, backend="eager", fullgraph=True)(torch.eye(4))
+    assert torch.allclose(found, 6 * clean) and [site.forward for site in ledger.sites] == [1, 1]

@@ -269,3 +269,9 @@ def test_a_rare_fault_may_spare_the_few_tokens_that_are_read():
     assert (found.kl, found.agreement, found.tokens) == (0.0, 1.0, 2)
     with pytest.raises(InertError):
         drift(model, [([1, 2], [3, 4])], nothing, 1, 0)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_plan_that_does_not_fit_is_refused_before_the_first_forward(seeds):
+    with pytest.raises(ShaketableError, match="no_such_module"):
+        check(config(plan="relative_gaussian@module.no_such_module", magnitudes=(0.1,), seeds=seeds))

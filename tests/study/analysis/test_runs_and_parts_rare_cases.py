@@ -437,3 +437,16 @@ def test_a_loss_that_is_no_number_is_told_for_each_condition_of_the_last_evaluat
 
     found = _no_number([run(scored(a=None, b=None, c=None), scored(a=None, b=0.0, c=None))])
     assert [note.split(":")[0] for note in found] == [f"x is left out of comparisons of loss under {n}" for n in "ac"]
+
+
+def test_what_an_arm_repeats_of_its_study_is_no_setting_of_its_own():
+    whole = study()
+    assert _settings(whole, Arm(model=whole.model, task=whole.task)) == []
+    assert _settings(whole, Arm(model="other", task=whole.task)) == ["model other"]
+    assert _settings(whole, Arm(model=whole.model, task="other")) == ["task other"]
+
+
+def test_a_run_that_has_no_record_yet_and_is_worked_on_is_running(tmp_path):
+    assert Run.of(CELL, tmp_path).status == "missing"
+    with held(tmp_path, CELL.name):
+        assert Run.of(CELL, tmp_path).status == "running"
