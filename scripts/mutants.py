@@ -129,7 +129,7 @@ def read(name: str) -> list[Mutant]:
 
 def read_file(path: Path) -> list[Mutant]:
     """The bugs of any file; its name is that of the list."""
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data = yaml.safe_load(path.read_text(encoding="utf-8")) or []
     return [
         Mutant(path.stem, **(row | {"tests": tuple(row.get("tests", "").split()), "is_drawn": "tests" not in row}))
         for row in data
@@ -351,7 +351,10 @@ def main() -> None:
     parser.add_argument("--try", dest="tried", type=Path, metavar="FILE", help="plant the bugs of this file, and keep nothing")
     given = parser.parse_args()
     if given.tried:
-        run([m for m in read_file(given.tried) if m.is_there], Unkept(), lambda line: print(line, flush=True), given.jobs)
+        mine = read_file(given.tried)
+        for mutant in (m for m in mine if not m.is_there):
+            print(f"not there, or more than once: {mutant.file}: {mutant.old.strip()}")
+        run([m for m in mine if m.is_there], Unkept(), lambda line: print(line, flush=True), given.jobs)
         return
     listed = [m for name in NAMES for m in read(name)]
     every = [m for m in listed if m.is_there]

@@ -170,3 +170,42 @@ def test_a_bug_is_caught_by_a_test_that_fails_alone_with_it_and_passes_without(m
     if by:
         copy.runs.clear()
         assert mutants.plant(copy, drawn, known=by) == (by, "as before") and copy.runs == [[f"tests/{by}"]] * 2
+
+
+@pytest.mark.parametrize("few", [1, 2, 300])
+def test_the_quickest_are_asked_first_and_the_others_when_those_have_passed(mutants, monkeypatch, few):
+    asked = ["tests/a", "tests/b", "tests/c"]
+    monkeypatch.setattr(mutants, "Recorded", lambda: type("R", (), {"tests_of": lambda self, *line: asked})())
+    monkeypatch.setattr(mutants, "FEW", few)
+    drawn = mutants.Mutant("tried", "plan.py", "class Plan(BaseModel):", "class Plan(BaseModel):  # BUG", (), is_drawn=True)
+    copy = FakeCopy({"tests/c": "with the bug"})
+    assert mutants.plant(copy, drawn)[0] == "c"
+    assert copy.runs[0] == asked[:few]
+
+
+@pytest.mark.parametrize(("without", "by"), [("passed", "collecting"), ("not collected", None)])
+def test_tests_that_were_recorded_and_are_gone_are_no_miss(mutants, monkeypatch, without, by):
+    class Uncollected(FakeCopy):
+        def test(self, tests, patience):
+            return ("not collected" if self.has_bug else without), ""
+
+    monkeypatch.setattr(mutants, "Recorded", lambda: type("R", (), {"tests_of": lambda self, *line: ["tests/a"]})())
+    drawn = mutants.Mutant("tried", "plan.py", "class Plan(BaseModel):", "class Plan(BaseModel):  # BUG", (), is_drawn=True)
+    if by:
+        assert mutants.plant(Uncollected({}), drawn)[0] == by
+    else:
+        with pytest.raises(SystemExit, match=r"tests that were recorded are gone.*plan\.py"):
+            mutants.plant(Uncollected({}), drawn)
+
+
+def test_what_is_tried_is_not_kept_and_a_line_that_is_gone_is_told(mutants, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("- {file: plan.py, old: no such line, new: x}\n- {file: plan.py, old: 'class Plan(BaseModel):', new: y}\n")
+    monkeypatch.setattr("sys.argv", ["mutants.py", "--try", str(file), "--jobs", "3"])
+    seen = []
+    monkeypatch.setattr(mutants, "run", lambda asked, results, say, jobs: seen.append((asked, jobs)) or results.save())
+    mutants.main()
+    ((asked, jobs),) = seen
+    assert [m.new for m in asked] == ["y"] and jobs == 3 and asked[0].list == "mine"
+    assert "not there, or more than once: plan.py: no such line" in capsys.readouterr().out
+    assert not mutants.RESULTS.exists()
