@@ -443,3 +443,11 @@ def test_a_plan_says_of_every_clause_how_well_it_fits_and_of_the_next_best_that_
         '  - "bias:0.5@module.b"',
     ]  # fmt: skip
     assert found.to_dict()["plan"] == ["gain:0.25@module.a", "bias:0.5@module.b"]
+
+
+def test_the_difference_of_a_whole_layer_goes_by_what_was_stored(good, model):
+    found = compare(good, model)
+    stored = good.tensor("layer.1.output")
+    doubled = compare(with_facts(good, {"layer.1.output": stored * 2}), model)
+    assert found.layers[1].whole.relative == 0.0
+    assert doubled.layers[1].whole.relative == pytest.approx(0.5, rel=1e-6), "the gap is half of what is in the file"
