@@ -2,6 +2,8 @@
 
 import copy
 
+import torch
+
 import shaketable as st
 from tests.tensors import same
 
@@ -33,3 +35,20 @@ def assert_recomputation_sees_the_same_noise(model, plan, reentrant, step, settl
     assert (checkpointed.forward, checkpointed.backward) == (ledger.forward, ledger.backward)
     assert checkpointed.to_dict()["sites"][0]["recomputed"] > 0
     assert checkpointed.sites[0].by("layer") == ledger.sites[0].by("layer")
+
+
+class Again(torch.autograd.Function):
+    """Checkpointing that is not torch's own: computes a part a second time, without what is around it."""
+
+    @staticmethod
+    def forward(ctx, x, part):
+        ctx.save_for_backward(x)
+        ctx.part = part
+        return part(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.part(x).backward(g)
+        return x.grad, None

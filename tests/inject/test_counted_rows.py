@@ -1,15 +1,14 @@
 """Rows of counters: which fires of many phases are measured, what several devices found, and what a spot is told of it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from shaketable.faults import make_fault
 from shaketable.faults import sums as s
 from shaketable.inject import counters
-from shaketable.inject.counters import HostTable, Measurement, measure, tell
+from shaketable.inject.counters import Measurement, measure, tell
 from shaketable.ledger.spot import Measured, Spot
+from tests.inject.test_counters import Far, table, tap
 
 GAIN = make_fault({"kind": "gain", "magnitude": 0.5})
 NOISE = make_fault({"kind": "noise", "magnitude": 0.5})
@@ -17,25 +16,8 @@ FORMAT = make_fault({"kind": "mxfp4"})
 CHANGE = [1.0, 0.25, 8.0, 4.0, 7.0, 6.0, 1.0, 0.5, 0.25]
 
 
-class Far(torch.Tensor):
-    """A tensor that says it is on another device."""
-
-    device = property(lambda self: torch.device("meta"))
-
-
 class Farther(torch.Tensor):
     device = property(lambda self: torch.device("meta", 1))
-
-
-def tap(index=0, is_held=False):
-    return SimpleNamespace(index=index, is_held=is_held, spot=Spot(f"tap {index}", index))
-
-
-def table(taps=2):
-    made = HostTable()
-    for _ in range(taps):
-        made.add_tap()
-    return made
 
 
 def found(values, changed, kind=Far, magnitude=0.25):

@@ -13,6 +13,7 @@ from shaketable.inject import pass_context
 from shaketable.inject.injection import Injection
 from shaketable.inject.pass_context import Calls, Entry, Frame, Pass, in_backward
 from shaketable.plan import Plan
+from tests.inject.recomputation import Again
 
 X = torch.ones(2, 4)
 
@@ -154,23 +155,6 @@ def test_whether_this_is_inside_of_backward_is_known():
     assert in_backward() is False
     x.sum().backward()
     assert seen == [True] and in_backward() is False
-
-
-class Again(torch.autograd.Function):
-    """Checkpointing that is not torch's own."""
-
-    @staticmethod
-    def forward(ctx, x, part):
-        ctx.save_for_backward(x)
-        ctx.part = part
-        return part(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.part(x).backward(g)
-        return x.grad, None
 
 
 class Tied(nn.Module):

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shaketable as st
 from shaketable.inject.hooks import operator_mode
 from tests.inject.code_paths import Body
+from tests.inject.recomputation import Again
 
 PLAN = "relative_gaussian:0.1@op.all"
 
@@ -430,23 +431,6 @@ def test_a_bias_has_a_unit_of_its_own_for_every_gradient():
     with st.inject(layer, "bias:0.1@op.matmul") as ledger:
         (layer(torch.randn(4, 8)).square().mean() * 1e-3).backward()
     assert ledger.to_dict()["sites"][0]["measured_error_backward"] < 1
-
-
-class Again(torch.autograd.Function):
-    """Checkpointing that is not torch's own: computes a part a second time, without what is around it."""
-
-    @staticmethod
-    def forward(ctx, x, part):
-        ctx.save_for_backward(x)
-        ctx.part = part
-        return part(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.part(x).backward(g)
-        return x.grad, None
 
 
 class Gated(nn.Module):
