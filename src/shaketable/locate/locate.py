@@ -293,8 +293,12 @@ class Locator:
             return Result("inconclusive", reason=_failed("the permuted pair", error))
 
     def _circuit(self, call: LayerCall) -> Any:
-        config = getattr(self.model, "config", None)
-        return circuit_of(self.reference.skeleton.get_submodule(call.name), config)
+        """The layer's wiring; or why its symmetries are not known, as those of somebody's own block are not."""
+        expected = self.reference.skeleton.get_submodule(call.name)
+        for path, block in expected.named_children():
+            if any(block.children()) and type(own := call.module.get_submodule(path)) is not type(block):
+                return f"{call.name}.{path} is a {type(own).__name__} where the config makes a {type(block).__name__}"
+        return circuit_of(expected, getattr(self.model, "config", None))
 
     def _statistics(self, call: LayerCall, output: Any) -> srdd.LayerStatistics:
         scans, key = self.scans, self.seed + call.index

@@ -1,4 +1,4 @@
-"""Models that overwrite a tensor: what an operator was given before is not what is there afterwards, and nothing is wrong."""
+"""Models whose code is not what their config makes, or that overwrite a tensor: nothing is wrong with them."""
 
 import pytest
 import torch
@@ -102,3 +102,20 @@ def test_a_fault_in_what_is_overwritten_is_found():
     with st.inject(model, "gain:0.05@module.gate_proj,layers=1"):
         found = st.locate(model, mode="host", input_ids=tokens())
     assert found.verdict == "FAULT" and "layer 1, mlp.gate_proj" in found.sentence, found.sentence
+
+
+class Positive(LlamaMLP):
+    def forward(self, x):
+        up = self.up_proj(x)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * up * (up > 0))
+
+
+@pytest.mark.parametrize(("mode", "verdict"), [("host", "HEALTHY"), ("device", "INCONCLUSIVE"), ("all", "HEALTHY")])
+def test_a_block_of_somebody_s_own_has_symmetries_of_its_own(mode, verdict):
+    model = build("llama")
+    for layer in model.model.layers:
+        new = Positive(model.config)
+        new.load_state_dict(layer.mlp.state_dict())
+        layer.mlp = new.eval()
+    found = st.locate(model, mode=mode, input_ids=tokens())
+    assert found.verdict == verdict and not found.evidence, found.sentence
