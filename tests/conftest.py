@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
 import time
 from collections import Counter
 from importlib.metadata import distributions
@@ -38,6 +39,10 @@ PACKAGES = ("accelerate", "peft", "ray", "torch", "transformers", "trl", "verl",
 
 def pytest_addoption(parser):
     parser.addoption("--covers", metavar="FILE", help="write what the tests of frameworks covered, and whether they passed")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "ignore:Exception in thread shaketable-file")  # ended by `no_thread_is_left`
 
 
 def pytest_collection_modifyitems(items):
@@ -70,6 +75,18 @@ def pytest_sessionfinish(session):
 
 
 _covered = Counter()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """End the threads that keep a file: one would go on writing, and ask clocks and disks that a later test has replaced."""
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t.name == "shaketable-file" and t not in before]
+    for thread in left:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    for thread in left:
+        thread.join(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
