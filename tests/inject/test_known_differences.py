@@ -505,7 +505,7 @@ class ByHand(nn.Module):
         None,
         "aot_eager",
         slow("inductor"),
-        pytest.param("eager", marks=known("its graph calls torch's functions under our mode")),
+        "eager",
     ],
 )
 def test_a_head_that_is_multiplied_by_hand_is_left_out(backend):
@@ -514,3 +514,29 @@ def test_a_head_that_is_multiplied_by_hand_is_left_out(backend):
     with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
         found = model(x) if backend is None else torch.compile(model, backend=backend)(x)
     assert torch.allclose(found, 2 * clean) and ledger.forward == 1
+
+
+def run_as_it_is(graph, inputs):
+    return graph.forward
+
+
+def rewritten(graph, inputs):
+    return torch.fx.GraphModule(graph, graph.graph)
+
+
+@pytest.mark.parametrize(
+    "backend", [run_as_it_is, pytest.param(rewritten, marks=known("a graph that a backend makes anew is nobody's to us"))]
+)
+def test_a_graph_that_a_backend_runs_with_torchs_own_functions_is_met_once(backend):
+    model, x = Body(lambda x: (x @ A) @ A), torch.eye(4)
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+        found = torch.compile(model, backend=backend)(x)
+    assert ledger.forward == 2 and torch.equal(found, 4 * (A @ A))
+
+
+def test_a_graph_that_somebody_traced_is_a_model_as_any_other():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    for call in (model, torch.compile(model, backend="eager")):
+        with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+            call(torch.eye(4))
+        assert ledger.forward == 1

@@ -201,7 +201,8 @@ class Operators(TorchFunctionMode):
         if torch.compiler.is_compiling():
             entry = self.taps.tracing_entry() if custom_ops.present[injection.handle] else None
             return None if entry is None or entry.atomic == family else Traced(self.taps, entry)
-        if _is_tracing() or ("out" in kwargs and _is_inductor(sys._getframe(2))):
+        caller = sys._getframe(2)
+        if _is_tracing() or _is_dynamos(caller) or ("out" in kwargs and _is_inductor(caller)):
             return None
         frame = injection.operator_frame()
         return None if frame is None or frame.entry.atomic == family else Here(self.taps, frame)
@@ -283,6 +284,13 @@ never_compiled_alone(Operators.__torch_function__)
 def _is_tracing() -> bool:
     """Whether a graph is being made of what dynamo has already traced: those calls are on fake tensors."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def _is_dynamos(caller: types.FrameType) -> bool:
+    """Whether a call comes from a graph of dynamo's that is run as it is, as `backend="eager"` does: it was met in tracing."""
+    if not caller.f_code.co_filename.startswith("<eval_with_key>"):
+        return False
+    return "dynamo_flat_name_to_original_fqn" in getattr(caller.f_locals.get("self"), "meta", ())
 
 
 def _is_inductor(caller: types.FrameType) -> bool:
