@@ -330,6 +330,10 @@ def test_merged_ledgers_name_each_kernel_once(kernels):
     merged = Ledger.merge(ledger(clause(changed()), kernel=kernel, processes=i + 1) for i, kernel in enumerate(kernels))
     assert (merged.kernel, merged.processes, merged.forward) == ("native+torch", 6, 3)
     assert (merged.plan, merged.seed) == ("plan", 0)
+    assert (
+        Ledger.merge([merged, merged, *[ledger(clause(changed()), kernel=kernel) for kernel in kernels]]).kernel
+        == "native+torch"
+    )
 
 
 def test_clauses_are_merged_one_by_one():

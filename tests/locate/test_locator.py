@@ -125,6 +125,9 @@ def test_logits_that_differ_between_forwards_are_a_suspicion_that_counts_tokens(
     assert (result.status, result.score) == ("suspect", pytest.approx(3 / 20))
     assert result.reason == "three forwards of the whole model differ in the logits of 2 of 4 tokens"
     assert "of 1 of 4 tokens" in judge([clean, one], SimpleNamespace(logits=clean)).reason
+    for logits in (clean, one, two):
+        logits[0, 0] = float("nan")
+    assert judge([one, two], SimpleNamespace(logits=clean)).reason == result.reason, "no number is no number, each time"
 
 
 def test_the_unit_of_cost_is_the_faster_of_two_plain_forwards_and_a_model_that_fails_is_told(model, monkeypatch):

@@ -249,7 +249,7 @@ class Ledger:
             for mine, theirs in zip(first.sites, other.sites, strict=True):
                 mine.add(theirs)
             first.processes += other.processes
-        first.kernel = "+".join(sorted({x.kernel for x in every}))
+        first.kernel = "+".join(sorted({name for x in every for name in x.kernel.split("+")}))
         return first
 
     def clear(self) -> None:

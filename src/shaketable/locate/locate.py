@@ -26,7 +26,7 @@ from shaketable.locate import srdd
 from shaketable.locate.capture.foreign_code import foreign_code, unmade
 from shaketable.locate.capture.model_identity import product_name
 from shaketable.locate.capture.prompts import token_batch
-from shaketable.locate.capture.recorder import Recording, same
+from shaketable.locate.capture.recorder import Recording, differing, same
 from shaketable.locate.capture.reference import Reference, check_model
 from shaketable.locate.capture.trace import LayerCall, Trace, forward, record_layer, trace
 from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
@@ -359,7 +359,7 @@ class Locator:
         others = [one for one in logits if not same(one, traced.logits)]
         if not others:
             return Result("pass", 0.0)
-        differs = torch.stack([one != traced.logits for one in others]).any(0)
+        differs = torch.stack([differing(one, traced.logits) for one in others]).any(0)
         rows = int(differs.reshape(-1, differs.shape[-1]).any(1).sum())
         text = f"three forwards of the whole model differ in the logits of {rows} of {differs.shape[-2]} tokens"
         return Result("suspect", float(differs.double().mean()), reason=text)

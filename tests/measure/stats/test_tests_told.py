@@ -283,6 +283,7 @@ def test_a_share_says_its_numbers_in_one_sentence_and_in_json():
     }  # fmt: skip
     worse = share_recovered([1, 0, 0, 1, 1], [0, 0, 0, 0, 1], [1, 1, 1, 1, 1]).sentence()
     assert "−40.0 came back: −100 % (95 % CI −" in worse
+    assert "(99.5 % CI " in share_recovered(before, after, clean, level=0.995).sentence()
 
 
 def test_a_smaller_level_gives_a_share_a_smaller_interval():

@@ -291,7 +291,12 @@ class _Room:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal in every value; values that are no numbers are equal to each other."""
-    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+    return torch.equal(a, b) or (a.shape == b.shape and not bool(differing(a, b).any()))
+
+
+def differing(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors differ; values that are no numbers do not differ from each other."""
+    return (a != b) & ~(a.isnan() & b.isnan())
 
 
 def snapshot(value: Any) -> Any:

@@ -42,12 +42,13 @@ class Recovered:
     """after − before."""
     seeds: int
     problems: int
+    level: float = 0.95
 
     def sentence(self) -> str:
         """For people."""
         low, high = (_percent(end) for end in (self.interval.low, self.interval.high))
         came = f"of the {100 * self.taken:.1f} points that the fault takes, {_points(self.returned)} came back"
-        return f"{came}: {_percent(self.share)} (95 % CI {low} to {high})"
+        return f"{came}: {_percent(self.share)} ({100 * self.level:g} % CI {low} to {high})"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -79,7 +80,7 @@ def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike, *, le
 
     share = returned / taken
     low, high = (_end(excess, share, side) for side in (-1.0, 1.0))
-    return Recovered(share, Interval(low, high), taken, returned, *b.shape)
+    return Recovered(share, Interval(low, high), taken, returned, *b.shape, level)
 
 
 def _uncertainty(d: NDArray[np.float64]) -> tuple[float, float]:
