@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
+# Where Python is told to keep no bytecode, pytest would rewrite every assertion again in each run.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A framework's tests in an environment of its own, which is made once; this checkout is put on its path with its entry points.
 FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHON) scripts/checkout_metadata.py .frameworks && \
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)

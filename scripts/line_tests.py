@@ -21,8 +21,10 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 from collections import defaultdict
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,8 +129,10 @@ class Recorded:
             body = json.loads(path.read_text(encoding="utf-8"))
             self.seconds |= body["seconds"]
             for file, tests in body["lines"].items():
-                if file in now and now[file] == body["sources"].get(file):  # else its lines are others by now
+                if now.get(file) == body["sources"].get(file):
                     self.lines[file] |= tests
+                elif file in now and (moved := _moved(file, body["sources"].get(file))):
+                    self.lines[file] |= {t: _short(sorted(set().union(*map(moved.get, _long(x))))) for t, x in tests.items()}
 
     def tests_of(self, file: str, first: int, last: int) -> list[str]:
         """The tests that execute any of these lines of a file of the package, in the order in which they are asked."""
@@ -163,8 +167,31 @@ class Recorded:
         return sorted(known, key=lambda t: (place[t][0], whole[place[t]], place[t][1]))
 
 
+@cache
+def _moved(file: str, was: str) -> dict[int, set[int]]:
+    """Where the lines of a file are by now that was recorded as it once was; nothing where no commit has it so."""
+    path = PACKAGE / file
+    git = ["git", "-C", str(ROOT)]
+    commits = subprocess.run([*git, "log", "-50", "--format=%H", "--", str(path)], capture_output=True, text=True).stdout
+    for commit in commits.split():
+        then = subprocess.run([*git, "show", f"{commit}:{path.relative_to(ROOT)}"], capture_output=True).stdout
+        if hashlib.blake2b(then, digest_size=8).hexdigest() == was:
+            old, new = then.decode().splitlines(), path.read_text(encoding="utf-8").splitlines()
+            return _matched(old, new)
+    return {}
+
+
+def _matched(old: list[str], new: list[str]) -> dict[int, set[int]]:
+    """A line that was replaced is at all lines that replace it, and what was put after a line is at that line."""
+    found: dict[int, set[int]] = {line: set() for line in range(1, len(old) + 1)}
+    for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for line in range(a + 1, b + 1) if kind != "insert" else (max(a, 1),):
+            found[line] |= {c + line - a} if kind == "equal" else set(range(c + 1, d + 1))
+    return found
+
+
 def _long(text: str) -> set[int]:
-    runs = (run.split("-") for run in text.split(","))
+    runs = (run.split("-") for run in text.split(",") if run)
     return {line for a, b in runs for line in range(int(a), int(b) + 1)}
 
 

@@ -118,6 +118,9 @@ class Mutant:
 
 
 def _content(path: Path) -> str:
+    """Of a file or of all in a folder; of "collecting", which is no file, nothing."""
+    if not path.exists():
+        return ""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     return "".join(file.read_text(encoding="utf-8") for file in files)
 

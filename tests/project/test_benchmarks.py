@@ -80,9 +80,12 @@ def test_the_gpu_benchmark_runs_on_a_cpu_and_writes_what_was_asked_for(tmp_path)
     assert "| smollm2-135m | first pass eager, relative_gaussian on all linears |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_lora_steps_are_proven_and_their_memory_is_the_computed_one(tmp_path):
-    program = [sys.executable, str(BENCHMARKS / "lora_7b.py"), "--shape", "tiny", "--device", "cpu", "--tokens", "16"]
-    subprocess.run([*program, "--turns", "1", "--steps", "1", "--out", str(tmp_path)], check=True, capture_output=True)
+def test_lora_steps_are_proven_and_their_memory_is_the_computed_one(tmp_path, monkeypatch):
+    import lora_7b
+
+    options = ["--shape", "tiny", "--device", "cpu", "--tokens", "16", "--turns", "1", "--steps", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["lora_7b.py", *options])
+    lora_7b.main()
     facts = json.loads((tmp_path / "lora_7b.json").read_text(encoding="utf-8"))
     assert facts["trained"] == 2 * 16 * (9 * 64 + 2 * 32 + 3 * 128), "rank × (inputs + outputs), seven linears, two layers"
     assert facts["held_bytes"] == pytest.approx(facts["computed_held_bytes"], rel=0.01), "but for biases and norms"
@@ -100,9 +103,13 @@ def test_lora_steps_tell_their_peak_on_an_accelerator(tmp_path):
     assert all(row["peak_bytes"] >= facts["held_bytes"] for row in facts["rows"])
 
 
-def test_7b_is_refused_on_a_cpu():
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "lora_7b.py"), "--device", "cpu"], capture_output=True, text=True)
-    assert done.returncode == 2 and "--shape tiny" in done.stderr
+def test_7b_is_refused_on_a_cpu(monkeypatch, capsys):
+    import lora_7b
+
+    monkeypatch.setattr(sys, "argv", ["lora_7b.py", "--device", "cpu"])
+    with pytest.raises(SystemExit) as ended:
+        lora_7b.main()
+    assert ended.value.code == 2 and "--shape tiny" in capsys.readouterr().err
 
 
 def test_plain_torch_is_timed_beside_the_kernels(tmp_path):

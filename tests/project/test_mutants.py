@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -131,6 +132,23 @@ def test_a_line_is_asked_about_by_the_tests_that_execute_it_quickest_first(mutan
     (tmp_path / "tests.json").write_text(json.dumps(body | {"sources": {"plan.py": "as it was"}}))
     with pytest.raises(SystemExit, match=r"plan\.py as it is"):
         lines.Recorded().tests_of("plan.py", inside, inside)
+
+
+@pytest.mark.usefixtures("mutants")
+def test_lines_that_were_recorded_are_found_where_they_are_by_now():
+    lines = __import__("line_tests")
+    old, new = ["a", "b", "c", "d", "e"], ["new", "a", "B", "B2", "c", "more", "e"]
+    found = lines._matched(old, new)
+    assert found == {1: {1, 2}, 2: {3, 4}, 3: {5}, 4: {6}, 5: {7}}, "d became more; what is before all is at the first line"
+    assert lines._matched(["a", "b"], ["b"]) == {1: set(), 2: {1}}
+    assert lines._matched(["a", "b"], ["a", "new", "b"]) == {1: {1, 2}, 2: {3}}
+    assert lines._moved("plan.py", "as it never was") == {}
+
+
+def test_a_bug_that_keeps_tests_from_being_collected_has_a_key_too(mutants):
+    (bug, *_) = mutants.read("first")
+    bug = replace(bug, tests=())
+    assert bug.key("collecting") == bug.key("collecting") != bug.key("test_plan.py::test_a") != bug.key()
 
 
 class FakeCopy:
