@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import ModelError
+from shaketable.locate.capture.model_call import Arguments, call_with_tokens, logits_of
 from shaketable.locate.capture.recorder import Recorder, Recording, snapshot
 from shaketable.locate.capture.reference import Reference
 from shaketable.sites.nested_tensors import tensors_of
@@ -75,21 +76,19 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tup
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
 
-def forward(model: nn.Module, ids: Tensor) -> Tensor:
-    """A plain forward."""
+def forward(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Tensor:
+    """The logits of a plain forward."""
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-    assert isinstance(logits, Tensor)
-    return logits
+        return logits_of(call_with_tokens(model, ids, arguments), model)
 
 
-def trace(model: nn.Module, ids: Tensor, reference: Reference) -> Trace:
+def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Arguments | None = None) -> Trace:
     """Run the model once and keep what each layer was given and returned."""
     layers, paths = find_layers(model)
     places = {id(layer): i for i, layer in enumerate(layers)}
     recorder = Recorder(model, lambda path, module: id(module) in places or reference.leaf(path) is not None)
     with recorder.watching() as recording:
-        logits = forward(model, ids)
+        logits = forward(model, ids, arguments)
     calls: dict[int, LayerCall] = {}
     for record in recording.records:
         module = model.get_submodule(record.path)
