@@ -1,5 +1,6 @@
 """Roles, stacks of layers and names, one rule at a time: what each name, class and shape makes of a module."""
 
+import copy
 import pytest
 import torch
 from torch import nn
@@ -342,6 +343,19 @@ def test_a_stack_of_another_name_is_a_list_of_several_of_one_class(stack, found)
 )
 def test_layers_have_parts_whatever_they_are_called(stack):
     assert find_layers(nested("model.layers", stack)) == ([], [])
+
+
+def test_a_sequential_of_several_of_a_class_of_its_own_is_a_stack_and_what_is_inside_of_them_is_not():
+    one = around(nn.Linear(2, 2), heads=nn.ModuleList([block(), block()]), name="Own")
+    trunk = nn.Sequential(*(copy.deepcopy(one) for _ in range(3)))
+    assert find_layers(nested("model.trunk", trunk))[1] == [f"model.trunk.{i}" for i in range(3)]
+
+
+def test_a_dict_of_several_of_one_class_is_a_stack_by_its_name():
+    members = {"0": block(), "1": block()}
+    assert find_layers(nested("model.layers", nn.ModuleDict(members)))[1] == ["model.layers.0", "model.layers.1"]
+    assert find_layers(nested("model.others", nn.ModuleDict(members)))[1] == []
+    assert find_layers(nested("model.layers", nn.ModuleDict({**members, "2": around(nn.Linear(2, 2))})))[1] == []
 
 
 def test_a_sequential_of_another_name_is_no_stack_and_what_is_inside_of_it_may_be():

@@ -237,12 +237,15 @@ def _shape(stack: nn.Module) -> list[tuple[str, int]]:
 
 
 def _looks_like_layers(name: str, module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
+    if not _is_container(module) or not (members := list(module.children())):
         return False
-    classes = {type(m) for m in module}
-    has_children = all(any(m.children()) for m in module)
+    several_alike = len(members) > 1 and len({type(m) for m in members}) == 1
     named = name.rsplit(".", 1)[-1] in _LAYER_LISTS
-    return has_children and (named or (len(classes) == 1 and len(module) > 1 and isinstance(module, nn.ModuleList)))
+    if isinstance(module, nn.ModuleDict):
+        is_stack = named and several_alike
+    else:  # a Sequential of Sequentials is an MLP as likely as not
+        is_stack = named or (several_alike and (isinstance(module, nn.ModuleList) or not _is_container(members[0])))
+    return is_stack and all(any(m.children()) for m in members)
 
 
 def _preference(name: str) -> int:
