@@ -1,6 +1,7 @@
 """Roles, stacks of layers and names, one rule at a time: what each name, class and shape makes of a module."""
 
 import copy
+
 import pytest
 import torch
 from torch import nn

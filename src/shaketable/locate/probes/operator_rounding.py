@@ -277,6 +277,11 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
 }
 
 
+def is_defined(name: str) -> bool:
+    """Whether a function of that name is judged, and not only compared with the host's."""
+    return name in ROUNDED_ONCE or name in BOUNDED
+
+
 def rounded_once(call: Call, name: str) -> RoundingInterval:
     """The host does the same in the same dtype.
 
