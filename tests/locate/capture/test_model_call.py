@@ -69,7 +69,6 @@ def test_a_wrapper_that_passes_all_on_is_called_as_the_model_in_it():
         [LOGITS, [(STATES, STATES)]],
         (STATES, LOGITS),
         {"logits": LOGITS, "other": torch.zeros(1, 3, 7)},
-        {"out": LOGITS, "loss": None},
         SimpleNamespace(logits=LOGITS),
     ],
 )
@@ -81,10 +80,11 @@ def test_logits_are_found(answer):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((LOGITS, LOGITS.clone()), r"returns \(1, 3, 7\), \(1, 3, 7\), and which of it are logits cannot be told"),
-        ((STATES, STATES), r"returns \(1, 3, 4\), \(1, 3, 4\), and which"),
-        (SimpleNamespace(answer=LOGITS), "returns a SimpleNamespace, and which"),
-        (None, "returns a NoneType"),
+        ((LOGITS, LOGITS.clone()), r"fails to give logits: it returns \(1, 3, 7\), \(1, 3, 7\); let it return a tensor"),
+        ((STATES, STATES), r"it returns \(1, 3, 4\), \(1, 3, 4\);"),
+        ({"last_hidden_state": STATES}, r"it returns \(1, 3, 4\);"),
+        (SimpleNamespace(answer=LOGITS), "it returns a SimpleNamespace;"),
+        (None, "it returns a NoneType;"),
     ],
 )
 def test_what_cannot_be_told_is_refused_in_one_line(answer, said):

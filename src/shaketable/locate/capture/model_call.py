@@ -54,11 +54,11 @@ def _parameters(model: nn.Module) -> Mapping[str, Parameter]:
 def logits_of(answer: Any, model: nn.Module) -> Tensor:
     """The logits in what a model returned.
 
-    They are called that, or are the one tensor of numbers there, or the one with a channel for each row of an embedding. What
-    lies deeper (a cache, states) is not looked at, nor is a single number, such as a loss.
+    In an object or a mapping they have that name. In a tuple they are the one tensor of numbers, or the one with a channel for each row
+    of an embedding; what lies deeper (a cache, states) is not looked at, nor is a single number, such as a loss.
     """
     if isinstance(answer, Mapping):
-        answer = answer.get("logits", tuple(answer.values()))
+        answer = answer.get("logits", {**answer})
     answer = getattr(answer, "logits", answer)
     members = answer if isinstance(answer, tuple | list) else (answer,)
     found = [m for m in members if isinstance(m, Tensor) and m.is_floating_point() and m.dim() > 1]
@@ -68,6 +68,6 @@ def logits_of(answer: Any, model: nn.Module) -> Tensor:
         return fitting[0]
     shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(answer)) or f"a {type(answer).__name__}"
     raise ModelError(
-        f"{type(model).__name__} returns {shapes}, and which of it are logits cannot be told; "
-        "let forward return a tensor, or something with `logits` in it"
+        f"a plain forward of {type(model).__name__} fails to give logits: it returns {shapes}; "
+        "let it return a tensor, or something with `logits` in it"
     )
