@@ -80,11 +80,20 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+@dataclass
+class Config:
+    block_size: int = LONGEST
+    vocab_size: int = VOCABULARY
+    n_layer: int = LAYERS
+    bias: bool = False
+
+
 class NanoGPT(nn.Module):
-    """Tied weights, learned positions, a ModuleDict; without targets the head sees the last token only."""
+    """A config of its own kind, tied weights, learned positions, a ModuleDict; without targets the last logits only."""
 
     def __init__(self, flash=True, bias=False):
         super().__init__()
+        self.config = Config(bias=bias)
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(VOCABULARY, WIDTH),

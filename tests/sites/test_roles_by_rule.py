@@ -497,3 +497,40 @@ def test_why_a_part_is_left_out(module, path, reason):
     anatomy = Anatomy.of(model)
     (part,) = [p for p in anatomy.parts if p.name == path]
     assert anatomy.excluded(part) == reason
+
+
+# Heads and blocks of models of somebody's own
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core, self.up = Attention(), nn.Linear(4, 9)
+
+
+class OwnAttentionModel(nn.Module):
+    def __init__(self, **heads):
+        super().__init__()
+        self.embedding, self.positions, self.adapter = nn.Embedding(9, 4), nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([AttentionBlock(), AttentionBlock()])
+        for name, head in heads.items():
+            self.add_module(name, head)
+
+
+def test_a_head_of_any_name_is_known_by_the_shape_of_an_embedding():
+    assert roles(OwnAttentionModel(output=nn.Linear(4, 9)))["output"] == "lm_head"
+    assert roles(OwnAttentionModel(output=nn.Linear(4, 8)))["output"] == "linear"
+    found = roles(OwnAttentionModel(output=nn.Linear(4, 9), lm_head=nn.Linear(4, 8)))
+    assert (found["output"], found["lm_head"]) == ("linear", "lm_head")
+    assert [name for name, role in roles(OwnAttentionModel()).items() if role == "lm_head"] == []
+
+
+def test_neither_a_model_nor_its_layers_are_attention_whatever_their_classes_are_called():
+    found = roles(OwnAttentionModel())
+    assert [name for name, role in found.items() if role == "attention"] == ["blocks.0.core", "blocks.1.core"]
