@@ -43,19 +43,19 @@ class CausalSelfAttention(nn.Module):
             self.register_buffer("bias", torch.tril(torch.ones(LONGEST, LONGEST)).view(1, 1, LONGEST, LONGEST))
 
     def forward(self, x):
-        B, T, C = x.size()
+        b, t, c = x.size()
         q, k, v = self.c_attn(x).split(WIDTH, dim=2)
-        k = k.view(B, T, HEADS, C // HEADS).transpose(1, 2)
-        q = q.view(B, T, HEADS, C // HEADS).transpose(1, 2)
-        v = v.view(B, T, HEADS, C // HEADS).transpose(1, 2)
+        k = k.view(b, t, HEADS, c // HEADS).transpose(1, 2)
+        q = q.view(b, t, HEADS, c // HEADS).transpose(1, 2)
+        v = v.view(b, t, HEADS, c // HEADS).transpose(1, 2)
         if self.flash:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.1 if self.training else 0, is_causal=True)
         else:
             att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-            att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+            att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
             att = F.softmax(att, dim=-1)
             y = self.attn_dropout(att) @ v
-        y = y.transpose(1, 2).contiguous().view(B, T, C)
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -173,9 +173,9 @@ class Head(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
-        T = x.shape[1]
+        t = x.shape[1]
         wei = self.query(x) @ self.key(x).transpose(-2, -1) * SIZE**-0.5
-        wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))
+        wei = wei.masked_fill(self.tril[:t, :t] == 0, float("-inf"))
         return self.dropout(F.softmax(wei, dim=-1)) @ self.value(x)
 
 
@@ -205,7 +205,10 @@ class Lecture(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.token_embedding_table, self.position_embedding_table = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.token_embedding_table, self.position_embedding_table = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(LONGEST, WIDTH),
+        )
         self.trunk = nn.Sequential(*[LectureBlock() for _ in range(LAYERS)])
         self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
@@ -329,8 +332,8 @@ class ReferenceLlama(nn.Module):
 
 
 def real_rotation(xq, xk, cos, sin):
-    xq_r, xq_i = xq.float().reshape(xq.shape[:-1] + (-1, 2)).unbind(-1)
-    xk_r, xk_i = xk.float().reshape(xk.shape[:-1] + (-1, 2)).unbind(-1)
+    xq_r, xq_i = xq.float().reshape(*xq.shape[:-1], -1, 2).unbind(-1)
+    xk_r, xk_i = xk.float().reshape(*xk.shape[:-1], -1, 2).unbind(-1)
     cos, sin = cos.view(1, xq_r.shape[1], 1, xq_r.shape[-1]), sin.view(1, xq_r.shape[1], 1, xq_r.shape[-1])
     xq_out = torch.stack([xq_r * cos - xq_i * sin, xq_r * sin + xq_i * cos], dim=-1).flatten(3)
     xk_out = torch.stack([xk_r * cos - xk_i * sin, xk_r * sin + xk_i * cos], dim=-1).flatten(3)
@@ -493,16 +496,18 @@ class LitAttention(nn.Module):
         self.attn, self.proj = nn.Linear(WIDTH, (HEADS + 4) * SIZE), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, cos, sin, mask=None, input_pos=None):
-        B, T, C = x.size()
-        qkv = self.attn(x).view(B, T, 2, HEADS // 2 + 2, SIZE).permute(0, 2, 3, 1, 4)
+        b, t, c = x.size()
+        qkv = self.attn(x).view(b, t, 2, HEADS // 2 + 2, SIZE).permute(0, 2, 3, 1, 4)
         q, k, v = qkv.split((HEADS // 2, 1, 1), dim=2)
-        k, v = k.expand(B, 2, HEADS // 2, T, SIZE), v.expand(B, 2, HEADS // 2, T, SIZE)
-        q, k, v = (t.reshape(B, -1, T, SIZE) for t in (q, k, v))
+        k, v = k.expand(b, 2, HEADS // 2, t, SIZE), v.expand(b, 2, HEADS // 2, t, SIZE)
+        q, k, v = (z.reshape(b, -1, t, SIZE) for z in (q, k, v))
         half = SIZE // 2
         q = torch.cat((self.rope(q[..., :half], cos, sin), q[..., half:]), dim=-1)
         k = torch.cat((self.rope(k[..., :half], cos, sin), k[..., half:]), dim=-1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, scale=1 / math.sqrt(SIZE), is_causal=mask is None)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=0.0, scale=1 / math.sqrt(SIZE), is_causal=mask is None
+        )
+        return self.proj(y.transpose(1, 2).reshape(b, t, c))
 
     @staticmethod
     def rope(x, cos, sin):
@@ -809,7 +814,12 @@ class TanhGate(nn.Module):
 class TuneLayer(nn.Module):
     def __init__(self, pos_embeddings):
         super().__init__()
-        self.sa_norm, self.attn, self.mlp_norm, self.mlp = nn.RMSNorm(WIDTH), TuneAttention(pos_embeddings), nn.RMSNorm(WIDTH), SwiGLU()
+        self.sa_norm, self.attn, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(WIDTH),
+            TuneAttention(pos_embeddings),
+            nn.RMSNorm(WIDTH),
+            SwiGLU(),
+        )
         self.sa_scale, self.mlp_scale = TanhGate(), nn.Identity()
 
     def forward(self, x, *, mask=None, input_pos=None, **kwargs):
@@ -824,7 +834,10 @@ class TorchTune(nn.Module):
     def __init__(self):
         super().__init__()
         rope = RotaryPositionalEmbeddings()
-        self.tok_embeddings, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([TuneLayer(rope) for _ in range(LAYERS)])
+        self.tok_embeddings, self.layers = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([TuneLayer(rope) for _ in range(LAYERS)]),
+        )
         self.norm = nn.RMSNorm(WIDTH)
 
     def forward(self, tokens, *, mask=None, encoder_input=None, input_pos=None):

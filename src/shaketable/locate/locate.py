@@ -63,7 +63,7 @@ def locate(
     """Find out whether a device computes a model correctly, and where it does not.
 
     Args:
-        model: A causal language model, on the device to be judged: one of transformers, or any module that is called with tokens.
+        model: A causal language model, on the device to be judged: any module that is called with tokens.
         tokenizer: Its tokenizer; not needed with `input_ids`.
         mode: `device` uses no host arithmetic; `host` trusts the host's arithmetic and the file's weights; `all` does both.
         prompts: Texts to run; a built-in text by default.

@@ -54,8 +54,8 @@ def _parameters(model: nn.Module) -> Mapping[str, Parameter]:
 def logits_of(answer: Any, model: nn.Module) -> Tensor:
     """The logits in what a model returned.
 
-    In an object or a mapping they have that name. In a tuple they are the one tensor of numbers, or the one with a channel for each row
-    of an embedding; what lies deeper (a cache, states) is not looked at, nor is a single number, such as a loss.
+    In an object or a mapping they have that name. In a tuple they are the one tensor of numbers, or the one with a channel
+    for each row of an embedding; what lies deeper (a cache, states) is not looked at, nor is a single number, such as a loss.
     """
     if isinstance(answer, Mapping):
         answer = answer.get("logits", {**answer})

@@ -33,7 +33,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "model_class": type(model).__name__,
         "num_layers": len(find_layers(model)[0]),
         "hidden_size": _width(model, config),
-        "config_sha256": config_hash(config) if hasattr(config, "to_diff_dict") else hashlib.sha256(repr(model).encode()).hexdigest(),
+        "config_sha256": config_hash(config) if hasattr(config, "to_diff_dict") else _sha256(repr(model)),
         "weights_sha256": weights_hash(model),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": device_name(weight.device),
@@ -85,7 +85,10 @@ def product_name(device: torch.device) -> str | None:
 
 def config_hash(config: Any) -> str:
     """sha256 of what a config says of the model, wherever and however it was loaded."""
-    text = json.dumps(_without_local(config.to_diff_dict()), sort_keys=True, default=str)
+    return _sha256(json.dumps(_without_local(config.to_diff_dict()), sort_keys=True, default=str))
+
+
+def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 

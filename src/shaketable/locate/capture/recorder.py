@@ -4,7 +4,7 @@ Two kinds of operator are recorded. A *leaf* is a module that is one operator by
 its inputs are taken before anybody else's hooks, its output after them, and nothing inside is looked at, so what the
 device made of it is judged as one. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
 modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function. Of a
-function that torch has written in Python and that has no definition here, such as multi-head attention, those inside are recorded.
+function that torch has written in Python and that has no definition here (multi-head attention), those inside are recorded.
 
 The recorder also follows every tensor from the operator that made it to the operator that takes it. Where other values
 come through a module's door than its last operator made, or than it was handed, there is a *break*, and that module is

@@ -202,8 +202,9 @@ def layer_norm(x: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | 
 
 
 def _layer_norm(call: Call) -> Around:
+    x, shape, eps = call.wide(call.args[0]), tuple(call.get(1, "normalized_shape")), call.get(4, "eps", 1e-5)
     w, b = (None if t is None else t.double() for t in (call.get(2, "weight"), call.get(3, "bias")))
-    return layer_norm(call.wide(call.args[0]), tuple(call.get(1, "normalized_shape")), w, b, call.get(4, "eps", 1e-5), call.dtype)
+    return layer_norm(x, shape, w, b, eps, call.dtype)
 
 
 def _rms_norm(call: Call) -> RoundingInterval:
