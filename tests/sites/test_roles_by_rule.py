@@ -1,5 +1,7 @@
 """Roles, stacks of layers and names, one rule at a time: what each name, class and shape makes of a module."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -344,6 +346,19 @@ def test_layers_have_parts_whatever_they_are_called(stack):
     assert find_layers(nested("model.layers", stack)) == ([], [])
 
 
+def test_a_sequential_of_several_of_a_class_of_its_own_is_a_stack_and_what_is_inside_of_them_is_not():
+    one = around(nn.Linear(2, 2), heads=nn.ModuleList([block(), block()]), name="Own")
+    trunk = nn.Sequential(*(copy.deepcopy(one) for _ in range(3)))
+    assert find_layers(nested("model.trunk", trunk))[1] == [f"model.trunk.{i}" for i in range(3)]
+
+
+def test_a_dict_of_several_of_one_class_is_a_stack_by_its_name():
+    members = {"0": block(), "1": block()}
+    assert find_layers(nested("model.layers", nn.ModuleDict(members)))[1] == ["model.layers.0", "model.layers.1"]
+    assert find_layers(nested("model.others", nn.ModuleDict(members)))[1] == []
+    assert find_layers(nested("model.layers", nn.ModuleDict({**members, "2": around(nn.Linear(2, 2))})))[1] == []
+
+
 def test_a_sequential_of_another_name_is_no_stack_and_what_is_inside_of_it_may_be():
     model = nested("features", nn.Sequential(around(layers=nn.ModuleList([block()]))))
     assert find_layers(model)[1] == ["features.0.layers.0"]
@@ -482,3 +497,40 @@ def test_why_a_part_is_left_out(module, path, reason):
     anatomy = Anatomy.of(model)
     (part,) = [p for p in anatomy.parts if p.name == path]
     assert anatomy.excluded(part) == reason
+
+
+# Heads and blocks of models of somebody's own
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core, self.up = Attention(), nn.Linear(4, 9)
+
+
+class OwnAttentionModel(nn.Module):
+    def __init__(self, **heads):
+        super().__init__()
+        self.embedding, self.positions, self.adapter = nn.Embedding(9, 4), nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([AttentionBlock(), AttentionBlock()])
+        for name, head in heads.items():
+            self.add_module(name, head)
+
+
+def test_a_head_of_any_name_is_known_by_the_shape_of_an_embedding():
+    assert roles(OwnAttentionModel(output=nn.Linear(4, 9)))["output"] == "lm_head"
+    assert roles(OwnAttentionModel(output=nn.Linear(4, 8)))["output"] == "linear"
+    found = roles(OwnAttentionModel(output=nn.Linear(4, 9), lm_head=nn.Linear(4, 8)))
+    assert (found["output"], found["lm_head"]) == ("linear", "lm_head")
+    assert [name for name, role in roles(OwnAttentionModel()).items() if role == "lm_head"] == []
+
+
+def test_neither_a_model_nor_its_layers_are_attention_whatever_their_classes_are_called():
+    found = roles(OwnAttentionModel())
+    assert [name for name, role in found.items() if role == "attention"] == ["blocks.0.core", "blocks.1.core"]

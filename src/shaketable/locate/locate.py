@@ -24,6 +24,7 @@ import shaketable
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate import srdd
 from shaketable.locate.capture.foreign_code import foreign_code, unmade
+from shaketable.locate.capture.model_call import Arguments
 from shaketable.locate.capture.model_identity import product_name
 from shaketable.locate.capture.prompts import token_batch
 from shaketable.locate.capture.recorder import Recording, differing, same
@@ -49,6 +50,7 @@ def locate(
     mode: str = "all",
     prompts: Sequence[str] | None = None,
     input_ids: Tensor | None = None,
+    arguments: Arguments | None = None,
     tokens: int = 256,
     source: str | None = None,
     plan: Any = None,
@@ -61,11 +63,12 @@ def locate(
     """Find out whether a device computes a model correctly, and where it does not.
 
     Args:
-        model: A causal language model, on the device to be judged.
+        model: A causal language model, on the device to be judged: any module that is called with tokens.
         tokenizer: Its tokenizer; not needed with `input_ids`.
         mode: `device` uses no host arithmetic; `host` trusts the host's arithmetic and the file's weights; `all` does both.
         prompts: Texts to run; a built-in text by default.
         input_ids: Token ids of shape (1, n) instead of prompts.
+        arguments: What `forward` needs besides tokens, by name.
         tokens: How many tokens to run.
         source: The model's name or folder, so that its weights can be read again; without it they are believed.
         plan: A plan to plant first, hidden from the probes. For trying locate out.
@@ -93,6 +96,7 @@ def locate(
         with _still(model):
             locator = Locator(model, mode, source, seed, progress)
             locator.quick, locator.strict, locator.scans = quick, strict, scans or srdd.Scans()
+            locator.arguments = arguments
             return locator.run(ids, plan)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
@@ -138,6 +142,7 @@ class Locator:
         self.quick = False
         self.strict = False
         self.scans = srdd.Scans()
+        self.arguments: Arguments | None = None
         self.thorough = False
         """Run tests with a tolerance also where an exact one has decided; for benchmarks."""
 
@@ -162,7 +167,7 @@ class Locator:
         self.tell(0, total, "a plain forward")
         logits, unit = self._plain_forwards(ids)
         self.tell(0, total, "trace")
-        traced = self._timed("trace", lambda: trace(self.model, ids, self.reference))
+        traced = self._timed("trace", lambda: trace(self.model, ids, self.reference, self.arguments))
         found: list[srdd.LayerStatistics] = []
         for call in traced.calls:
             recording = self._timed("repeat", functools.partial(record_layer, call, self.reference))
@@ -193,7 +198,7 @@ class Locator:
         try:
             for _ in range(2):
                 start = self._now()
-                logits.append(forward(self.model, ids))
+                logits.append(forward(self.model, ids, self.arguments))
                 times.append(self._now() - start)
         except (torch.OutOfMemoryError, ShaketableError):
             raise
@@ -412,6 +417,8 @@ class Locator:
             notes.append("the weights were not compared with a file: none was given")
         if not self.reference.is_rebuilt:
             notes.append("the model could not be built anew from its config: its own modules define what is right")
+        if any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
+            notes.append("the fast path of torch's own attention and encoder layers was off: it was not judged")
         return notes
 
 

@@ -63,12 +63,12 @@ class Anatomy:
         self = cls(model=model, layers=[_without_fsdp1(layer) for layer in layers])
         named = list(_canonical_modules(model))
         self.is_moe = any(_MOE.search(name) for _, name, _ in named)
-        head = _output_head(model)
+        head = _output_head(model) or _head_by_shape(named, places)
         outer: dict[str, str] = {}
         for module, name, raw in named:
             role = _role(module, name, self.is_moe, head)
             if role in ("attention", "mlp"):
-                if any(outer.get(above) == role for above in _above(name)):
+                if raw in places or not name or any(outer.get(above) == role for above in _above(name)):
                     role = None
                 else:
                     outer[name] = role
@@ -141,6 +141,16 @@ def _output_head(model: nn.Module) -> nn.Module | None:
         if callable(ask := getattr(module, "get_output_embeddings", None)):
             return _unwrapped(ask())
     return None
+
+
+def _head_by_shape(named: list[tuple[nn.Module, str, str]], places: dict[str, int]) -> nn.Module | None:
+    """The last linear outside of the layers whose weight is shaped like an embedding's, when no module is called a head."""
+    if any(name.rsplit(".", 1)[-1] in _HEADS for _, name, _ in named):
+        return None
+    outside = [m for m, _, raw in named if _layer_of(raw, places) is None and _dims(m) == 2]
+    shapes = {tuple(m._parameters["weight"].shape) for m in outside if "embedding" in _kind(m)}  # type: ignore[union-attr]
+    heads = [m for m in outside if is_linear(m) and not is_engine_module(m) and tuple(m._parameters["weight"].shape) in shapes]  # type: ignore[union-attr]
+    return heads[-1] if heads else None
 
 
 def _unwrapped(module: Any) -> nn.Module | None:
@@ -237,12 +247,15 @@ def _shape(stack: nn.Module) -> list[tuple[str, int]]:
 
 
 def _looks_like_layers(name: str, module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
+    if not _is_container(module) or not (members := list(module.children())):
         return False
-    classes = {type(m) for m in module}
-    has_children = all(any(m.children()) for m in module)
+    several_alike = len(members) > 1 and len({type(m) for m in members}) == 1
     named = name.rsplit(".", 1)[-1] in _LAYER_LISTS
-    return has_children and (named or (len(classes) == 1 and len(module) > 1 and isinstance(module, nn.ModuleList)))
+    if isinstance(module, nn.ModuleDict):
+        is_stack = named and several_alike
+    else:  # a Sequential of Sequentials is an MLP as likely as not
+        is_stack = named or (several_alike and (isinstance(module, nn.ModuleList) or not _is_container(members[0])))
+    return is_stack and all(any(m.children()) for m in members)
 
 
 def _preference(name: str) -> int:

@@ -127,10 +127,12 @@ def test_other_hidden_states_leave_the_arguments_alone():
     assert given == before and kwargs["hidden_states"] is y and kwargs["mask"] == 3 and args == ()
     args, kwargs = with_hidden((x, 1, 2), given, y)
     assert args[0] is y and args[1:] == (1, 2) and kwargs is given
-    with pytest.raises(AssertionError):
-        hidden((3, x), {})
-    with pytest.raises(KeyError):
-        hidden((), {"mask": x})
+    args, kwargs = with_hidden((3, (x, x)), given, y)
+    assert args[0] == 3 and args[1][0] is y and args[1][1] is y and kwargs is given
+    for args, kwargs in (((3, x), {}), ((), {"x": x}), ((torch.tensor(1), x), {}), ((), {"mask": y, "hidden_states": x})):
+        assert hidden(args, kwargs) is x
+    with pytest.raises(ModelError, match="no hidden states"):
+        hidden((3,), {"positions": torch.tensor([1])})
 
 
 def test_the_result_of_a_layer_is_its_first_tensor():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from shaketable.sites.composite_functions import opened
 
 
 def only_math() -> bool:
@@ -50,11 +50,6 @@ def attention_in_the_open(
     return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
 
 
-@functools.cache
 def open_multi_head() -> Callable[..., Any]:
-    """torch's multi-head attention without its own override check, so that the operators inside are met."""
-    original = F.multi_head_attention_forward
-    scope = {**original.__globals__, "has_torch_function": lambda _: False}
-    copy = types.FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
-    copy.__kwdefaults__ = original.__kwdefaults__
-    return copy
+    """torch's multi-head attention, so that the operators inside are met."""
+    return opened(F.multi_head_attention_forward)

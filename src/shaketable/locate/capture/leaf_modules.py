@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from shaketable.locate.probes import operator_rounding
 from shaketable.locate.probes.operator_rounding import Call
-from shaketable.locate.probes.rounding import ACCUMULATION as UA
-from shaketable.locate.probes.rounding import TINY, Allowed, Around, Precision, Product, RoundingInterval
+from shaketable.locate.probes.rounding import Allowed, Around, Precision, Product, RoundingInterval
 
 WIDENED = 1 << 24
 """float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
@@ -169,16 +168,9 @@ def _normalised(module: nn.Module, call: Call) -> Tensor:
 
 def _layernorm(module: nn.Module, call: Call, weight: Weight) -> Around:
     assert isinstance(module, nn.LayerNorm)
-    x = call.wide(_input(call))
     w = weight("weight").double() if module.weight is not None else None
     b = weight("bias").double() if module.bias is not None else None
-    y = F.layer_norm(x, module.normalized_shape, w, b, module.eps)
-    spread = torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + module.eps)
-    size = x.square().mean(-1, keepdim=True).sqrt() / spread
-    scale = torch.ones(()) if w is None else w.abs()
-    normed = (x - x.mean(-1, keepdim=True)).abs() / spread
-    slack = 12 * UA * (normed + size) * scale + (0 if b is None else 4 * UA * b.abs())
-    return Around(y, slack + TINY, call.dtype)
+    return operator_rounding.layer_norm(call.wide(_input(call)), module.normalized_shape, w, b, module.eps, call.dtype)
 
 
 def _embedding(module: nn.Module, call: Call, weight: Weight) -> RoundingInterval:

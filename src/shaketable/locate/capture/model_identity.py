@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shaketable.errors import ModelError
 from shaketable.locate.probes.documented_precision import device_precision
 from shaketable.records.weight_hash import weights_hash
 from shaketable.sites.structure import find_layers
@@ -26,17 +27,17 @@ def describe(model: nn.Module) -> dict[str, Any]:
     import shaketable
 
     weight = next(model.parameters())
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     precision = device_precision(weight.device, weight.dtype)
     return {
         "model_class": type(model).__name__,
         "num_layers": len(find_layers(model)[0]),
-        "hidden_size": int(config.get_text_config().hidden_size),
-        "config_sha256": config_hash(config),
+        "hidden_size": _width(model, config),
+        "config_sha256": config_hash(config) if hasattr(config, "to_diff_dict") else _sha256(repr(model)),
         "weights_sha256": weights_hash(model),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": device_name(weight.device),
-        "attention": str(config._attn_implementation),
+        "attention": str(getattr(config, "_attn_implementation", None) or "unknown"),
         "versions": {
             "shaketable": shaketable.__version__,
             "torch": str(torch.__version__),
@@ -50,6 +51,24 @@ def describe(model: nn.Module) -> dict[str, Any]:
         },
         "product_input": precision.product_input,
     }
+
+
+def _width(model: nn.Module, config: Any) -> int:
+    """The size of hidden states: what the config says; of a model of somebody's own, the width of its first embedding."""
+    if hasattr(config, "get_text_config"):
+        return int(config.get_text_config().hidden_size)
+    return input_embedding(model).embedding_dim
+
+
+def input_embedding(model: nn.Module) -> nn.Embedding:
+    """The embedding of tokens, as the model names it; else the first one there is."""
+    if callable(ask := getattr(model, "get_input_embeddings", None)):
+        named: nn.Embedding = ask()
+        return named
+    found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if found is None:
+        raise ModelError(f"{type(model).__name__} has no embedding of tokens to take a fingerprint of")
+    return found
 
 
 def device_name(device: torch.device) -> str:
@@ -66,7 +85,10 @@ def product_name(device: torch.device) -> str | None:
 
 def config_hash(config: Any) -> str:
     """sha256 of what a config says of the model, wherever and however it was loaded."""
-    text = json.dumps(_without_local(config.to_diff_dict()), sort_keys=True, default=str)
+    return _sha256(json.dumps(_without_local(config.to_diff_dict()), sort_keys=True, default=str))
+
+
+def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 

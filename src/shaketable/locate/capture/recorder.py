@@ -3,7 +3,8 @@
 Two kinds of operator are recorded. A *leaf* is a module that is one operator by definition (a Linear, an RMSNorm, a SiLU):
 its inputs are taken before anybody else's hooks, its output after them, and nothing inside is looked at, so what the
 device made of it is judged as one. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
-modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function.
+modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function. Of a
+function that torch has written in Python and that has no definition here (multi-head attention), those inside are recorded.
 
 The recorder also follows every tensor from the operator that made it to the operator that takes it. Where other values
 come through a module's door than its last operator made, or than it was handed, there is a *break*, and that module is
@@ -27,6 +28,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from shaketable.locate.probes.operator_rounding import is_defined
+from shaketable.sites.composite_functions import is_composite, opened
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"}
@@ -109,7 +112,7 @@ class Recorder(TorchFunctionMode):
     def watching(self) -> Iterator[Recording]:
         """Hook the root and its parts, and watch functions, while the context is open."""
         hooks = [hook for path, module in self._parts() for hook in self._hook(path, module)]
-        tensors = [*self.root.parameters(), *self.root.buffers()]
+        tensors = [tensor for module in self.root.modules() for tensor in tensors_of(vars(module))]
         self._owned = {t.untyped_storage().data_ptr() for t in tensors}
         self._keep = tensors
         try:
@@ -149,6 +152,9 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._depth or not self._paths:
             return func(*args, **kwargs)
+        if is_composite(func) and not is_defined(function_name(func)):
+            with self:
+                return opened(func)(*args, **kwargs)
         kept = self.before_overwriting(args, kwargs) if _overwrites(func, kwargs) else (args, kwargs)
         strangers = self.strangers(args, kwargs)
         result = func(*args, **kwargs)
@@ -192,7 +198,7 @@ class Recorder(TorchFunctionMode):
             self._known[id(tensor)] = tensor
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made by a recorded operator, or belongs to the layer."""
+        """Whether a tensor was made by a recorded operator, or belongs to the layer: a parameter, a buffer, an attribute."""
         if id(tensor) in self._known or _is_wrapped(tensor):
             return True
         return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned

@@ -8,6 +8,8 @@ the model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import ModelError
+from shaketable.locate.capture.model_call import Arguments, call_with_tokens, logits_of
 from shaketable.locate.capture.recorder import Recorder, Recording, snapshot
 from shaketable.locate.capture.reference import Reference
-from shaketable.sites.nested_tensors import tensors_of
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 from shaketable.sites.structure import find_layers
 
 
@@ -50,7 +53,7 @@ class LayerCall:
         """
         given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, x)
         args, kwargs = snapshot(given)
-        with torch.no_grad():
+        with _in_the_open(), torch.inference_mode() if self.x.is_inference() else nullcontext():
             return self.module(*args, **kwargs)
 
 
@@ -63,33 +66,50 @@ class Trace:
     logits: Tensor
 
 
+@contextmanager
+def _in_the_open() -> Iterator[None]:
+    """No gradients, and no way around the modules: torch's own layers take one unless somebody watches them."""
+    switch = torch.backends.mha
+    was = switch.get_fastpath_enabled()
+    switch.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        switch.set_fastpath_enabled(was)
+
+
 def hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A layer's hidden states: its first argument, or the one of that name."""
-    found = args[0] if args else kwargs["hidden_states"]
-    assert isinstance(found, Tensor)
+    """A layer's hidden states: the first numbers it is given, unless some are given by that name alone."""
+    numbers = (t for t in tensors_of((args, kwargs.get("hidden_states"), kwargs)) if t.is_floating_point())
+    if (found := next(numbers, None)) is None:
+        raise ModelError("a layer is given no hidden states; locate needs a tensor among its arguments")
     return found
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with other hidden states."""
-    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+    old = hidden(args, kwargs)
+
+    def changed(value: Any) -> Any:
+        return map_tensors(value, lambda tensor: x if tensor is old else tensor)
+
+    return (changed(args), kwargs) if any(t is old for t in tensors_of(args)) else (args, changed(kwargs))
 
 
-def forward(model: nn.Module, ids: Tensor) -> Tensor:
-    """A plain forward."""
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-    assert isinstance(logits, Tensor)
-    return logits
+def forward(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Tensor:
+    """The logits of a plain forward."""
+    with _in_the_open():
+        return logits_of(call_with_tokens(model, ids, arguments), model)
 
 
-def trace(model: nn.Module, ids: Tensor, reference: Reference) -> Trace:
+def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Arguments | None = None) -> Trace:
     """Run the model once and keep what each layer was given and returned."""
     layers, paths = find_layers(model)
     places = {id(layer): i for i, layer in enumerate(layers)}
     recorder = Recorder(model, lambda path, module: id(module) in places or reference.leaf(path) is not None)
     with recorder.watching() as recording:
-        logits = forward(model, ids)
+        logits = forward(model, ids, arguments)
     calls: dict[int, LayerCall] = {}
     for record in recording.records:
         module = model.get_submodule(record.path)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaketable.locate.capture.model_call import Arguments
 from shaketable.locate.capture.model_identity import describe
 from shaketable.locate.capture.recorder import Record, Recording
 from shaketable.locate.capture.reference import Reference
@@ -48,24 +49,28 @@ from shaketable.sites.structure import Anatomy
 SHOWN = ("model", "device", "dtype", "attention", "tokens", "versions", "date", "switches")
 
 
-def compare(fingerprint: Fingerprint, model: nn.Module, *, progress: Progress | None = None) -> DeviceComparison:
+def compare(
+    fingerprint: Fingerprint, model: nn.Module, *, arguments: Arguments | None = None, progress: Progress | None = None
+) -> DeviceComparison:
     """Replay a fingerprint on the device that a model is on.
 
     Args:
         fingerprint: What a good device made.
         model: The same model; in the file's dtype, or in another to which the file's tensors are cast.
+        arguments: What `forward` needs besides tokens, by name.
         progress: Called with (layers done, layers in all, what is done).
 
     Raises:
         FingerprintError: The fingerprint is of another model.
     """
     check_same_model(fingerprint.about, model)
-    return _Replay(fingerprint, model).run(progress)
+    return _Replay(fingerprint, model, arguments).run(progress)
 
 
 class _Replay:
-    def __init__(self, fingerprint: Fingerprint, model: nn.Module) -> None:
+    def __init__(self, fingerprint: Fingerprint, model: nn.Module, arguments: Arguments | None = None) -> None:
         self.file = fingerprint
+        self.arguments = arguments
         self.model = model
         self.reference = Reference(model)
         self.parts = {id(p.module): p for p in Anatomy.of(model).parts}
@@ -81,7 +86,7 @@ class _Replay:
         here = describe(self.model) | {"model": about.model, "tokens": about.tokens}
         self._note_conditions(here)
         with torch.no_grad():
-            calls = trace(self.model, self.file.tensor("ids").to(self.device), self.reference).calls
+            calls = trace(self.model, self.file.tensor("ids").to(self.device), self.reference, self.arguments).calls
             before = [self._outside(label) for label in about.before]
             layers = []
             for call in calls:

@@ -30,7 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from shaketable.errors import ShaketableError
-from shaketable.locate.capture.model_identity import describe
+from shaketable.locate.capture.model_call import Arguments
+from shaketable.locate.capture.model_identity import describe, input_embedding
 from shaketable.locate.capture.recorder import Record, Recording
 from shaketable.locate.capture.reference import Reference, check_model
 from shaketable.locate.capture.trace import LayerCall, Trace, record_layer, trace
@@ -123,7 +124,13 @@ def op_name(layer: int | None, label: str) -> str:
 
 
 def make_fingerprint(
-    model: nn.Module, ids: Tensor, *, name: str = "", prompts: list[str] | None = None, progress: Progress | None = None
+    model: nn.Module,
+    ids: Tensor,
+    *,
+    name: str = "",
+    prompts: list[str] | None = None,
+    arguments: Arguments | None = None,
+    progress: Progress | None = None,
 ) -> Fingerprint:
     """Run a model once, then every layer once more, and keep what its operators read and made.
 
@@ -132,13 +139,14 @@ def make_fingerprint(
         ids: Token ids of shape (1, tokens).
         name: What the model is called in the file; its class by default.
         prompts: The texts behind the ids, for the record.
+        arguments: What `forward` needs besides tokens, by name.
         progress: Called with (layers done, layers in all, what is done).
     """
     check_model(model)
     reference = Reference(model)
     device = next(model.parameters()).device
     with torch.no_grad():
-        traced = trace(model, ids.to(device), reference)
+        traced = trace(model, ids.to(device), reference, arguments)
         store = _Tensors()
         store.put("ids", ids)
         for call in traced.calls:
@@ -146,7 +154,7 @@ def make_fingerprint(
             store.put(f"layer.{call.index}.output", call.y)
         layers = [_store_layer(store, call, reference, len(traced.calls), progress) for call in traced.calls]
         before, after = _store_outside(store, traced, model, reference)
-        unsteady = _unsteady(traced, model, ids.to(device), reference)
+        unsteady = _unsteady(traced, model, ids.to(device), reference, arguments)
     facts = describe(model) | {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
     facts |= {"layers": layers, "before": before, "after": after, "aliases": store.aliases, "unsteady": unsteady}
     return Fingerprint(Metadata.model_validate(facts), store.tensors)
@@ -228,12 +236,13 @@ def _store_outside(store: _Tensors, traced: Trace, model: nn.Module, reference: 
     return before, after
 
 
-def _unsteady(traced: Trace, model: nn.Module, ids: Tensor, reference: Reference) -> list[str]:
+def _unsteady(
+    traced: Trace, model: nn.Module, ids: Tensor, reference: Reference, arguments: Arguments | None = None
+) -> list[str]:
     """Names of layer arguments that change when the embeddings are stretched, hidden states aside."""
-    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-    hook = embedding.register_forward_hook(lambda module, args, output: output * 1.5)
+    hook = input_embedding(model).register_forward_hook(lambda module, args, output: output * 1.5)
     try:
-        other = trace(model, ids, reference)
+        other = trace(model, ids, reference, arguments)
     finally:
         hook.remove()
     names = set()

@@ -13,10 +13,14 @@ Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
     silu           δ = 20ua·|y|
     gelu           δ = 12ua·|y| + 8ua·|x|       (1 + erf cancels for negative x)
     sums           δ = ua·s(n)·Σ|x|
+    layer_norm     δ = 12ua·(|x − mean|/σ + rms(x)/σ)·|w| + 4ua·|b|
+    einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every result in between that is rounded
+    conv1d         as a product, over a window
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ from torch import Tensor
 
 from shaketable.locate.probes.rounding import ACCUMULATION as UA
 from shaketable.locate.probes.rounding import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 _MOVING = """
     cat concat stack contiguous reshape clone to float half bfloat16 double type type_as expand __getitem__ index_select
@@ -36,7 +41,7 @@ _MOVING = """
     triu zeros_like ones_like new_zeros new_ones zeros ones full full_like arange one_hot topk sort argsort nonzero
     __setitem__ copy_ fill_ zero_ index_copy_ scatter_ detach masked_scatter maximum minimum max min clamp clip relu
     eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ logical_not logical_and logical_or __and__ __or__
-    __invert__ pad tensor
+    __invert__ pad tensor hstack vstack expand_as view_as reshape_as tile clamp_min clamp_max
 """
 _ARITHMETIC = """
     add sub rsub mul div true_divide multiply subtract divide neg abs __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
@@ -185,6 +190,86 @@ def gelu(x: Tensor, dtype: torch.dtype, approximate: str) -> Around:
     return Around(y, 12 * UA * y.abs() + 8 * UA * x.abs() + TINY, dtype)
 
 
+def layer_norm(x: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | None, eps: float, dtype: torch.dtype) -> Around:
+    """LayerNorm, everything in float64; the mean cancels, so the bound has a part that goes with the size of x."""
+    dims = tuple(range(-len(shape), 0))
+    y = F.layer_norm(x, shape, w, b, eps)
+    spread = torch.sqrt(x.var(dims, unbiased=False, keepdim=True) + eps)
+    size = x.square().mean(dims, keepdim=True).sqrt() / spread
+    normed = (x - x.mean(dims, keepdim=True)).abs() / spread
+    slack = 12 * UA * (normed + size) * (1 if w is None else w.abs()) + (0 if b is None else 4 * UA * b.abs())
+    return Around(y, slack + TINY, dtype)
+
+
+def _layer_norm(call: Call) -> Around:
+    x, shape, eps = call.wide(call.args[0]), tuple(call.get(1, "normalized_shape")), call.get(4, "eps", 1e-5)
+    w, b = (None if t is None else t.double() for t in (call.get(2, "weight"), call.get(3, "bias")))
+    return layer_norm(x, shape, w, b, eps, call.dtype)
+
+
+def _rms_norm(call: Call) -> RoundingInterval:
+    """The weight may meet a value that is rounded already; an eps that is not given is the dtype's own, or float32's."""
+    x, w, eps = call.wide(call.args[0]), call.get(2, "weight"), call.get(3, "eps")
+    mean = x.square().mean(tuple(range(-len(call.get(1, "normalized_shape")), 0)), keepdim=True)
+    allowed = []
+    for small in (torch.finfo(call.dtype).eps, torch.finfo(torch.float32).eps) if eps is None else (eps,):
+        normed = x * torch.rsqrt(mean + small)
+        inner = Around.relative(normed, 12, call.dtype).interval()
+        if w is None:
+            allowed.append(inner)
+            continue
+        ends = inner.low.double() * w.double(), inner.high.double() * w.double()
+        allowed.append(RoundingInterval(torch.minimum(*ends).to(call.dtype), torch.maximum(*ends).to(call.dtype)))
+        allowed.append(Around.relative(normed * w.double(), 16, call.dtype).interval())
+    return functools.reduce(RoundingInterval.hull, allowed)
+
+
+def _einsum(call: Call) -> Around:
+    """Any number of factors; what is summed of one of them alone, and products of two of three, may be rounded in between."""
+
+    def computed(change: Callable[[Tensor], Tensor]) -> Tensor:
+        result: Tensor = call.func(*map_tensors(call.args, change))
+        return result
+
+    value, size = computed(call.wide), computed(lambda factor: call.wide(factor).abs())
+    terms = computed(lambda factor: torch.ones(factor.shape, dtype=torch.float64))
+    factors = len(list(tensors_of(call.args)))
+    between = 0 if _sums_only_shared(call.args[0], factors) else factors
+    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
+    return Around(value, (UA * terms + 2 * between * UNIT[call.dtype] + 2 * documented) * size + TINY, call.dtype)
+
+
+def _sums_only_shared(equation: Any, factors: int) -> bool:
+    """Whether an einsum is one product of two factors, and sums only over what both have."""
+    if not isinstance(equation, str) or factors != 2:
+        return False
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    one, two = (set(letters) for letters in inputs.split(","))
+    return (one ^ two) <= set(output) or "->" not in equation
+
+
+def _conv1d(call: Call) -> Around:
+    x, w, bias, rest = call.wide(call.args[0]), call.get(1, "weight").double(), call.get(2, "bias"), call.args[3:]
+    rest_by_name = {k: v for k, v in call.kwargs.items() if k not in ("input", "weight", "bias")}
+    value, squares = (F.conv1d(a, b, None, *rest, **rest_by_name) for a, b in ((x, w), (x.square(), torch.ones_like(w))))
+    slack = summation(w[0].numel()) * squares.sqrt() * w.flatten(1).norm(dim=1)[:, None] + TINY
+    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
+    if documented:
+        slack = slack + 2 * documented * F.conv1d(x.abs(), w.abs(), None, *rest, **rest_by_name)
+    if bias is not None:  # added inside of the kernel, or to a result that has been rounded already
+        slack = slack + UNIT[call.dtype] * value.abs() + UA * bias.double().abs()[:, None]
+        value = value + bias.double()[:, None]
+    return Around(value, slack, call.dtype)
+
+
+def _glu(call: Call) -> Around:
+    """Half of the channels times the sigmoid of the others, which may be rounded first, and may be zero far below zero."""
+    a, b = call.wide(call.args[0]).chunk(2, call.get(1, "dim", -1))
+    y = a * torch.sigmoid(b)
+    relative = 20 * UA + (2 * UNIT[call.dtype] if call.dtype in REDUCED else 0.0)
+    return Around(y, torch.where(b < -80, 1.0, relative) * y.abs() + TINY, call.dtype)
+
+
 def _relative(
     function: Callable[[Tensor], Tensor], ulps: float, absolute: float = 0.0, rounds_twice: bool = False
 ) -> Callable[[Call], Around]:
@@ -256,6 +341,11 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
     **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _grouped),
     **dict.fromkeys(("softmax", "_softmax"), _softmax),
     "scaled_dot_product_attention": attention,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "einsum": _einsum,
+    "conv1d": _conv1d,
+    "glu": _glu,
     "silu": lambda call: silu(call.wide(call.args[0]), call.dtype),
     "gelu": lambda call: gelu(call.wide(call.args[0]), call.dtype, call.kwargs.get("approximate", "none")),
     "tanh": _relative(torch.tanh, 12),
@@ -275,6 +365,11 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
     "sum": _reduction(False),
     **dict.fromkeys(("index_add_", "index_add"), _index_add),
 }
+
+
+def is_defined(name: str) -> bool:
+    """Whether a function of that name is judged, and not only compared with the host's."""
+    return name in ROUNDED_ONCE or name in BOUNDED
 
 
 def rounded_once(call: Call, name: str) -> RoundingInterval:

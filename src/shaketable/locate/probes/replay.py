@@ -175,7 +175,7 @@ def _is_defined(record: Record) -> bool:
     if any(t.is_complex() for t in tensors_of((record.args, record.kwargs, record.output))):
         return complex_ops.is_defined(name)
     floating = any(t.is_floating_point() for t in tensors_of(record.output))
-    return name in operator_rounding.ROUNDED_ONCE or name in operator_rounding.BOUNDED or not floating
+    return operator_rounding.is_defined(name) or not floating
 
 
 def _expected(host: Host, record: Record, reference: Reference, prefix: str, precision: Precision) -> list[Expected]:

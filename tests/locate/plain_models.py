@@ -1,0 +1,959 @@
+"""Small language models in plain PyTorch, written as people write them: no config, no base class, a forward of their own.
+
+Each is a miniature of a style that many repositories share: how tokens come in, where the layers are kept, how attention is
+masked, what comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, WIDTH, HEADS, LAYERS, LONGEST = 101, 32, 4, 3, 64
+SIZE = WIDTH // HEADS
+
+
+# ---- one module with an attention that is masked by a buffer; logits of the last token only
+
+
+class LayerNorm(nn.Module):
+    """A LayerNorm whose bias may be left out."""
+
+    def __init__(self, width, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, input):
+        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, flash, bias):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=bias), nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.attn_dropout, self.resid_dropout = nn.Dropout(0.1), nn.Dropout(0.1)
+        self.flash = flash
+        if not flash:
+            self.register_buffer("bias", torch.tril(torch.ones(LONGEST, LONGEST)).view(1, 1, LONGEST, LONGEST))
+
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(WIDTH, dim=2)
+        k = k.view(b, t, HEADS, c // HEADS).transpose(1, 2)
+        q = q.view(b, t, HEADS, c // HEADS).transpose(1, 2)
+        v = v.view(b, t, HEADS, c // HEADS).transpose(1, 2)
+        if self.flash:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.1 if self.training else 0, is_causal=True)
+        else:
+            att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+            att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
+            att = F.softmax(att, dim=-1)
+            y = self.attn_dropout(att) @ v
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.c_fc, self.gelu = nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.GELU()
+        self.c_proj, self.dropout = nn.Linear(4 * WIDTH, WIDTH, bias=bias), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, flash, bias):
+        super().__init__()
+        self.ln_1, self.attn = LayerNorm(WIDTH, bias), CausalSelfAttention(flash, bias)
+        self.ln_2, self.mlp = LayerNorm(WIDTH, bias), MLP(bias)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+@dataclass
+class Config:
+    block_size: int = LONGEST
+    vocab_size: int = VOCABULARY
+    n_layer: int = LAYERS
+    bias: bool = False
+
+
+class NanoGPT(nn.Module):
+    """A config of its own kind, tied weights, learned positions, a ModuleDict; without targets the last logits only."""
+
+    def __init__(self, flash=True, bias=False):
+        super().__init__()
+        self.config = Config(bias=bias)
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, WIDTH),
+                "wpe": nn.Embedding(LONGEST, WIDTH),
+                "drop": nn.Dropout(0.1),
+                "h": nn.ModuleList([Block(flash, bias) for _ in range(LAYERS)]),
+                "ln_f": LayerNorm(WIDTH, bias),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, idx, targets=None):
+        pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is not None:
+            logits = self.lm_head(x)
+            return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+        return self.lm_head(x[:, [-1], :]), None
+
+
+# ---- the activation written out, the MLP a ModuleDict and a lambda
+
+
+class NewGELU(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class MinBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = CausalSelfAttention(flash=False, bias=True)
+        self.mlp = nn.ModuleDict(
+            {
+                "c_fc": nn.Linear(WIDTH, 4 * WIDTH),
+                "c_proj": nn.Linear(4 * WIDTH, WIDTH),
+                "act": NewGELU(),
+                "dropout": nn.Dropout(0.1),
+            }
+        )
+        m = self.mlp
+        self.mlpf = lambda x: m.dropout(m.c_proj(m.act(m.c_fc(x))))
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlpf(self.ln_2(x))
+
+
+class MinGPT(nn.Module):
+    """All logits, and a loss that is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok_emb, self.drop = nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(0.1)
+        self.pos_emb = nn.Parameter(torch.zeros(1, LONGEST, WIDTH))
+        self.blocks = nn.Sequential(*[MinBlock() for _ in range(LAYERS)])
+        self.ln_f, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, idx, targets=None):
+        x = self.drop(self.tok_emb(idx) + self.pos_emb[:, : idx.shape[1], :])
+        return self.head(self.ln_f(self.blocks(x))), None
+
+
+# ---- heads one by one in a ModuleList, an MLP that is a Sequential
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(WIDTH, SIZE, bias=False) for _ in range(3))
+        self.register_buffer("tril", torch.tril(torch.ones(LONGEST, LONGEST)))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        t = x.shape[1]
+        wei = self.query(x) @ self.key(x).transpose(-2, -1) * SIZE**-0.5
+        wei = wei.masked_fill(self.tril[:t, :t] == 0, float("-inf"))
+        return self.dropout(F.softmax(wei, dim=-1)) @ self.value(x)
+
+
+class MultiHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([Head() for _ in range(HEADS)])
+        self.proj, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.dropout(self.proj(torch.cat([h(x) for h in self.heads], dim=-1)))
+
+
+class LectureBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sa, self.ln1, self.ln2 = MultiHead(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.ffwd = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+
+    def forward(self, x):
+        x = x + self.sa(self.ln1(x))
+        return x + self.ffwd(self.ln2(x))
+
+
+class Lecture(nn.Module):
+    """Blocks in a Sequential of another name; the answer is a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.token_embedding_table, self.position_embedding_table = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(LONGEST, WIDTH),
+        )
+        self.trunk = nn.Sequential(*[LectureBlock() for _ in range(LAYERS)])
+        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, idx, targets=None):
+        x = self.token_embedding_table(idx) + self.position_embedding_table(torch.arange(idx.shape[1], device=idx.device))
+        return {"loss": None, "hidden": x, "logits": self.lm_head(self.ln_f(self.trunk(x)))}
+
+
+# ---- complex rotation, a norm by hand, keys and values written into tensors that are no buffers
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        return self._norm(x.float()).type_as(x) * self.weight
+
+
+def precompute_freqs_cis(dim, end, theta=10000.0):
+    freqs = 1.0 / (theta ** (torch.arange(0, dim, 2)[: (dim // 2)].float() / dim))
+    return torch.polar(torch.ones(end, dim // 2), torch.outer(torch.arange(end).float(), freqs))
+
+
+def complex_rotation(xq, xk, freqs_cis):
+    xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
+    xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
+    freqs_cis = freqs_cis.view(1, xq_.shape[1], 1, xq_.shape[-1])
+    xq_out = torch.view_as_real(xq_ * freqs_cis).flatten(3)
+    xk_out = torch.view_as_real(xk_ * freqs_cis).flatten(3)
+    return xq_out.type_as(xq), xk_out.type_as(xk)
+
+
+def repeat_kv(x, n_rep):
+    bs, slen, heads, size = x.shape
+    return x[:, :, :, None, :].expand(bs, slen, heads, n_rep, size).reshape(bs, slen, heads * n_rep, size)
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wo = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.wk, self.wv = (nn.Linear(WIDTH, 2 * SIZE, bias=False) for _ in range(2))
+        self.cache_k, self.cache_v = torch.zeros(2, LONGEST, 2, SIZE), torch.zeros(2, LONGEST, 2, SIZE)
+
+    def forward(self, x, start_pos, freqs_cis, mask):
+        bsz, seqlen, _ = x.shape
+        xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
+        xq, xk = xq.view(bsz, seqlen, HEADS, SIZE), xk.view(bsz, seqlen, 2, SIZE)
+        xv = xv.view(bsz, seqlen, 2, SIZE)
+        xq, xk = complex_rotation(xq, xk, freqs_cis=freqs_cis)
+        self.cache_k, self.cache_v = self.cache_k.to(xq), self.cache_v.to(xq)
+        self.cache_k[:bsz, start_pos : start_pos + seqlen] = xk
+        self.cache_v[:bsz, start_pos : start_pos + seqlen] = xv
+        keys, values = self.cache_k[:bsz, : start_pos + seqlen], self.cache_v[:bsz, : start_pos + seqlen]
+        keys, values = repeat_kv(keys, HEADS // 2), repeat_kv(values, HEADS // 2)
+        xq, keys, values = xq.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        scores = torch.matmul(xq, keys.transpose(2, 3)) / math.sqrt(SIZE)
+        if mask is not None:
+            scores = scores + mask
+        scores = F.softmax(scores.float(), dim=-1).type_as(xq)
+        output = torch.matmul(scores, values).transpose(1, 2).contiguous().view(bsz, seqlen, -1)
+        return self.wo(output)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, layer_id):
+        super().__init__()
+        self.attention, self.feed_forward, self.layer_id = LlamaAttention(), SwiGLU(), layer_id
+        self.attention_norm, self.ffn_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+
+    def forward(self, x, start_pos, freqs_cis, mask):
+        h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis, mask)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class ReferenceLlama(nn.Module):
+    """A start position that has no default, frequencies that are an attribute, inference mode, float32 logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = torch.nn.ModuleList()
+        for layer_id in range(LAYERS):
+            self.layers.append(LlamaBlock(layer_id))
+        self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.freqs_cis = precompute_freqs_cis(SIZE, LONGEST * 2)
+
+    @torch.inference_mode()
+    def forward(self, tokens, start_pos: int):
+        _bsz, seqlen = tokens.shape
+        h = self.tok_embeddings(tokens)
+        self.freqs_cis = self.freqs_cis.to(h.device)
+        freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]
+        mask = None
+        if seqlen > 1:
+            mask = torch.full((seqlen, seqlen), float("-inf"), device=tokens.device)
+            mask = torch.triu(mask, diagonal=1)
+            mask = torch.hstack([torch.zeros((seqlen, start_pos), device=tokens.device), mask]).type_as(h)
+        for layer in self.layers:
+            h = layer(h, start_pos, freqs_cis, mask)
+        return self.output(self.norm(h)).float()
+
+
+# ---- rotation in cosines and sines, layers in a ModuleDict, a state that the model keeps to itself
+
+
+def real_rotation(xq, xk, cos, sin):
+    xq_r, xq_i = xq.float().reshape(*xq.shape[:-1], -1, 2).unbind(-1)
+    xk_r, xk_i = xk.float().reshape(*xk.shape[:-1], -1, 2).unbind(-1)
+    cos, sin = cos.view(1, xq_r.shape[1], 1, xq_r.shape[-1]), sin.view(1, xq_r.shape[1], 1, xq_r.shape[-1])
+    xq_out = torch.stack([xq_r * cos - xq_i * sin, xq_r * sin + xq_i * cos], dim=-1).flatten(3)
+    xk_out = torch.stack([xk_r * cos - xk_i * sin, xk_r * sin + xk_i * cos], dim=-1).flatten(3)
+    return xq_out.type_as(xq), xk_out.type_as(xk)
+
+
+class RealAttention(nn.Module):
+    def __init__(self, flash):
+        super().__init__()
+        self.wq, self.wo = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.wk, self.wv = (nn.Linear(WIDTH, 2 * SIZE, bias=False) for _ in range(2))
+        self.flash = flash
+        if not flash:
+            mask = torch.full((1, 1, LONGEST, LONGEST), float("-inf"))
+            self.register_buffer("mask", torch.triu(mask, diagonal=1))
+
+    def forward(self, x, cos, sin):
+        bsz, seqlen, _ = x.shape
+        xq, xk = self.wq(x).view(bsz, seqlen, HEADS, SIZE), self.wk(x).view(bsz, seqlen, 2, SIZE)
+        xv = self.wv(x).view(bsz, seqlen, 2, SIZE)
+        xq, xk = real_rotation(xq, xk, cos, sin)
+        xk, xv = repeat_kv(xk, HEADS // 2), repeat_kv(xv, HEADS // 2)
+        xq, xk, xv = xq.transpose(1, 2), xk.transpose(1, 2), xv.transpose(1, 2)
+        if self.flash:
+            output = F.scaled_dot_product_attention(xq, xk, xv, attn_mask=None, dropout_p=0.0, is_causal=True)
+        else:
+            scores = torch.matmul(xq, xk.transpose(2, 3)) / math.sqrt(SIZE)
+            scores = scores + self.mask[:, :, :seqlen, :seqlen]
+            output = torch.matmul(F.softmax(scores.float(), dim=-1).type_as(xq), xv)
+        return self.wo(output.transpose(1, 2).contiguous().view(bsz, seqlen, -1))
+
+
+class RealBlock(nn.Module):
+    def __init__(self, flash):
+        super().__init__()
+        self.attention, self.feed_forward = RealAttention(flash), SwiGLU()
+        self.attention_norm, self.ffn_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+
+    def forward(self, x, freqs_cos, freqs_sin):
+        h = x + self.attention.forward(self.attention_norm(x), freqs_cos, freqs_sin)
+        return h + self.feed_forward.forward(self.ffn_norm(h))
+
+
+class Llama2C(nn.Module):
+    """Parts are called by their forward, past all hooks; the last logits only."""
+
+    def __init__(self, flash=False):
+        super().__init__()
+        self.tok_embeddings, self.dropout = nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(0.0)
+        self.layers = nn.ModuleDict({str(i): RealBlock(flash) for i in range(LAYERS)})
+        self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tok_embeddings.weight = self.output.weight
+        angles = torch.outer(torch.arange(LONGEST), 1.0 / (10000.0 ** (torch.arange(0, SIZE, 2).float() / SIZE)))
+        self.register_buffer("freqs_cos", angles.cos(), persistent=False)
+        self.register_buffer("freqs_sin", angles.sin(), persistent=False)
+        self.last_loss = None
+
+    def forward(self, tokens, targets=None):
+        h = self.dropout(self.tok_embeddings(tokens))
+        cos, sin = self.freqs_cos[: tokens.shape[1]], self.freqs_sin[: tokens.shape[1]]
+        for layer in self.layers.values():
+            h = layer(h, cos, sin)
+        h = self.norm(h)
+        return self.output(h[:, [-1], :]) if targets is None else self.output(h)
+
+
+# ---- a cache in buffers, written in place at given positions; buffers that come with the first call
+
+
+class KVCache(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.register_buffer("k_cache", torch.zeros(1, 2, LONGEST, SIZE, dtype=dtype))
+        self.register_buffer("v_cache", torch.zeros(1, 2, LONGEST, SIZE, dtype=dtype))
+
+    def update(self, input_pos, k_val, v_val):
+        k_out, v_out = self.k_cache, self.v_cache
+        k_out[:, :, input_pos] = k_val
+        v_out[:, :, input_pos] = v_val
+        return k_out, v_out
+
+
+class FastAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wqkv, self.wo = nn.Linear(WIDTH, WIDTH + 4 * SIZE, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.kv_cache = None
+
+    def forward(self, x, freqs_cis, mask, input_pos=None):
+        bsz, seqlen, _ = x.shape
+        q, k, v = self.wqkv(x).split([WIDTH, 2 * SIZE, 2 * SIZE], dim=-1)
+        q, k, v = q.view(bsz, seqlen, HEADS, SIZE), k.view(bsz, seqlen, 2, SIZE), v.view(bsz, seqlen, 2, SIZE)
+        q, k = self.rotated(q, freqs_cis), self.rotated(k, freqs_cis)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.kv_cache is not None:
+            k, v = self.kv_cache.update(input_pos, k, v)
+        k, v = k.repeat_interleave(HEADS // 2, dim=1), v.repeat_interleave(HEADS // 2, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0)
+        return self.wo(y.transpose(1, 2).contiguous().view(bsz, seqlen, WIDTH))
+
+    @staticmethod
+    def rotated(x, freqs_cis):
+        xshaped = x.float().reshape(*x.shape[:-1], -1, 2)
+        freqs_cis = freqs_cis.view(1, xshaped.size(1), 1, xshaped.size(3), 2)
+        x_out2 = torch.stack(
+            [
+                xshaped[..., 0] * freqs_cis[..., 0] - xshaped[..., 1] * freqs_cis[..., 1],
+                xshaped[..., 1] * freqs_cis[..., 0] + xshaped[..., 0] * freqs_cis[..., 1],
+            ],
+            -1,
+        )
+        return x_out2.flatten(3).type_as(x)
+
+
+class FastBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.feed_forward = FastAttention(), SwiGLU()
+        self.ffn_norm, self.attention_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+
+    def forward(self, x, input_pos, freqs_cis, mask):
+        h = x + self.attention(self.attention_norm(x), freqs_cis, mask, input_pos)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class GPTFast(nn.Module):
+    """Needs positions, and makes its caches when they are first asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(FastBlock() for _ in range(LAYERS))
+        self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.freqs_cis = self.causal_mask = None
+
+    def setup_caches(self):
+        dtype = self.output.weight.dtype
+        for b in self.layers:
+            b.attention.kv_cache = KVCache(dtype)
+        freqs = precompute_freqs_cis(SIZE, LONGEST)
+        self.freqs_cis = torch.stack([freqs.real, freqs.imag], dim=-1).to(dtype)
+        self.causal_mask = torch.tril(torch.ones(LONGEST, LONGEST, dtype=torch.bool))
+
+    def forward(self, idx, input_pos):
+        if self.freqs_cis is None:
+            self.setup_caches()
+        mask, freqs_cis = self.causal_mask[None, None, input_pos], self.freqs_cis[input_pos]
+        x = self.tok_embeddings(idx)
+        for layer in self.layers:
+            x = layer(x, input_pos, freqs_cis, mask)
+        return self.output(self.norm(x))
+
+
+# ---- one product for queries, keys and values of a group, rotated in halves; parallel residual
+
+
+class LitAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn, self.proj = nn.Linear(WIDTH, (HEADS + 4) * SIZE), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, cos, sin, mask=None, input_pos=None):
+        b, t, c = x.size()
+        qkv = self.attn(x).view(b, t, 2, HEADS // 2 + 2, SIZE).permute(0, 2, 3, 1, 4)
+        q, k, v = qkv.split((HEADS // 2, 1, 1), dim=2)
+        k, v = k.expand(b, 2, HEADS // 2, t, SIZE), v.expand(b, 2, HEADS // 2, t, SIZE)
+        q, k, v = (z.reshape(b, -1, t, SIZE) for z in (q, k, v))
+        half = SIZE // 2
+        q = torch.cat((self.rope(q[..., :half], cos, sin), q[..., half:]), dim=-1)
+        k = torch.cat((self.rope(k[..., :half], cos, sin), k[..., half:]), dim=-1)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=0.0, scale=1 / math.sqrt(SIZE), is_causal=mask is None
+        )
+        return self.proj(y.transpose(1, 2).reshape(b, t, c))
+
+    @staticmethod
+    def rope(x, cos, sin):
+        size = x.size(-1)
+        rotated = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), dim=-1)
+        return ((x * cos) + (rotated * sin)).to(dtype=x.dtype)
+
+
+class LitMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.proj(F.gelu(self.fc(x), approximate="tanh"))
+
+
+class LitBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm_1, self.attn, self.norm_2, self.mlp = nn.LayerNorm(WIDTH), LitAttention(), nn.LayerNorm(WIDTH), LitMLP()
+
+    def forward(self, x, cos, sin, mask=None, input_pos=None):
+        n_1 = self.norm_1(x)
+        h = self.attn(n_1, cos, sin, mask, input_pos)
+        return self.mlp(self.norm_2(x)) + h + x
+
+
+class LitGPT(nn.Module):
+    """Positions that may be left out, a cache of the rotation that is made when it is first needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=True)
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, WIDTH),
+                "h": nn.ModuleList(LitBlock() for _ in range(LAYERS)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.rope_made = False
+
+    def forward(self, idx, input_pos=None):
+        if not self.rope_made:
+            theta = 1.0 / (10000 ** (torch.arange(0, SIZE // 2, 2).float() / (SIZE // 2)))
+            angles = torch.outer(torch.arange(LONGEST), theta).repeat(1, 2)
+            dtype = self.lm_head.weight.dtype
+            self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+            self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+            self.rope_made = True
+        cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
+        x = self.transformer.wte(idx)
+        for block in self.transformer.h:
+            x = block(x, cos, sin, None, input_pos)
+        return self.lm_head(self.transformer.ln_f(x))
+
+
+# ---- einsum and ALiBi, keyword arguments all the way down
+
+
+class AlibiAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_kv = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(WIDTH, WIDTH * 2, bias=False), nn.GLU())
+        slopes = torch.tensor([2 ** (-8 * (i + 1) / HEADS) for i in range(HEADS)])
+        self.register_buffer("slopes", slopes.view(HEADS, 1, 1), persistent=False)
+
+    def forward(self, x, mask=None, **kwargs):
+        b, n, _ = x.shape
+        k, v = self.to_kv(x).chunk(2, dim=-1)
+        q, k, v = (t.reshape(b, n, HEADS, SIZE).permute(0, 2, 1, 3) for t in (self.to_q(x), k, v))
+        dots = torch.einsum("b h i d, b h j d -> b h i j", q, k) * SIZE**-0.5
+        i = torch.arange(n, device=x.device)
+        dots = dots - (i[None, :] - i[:, None]).abs().to(dots.dtype) * self.slopes
+        dots = dots.masked_fill(torch.ones((n, n), dtype=torch.bool, device=x.device).triu(1), -torch.finfo(dots.dtype).max)
+        attn = dots.softmax(dim=-1, dtype=torch.float32).type(dots.dtype)
+        out = torch.einsum("b h i j, b h j d -> b h i d", attn, v)
+        return self.to_out(out.permute(0, 2, 1, 3).reshape(b, n, WIDTH))
+
+
+class ReluSquared(nn.Module):
+    def forward(self, x):
+        return F.relu(x) ** 2
+
+
+class ScaleNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.g = WIDTH**0.5, nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * self.scale * self.g
+
+
+class AlibiBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.attn = ScaleNorm(), ScaleNorm(), AlibiAttention()
+        self.ff = nn.Sequential(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), ReluSquared()), nn.Dropout(0.0), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, *, x, mask=None, **kwargs):
+        x = x + self.attn(self.norm1(x), mask=mask, **kwargs)
+        return x + self.ff(self.norm2(x))
+
+
+class AlibiDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([AlibiBlock() for _ in range(LAYERS)])
+
+    def forward(self, x, mask=None, **kwargs):
+        for block in self.layers:
+            x = block(x=x, mask=mask, **kwargs)
+        return x
+
+
+class XTransformer(nn.Module):
+    """What it does not know goes on to its layers; logits and an embedding come back."""
+
+    def __init__(self):
+        super().__init__()
+        self.token_emb, self.attn_layers = nn.Embedding(VOCABULARY, WIDTH), AlibiDecoder()
+        self.norm, self.to_logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x, mask=None, **kwargs):
+        x = self.attn_layers(self.token_emb(x), mask=mask, **kwargs)
+        return self.norm(x), self.to_logits(self.norm(x))
+
+
+# ---- torch's own layers
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder with a causal mask, tokens first in the batch or in the sequence; positions are a buffer."""
+
+    def __init__(self, batch_first=True, norm_first=False):
+        super().__init__()
+        self.batch_first = batch_first
+        self.embedding, self.decoder = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        position = torch.arange(LONGEST).unsqueeze(1)
+        div_term = torch.exp(torch.arange(0, WIDTH, 2) * (-math.log(10000.0) / WIDTH))
+        pe = torch.zeros(LONGEST, WIDTH)
+        pe[:, 0::2] = torch.sin(position * div_term)
+        pe[:, 1::2] = torch.cos(position * div_term)
+        self.register_buffer("pe", pe)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 2 * WIDTH, 0.1, activation="gelu", batch_first=batch_first, norm_first=norm_first
+        )
+        self.transformer_encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+
+    def forward(self, src, src_mask=None):
+        x = self.embedding(src) * math.sqrt(WIDTH) + self.pe[: src.size(1)]
+        if src_mask is None:
+            src_mask = nn.Transformer.generate_square_subsequent_mask(src.size(1), dtype=x.dtype)
+        x = x if self.batch_first else x.transpose(0, 1)
+        x = self.transformer_encoder(x, src_mask, is_causal=True)
+        x = x if self.batch_first else x.transpose(0, 1)
+        return self.decoder(x)
+
+
+class OwnAttentionBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.mlp = nn.Sequential(
+            OrderedDict([("c_fc", nn.Linear(WIDTH, 4 * WIDTH)), ("gelu", nn.GELU()), ("c_proj", nn.Linear(4 * WIDTH, WIDTH))])
+        )
+
+    def forward(self, x, mask):
+        y = self.ln_1(x)
+        x = x + self.attn(y, y, y, need_weights=False, attn_mask=mask)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class OwnAttention(nn.Module):
+    """nn.MultiheadAttention in blocks that are attributes, one by one; the head is the embedding, read as a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.token_embedding, self.ln_final = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+        self.positional_embedding = nn.Parameter(torch.randn(LONGEST, WIDTH) * 0.1)
+        self.block1, self.block2, self.block3 = (OwnAttentionBlock() for _ in range(3))
+
+    def forward(self, text):
+        n = text.shape[1]
+        x = self.token_embedding(text) + self.positional_embedding[:n]
+        mask = torch.full((n, n), float("-inf"), dtype=x.dtype, device=x.device).triu_(1)
+        for block in (self.block1, self.block2, self.block3):
+            x = block(x, mask)
+        return self.ln_final(x) @ self.token_embedding.weight.T
+
+
+# ---- experts in a loop
+
+
+class MoE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4, bias=False), nn.ModuleList([SwiGLU() for _ in range(4)])
+
+    def forward(self, inputs):
+        squashed = inputs.view(-1, inputs.shape[-1])
+        weights, chosen = torch.topk(self.gate(squashed), 2)
+        weights = F.softmax(weights, dim=1, dtype=torch.float).type_as(inputs)
+        results = torch.zeros_like(squashed)
+        for i, expert in enumerate(self.experts):
+            batch_idx, nth_expert = torch.where(chosen == i)
+            results[batch_idx] += weights[batch_idx, nth_expert, None] * expert(squashed[batch_idx])
+        return results.view_as(inputs)
+
+
+class MoEBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.feed_forward = RealAttention(flash=True), MoE()
+        self.attention_norm, self.ffn_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+
+    def forward(self, x, cos, sin):
+        h = x + self.attention(self.attention_norm(x), cos, sin)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    states: list
+
+
+class Experts(nn.Module):
+    """Routed layers; the answer is an object with logits in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings, self.stages = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([MoEBlock() for _ in range(LAYERS)])
+        self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        angles = torch.outer(torch.arange(LONGEST), 1.0 / (10000.0 ** (torch.arange(0, SIZE, 2).float() / SIZE)))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens):
+        h, states = self.tok_embeddings(tokens), []
+        for layer in self.stages:
+            h = layer(h, self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
+            states.append(h)
+        return Answer(self.output(self.norm(h)), states)
+
+
+# ---- keyword-only arguments, rotation as a module with a cache, a norm that computes in float32, scaled residuals
+
+
+class RotaryPositionalEmbeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        theta = 1.0 / (10000 ** (torch.arange(0, SIZE, 2)[: (SIZE // 2)].float() / SIZE))
+        idx_theta = torch.einsum("i, j -> ij", torch.arange(LONGEST, dtype=theta.dtype), theta).float()
+        self.register_buffer("cache", torch.stack([torch.cos(idx_theta), torch.sin(idx_theta)], dim=-1), persistent=False)
+
+    def forward(self, x, *, input_pos=None):
+        xshaped = x.float().reshape(*x.shape[:-1], -1, 2)
+        rope_cache = self.cache[: x.size(1)].view(-1, xshaped.size(1), 1, xshaped.size(3), 2)
+        x_out = torch.stack(
+            [
+                xshaped[..., 0] * rope_cache[..., 0] - xshaped[..., 1] * rope_cache[..., 1],
+                xshaped[..., 1] * rope_cache[..., 0] + xshaped[..., 0] * rope_cache[..., 1],
+            ],
+            -1,
+        )
+        return x_out.flatten(3).type_as(x)
+
+
+class TuneAttention(nn.Module):
+    def __init__(self, pos_embeddings):
+        super().__init__()
+        self.q_proj, self.output_proj = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(WIDTH, 2 * SIZE, bias=False) for _ in range(2))
+        self.q_norm, self.k_norm, self.pos_embeddings = RMSNorm(SIZE), RMSNorm(SIZE), pos_embeddings
+
+    def forward(self, x, y, *, mask=None, input_pos=None):
+        b, s, _ = x.shape
+        q = self.pos_embeddings(self.q_proj(x).view(b, s, 2 * (HEADS // 2), SIZE), input_pos=input_pos).transpose(1, 2)
+        k = self.pos_embeddings(self.k_proj(y).view(b, s, -1, SIZE), input_pos=input_pos).transpose(1, 2)
+        v = self.v_proj(y).view(b, s, -1, SIZE).transpose(1, 2)
+        shape = (b, 2, HEADS // 2, s, SIZE)
+        k, v = (t.unsqueeze(2).expand(shape).flatten(1, 2) for t in (k, v))
+        q, k = self.q_norm(q), self.k_norm(k)
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=mask is None)
+        return self.output_proj(output.transpose(1, 2).contiguous().view(b, s, -1))
+
+
+class TanhGate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x * self.scale.tanh()
+
+
+class TuneLayer(nn.Module):
+    def __init__(self, pos_embeddings):
+        super().__init__()
+        self.sa_norm, self.attn, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(WIDTH),
+            TuneAttention(pos_embeddings),
+            nn.RMSNorm(WIDTH),
+            SwiGLU(),
+        )
+        self.sa_scale, self.mlp_scale = TanhGate(), nn.Identity()
+
+    def forward(self, x, *, mask=None, input_pos=None, **kwargs):
+        h = self.sa_norm(x)
+        h = self.sa_scale(self.attn(h, h, mask=mask, input_pos=input_pos)) + x
+        return h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
+
+
+class TorchTune(nn.Module):
+    """One rotation shared by all layers, keyword-only arguments, a head without a module."""
+
+    def __init__(self):
+        super().__init__()
+        rope = RotaryPositionalEmbeddings()
+        self.tok_embeddings, self.layers = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([TuneLayer(rope) for _ in range(LAYERS)]),
+        )
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, tokens, *, mask=None, encoder_input=None, input_pos=None):
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            h = layer(h, mask=mask, input_pos=input_pos)
+        return F.linear(self.norm(h), self.tok_embeddings.weight).float()
+
+
+# ---- recurrence and convolution
+
+
+class LSTMBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.norm = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.LayerNorm(WIDTH)
+
+    def forward(self, x, state=None):
+        y, state = self.lstm(x, state)
+        return self.norm(x + y), state
+
+
+class LSTMStack(nn.Module):
+    """One LSTM per block; logits and the states come back, which are wider than the vocabulary is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.rnns = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([LSTMBlock() for _ in range(LAYERS)])
+        self.decoder = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input, hidden=None):
+        x, states = self.encoder(input), []
+        for i, rnn in enumerate(self.rnns):
+            x, state = rnn(x, None if hidden is None else hidden[i])
+            states.append(state)
+        return self.decoder(x), states
+
+
+class LSTM(nn.Module):
+    """All layers are one module: there is no list of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.encoder = nn.Dropout(0.1), nn.Embedding(VOCABULARY, WIDTH)
+        self.rnn, self.decoder = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input, hidden=None):
+        output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
+        return F.log_softmax(self.decoder(self.drop(output)), dim=-1), hidden
+
+
+class ConvBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.in_proj = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.conv1d = nn.Conv1d(WIDTH, WIDTH, kernel_size=4, groups=WIDTH, padding=3)
+        self.out_proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        u, gate = self.in_proj(self.norm(x)).chunk(2, dim=-1)
+        u = self.conv1d(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return x + self.out_proj(F.silu(u) * torch.sigmoid(gate))
+
+
+class Convolution(nn.Module):
+    """A gated causal convolution; the head is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.h = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([ConvBlock() for _ in range(LAYERS)])
+        self.norm_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.norm_f(x))
+
+
+MODELS = {
+    "nanogpt": NanoGPT,
+    "nanogpt_manual": lambda: NanoGPT(flash=False, bias=True),
+    "mingpt": MinGPT,
+    "lecture": Lecture,
+    "reference_llama": ReferenceLlama,
+    "llama2c": Llama2C,
+    "llama2c_flash": lambda: Llama2C(flash=True),
+    "gpt_fast": GPTFast,
+    "lit_gpt": LitGPT,
+    "x_transformer": XTransformer,
+    "encoder": Encoder,
+    "encoder_first": lambda: Encoder(norm_first=True),
+    "encoder_seq_first": lambda: Encoder(batch_first=False),
+    "own_attention": OwnAttention,
+    "experts": Experts,
+    "torchtune": TorchTune,
+    "lstm_stack": LSTMStack,
+    "lstm": LSTM,
+    "convolution": Convolution,
+}
+ARGUMENTS = {"gpt_fast": {"input_pos": torch.arange(16)}}
+"""What a model needs besides 16 tokens."""
+
+
+def build(name, dtype=torch.float32, seed=0):
+    """A random model in eval mode; norms and biases get values too, so that nothing is trivially right."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MODELS[name]()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(dtype).eval()
+
+
+def tokens(n=16, seed=0):
+    """Random token ids."""
+    return torch.randint(0, VOCABULARY, (1, n), generator=torch.Generator().manual_seed(seed))

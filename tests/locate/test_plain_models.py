@@ -1,0 +1,211 @@
+"""Models in plain PyTorch, as people write them: located, compared and shaken as those of transformers are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shaketable as st
+from shaketable.locate.capture.model_call import call_with_tokens, logits_of
+from shaketable.locate.compare.compare import compare
+from shaketable.locate.compare.fingerprint import make_fingerprint
+from shaketable.sites.structure import Anatomy, find_layers
+from tests.locate.plain_models import ARGUMENTS, LAYERS, MODELS, build, tokens
+
+WITHOUT_LAYERS = ("own_attention", "lstm")
+LAYERED = [name for name in MODELS if name not in WITHOUT_LAYERS]
+EVERY = pytest.mark.parametrize("name", LAYERED)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+ATEN = torch.ops.aten
+PRODUCTS = {ATEN.mm, ATEN.addmm, ATEN.bmm, ATEN.linear, ATEN.matmul}
+ATTENTION = {ATEN._softmax, ATEN.softmax, ATEN._scaled_dot_product_flash_attention_for_cpu}
+WITHOUT_PRODUCTS = ("lstm_stack",)
+WITHOUT_ATTENTION = ("lstm_stack", "convolution")
+
+
+def located(model, name, mode="host", **options):
+    return st.locate(model, mode=mode, input_ids=tokens(), arguments=ARGUMENTS.get(name), **options)
+
+
+def logits(model, name):
+    with torch.no_grad():
+        return logits_of(call_with_tokens(model, tokens(), ARGUMENTS.get(name)), model).clone()
+
+
+# ---- healthy
+
+
+@DTYPES
+@EVERY
+def test_a_healthy_model_is_healthy_on_the_host_and_nobody_s_gauge_is_known(name, dtype):
+    model = build(name, dtype)
+    for mode in ("host", "all"):
+        found = located(model, name, mode)
+        assert (found.verdict, found.num_layers, found.foreign) == ("HEALTHY", LAYERS, []), found.sentence
+    assert any("its own modules define what is right" in note for note in found.notes)
+    found = located(model, name, "device")
+    assert found.verdict == "INCONCLUSIVE"
+    assert found.sentence.startswith("INCONCLUSIVE: layer 0, twin: no gauge is known for the architecture")
+
+
+@pytest.mark.parametrize("name", WITHOUT_LAYERS)
+def test_a_model_without_a_list_of_layers_is_refused_in_one_line(name):
+    with pytest.raises(st.ModelError, match=r"has no list of decoder layers to look into$"):
+        located(build(name), name)
+
+
+def test_what_forward_needs_and_was_not_given_is_told_in_one_line():
+    with pytest.raises(st.ModelError, match=r"a plain forward of GPTFast fails on these tokens: .*'input_pos'$"):
+        st.locate(build("gpt_fast"), input_ids=tokens())
+
+
+def test_a_model_in_a_wrapper_is_called_as_it_is():
+    found = st.locate(nn.DataParallel(build("nanogpt")), mode="host", input_ids=tokens())
+    assert (found.verdict, found.num_layers) == ("HEALTHY", LAYERS)
+
+
+def test_the_fast_path_of_torch_s_layers_is_off_while_they_are_judged_and_that_is_said():
+    model = build("encoder")
+    assert torch.backends.mha.get_fastpath_enabled()
+    found = located(model, "encoder")
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert any("fast path" in note for note in found.notes)
+    assert not any("fast path" in note for note in located(build("nanogpt"), "nanogpt").notes)
+
+
+def test_a_function_without_a_module_is_judged_by_its_definition():
+    found = located(build("x_transformer"), "x_transformer")
+    assert "of norm only that the host makes the same bits is known" in found.sentence
+    assert "only that" not in located(build("nanogpt"), "nanogpt").sentence
+
+
+# ---- faulty
+
+
+def one_channel_dead(module):
+    """A forward of its own that loses a channel."""
+    plain = module.forward
+    module.forward = lambda x: plain(x).index_fill(-1, torch.tensor([3]), 0.0)
+
+
+class OneWrongValue(TorchDispatchMode):
+    """Below torch's functions: in one layer, the first call of some operators makes its largest value too large."""
+
+    def __init__(self, layer, operators):
+        super().__init__()
+        self.operators, self.calls = operators, None
+        layer.register_forward_pre_hook(lambda *given: self.count(0))
+        layer.register_forward_hook(lambda *given: self.count(None))
+
+    def count(self, calls):
+        self.calls = calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if self.calls is not None and func.overloadpacket in self.operators:
+            self.calls += 1
+            if self.calls == 1:
+                made = result[0] if isinstance(result, tuple) else result
+                at = (made.abs() == made.abs().max()).nonzero()[0].tolist()
+                made[tuple(at)] *= 1.5
+        return result
+
+
+@DTYPES
+@pytest.mark.parametrize("name", [name for name in LAYERED if name not in WITHOUT_PRODUCTS])
+def test_a_linear_that_loses_a_channel_is_found_with_its_layer(name, dtype):
+    model = build(name, dtype)
+    path, linear = [(p, m) for p, m in find_layers(model)[0][1].named_modules() if type(m) is nn.Linear][-1]
+    one_channel_dead(linear)
+    found = located(model, name)
+    assert (found.verdict, found.layer, found.op, found.lanes) == ("FAULT", 1, path, [3]), found.sentence
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [(name, PRODUCTS) for name in LAYERED if name not in WITHOUT_PRODUCTS]
+    + [(name, ATTENTION) for name in LAYERED if name not in WITHOUT_ATTENTION]
+    + [("convolution", {ATEN.convolution}), ("nanogpt", {ATEN.native_layer_norm})],
+)
+def test_one_wrong_value_below_torch_s_functions_is_found_with_its_layer(name, operators, dtype):
+    model = build(name, dtype)
+    with OneWrongValue(find_layers(model)[0][1], operators):
+        found = located(model, name)
+    assert (found.verdict, found.layer) == ("FAULT", 1), found.sentence
+
+
+@DTYPES
+def test_a_function_that_nobody_has_defined_keeps_a_faulty_model_from_being_healthy(dtype):
+    model = build("lstm_stack", dtype)
+    with OneWrongValue(find_layers(model)[0][1], {ATEN.mkldnn_rnn_layer, ATEN.mul}):
+        assert located(model, "lstm_stack").verdict == "INCONCLUSIVE"
+
+
+# ---- compared
+
+
+@EVERY
+def test_a_model_is_like_its_own_fingerprint_and_a_layer_that_is_not_is_named(name):
+    model, arguments = build(name), ARGUMENTS.get(name)
+    taken = make_fingerprint(model, tokens(), arguments=arguments)
+    assert not any(row.difference.differing for row in compare(taken, model, arguments=arguments).rows)
+    with st.inject(model, "relative_gaussian:0.05@layer.1"):
+        found = compare(taken, model, arguments=arguments)
+    assert {row.layer for row in found.rows if row.difference.differing} == {1} and found.exit_code == 1
+
+
+def test_a_fingerprint_of_another_model_is_refused():
+    taken = make_fingerprint(build("nanogpt"), tokens())
+    with pytest.raises(st.ShaketableError, match="class"):
+        compare(taken, build("mingpt"))
+    with pytest.raises(st.ShaketableError, match="config"):
+        compare(taken, build("nanogpt_manual"))
+
+
+# ---- shaken
+
+LINEARS = {"lecture": 15, "gpt_fast": 5, "nanogpt": 4, "nanogpt_manual": 4, "mingpt": 4, "lit_gpt": 4, "x_transformer": 5}
+LINEARS |= {"convolution": 2, "experts": 16, **dict.fromkeys(("encoder", "encoder_first", "encoder_seq_first"), 2)}
+"""How many linears of a layer are called; 7 in all others. Attention of torch reads a weight of its third without calling it."""
+
+
+@DTYPES
+@pytest.mark.parametrize("name", [name for name in LAYERED if name not in WITHOUT_PRODUCTS])
+def test_linears_are_shaken_in_the_layer_that_is_named_and_the_head_is_not(name, dtype):
+    model = build(name, dtype)
+    clean = logits(model, name)
+    with st.inject(model, "relative_gaussian:0.05@module.linear,layers=1", seed=1) as ledger:
+        assert not torch.equal(logits(model, name), clean)
+    assert ledger.sites[0].by("layer") == {"1": {"forward": LINEARS.get(name, 7), "backward": 0}}
+    assert torch.equal(logits(model, name), clean)
+    with st.inject(model, "relative_gaussian:0.05@module.linear", seed=1) as ledger:
+        logits(model, name)
+    assert ledger.sites[0].by("layer").keys() == {"0", "1", "2"}
+
+
+@EVERY
+def test_layers_and_operators_are_shaken_and_off_is_off(name):
+    model = build(name)
+    torch.backends.mha.set_fastpath_enabled(False)  # with a hook on a module torch's layers leave it, whatever the hook does
+    try:
+        clean = logits(model, name)
+        for plan in ("relative_gaussian:0.05@layer.1", "relative_gaussian:0.05@op.all,layers=1"):
+            injection = st.inject(model, plan, seed=1)
+            with injection as ledger:
+                assert not torch.equal(logits(model, name), clean)
+                injection.disable()
+                assert torch.equal(logits(model, name), clean)
+            assert ledger.sites[0].by("layer").keys() == {"1"}
+            assert torch.equal(logits(model, name), clean)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@EVERY
+def test_every_model_has_its_layers_and_at_most_one_head(name):
+    counts = Anatomy.of(build(name)).role_counts()
+    assert len(find_layers(build(name))[0]) == LAYERS
+    assert counts.get("lm_head", 0) == (0 if name == "torchtune" else 1)
