@@ -46,6 +46,8 @@ class Record:
     output: Any
     strangers: tuple[str, ...] = ()
     """Arguments that no operator made."""
+    overwrites: bool = False
+    """Of a leaf: whether it wrote into what it was given."""
 
     @property
     def function(self) -> str | None:
@@ -160,21 +162,24 @@ class Recorder(TorchFunctionMode):
     def before_overwriting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copies of what is about to be overwritten, for this record and for those before it."""
         target = kwargs["out"] if kwargs.get("out") is not None else args[:1] or kwargs
-        memory = {t.untyped_storage().data_ptr() for t in tensors_of(target)}
-        copies: dict[int, Tensor] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            if _is_wrapped(tensor) or tensor.untyped_storage().data_ptr() not in memory:
-                return tensor
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.clone()
-            return copies[id(tensor)]
-
-        for record in self.recording.records:
-            record.args, record.kwargs = map_tensors(record.args, keep), map_tensors(record.kwargs, keep)
-            record.output = map_tensors(record.output, keep)
         without = {k: v for k, v in kwargs.items() if k not in ("out", "inplace")}
-        return map_tensors(args, keep), map_tensors(without, keep)
+        copies = self.copies(target, (args, without))
+        self.put_back(copies)
+        return copies.of(args), copies.of(without)
+
+    def copies(self, target: Any, others: Any = ()) -> _Copies:
+        """Copies of these tensors, and of all that were recorded or are given with them and share their memory."""
+        copies = _Copies({t.untyped_storage().data_ptr() for t in tensors_of(target) if not _is_wrapped(t)})
+        for value in (target, others, *((r.args, r.kwargs, r.output) for r in self.recording.records)):
+            for tensor in tensors_of(value):
+                copies.take(tensor)
+        return copies
+
+    def put_back(self, copies: _Copies) -> None:
+        """Let the records hold copies of what is overwritten."""
+        for record in self.recording.records:
+            record.args, record.kwargs = copies.of(record.args), copies.of(record.kwargs)
+            record.output = copies.of(record.output)
 
     def note(self, record: Record) -> None:
         """Keep a record."""
@@ -198,30 +203,56 @@ class Recorder(TorchFunctionMode):
         return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned
 
 
+class _Copies:
+    """What tensors held that share some memory, before it is overwritten."""
+
+    def __init__(self, memory: set[int]) -> None:
+        self.memory = memory
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def take(self, tensor: Tensor) -> None:
+        """Copy a tensor, if it is of this memory."""
+        if id(tensor) in self.pairs or _is_wrapped(tensor) or tensor.untyped_storage().data_ptr() not in self.memory:
+            return
+        self.pairs[id(tensor)] = (tensor, tensor.clone())
+
+    def of(self, value: Any) -> Any:
+        """The same nest with the copies in it."""
+        return map_tensors(value, lambda tensor: self.pairs.get(id(tensor), (tensor, tensor))[1])
+
+    def differ(self) -> bool:
+        """Whether something was overwritten since."""
+        return any(not same(tensor, copy) for tensor, copy in self.pairs.values())
+
+
 class _Leaf:
     """Hooks of a leaf."""
 
     def __init__(self, recorder: Recorder, path: str) -> None:
         self.recorder = recorder
         self.path = path
-        self.arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.arguments: list[tuple[Any, _Copies]] = []
         self.strange: tuple[str, ...] = ()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.recorder._depth == 0:
-            overwrites = getattr(module, "inplace", False) is True
             self.strange = self.recorder.strangers(args, kwargs)
             with torch._C.DisableTorchFunction():
-                keep = self.recorder.before_overwriting if overwrites else lambda *given: snapshot(given)
-                self.arguments.append(keep(args, kwargs))
+                copies = self.recorder.copies((args, kwargs) if _may_overwrite(module) else ())
+                self.arguments.append((snapshot((args, kwargs)), copies))
         self.recorder._depth += 1
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.recorder._depth -= 1
         if self.recorder._depth == 0 and self.arguments:
             self.recorder.learn((args, kwargs))
-            given, named = self.arguments.pop()
-            self.recorder.note(Record(self.path, None, given, named, output, self.strange))
+            given, copies = self.arguments.pop()
+            with torch._C.DisableTorchFunction():
+                overwrites = copies.differ()
+            if overwrites:
+                self.recorder.put_back(copies)
+                given = copies.of(given)
+            self.recorder.note(Record(self.path, None, *given, output, self.strange, overwrites))
 
 
 class _Room:
@@ -311,6 +342,11 @@ def _overwrites(func: Any, kwargs: dict[str, Any]) -> bool:
     name = function_name(func)
     named = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return named or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def _may_overwrite(module: nn.Module) -> bool:
+    """Whether a leaf may write into what it is given: torch's own say so."""
+    return getattr(module, "inplace", False) is True or not type(module).__module__.startswith("torch.nn.")
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shaketable.errors import ModelError
 from shaketable.locate.capture.recorder import Recorder, Recording, snapshot
 from shaketable.locate.capture.reference import Reference
-from shaketable.sites.nested_tensors import tensors_of
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 from shaketable.sites.structure import find_layers
 
 
@@ -32,6 +32,8 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    overwrites: bool = False
+    """Whether it writes into what it is given."""
 
     @property
     def x(self) -> Tensor:
@@ -46,10 +48,11 @@ class LayerCall:
     def again(self, x: Tensor | None = None) -> Any:
         """Call the layer with the same arguments, and other hidden states if given.
 
-        Layers may write into a container they are given, keys and values for later layers: each call gets its own.
+        Layers may write into a container they are given, keys and values for later layers, or into the hidden states
+        themselves: each call gets its own.
         """
         given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, x)
-        args, kwargs = snapshot(given)
+        args, kwargs = map_tensors(given, torch.clone) if self.overwrites else snapshot(given)
         with torch.no_grad():
             return self.module(*args, **kwargs)
 
@@ -97,7 +100,7 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference) -> Trace:
             index = places[id(module)]
             if index in calls:
                 raise ModelError(f"{record.path} is called more than once in a forward; locate follows one call per layer")
-            calls[index] = LayerCall(index, record.path, module, record.args, record.kwargs, record.output)
+            calls[index] = LayerCall(index, record.path, module, record.args, record.kwargs, record.output, record.overwrites)
     if len(calls) != len(layers):
         missing = next(path for i, path in enumerate(paths) if i not in calls)
         raise ModelError(f"{missing} was not called in a forward")
