@@ -5,9 +5,8 @@ its inputs are taken before anybody else's hooks, its output after them, and not
 device made of it is judged as one. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
 modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function.
 
-The recorder also follows every tensor from the operator that made it to the operator that takes it. Where other values
-come through a module's door than its last operator made, or than it was handed, there is a *break*, and that module is
-named. So the identities of a layer (attention's output is the output projection's, and so on) hold for any
+The recorder also follows every tensor from the operator that made it to the operator that takes it. Where hooks put other
+values into a module's door than its code made, or than it was handed, there is a *break*, and that module is named. So the identities of a layer (attention's output is the output projection's, and so on) hold for any
 architecture, with nothing to write down per model. What the layer itself returns counts as the result of its last
 operator, the residual addition: whether that is right is for the other probes to say.
 
@@ -75,6 +74,8 @@ class Recording:
     records: list[Record] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     output: Any = None
+    unmade: list[str] = field(default_factory=list)
+    """Paths of modules whose own code returned a tensor that no recorded operator made."""
 
     def leaf(self, path: str) -> Record | None:
         """The record of a leaf module."""
@@ -140,6 +141,7 @@ class Recorder(TorchFunctionMode):
         return [
             module.register_forward_pre_hook(room.arrive, with_kwargs=True, prepend=True),
             module.register_forward_pre_hook(room.enter, with_kwargs=True),
+            module.register_forward_hook(room.depart, prepend=True),
             module.register_forward_hook(room.leave, with_kwargs=True, always_call=True),
         ]
 
@@ -280,6 +282,20 @@ class _Room:
             if new is not old and not recorder.knows(new):
                 self._broken("input", old, new)
 
+    def depart(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """What the module's own code returns, before anybody's hooks: a scripted function or a kernel may have made it."""
+        recorder = self.recorder
+        if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
+            return
+        for tensor in tensors_of(output):
+            if not recorder.knows(tensor):
+                record = self._maker(tensor)
+                with torch._C.DisableTorchFunction():
+                    is_copy = record is not None and same(_of_its_kind(record, tensor), tensor)
+                if not is_copy:
+                    recorder.recording.unmade.append(self.path)
+                recorder.learn(tensor)
+
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         recorder = self.recorder
         if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
@@ -292,7 +308,7 @@ class _Room:
             recorder.recording.output = output
 
     def _left(self, got: Tensor) -> None:
-        """A tensor leaves that no operator made: it stands for the last one of its kind that was made inside."""
+        """A hook has put another tensor there: it stands for the last one of its kind that was made inside."""
         record = self._maker(got)
         if record is None:
             return
@@ -300,8 +316,7 @@ class _Room:
             record.output = got
             self.recorder.learn(got)
         else:
-            made = next(t for t in tensors_of(record.output) if t.shape == got.shape and t.dtype == got.dtype)
-            self._broken("output", made, got)
+            self._broken("output", _of_its_kind(record, got), got)
 
     def _broken(self, door: str, expected: Tensor, got: Tensor) -> None:
         recording = self.recorder.recording
@@ -318,6 +333,11 @@ class _Room:
                     if made.shape == tensor.shape and made.dtype == tensor.dtype:
                         return record
         return None
+
+
+def _of_its_kind(record: Record, tensor: Tensor) -> Tensor:
+    """What a record made of the shape and dtype of another tensor."""
+    return next(t for t in tensors_of(record.output) if t.shape == tensor.shape and t.dtype == tensor.dtype)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
