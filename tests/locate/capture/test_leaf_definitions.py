@@ -233,6 +233,8 @@ def test_a_layer_norm_without_parameters_has_a_slack_of_its_own():
 
 def test_a_conv1d_is_a_linear_with_its_weight_transposed():
     class Conv1D(nn.Module):
+        __module__ = "transformers.pytorch_utils"
+
         def __init__(self):
             super().__init__()
             self.weight, self.bias = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))
@@ -325,6 +327,13 @@ def test_an_embedding_takes_the_rows_of_the_weight_it_is_given():
 @pytest.mark.parametrize("name", ["SiLUActivation", "GELUActivation", "GELUTanh"])
 @pytest.mark.parametrize(("function", "leaf"), [("_gelu_python", False), ("fused", True)])
 def test_an_activation_written_out_in_python_is_looked_into(name, function, leaf):
-    module = type(name, (nn.Module,), {})()
+    module = type(name, (nn.Module,), {"__module__": "transformers.activations"})()
     module.act = function
     assert (leaf_of(module) is not None) is leaf
+
+
+@pytest.mark.parametrize("name", ["Conv1D", "SiLUActivation", "GELUActivation", "GELUTanh"])
+def test_a_module_of_somebody_s_own_is_not_known_by_its_name(name):
+    module = type(name, (nn.Module,), {})()
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    assert leaf_of(module) is None

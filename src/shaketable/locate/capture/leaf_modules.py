@@ -50,11 +50,12 @@ def leaf_of(module: nn.Module) -> Leaf | None:
 
 def _kind(module: nn.Module) -> str | None:
     name = type(module).__name__
-    if type(module) is nn.Linear or name == "Conv1D":
+    is_known = type(module).__module__.startswith("transformers.")  # people write a Conv1D or a GELUActivation of their own
+    if type(module) is nn.Linear or (is_known and name == "Conv1D"):
         return name.lower() if module._parameters.get("weight") is not None else None
     if type(module) in _PLAIN:
         return _PLAIN[type(module)]
-    if name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
+    if is_known and name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
         return _activation(type(module), name, str(module.__dict__.get("act", "")))
     if "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
         return _norm_kind(module)
