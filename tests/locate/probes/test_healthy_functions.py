@@ -16,6 +16,13 @@ from tests.locate.probes.replayed_functions import judged
         lambda x: x.mean(1, keepdims=True),
         lambda x: x.sum(dim=0, keepdims=True),
         lambda x: torch.softmax(x, axis=0),
+        lambda x: torch.softmax(input=x, dim=-1),
+        lambda x: torch.matmul(input=x, other=x.T),
+        lambda x: torch.masked_fill(input=x, mask=x > 0, value=1.0),
+        lambda x: torch.mul(input=x, other=0.3),
+        lambda x: torch.pow(input=x, exponent=2),
+        lambda x: x @ x[0],
+        lambda x: x[:, 0] @ x,
         lambda x: F.silu(x * 1, inplace=True),
         lambda x: x.masked_fill((x > 0).__iand__(x < 0.5), 0.0),
         lambda x: x.masked_fill((x > 0).__ior__(x < -0.5), 0.0),
@@ -27,7 +34,15 @@ def test_a_healthy_function_is_judged_and_right(function):
     assert not found.violations and not found.unknown
 
 
-@pytest.mark.parametrize("function", [lambda x: x.mean(axis=1), lambda x: torch.softmax(x, axis=0)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.mean(axis=1),
+        lambda x: torch.softmax(x, axis=0),
+        lambda x: torch.softmax(input=x, dim=-1),
+        lambda x: x @ x[0],
+    ],
+)
 def test_one_wrong_value_is_found_whatever_the_dimension_is_called(function):
     def tamper(y):
         y = y.clone()

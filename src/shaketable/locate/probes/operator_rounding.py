@@ -87,9 +87,11 @@ def _linear(call: Call) -> Product:
 
 def _matmul(call: Call) -> Around:
     x, w = call.wide(call.args[0]), call.wide(call.get(1, "other", call.kwargs.get("mat2")))
-    if x.dim() < 2 or w.dim() < 2:
-        raise NotImplementedError("a product with a vector")
-    return product(call, x, w)
+    left, right = x.dim() == 1, w.dim() == 1
+    whole = product(call, x[None] if left else x, w[:, None] if right else w)
+    dims = tuple(dim for dim, is_vector in ((-2, left), (-1, right)) if is_vector)
+    assert isinstance(whole.slack, Tensor)
+    return Around(whole.value.squeeze(dims), whole.slack.squeeze(dims), call.dtype) if dims else whole
 
 
 def _addmm(call: Call) -> Around:
@@ -207,7 +209,8 @@ def _relative(
 
 def _pow(call: Call) -> Around:
     base = call.wide(call.args[0]) if isinstance(call.args[0], Tensor) else call.args[0]
-    exponent = call.args[1] if isinstance(call.args[1], int | float) else call.wide(call.args[1])
+    exponent = call.get(1, "exponent")
+    exponent = exponent if isinstance(exponent, int | float) else call.wide(exponent)
     y = torch.pow(base, exponent)
     # Small whole powers of reduced dtypes are products that some devices round one by one.
     slack = 8 * UA if call.dtype in (torch.float32, torch.float64) else 2 * UNIT[call.dtype]

@@ -134,7 +134,7 @@ def _judge_record(
         return
     label = ":".join(part for part in (record.path, record.function) if part)
     try:
-        expected = _expected(host, record, reference, prefix, precision)
+        expected = [(item, item.allowed.outside(item.got)) for item in _expected(host, record, reference, prefix, precision)]
     except _CANNOT as error:
         judgement.unknown.setdefault(
             label, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
@@ -142,17 +142,15 @@ def _judge_record(
         return
     judgement.judged += 1
     defined = record.func is None or _is_defined(record)
-    for item in expected:
-        got, allowed = item.got, item.allowed
-        outside = allowed.outside(got)
-        wrong = bool(outside.any())
+    for item, outside in expected:
+        got, wrong = item.got, bool(outside.any())
         if wrong and not defined:
             judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
             continue
         judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), defined)
         if wrong:
             judgement.violations.append(
-                Violation(record.path, record.function, order, outside, got, *allowed.ends(outside), item.tokens)
+                Violation(record.path, record.function, order, outside, got, *item.allowed.ends(outside), item.tokens)
             )
 
 
@@ -246,6 +244,8 @@ def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[
 
     copies = record.func is not None and record.function is not None and record.function.endswith("_")
     args, kwargs = map_tensors(record.args, bring), map_tensors(record.kwargs, bring)
+    if record.func is not None and not args and "input" in kwargs:  # by name: definitions take it as the first argument
+        args = (kwargs.pop("input"),)
     if copies and args and isinstance(args[0], Tensor):
         args = (args[0].clone(), *args[1:])
     device = kwargs.get("device")
