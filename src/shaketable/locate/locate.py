@@ -100,13 +100,19 @@ def locate(
 
 @contextmanager
 def _still(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no autocast, nothing compiled; every module's mode comes back."""
+    """Eval mode, no autocast, nothing compiled; every module's mode comes back.
+
+    torch's own attention has a kernel that it leaves out while functions are watched: it has to leave it out everywhere.
+    """
     training = [module for module in model.modules() if module.training]
+    fast = torch.backends.mha.get_fastpath_enabled()
     model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.autocast(_device(model).type, enabled=False), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for module in training:
             module.training = True
 
@@ -236,7 +242,8 @@ class Locator:
             report.results["permutation"] = self._permutation(call, recording, again, decided and not self.thorough)
             if self.mode == "device" and report.results["permutation"].status in ("pass", "suspect"):
                 layer_probes.by_permutation(report.coverage)
-        own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if self.on_device else None
+        has_statistics = self.on_device and call.x.is_floating_point()  # a layer that is given tokens is an embedding
+        own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if has_statistics else None
         return report, own
 
     def _checksum(self, call: LayerCall, recording: Recording) -> tuple[Result, set[str]]:
@@ -415,7 +422,7 @@ class Locator:
         return notes
 
 
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
 """What a layer may raise when it is called otherwise than its model calls it; memory that is full is told apart."""
 
 

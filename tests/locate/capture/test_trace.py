@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.modeling_outputs import CausalLMOutput
 
 from shaketable.errors import ModelError
 from shaketable.locate.capture.reference import Reference, _agree, _unlike
@@ -12,10 +13,12 @@ X, Y = torch.ones(1, 2, 4), torch.zeros(1, 2, 4)
 IDS = tokens(n=6)
 
 
-def test_hidden_states_are_the_first_argument_or_the_one_of_that_name():
-    assert hidden((X, Y), {"hidden_states": Y}) is X and hidden((), {"hidden_states": X, "mask": Y}) is X
-    assert with_hidden((X, 3), {"mask": Y}, Y) == ((Y, 3), {"mask": Y})
-    args, kwargs = with_hidden((), {"hidden_states": X, "mask": 5}, Y)
+def test_hidden_states_are_what_is_given_first_of_the_shape_of_the_result():
+    assert hidden((X, Y), {"hidden_states": Y}, Y) is X and hidden((), {"hidden_states": X, "mask": Y}, Y) is X
+    assert hidden((X[:, :1], 3, X > 0, {"x": Y}), {"mask": X}, X) is Y
+    assert hidden((IDS, X[0]), {}, X) is IDS, "an embedding is given none"
+    assert with_hidden((X, 3), {"mask": Y}, X, Y) == ((Y, 3), {"mask": Y})
+    args, kwargs = with_hidden((), {"hidden_states": X, "mask": 5}, X, Y)
     assert args == () and kwargs["hidden_states"] is Y and kwargs["mask"] == 5
 
 
@@ -108,3 +111,14 @@ def test_numbers_that_the_config_does_not_give_are_named_with_their_place():
     )
     reference.is_rebuilt = False
     assert list(reference.other_numbers(model, "")) == []
+
+
+@pytest.mark.parametrize(
+    "returns", [lambda x: x, lambda x: (x, 3), lambda x: {"loss": None, "logits": x}, lambda x: CausalLMOutput(logits=x)]
+)
+@pytest.mark.parametrize("takes", ["input_ids", "idx", "input_ids, **others", "input_ids, use_cache", "*, input_ids=None"])
+def test_a_plain_forward_goes_by_what_a_model_takes_and_returns(takes, returns):
+    model = torch.nn.Module()
+    given = "idx" if takes == "idx" else "input_ids"
+    model.forward = eval(f"lambda {takes}: returns({given})", {"returns": returns})
+    assert forward(model, IDS) is IDS

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from shaketable.locate.probes.twins import _has_room
 from tests.locate.probes.replayed_functions import judged
 
+ATTENTION = torch.nn.MultiheadAttention(6, 2)
+
 
 @pytest.mark.parametrize(
     "function",
@@ -23,6 +25,7 @@ from tests.locate.probes.replayed_functions import judged
         lambda x: torch.pow(input=x, exponent=2),
         lambda x: x @ x[0],
         lambda x: x[:, 0] @ x,
+        lambda x: ATTENTION(x, x, x, need_weights=False)[0],
         lambda x: F.silu(x * 1, inplace=True),
         lambda x: x.masked_fill((x > 0).__iand__(x < 0.5), 0.0),
         lambda x: x.masked_fill((x > 0).__ior__(x < -0.5), 0.0),

@@ -6,9 +6,10 @@ device made of it is judged as one. Everything else is a *function*: torch funct
 modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function.
 
 The recorder also follows every tensor from the operator that made it to the operator that takes it. Where hooks put other
-values into a module's door than its code made, or than it was handed, there is a *break*, and that module is named. So the identities of a layer (attention's output is the output projection's, and so on) hold for any
-architecture, with nothing to write down per model. What the layer itself returns counts as the result of its last
-operator, the residual addition: whether that is right is for the other probes to say.
+values into a module's door than its code made, or than it was handed, there is a *break*, and that module is named. So
+the identities of a layer (attention's output is the output projection's, and so on) hold for any architecture, with
+nothing to write down per model. What hooks make of the layer's own result counts as the result of its last operator,
+the residual addition: whether that is right is for the other probes to say.
 
 Rejected: TorchDispatchMode. It sees the same arithmetic cut into aten pieces, so that an RMSNorm with another eps replays
 as correct: the definition has to come from the model's config, and that lives at the level of modules.

@@ -8,6 +8,7 @@ the model.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class LayerCall:
     @property
     def x(self) -> Tensor:
         """The hidden states it was given."""
-        return hidden(self.args, self.kwargs)
+        return hidden(self.args, self.kwargs, self.y)
 
     @property
     def y(self) -> Tensor:
@@ -51,7 +52,7 @@ class LayerCall:
         Layers may write into a container they are given, keys and values for later layers, or into the hidden states
         themselves: each call gets its own.
         """
-        given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, x)
+        given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, self.x, x)
         args, kwargs = map_tensors(given, torch.clone) if self.overwrites else snapshot(given)
         with torch.no_grad():
             return self.module(*args, **kwargs)
@@ -66,24 +67,35 @@ class Trace:
     logits: Tensor
 
 
-def hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A layer's hidden states: its first argument, or the one of that name."""
-    found = args[0] if args else kwargs["hidden_states"]
-    assert isinstance(found, Tensor)
-    return found
+def hidden(args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
+    """A layer's hidden states: what it is given first of its result's shape, wherever its author put it."""
+    given = list(tensors_of((args, kwargs)))
+    return next((t for t in given if t.shape == y.shape and t.is_floating_point()), given[0])
 
 
-def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, x: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with other hidden states."""
-    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors((args, kwargs), lambda tensor: x if tensor is old else tensor)
+    return changed
 
 
 def forward(model: nn.Module, ids: Tensor) -> Tensor:
-    """A plain forward."""
+    """A plain forward. Not every model takes `use_cache`, or names what it is given and returns as most do."""
+    takes = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    named = {"use_cache": False} if takes_any or "use_cache" in takes else {}
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
+        found = model(input_ids=ids, **named) if takes_any or "input_ids" in takes else model(ids, **named)
+    logits = found["logits"] if type(found) is dict else found.logits if hasattr(found, "logits") else first_tensor(found)
     assert isinstance(logits, Tensor)
     return logits
+
+
+def first_tensor(found: Any) -> Any:
+    """What a model returns that returns no record with a field for its logits: they are its result, or come first."""
+    return found[0] if type(found) is tuple else found
 
 
 def trace(model: nn.Module, ids: Tensor, reference: Reference) -> Trace:

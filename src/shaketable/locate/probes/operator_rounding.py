@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shaketable.locate.probes.rounding import ACCUMULATION as UA
 from shaketable.locate.probes.rounding import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
+from shaketable.sites.nested_tensors import tensors_of
 
 _MOVING = """
     cat concat stack contiguous reshape clone to float half bfloat16 double type type_as expand __getitem__ index_select
@@ -290,7 +291,7 @@ def rounded_once(call: Call, name: str) -> RoundingInterval:
         raise NotImplementedError("dropout that is on is random")
     kept = tuple(a.clone() if i == 0 and isinstance(a, Tensor) else a for i, a in enumerate(call.args))
     result = call.func(*kept, **call.kwargs)
-    exact = RoundingInterval.exactly(kept[0] if result is None else result)
+    exact = RoundingInterval.exactly(kept[0] if result is None else next(tensors_of(result)))
     number = next((a for a in call.args if isinstance(a, float | int) and not isinstance(a, bool)), None)
     if name not in ARITHMETIC or number is None or not call.dtype.is_floating_point:
         return exact
