@@ -165,14 +165,17 @@ class Locator:
 
     def _probe(self, ids: Tensor, diagnosis: Diagnosis) -> None:
         total = diagnosis.num_layers
+        self.reference.note_numbers(self.model)
         self.tell(0, total, "a plain forward")
         logits, unit = self._plain_forwards(ids)
         self.tell(0, total, "trace")
         traced = self._timed("trace", lambda: trace(self.model, ids, self.reference))
+        self.reference.written |= traced.outside.written
         found: list[srdd.LayerStatistics] = []
         for call in traced.calls:
             recording = self._timed("repeat", functools.partial(record_layer, call, self.reference))
             self.unmade += unmade(recording, call.name)
+            self.reference.written |= recording.written
             report, own = self.layer(call, recording, diagnosis.evidence)
             diagnosis.probes.append(report)
             if own is not None:

@@ -77,6 +77,8 @@ class Recording:
     output: Any = None
     unmade: list[str] = field(default_factory=list)
     """Paths of modules whose own code returned a tensor that no recorded operator made."""
+    written: set[int] = field(default_factory=set)
+    """Memory of the module's own parameters and buffers that was overwritten."""
 
     def leaf(self, path: str) -> Record | None:
         """The record of a leaf module."""
@@ -167,6 +169,7 @@ class Recorder(TorchFunctionMode):
         target = kwargs["out"] if kwargs.get("out") is not None else args[:1] or kwargs
         without = {k: v for k, v in kwargs.items() if k not in ("out", "inplace")}
         copies = self.copies(target, (args, without))
+        self.recording.written |= copies.memory & self._owned
         self.put_back(copies)
         return copies.of(args), copies.of(without)
 
