@@ -337,7 +337,6 @@ def test_a_stack_of_another_name_is_a_list_of_several_of_one_class(stack, found)
         nn.ModuleList([block(), nn.Linear(2, 2)]),
         nn.ModuleList([nn.Linear(2, 2)]),
         nn.ModuleList(),
-        nn.ModuleDict({"0": block()}),
     ],
 )
 def test_layers_have_parts_whatever_they_are_called(stack):
@@ -482,3 +481,10 @@ def test_why_a_part_is_left_out(module, path, reason):
     anatomy = Anatomy.of(model)
     (part,) = [p for p in anatomy.parts if p.name == path]
     assert anatomy.excluded(part) == reason
+
+
+def test_layers_in_a_dictionary_are_layers_and_other_dictionaries_are_not():
+    layers = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(2, 2)) for i in range(2)})
+    mixed = nn.ModuleDict({"wte": nn.Sequential(nn.Embedding(2, 2)), "h": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))] * 1)})
+    assert find_layers(nn.ModuleDict({"layers": layers}))[1] == ["layers.0", "layers.1"]
+    assert find_layers(nn.ModuleDict({"block": mixed}))[1] == ["block.h.0"]

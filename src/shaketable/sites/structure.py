@@ -237,12 +237,12 @@ def _shape(stack: nn.Module) -> list[tuple[str, int]]:
 
 
 def _looks_like_layers(name: str, module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
+    if not _is_container(module) or not any(module.children()):
         return False
-    classes = {type(m) for m in module}
-    has_children = all(any(m.children()) for m in module)
-    named = name.rsplit(".", 1)[-1] in _LAYER_LISTS
-    return has_children and (named or (len(classes) == 1 and len(module) > 1 and isinstance(module, nn.ModuleList)))
+    classes = {type(m) for m in module.children()}
+    has_children = all(any(m.children()) for m in module.children())
+    named = name.rsplit(".", 1)[-1] in _LAYER_LISTS and (len(classes) == 1 or not isinstance(module, nn.ModuleDict))
+    return has_children and (named or (len(classes) == 1 and isinstance(module, nn.ModuleList) and len(module) > 1))
 
 
 def _preference(name: str) -> int:
