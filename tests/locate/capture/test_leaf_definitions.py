@@ -337,3 +337,37 @@ def test_a_module_of_somebody_s_own_is_not_known_by_its_name(name):
     module = type(name, (nn.Module,), {})()
     module.weight = nn.Parameter(torch.zeros(2, 2))
     assert leaf_of(module) is None
+
+
+class PairRMSNorm(nn.Module):
+    """Returns what it normalised too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(4)), 1e-6
+
+    def forward(self, x):
+        return x, x
+
+
+class PickyRMSNorm(PairRMSNorm):
+    def forward(self, x):
+        assert x.dim() == 3
+        return x
+
+
+class NumberRMSNorm(PairRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+
+class BareRMSNorm(PairRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.normalized_shape = None, 4
+
+
+@pytest.mark.parametrize("kind", [PairRMSNorm, PickyRMSNorm, NumberRMSNorm, BareRMSNorm])
+def test_a_norm_of_somebody_s_own_that_cannot_be_tried_is_looked_into(kind):
+    assert leaf_of(kind()) is None
