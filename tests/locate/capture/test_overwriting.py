@@ -160,3 +160,23 @@ def test_a_leaf_of_somebody_s_own_that_overwrites_leaves_earlier_records_alone()
     added, inner, eater = recording.records
     assert all(torch.equal(t, x + 1) for t in (added.output, inner.args[0], inner.output, eater.args[0]))
     assert torch.equal(eater.output, 2 * (x + 1)) and eater.overwrites and not inner.overwrites
+
+
+class Autocast(LlamaMLP):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+            mixed = torch.softmax(hidden @ hidden.mT, -1) @ hidden
+            y = self.down_proj(mixed + hidden)
+        return y.to(x.dtype)
+
+
+@pytest.mark.parametrize("plan", [None, "gain:0.01@module.gate_proj,layers=1"])
+def test_code_that_puts_autocast_on_is_judged_by_what_autocast_does(plan):
+    model = build("llama")
+    for layer in model.model.layers:
+        new = Autocast(model.config)
+        new.load_state_dict(layer.mlp.state_dict())
+        layer.mlp = new.eval()
+    found = st.locate(model, mode="host", input_ids=tokens(), plan=plan)
+    assert (found.verdict, found.layer) == (("HEALTHY", None) if plan is None else ("FAULT", 1)), found.sentence

@@ -48,6 +48,8 @@ class Record:
     """Arguments that no operator made."""
     overwrites: bool = False
     """Of a leaf: whether it wrote into what it was given."""
+    lowered: torch.dtype | None = None
+    """The dtype that autocast, which the model's own code put on, gave the arguments."""
 
     @property
     def function(self) -> str | None:
@@ -189,6 +191,10 @@ class Recorder(TorchFunctionMode):
 
     def note(self, record: Record) -> None:
         """Keep a record."""
+        first = next(tensors_of(record.output), None)
+        if first is not None and torch.is_autocast_enabled(first.device.type):
+            lower = torch.get_autocast_dtype(first.device.type)
+            record.lowered = lower if first.dtype == lower else None
         self.learn(record.output)
         self.recording.records.append(record)
 

@@ -181,7 +181,8 @@ def _expected(host: Host, record: Record, reference: Reference, prefix: str, pre
     args, kwargs = _arguments(host, record, reference)
     call = Call(record.func, args, kwargs, results[0].dtype, precision, host.wide)
     if record.func is None:
-        return [_leaf(call, results[0], f"{prefix}.{record.path}" if prefix else record.path, reference)]
+        full = f"{prefix}.{record.path}" if prefix else record.path
+        return [_leaf(call, results[0], full, reference, record.lowered)]
     name = function_name(record.func)
     if name in operator_rounding.BOUNDED and results[0].is_floating_point():
         return [Expected(results[0], operator_rounding.BOUNDED[name](call))]
@@ -204,13 +205,13 @@ def _complex(call: Call, got: Tensor, name: str) -> Expected:
     return Expected(parts(got), RoundingInterval.exactly(parts(operator_rounding.rounded_once(call, name).low)))
 
 
-def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
+def _leaf(call: Call, got: Tensor, full: str, reference: Reference, lowered: torch.dtype | None) -> Expected:
     """A leaf by its definition. Of a long float32 product some tokens are replayed, and those whose checksum fires."""
     leaf = reference.leaf(full)
     assert leaf is not None
 
     def weight(name: str) -> Tensor:
-        return reference.weight(f"{full}.{name}")
+        return _lowered(reference.weight(f"{full}.{name}"), lowered)
 
     rows = rows_of(got)
     kept = _tokens(call, got, leaf, weight) if leaf.kind in ("linear", "conv1d") and got.dim() == 3 else None
@@ -235,12 +236,17 @@ def _tokens(call: Call, got: Tensor, leaf: Leaf, weight: Weight) -> list[int] | 
     return sorted({*kept, *(rest[i] for i in (scores > 1).nonzero().flatten().tolist())})
 
 
+def _lowered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What autocast makes of an argument; it leaves numbers and whole numbers alone."""
+    return tensor if dtype is None or not tensor.dim() or not tensor.is_floating_point() else tensor.to(dtype)
+
+
 def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments on the host; the model's parameters come from the file."""
 
     def bring(tensor: Tensor) -> Tensor:
         known = reference.like(tensor) if tensor.numel() else None
-        return host.near(tensor) if known is None else known
+        return _lowered(host.near(tensor) if known is None else known, record.lowered)
 
     copies = record.func is not None and record.function is not None and record.function.endswith("_")
     args, kwargs = map_tensors(record.args, bring), map_tensors(record.kwargs, bring)
