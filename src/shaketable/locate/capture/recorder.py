@@ -258,13 +258,13 @@ class _Leaf:
         self.recorder._depth -= 1
         if self.recorder._depth == 0 and self.arguments:
             self.recorder.learn((args, kwargs))
-            given, copies = self.arguments.pop()
+            (given, named), copies = self.arguments.pop()
             with torch._C.DisableTorchFunction():
                 overwrites = copies.differ()
             if overwrites:
                 self.recorder.put_back(copies)
-                given = copies.of(given)
-            self.recorder.note(Record(self.path, None, *given, output, self.strange, overwrites))
+                given, named = copies.of(given), copies.of(named)
+            self.recorder.note(Record(self.path, None, given, named, output, self.strange, overwrites))
 
 
 class _Room:
