@@ -91,3 +91,25 @@ def test_rows_behind_the_last_expert_are_nobody_s(row, value, is_wrong):
 )
 def test_zeros_take_no_room(values, has_room):
     assert _has_room(torch.tensor(values)) is has_room
+
+
+HIDDEN = torch.ones(5, 5, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("mask", [None, HIDDEN, HIDDEN.double().log().float().expand(3, 5, 5)], ids=["none", "bool", "added"])
+@pytest.mark.parametrize("shape", [(3, 5, 8), (1, 3, 5, 8), (2, 2, 3, 5, 8)])
+def test_attention_has_any_number_of_leading_dimensions(shape, mask):
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x.flip(-1), attn_mask=mask)
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = judged(attend, x)
+    assert not found.violations and not found.unknown
+    assert judged(attend, x, tamper=lambda y: y * 1.001).violations
+
+
+@pytest.mark.parametrize("function", [F.softplus, F.mish, torch.expm1, F.logsigmoid])
+def test_a_function_without_a_definition_is_given_what_it_was_given_as_it_lay_in_memory(function):
+    x = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
+    found = judged(lambda x: function(x[:, ::2]), x)
+    assert not found.violations and not found.unknown

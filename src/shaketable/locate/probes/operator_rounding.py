@@ -144,8 +144,12 @@ def attention(call: Call) -> Around:
     if call.get(4, "dropout_p", 0.0):
         raise NotImplementedError("dropout that is on is random")
     q, k, v = (call.wide(call.get(i, n)) for i, n in enumerate(("query", "key", "value")))
+    shape = (*q.shape[:-1], v.shape[-1])
     mask, causal, scale = call.get(3, "attn_mask"), call.get(5, "is_causal", False), call.kwargs.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if mask is not None and q.dim() > 4:
+        mask = mask.expand(*q.shape[:-1], k.shape[-2]).flatten(0, -4)
+    q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
     batch, heads, queries, size = q.shape
     groups, keys = heads // k.shape[1], k.shape[2]
     scores = ((q * scale).reshape(batch, -1, groups * queries, size) @ k.mT).view(batch, heads, queries, keys)
@@ -163,7 +167,8 @@ def attention(call: Call) -> Around:
     inexact = 2 * u + 16 * UA * (4 + reach)
     if call.dtype == torch.float32 and call.precision.product_input:
         inexact = inexact + 2 * call.precision.product_input * (1 + 2 * reach)
-    return Around(value, u * value.abs() + inexact * weight + TINY, call.dtype, _unseen(mask, value))
+    slack, free = u * value.abs() + inexact * weight + TINY, _unseen(mask, value)
+    return Around(value.view(shape), slack.view(shape), call.dtype, None if free is None else free.reshape(shape))
 
 
 def _unseen(mask: Tensor | None, value: Tensor) -> Tensor | None:
@@ -289,7 +294,8 @@ def rounded_once(call: Call, name: str) -> RoundingInterval:
     """
     if name == "dropout" and call.get(2, "training", True) and call.get(1, "p", 0.5):
         raise NotImplementedError("dropout that is on is random")
-    kept = tuple(a.clone() if i == 0 and isinstance(a, Tensor) else a for i, a in enumerate(call.args))
+    overwrites = name.endswith("_")  # a copy may lie in memory otherwise, and a kernel go another way there
+    kept = tuple(a.clone() if i == 0 and overwrites and isinstance(a, Tensor) else a for i, a in enumerate(call.args))
     result = call.func(*kept, **call.kwargs)
     exact = RoundingInterval.exactly(kept[0] if result is None else next(tensors_of(result)))
     number = next((a for a in call.args if isinstance(a, float | int) and not isinstance(a, bool)), None)
