@@ -339,7 +339,6 @@ def test_a_stack_of_another_name_is_a_list_of_several_of_one_class(stack, found)
         nn.ModuleList([block(), nn.Linear(2, 2)]),
         nn.ModuleList([nn.Linear(2, 2)]),
         nn.ModuleList(),
-        nn.ModuleDict({"0": block()}),
     ],
 )
 def test_layers_have_parts_whatever_they_are_called(stack):
@@ -534,3 +533,10 @@ def test_a_head_of_any_name_is_known_by_the_shape_of_an_embedding():
 def test_neither_a_model_nor_its_layers_are_attention_whatever_their_classes_are_called():
     found = roles(OwnAttentionModel())
     assert [name for name, role in found.items() if role == "attention"] == ["blocks.0.core", "blocks.1.core"]
+
+
+def test_layers_in_a_dictionary_are_layers_and_other_dictionaries_are_not():
+    layers = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(2, 2)) for i in range(2)})
+    mixed = nn.ModuleDict({"wte": nn.Sequential(nn.Embedding(2, 2)), "h": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))] * 1)})
+    assert find_layers(nn.ModuleDict({"layers": layers}))[1] == ["layers.0", "layers.1"]
+    assert find_layers(nn.ModuleDict({"block": mixed}))[1] == ["block.h.0"]

@@ -227,7 +227,7 @@ class Diagnosis:
         deciding = "twin" if self.mode == "device" else "replay"
         gaps = []
         for p in self.probes:
-            for name in (deciding, "repeat"):
+            for name in (deciding, "repeat", "weights"):
                 result = p.results.get(name)
                 if result is None and name == deciding and p.layer is not None:
                     gaps.append(f"{_place(p.layer)} was not judged by {name}")

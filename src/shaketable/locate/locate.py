@@ -164,14 +164,17 @@ class Locator:
 
     def _probe(self, ids: Tensor, diagnosis: Diagnosis) -> None:
         total = diagnosis.num_layers
+        self.reference.note_numbers(self.model)
         self.tell(0, total, "a plain forward")
         logits, unit = self._plain_forwards(ids)
         self.tell(0, total, "trace")
         traced = self._timed("trace", lambda: trace(self.model, ids, self.reference, self.arguments))
+        self.reference.written |= traced.outside.written
         found: list[srdd.LayerStatistics] = []
         for call in traced.calls:
             recording = self._timed("repeat", functools.partial(record_layer, call, self.reference))
             self.unmade += unmade(recording, call.name)
+            self.reference.written |= recording.written
             report, own = self.layer(call, recording, diagnosis.evidence)
             diagnosis.probes.append(report)
             if own is not None:
@@ -241,7 +244,8 @@ class Locator:
             report.results["permutation"] = self._permutation(call, recording, again, decided and not self.thorough)
             if self.mode == "device" and report.results["permutation"].status in ("pass", "suspect"):
                 layer_probes.by_permutation(report.coverage)
-        own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if self.on_device else None
+        has_statistics = self.on_device and call.x.is_floating_point()  # a layer that is given tokens is an embedding
+        own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if has_statistics else None
         return report, own
 
     def _checksum(self, call: LayerCall, recording: Recording) -> tuple[Result, set[str]]:
@@ -422,7 +426,7 @@ class Locator:
         return notes
 
 
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
 """What a layer may raise when it is called otherwise than its model calls it; memory that is full is told apart."""
 
 

@@ -233,6 +233,8 @@ def test_a_layer_norm_without_parameters_has_a_slack_of_its_own():
 
 def test_a_conv1d_is_a_linear_with_its_weight_transposed():
     class Conv1D(nn.Module):
+        __module__ = "transformers.pytorch_utils"
+
         def __init__(self):
             super().__init__()
             self.weight, self.bias = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))
@@ -325,6 +327,47 @@ def test_an_embedding_takes_the_rows_of_the_weight_it_is_given():
 @pytest.mark.parametrize("name", ["SiLUActivation", "GELUActivation", "GELUTanh"])
 @pytest.mark.parametrize(("function", "leaf"), [("_gelu_python", False), ("fused", True)])
 def test_an_activation_written_out_in_python_is_looked_into(name, function, leaf):
-    module = type(name, (nn.Module,), {})()
+    module = type(name, (nn.Module,), {"__module__": "transformers.activations"})()
     module.act = function
     assert (leaf_of(module) is not None) is leaf
+
+
+@pytest.mark.parametrize("name", ["Conv1D", "SiLUActivation", "GELUActivation", "GELUTanh"])
+def test_a_module_of_somebody_s_own_is_not_known_by_its_name(name):
+    module = type(name, (nn.Module,), {})()
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    assert leaf_of(module) is None
+
+
+class PairRMSNorm(nn.Module):
+    """Returns what it normalised too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(4)), 1e-6
+
+    def forward(self, x):
+        return x, x
+
+
+class PickyRMSNorm(PairRMSNorm):
+    def forward(self, x):
+        assert x.dim() == 3
+        return x
+
+
+class NumberRMSNorm(PairRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+
+class BareRMSNorm(PairRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.normalized_shape = None, 4
+
+
+@pytest.mark.parametrize("kind", [PairRMSNorm, PickyRMSNorm, NumberRMSNorm, BareRMSNorm])
+def test_a_norm_of_somebody_s_own_that_cannot_be_tried_is_looked_into(kind):
+    assert leaf_of(kind()) is None

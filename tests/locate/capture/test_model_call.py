@@ -29,6 +29,7 @@ def module(forward, **parts):
         (lambda attention_mask=None, input_ids=None: {"input_ids": input_ids}, {"input_ids"}),
         (lambda input_ids, **rest: {"input_ids": input_ids, **rest}, {"input_ids", "use_cache"}),
         (lambda **rest: rest, {"input_ids", "use_cache"}),
+        (lambda *, input_ids=None: {"input_ids": input_ids}, {"input_ids"}),
         (lambda idx, targets=None: {"idx": idx}, {"idx"}),
         (lambda x, /: {"x": x}, {"x"}),
         (lambda *given: {"given": given[0]}, {"given"}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import shaketable as st
 from shaketable.locate.capture.recorder import Recorder
@@ -119,3 +119,64 @@ def test_a_block_of_somebody_s_own_has_symmetries_of_its_own(mode, verdict):
         layer.mlp = new.eval()
     found = st.locate(model, mode=mode, input_ids=tokens())
     assert found.verdict == verdict and not found.evidence, found.sentence
+
+
+def _adds_into_its_input(layer, hidden_states, **others):
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **others)
+    hidden_states += attended
+    hidden_states += layer.mlp(layer.post_attention_layernorm(hidden_states))
+    return hidden_states
+
+
+@pytest.mark.parametrize("mode", ["host", "all"])
+def test_layers_that_add_into_what_they_are_given_are_healthy(monkeypatch, mode):
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", _adds_into_its_input)
+    found = st.locate(build("llama"), mode=mode, input_ids=tokens())
+    assert found.verdict == "HEALTHY", found.sentence
+
+
+def test_a_fault_in_a_layer_that_adds_into_what_it_is_given_is_found(monkeypatch):
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", _adds_into_its_input)
+    found = st.locate(build("llama"), mode="host", input_ids=tokens(), plan="gain:0.05@module.down_proj,layers=1")
+    assert found.verdict == "FAULT" and "layer 1, mlp.down_proj" in found.sentence, found.sentence
+
+
+class Swallowing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+        self.eater = Changed(None)
+        self.eater.forward = lambda x: x.view(-1).mul_(2).view_as(x)
+
+    def forward(self, x):
+        y = x + 1
+        return self.eater(self.inner(y))
+
+
+def test_a_leaf_of_somebody_s_own_that_overwrites_leaves_earlier_records_alone():
+    model, x = Swallowing(), torch.tensor([1.0, 2.0])
+    with Recorder(model, lambda path, module: True).watching() as recording:
+        model(x)
+    added, inner, eater = recording.records
+    assert all(torch.equal(t, x + 1) for t in (added.output, inner.args[0], inner.output, eater.args[0]))
+    assert torch.equal(eater.output, 2 * (x + 1)) and eater.overwrites and not inner.overwrites
+
+
+class Autocast(LlamaMLP):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+            mixed = torch.softmax(hidden @ hidden.mT, -1) @ hidden
+            y = self.down_proj(mixed + hidden)
+        return y.to(x.dtype)
+
+
+@pytest.mark.parametrize("plan", [None, "gain:0.01@module.gate_proj,layers=1"])
+def test_code_that_puts_autocast_on_is_judged_by_what_autocast_does(plan):
+    model = build("llama")
+    for layer in model.model.layers:
+        new = Autocast(model.config)
+        new.load_state_dict(layer.mlp.state_dict())
+        layer.mlp = new.eval()
+    found = st.locate(model, mode="host", input_ids=tokens(), plan=plan)
+    assert (found.verdict, found.layer) == (("HEALTHY", None) if plan is None else ("FAULT", 1)), found.sentence

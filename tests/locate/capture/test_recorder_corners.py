@@ -373,21 +373,41 @@ def test_an_unmade_result_is_not_blamed_on_a_sibling_of_a_like_name():
         lambda m, x: m.mlp(m.mlp_b(x)) + 1, draw(2, 4), mlp=Calls(lambda m, x: silent(x)), mlp_b=nn.Sequential(nn.Linear(4, 4))
     )
     assert recording.breaks == []
-    assert told(recording) == [("mlp_b.0", None), ("", "add")] and recording.records[1].strangers == ("0",)
+    assert told(recording) == [("mlp_b.0", None), ("", "add")] and recording.unmade == ["mlp"]
 
 
-def test_a_result_is_compared_with_the_last_of_its_shape_and_dtype():
+def test_what_a_hook_returns_is_compared_with_the_last_of_its_shape_and_dtype():
     def work(m, x):
         wide = x * 2
         _ = x * 3
         _ = (x * 4).double()
         _ = x[:1] * 5
-        return silent(wide)
+        return wide
 
-    recording = recorded(lambda m, x: m.part(x) + 0, torch.ones(2, 4), part=Calls(work))
+    part = Calls(work)
+    part.register_forward_hook(lambda m, args, wide: silent(wide))
+    recording = recorded(lambda m, x: m.part(x) + 0, torch.ones(2, 4), part=part)
     (gap,) = recording.breaks
     assert (gap.path, gap.door, gap.after) == ("part", "output", 6)
     assert float(gap.expected.mean()) == 4.0 and float(gap.got.mean()) == 2.0 and gap.expected.dtype == torch.float32
+
+
+def test_what_a_part_s_own_code_made_beside_torch_is_no_break_and_is_told():
+    """A scripted function or a kernel is not seen, and is the model's own code."""
+    scripted = torch.jit.script(_twice)
+    recording = recorded(lambda m, x: m.part(x) + 0, torch.ones(2, 4), part=Calls(lambda m, x: scripted(x - 3)))
+    assert recording.breaks == [] and recording.unmade == ["part"] and told(recording)[-1] == ("", "add")
+
+
+def test_what_the_layer_s_own_code_made_beside_torch_is_nobody_s_result():
+    scripted = torch.jit.script(_twice)
+    recording = recorded(lambda m, x: scripted(x + 1), torch.ones(2, 4))
+    (add,) = recording.records
+    assert float(add.output.mean()) == 2.0 and float(recording.output.mean()) == 4.0 and recording.unmade == [""]
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 
 
 def test_a_result_like_what_was_made_is_no_break_and_known_from_then_on():
@@ -417,9 +437,11 @@ def test_the_result_of_the_layer_stands_in_the_place_of_its_last_operator_of_tha
     def work(m, x):
         y = x + 1
         _ = x[:1] * 9
-        return silent(y)
+        return y
 
-    recording = recorded(work, torch.ones(2, 4))
+    root = Calls(work)
+    root.register_forward_hook(lambda m, args, y: silent(y))
+    recording = record(root, torch.ones(2, 4))
     add, _, times = recording.records
     assert add.output is recording.output and times.output.tolist() == [[9.0] * 4] and recording.breaks == []
 

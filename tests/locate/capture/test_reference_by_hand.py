@@ -20,14 +20,19 @@ class Rope(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.register_buffer("freq", torch.arange(1.0, 1.0 + config.size))
-        self.register_buffer("steps", torch.arange(config.size))
+        self.register_buffer("freq", torch.arange(1.0, 1.0 + config.size), persistent=False)
+        self.register_buffer("steps", torch.arange(config.size), persistent=False)
+        self.register_buffer("trained", torch.zeros(2))
+        self.grown = 0.0
         self.register_buffer("none", None)
         self.scale, self.size, self.attention_dropout = config.scale, config.size, 0.1
         self.frozen = nn.Parameter(torch.rand(2), requires_grad=False)
         self.register_parameter("missing", None)
         self.drop = nn.Dropout(0.25)
         self.rope_type = "default"
+
+    def grow(self):
+        self.grown = 1.0
 
 
 class Small(nn.Module):
@@ -129,6 +134,57 @@ def test_leaves_are_those_of_the_skeleton():
 
 
 # ---- numbers and buffers
+
+
+def trained(made):
+    made.rope.trained.fill_(3.0)
+
+
+def grown(made):
+    made.rope.grow()
+
+
+@pytest.mark.parametrize("change", [trained, grown])
+def test_what_is_saved_with_the_weights_or_written_by_own_code_may_be_right(change):
+    made = small()
+    reference = Reference(made)
+    change(made)
+    assert list(reference.other_numbers(made, "")) == [] and [path for path, _ in reference.own_numbers(made, "")] == ["rope"]
+
+
+def test_a_buffer_that_own_code_overwrites_may_be_right():
+    made = small()
+    reference = Reference(made)
+    made.rope.freq.mul_(2)
+    reference.written = {made.rope.freq.untyped_storage().data_ptr()}
+    assert list(reference.other_numbers(made, "")) == [] and len(list(reference.own_numbers(made, ""))) == 1
+
+
+def test_what_is_wrong_only_after_a_forward_is_not_wrong():
+    made = small()
+    reference = Reference(made)
+    made.rope.scale = 2.0
+    reference.note_numbers(made)
+    made.rope.freq.mul_(2)
+    assert [text for _, text in reference.other_numbers(made, "")] == ["its scale is 2 where the config says 0.5"]
+
+
+def test_a_saved_buffer_is_compared_with_the_file_s(tmp_path):
+    made = small()
+    made.rope.trained.fill_(3.0)
+    save_file({k: v.clone() for k, v in made.state_dict().items() if k != "layers.1.1.trained"}, tmp_path / "model.safetensors")
+    reference = Reference(made, str(tmp_path))
+    assert list(reference.other_numbers(made, "")) == [] == list(reference.own_numbers(made, ""))
+    made.rope.trained[1] = 4.0
+    made.layers[1][1].trained[0] = 5.0
+    assert [path for path, _ in reference.other_numbers(made, "")] == ["rope", "layers.1.1"]
+
+
+def test_a_model_whose_constructor_wants_more_than_a_config_is_its_own_reference():
+    made = small()
+    made.config.scale = -1.0
+    reference = Reference(made)
+    assert reference.skeleton is made and not reference.is_rebuilt
 
 
 def others(change, path="", skip=()):

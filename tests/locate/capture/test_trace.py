@@ -12,10 +12,12 @@ X, Y = torch.ones(1, 2, 4), torch.zeros(1, 2, 4)
 IDS = tokens(n=6)
 
 
-def test_hidden_states_are_the_first_argument_or_the_one_of_that_name():
-    assert hidden((X, Y), {"hidden_states": Y}) is X and hidden((), {"hidden_states": X, "mask": Y}) is X
-    assert with_hidden((X, 3), {"mask": Y}, Y) == ((Y, 3), {"mask": Y})
-    args, kwargs = with_hidden((), {"hidden_states": X, "mask": 5}, Y)
+def test_hidden_states_are_what_is_given_first_of_the_shape_of_the_result():
+    assert hidden((X, Y), {"hidden_states": Y}, Y) is X and hidden((), {"hidden_states": X, "mask": Y}, Y) is X
+    assert hidden((X[:, :1], 3, X > 0, {"x": Y}), {"mask": X}, X) is Y
+    assert hidden((IDS, X[0]), {}, X) is IDS, "an embedding is given none"
+    assert with_hidden((X, 3), {"mask": Y}, X, Y) == ((Y, 3), {"mask": Y})
+    args, kwargs = with_hidden((), {"hidden_states": X, "mask": 5}, X, Y)
     assert args == () and kwargs["hidden_states"] is Y and kwargs["mask"] == 5
 
 

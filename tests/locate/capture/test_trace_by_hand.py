@@ -123,16 +123,20 @@ def test_a_layer_is_recorded_operator_by_operator_with_its_own_input_or_another(
 def test_other_hidden_states_leave_the_arguments_alone():
     x, y, given = draw(2), draw(2, seed=1), {"hidden_states": draw(2, seed=2), "mask": 3}
     before = dict(given)
-    args, kwargs = with_hidden((), given, y)
+    args, kwargs = with_hidden((), given, given["hidden_states"], y)
     assert given == before and kwargs["hidden_states"] is y and kwargs["mask"] == 3 and args == ()
-    args, kwargs = with_hidden((x, 1, 2), given, y)
-    assert args[0] is y and args[1:] == (1, 2) and kwargs is given
-    args, kwargs = with_hidden((3, (x, x)), given, y)
-    assert args[0] == 3 and args[1][0] is y and args[1][1] is y and kwargs is given
+    args, kwargs = with_hidden((x, 1, 2), given, x, y)
+    assert args[0] is y and args[1:] == (1, 2) and kwargs == given
+    args, kwargs = with_hidden((3, (x, x)), given, x, y)
+    assert args[0] == 3 and args[1][0] is y and args[1][1] is y and kwargs == given
     for args, kwargs in (((3, x), {}), ((), {"x": x}), ((torch.tensor(1), x), {}), ((), {"mask": y, "hidden_states": x})):
-        assert hidden(args, kwargs) is x
+        assert hidden(args, kwargs, y) is x
+    assert hidden((draw(3), x), {}, y) is x and hidden((draw(3), x), {}, draw(5)).shape == (3,), (
+        "of the result's shape, else the first"
+    )
+    assert hidden((tokens := torch.tensor([1]),), {}, y) is tokens
     with pytest.raises(ModelError, match="no hidden states"):
-        hidden((3,), {"positions": torch.tensor([1])})
+        hidden((3,), {}, y)
 
 
 def test_the_result_of_a_layer_is_its_first_tensor():

@@ -156,7 +156,9 @@ def test_a_companion_is_64_times_as_large_or_as_large_as_fits(size, dtype):
 
 def weighed(has_file=True, **weights):
     """A bench whose file holds these weights."""
-    reference = SimpleNamespace(has_file=has_file, weight=weights.__getitem__, other_numbers=lambda *_: iter(()))
+    reference = SimpleNamespace(
+        has_file=has_file, weight=weights.__getitem__, other_numbers=lambda *_: iter(()), own_numbers=lambda *_: iter(())
+    )
     return SimpleNamespace(reference=reference, precision=None, seed=0)
 
 

@@ -352,9 +352,10 @@ def test_products_of_rounded_factors_are_allowed_where_documented(func, args, kw
     assert not allowed(func, args, kwargs, torch.float32, precision=Precision(product_input=2.0**-10)).outside(got).any()
 
 
-def test_a_product_with_a_vector_is_left_to_others():
-    with pytest.raises(NotImplementedError, match="vector"):
-        allowed(torch.matmul, (draw(3, 4), draw(4)), {}, torch.float32)
+def test_a_product_with_a_vector_is_one_with_a_column():
+    x, w = draw(3, 4), draw(4, seed=1)
+    interval = allowed(torch.matmul, (x, w), {}, torch.float32)
+    assert not interval.outside(x @ w).any() and interval.outside((x @ w) * 1.001).all()
 
 
 def test_grouped_products_use_the_matrix_of_their_expert():

@@ -89,11 +89,17 @@ def _is_of(code: Any, home: str) -> bool:
 
 
 def unmade(recording: Recording, prefix: str = "") -> Iterator[str]:
-    """Operators that were given a tensor that no operator made."""
+    """Operators that were given a tensor that no operator made, and modules that returned one."""
     for record in recording.records:
         if record.strangers:
-            path = ".".join(part for part in (prefix, record.path) if part) or "the model"
+            path = _full(prefix, record.path)
             yield f"{path} was given values that no operator made" + (f" ({record.function})" if record.function else "")
+    for path in recording.unmade:
+        yield f"{_full(prefix, path)} returned values that no operator made"
+
+
+def _full(prefix: str, path: str) -> str:
+    return ".".join(part for part in (prefix, path) if part) or "the model"
 
 
 def _inner(code: Any) -> Any:

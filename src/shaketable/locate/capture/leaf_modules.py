@@ -49,11 +49,12 @@ def leaf_of(module: nn.Module) -> Leaf | None:
 
 def _kind(module: nn.Module) -> str | None:
     name = type(module).__name__
-    if type(module) is nn.Linear or name == "Conv1D":
+    is_known = type(module).__module__.startswith("transformers.")  # people write a Conv1D or a GELUActivation of their own
+    if type(module) is nn.Linear or (is_known and name == "Conv1D"):
         return name.lower() if module._parameters.get("weight") is not None else None
     if type(module) in _PLAIN:
         return _PLAIN[type(module)]
-    if name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
+    if is_known and name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
         return _activation(type(module), name, str(module.__dict__.get("act", "")))
     if "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
         return _norm_kind(module)
@@ -92,15 +93,19 @@ def _norm_kind(module: nn.Module) -> str | None:
 
 def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
     """Whether the formula allows what a norm makes on the host: its roundings too, at values so small that eps counts."""
+    try:
+        return _makes(module, kind, dtype)
+    except Exception:  # somebody's code, called otherwise than in its model
+        return False
+
+
+def _makes(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
     weight, eps = module._parameters.get("weight"), float(getattr(module, _eps_name(module) or ""))
     shape = (int(getattr(module, "normalized_shape", (8,))[-1]),) if weight is None else tuple(weight.shape)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(max(4, 512 // shape[-1]), *shape, generator=generator).mul_(math.sqrt(eps or 1.0)).to(dtype)
     w = None if weight is None else torch.randn(shape, generator=generator).to(dtype)
-    try:
-        got = _run(module, x, w)
-    except (TypeError, RuntimeError, AttributeError):
-        return False
+    got = _run(module, x, w)
     call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
     return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())  # type: ignore[arg-type,return-value]
 

@@ -6,11 +6,11 @@ device made of it is judged as one. Everything else is a *function*: torch funct
 modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function. Of a
 function that torch has written in Python and that has no definition here (multi-head attention), those inside are recorded.
 
-The recorder also follows every tensor from the operator that made it to the operator that takes it. Where other values
-come through a module's door than its last operator made, or than it was handed, there is a *break*, and that module is
-named. So the identities of a layer (attention's output is the output projection's, and so on) hold for any
-architecture, with nothing to write down per model. What the layer itself returns counts as the result of its last
-operator, the residual addition: whether that is right is for the other probes to say.
+The recorder also follows every tensor from the operator that made it to the operator that takes it. Where hooks put other
+values into a module's door than its code made, or than it was handed, there is a *break*, and that module is named. So
+the identities of a layer (attention's output is the output projection's, and so on) hold for any architecture, with
+nothing to write down per model. What hooks make of the layer's own result counts as the result of its last operator,
+the residual addition: whether that is right is for the other probes to say.
 
 Rejected: TorchDispatchMode. It sees the same arithmetic cut into aten pieces, so that an RMSNorm with another eps replays
 as correct: the definition has to come from the model's config, and that lives at the level of modules.
@@ -49,6 +49,10 @@ class Record:
     output: Any
     strangers: tuple[str, ...] = ()
     """Arguments that no operator made."""
+    overwrites: bool = False
+    """Of a leaf: whether it wrote into what it was given."""
+    lowered: torch.dtype | None = None
+    """The dtype that autocast, which the model's own code put on, gave the arguments."""
 
     @property
     def function(self) -> str | None:
@@ -76,6 +80,10 @@ class Recording:
     records: list[Record] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     output: Any = None
+    unmade: list[str] = field(default_factory=list)
+    """Paths of modules whose own code returned a tensor that no recorded operator made."""
+    written: set[int] = field(default_factory=set)
+    """Memory of the module's own parameters and buffers that was overwritten."""
 
     def leaf(self, path: str) -> Record | None:
         """The record of a leaf module."""
@@ -141,6 +149,7 @@ class Recorder(TorchFunctionMode):
         return [
             module.register_forward_pre_hook(room.arrive, with_kwargs=True, prepend=True),
             module.register_forward_pre_hook(room.enter, with_kwargs=True),
+            module.register_forward_hook(room.depart, prepend=True),
             module.register_forward_hook(room.leave, with_kwargs=True, always_call=True),
         ]
 
@@ -166,24 +175,32 @@ class Recorder(TorchFunctionMode):
     def before_overwriting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copies of what is about to be overwritten, for this record and for those before it."""
         target = kwargs["out"] if kwargs.get("out") is not None else args[:1] or kwargs
-        memory = {t.untyped_storage().data_ptr() for t in tensors_of(target)}
-        copies: dict[int, Tensor] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            if _is_wrapped(tensor) or tensor.untyped_storage().data_ptr() not in memory:
-                return tensor
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.clone()
-            return copies[id(tensor)]
-
-        for record in self.recording.records:
-            record.args, record.kwargs = map_tensors(record.args, keep), map_tensors(record.kwargs, keep)
-            record.output = map_tensors(record.output, keep)
         without = {k: v for k, v in kwargs.items() if k not in ("out", "inplace")}
-        return map_tensors(args, keep), map_tensors(without, keep)
+        copies = self.copies(target, (args, without))
+        self.recording.written |= copies.memory & self._owned
+        self.put_back(copies)
+        return copies.of(args), copies.of(without)
+
+    def copies(self, target: Any, others: Any = ()) -> _Copies:
+        """Copies of these tensors, and of all that were recorded or are given with them and share their memory."""
+        copies = _Copies({t.untyped_storage().data_ptr() for t in tensors_of(target) if not _is_wrapped(t)})
+        for value in (target, others, *((r.args, r.kwargs, r.output) for r in self.recording.records)):
+            for tensor in tensors_of(value):
+                copies.take(tensor)
+        return copies
+
+    def put_back(self, copies: _Copies) -> None:
+        """Let the records hold copies of what is overwritten."""
+        for record in self.recording.records:
+            record.args, record.kwargs = copies.of(record.args), copies.of(record.kwargs)
+            record.output = copies.of(record.output)
 
     def note(self, record: Record) -> None:
         """Keep a record."""
+        first = next(tensors_of(record.output), None)
+        if first is not None and torch.is_autocast_enabled(first.device.type):
+            lower = torch.get_autocast_dtype(first.device.type)
+            record.lowered = lower if first.dtype == lower else None
         self.learn(record.output)
         self.recording.records.append(record)
 
@@ -204,30 +221,56 @@ class Recorder(TorchFunctionMode):
         return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned
 
 
+class _Copies:
+    """What tensors held that share some memory, before it is overwritten."""
+
+    def __init__(self, memory: set[int]) -> None:
+        self.memory = memory
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def take(self, tensor: Tensor) -> None:
+        """Copy a tensor, if it is of this memory."""
+        if id(tensor) in self.pairs or _is_wrapped(tensor) or tensor.untyped_storage().data_ptr() not in self.memory:
+            return
+        self.pairs[id(tensor)] = (tensor, tensor.clone())
+
+    def of(self, value: Any) -> Any:
+        """The same nest with the copies in it."""
+        return map_tensors(value, lambda tensor: self.pairs.get(id(tensor), (tensor, tensor))[1])
+
+    def differ(self) -> bool:
+        """Whether something was overwritten since."""
+        return any(not same(tensor, copy) for tensor, copy in self.pairs.values())
+
+
 class _Leaf:
     """Hooks of a leaf."""
 
     def __init__(self, recorder: Recorder, path: str) -> None:
         self.recorder = recorder
         self.path = path
-        self.arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.arguments: list[tuple[Any, _Copies]] = []
         self.strange: tuple[str, ...] = ()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.recorder._depth == 0:
-            overwrites = getattr(module, "inplace", False) is True
             self.strange = self.recorder.strangers(args, kwargs)
             with torch._C.DisableTorchFunction():
-                keep = self.recorder.before_overwriting if overwrites else lambda *given: snapshot(given)
-                self.arguments.append(keep(args, kwargs))
+                copies = self.recorder.copies((args, kwargs) if _may_overwrite(module) else ())
+                self.arguments.append((snapshot((args, kwargs)), copies))
         self.recorder._depth += 1
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.recorder._depth -= 1
         if self.recorder._depth == 0 and self.arguments:
             self.recorder.learn((args, kwargs))
-            given, named = self.arguments.pop()
-            self.recorder.note(Record(self.path, None, given, named, output, self.strange))
+            (given, named), copies = self.arguments.pop()
+            with torch._C.DisableTorchFunction():
+                overwrites = copies.differ()
+            if overwrites:
+                self.recorder.put_back(copies)
+                given, named = copies.of(given), copies.of(named)
+            self.recorder.note(Record(self.path, None, given, named, output, self.strange, overwrites))
 
 
 class _Room:
@@ -255,6 +298,20 @@ class _Room:
             if new is not old and not recorder.knows(new):
                 self._broken("input", old, new)
 
+    def depart(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """What the module's own code returns, before anybody's hooks: a scripted function or a kernel may have made it."""
+        recorder = self.recorder
+        if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
+            return
+        for tensor in tensors_of(output):
+            if not recorder.knows(tensor):
+                record = self._maker(tensor)
+                with torch._C.DisableTorchFunction():
+                    is_copy = record is not None and same(_of_its_kind(record, tensor), tensor)
+                if not is_copy:
+                    recorder.recording.unmade.append(self.path)
+                recorder.learn(tensor)
+
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         recorder = self.recorder
         if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
@@ -267,7 +324,7 @@ class _Room:
             recorder.recording.output = output
 
     def _left(self, got: Tensor) -> None:
-        """A tensor leaves that no operator made: it stands for the last one of its kind that was made inside."""
+        """A hook has put another tensor there: it stands for the last one of its kind that was made inside."""
         record = self._maker(got)
         if record is None:
             return
@@ -275,8 +332,7 @@ class _Room:
             record.output = got
             self.recorder.learn(got)
         else:
-            made = next(t for t in tensors_of(record.output) if t.shape == got.shape and t.dtype == got.dtype)
-            self._broken("output", made, got)
+            self._broken("output", _of_its_kind(record, got), got)
 
     def _broken(self, door: str, expected: Tensor, got: Tensor) -> None:
         recording = self.recorder.recording
@@ -293,6 +349,11 @@ class _Room:
                     if made.shape == tensor.shape and made.dtype == tensor.dtype:
                         return record
         return None
+
+
+def _of_its_kind(record: Record, tensor: Tensor) -> Tensor:
+    """What a record made of the shape and dtype of another tensor."""
+    return next(t for t in tensors_of(record.output) if t.shape == tensor.shape and t.dtype == tensor.dtype)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -322,6 +383,11 @@ def _overwrites(func: Any, kwargs: dict[str, Any]) -> bool:
     name = function_name(func)
     named = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return named or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def _may_overwrite(module: nn.Module) -> bool:
+    """Whether a leaf may write into what it is given: torch's own say so."""
+    return getattr(module, "inplace", False) is True or not type(module).__module__.startswith("torch.nn.")
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

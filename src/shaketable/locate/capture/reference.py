@@ -7,6 +7,8 @@ A model that came without a file is its own reference: then a wrong weight is no
 
 from __future__ import annotations
 
+import dis
+import inspect
 import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -40,11 +42,19 @@ class Reference:
         self._files = None if source is None else _open(source, self._parameters)
         self._recent: dict[str, Tensor] = {}
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+        self._wrong_at_first: set[tuple[str, str]] | None = None
+        self.written: set[int] = set()
+        """Memory of buffers that the model's own code writes into."""
         self.leaves = {path: leaf for path, module in self.skeleton.named_modules() if (leaf := leaf_of(module))}
 
     def _build(self, model: nn.Module) -> nn.Module:
-        """The class built from its config on the meta device; the model itself where it has no config."""
-        skeleton = rebuilt(model)
+        """The class built from its config on the meta device; the model itself where that cannot be done."""
+        try:
+            skeleton = rebuilt(model)
+        except (
+            Exception
+        ):  # somebody's constructor, that wants more than a config or looks at its weights: it may raise anything
+            return model
         if skeleton is None:
             return model
         if {n for n, _ in skeleton.named_modules()} != {n for n, _ in model.named_modules()}:
@@ -87,6 +97,10 @@ class Reference:
             return None
         return whole.contiguous().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - own.storage_offset())
 
+    def note_numbers(self, model: nn.Module) -> None:
+        """Remember which numbers are wrong before a forward: what is wrong only after one, the model's own code has written."""
+        self._wrong_at_first = {(path, name) for path, name, _, _ in self._unlike_numbers(model, "", ())}
+
     def other_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
         """Numbers and buffers of a module's parts that are not what the config gives: the path, and what is wrong.
 
@@ -95,20 +109,47 @@ class Reference:
             prefix: Its path in the model.
             skip: Paths whose parts are looked at elsewhere.
         """
+        return ((path, text) for path, _, text, is_own in self._unlike_numbers(module, prefix, skip) if not is_own)
+
+    def own_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+        """The same, of numbers that the model's own code writes when it runs, or that are saved in a file that is not given."""
+        return ((path, text) for path, _, text, is_own in self._unlike_numbers(module, prefix, skip) if is_own)
+
+    def _unlike_numbers(self, module: nn.Module, prefix: str, skip: Collection[str]) -> Iterator[tuple[str, str, str, bool]]:
+        """Path, name, what is wrong, and whether nobody can say that it is."""
         if not self.is_rebuilt:
             return
         for path, part in module.named_modules():
             if any(path == s or path.startswith(f"{s}.") for s in skip) or isinstance(part, nn.Dropout):
                 continue
-            expected = self.skeleton.get_submodule(".".join(p for p in (prefix, path) if p))
-            for name, value in vars(part).items():
-                given = vars(expected).get(name)
-                if isinstance(value, float) and isinstance(given, float) and value != given and "dropout" not in name:
-                    yield path, f"its {name} is {value:g} where the config says {given:g}"
-            for name, buffer in part._buffers.items():
-                given = expected._buffers.get(name)
-                if buffer is not None and given is not None and self._is_static(part) and not _agree(buffer, given):
-                    yield path, _unlike(name, buffer, given)
+            full = ".".join(p for p in (prefix, path) if p)
+            for name, text in self._unlike_numbers_of(part, full):
+                if self._wrong_at_first is None or (full, name) in self._wrong_at_first:
+                    yield path, name, text, self._may_be_right(part, name)
+
+    def _unlike_numbers_of(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
+        expected = self.skeleton.get_submodule(full)
+        for name, value in vars(part).items():
+            given = vars(expected).get(name)
+            if isinstance(value, float) and isinstance(given, float) and value != given and "dropout" not in name:
+                yield name, f"its {name} is {value:g} where the config says {given:g}"
+        for name, buffer in part._buffers.items():
+            given = self._given(part, full, name, expected._buffers.get(name))
+            if buffer is not None and given is not None and self._is_static(part) and not _agree(buffer, given):
+                yield name, _unlike(name, buffer, given)
+
+    def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
+        """What a buffer should hold: one that is saved with the weights is the file's to say, not the config's."""
+        if name in part._non_persistent_buffers_set:
+            return built
+        return built if self._files is None else self._files.buffer(f"{full}.{name}".lstrip("."), built)
+
+    def _may_be_right(self, part: nn.Module, name: str) -> bool:
+        """Whether a number that is not the config's may have been trained and saved, or written by the model's own code."""
+        buffer = part._buffers.get(name)
+        is_saved = buffer is not None and name not in part._non_persistent_buffers_set and self._files is None
+        is_written = buffer is not None and buffer.untyped_storage().data_ptr() in self.written
+        return is_saved or is_written or _sets(type(part), name)
 
     def _is_static(self, module: nn.Module) -> bool:
         """Whether a module's buffers stay what they were made: rotations that follow the length do not."""
@@ -127,6 +168,17 @@ def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
     with torch.device("cpu"), _parameters_on_meta():
         skeleton: nn.Module = build(config)
     return skeleton
+
+
+def _sets(kind: type, name: str) -> bool:
+    """Whether a class's own code sets an attribute elsewhere than in its constructor."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for base in own for key, f in vars(base).items() if key != "__init__"]
+    return any(
+        name in code.co_consts or any(i.opname == "STORE_ATTR" and i.argval == name for i in dis.get_instructions(code))
+        for code in codes
+        if code is not None
+    )
 
 
 def _agree(buffer: Tensor, given: Tensor) -> bool:
@@ -180,9 +232,15 @@ class _Folder:
         self.keys = keys
 
     def read(self, name: str) -> Tensor:
+        return self._read(self.keys[name])
+
+    def buffer(self, name: str, built: Tensor | None) -> Tensor | None:
+        """A saved buffer; the built one where the file has none."""
+        return self._read(name) if name in self.files else built
+
+    def _read(self, key: str) -> Tensor:
         from safetensors import safe_open
 
-        key = self.keys[name]
         with safe_open(self.files[key], framework="pt") as file:
             tensor: Tensor = file.get_tensor(key)
         return tensor
@@ -196,10 +254,15 @@ class _Loaded:
 
         model, _ = load_model(source)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.buffers = dict(model.named_buffers())
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self.parameters[name].detach()
         return tensor
+
+    def buffer(self, name: str, built: Tensor | None) -> Tensor | None:
+        """A buffer as it was loaded."""
+        return self.buffers.get(name, built)
 
 
 def _open(source: str, parameters: dict[str, Any]) -> _Folder | _Loaded:

@@ -35,11 +35,13 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    overwrites: bool = False
+    """Whether it writes into what it is given."""
 
     @property
     def x(self) -> Tensor:
         """The hidden states it was given."""
-        return hidden(self.args, self.kwargs)
+        return hidden(self.args, self.kwargs, self.y)
 
     @property
     def y(self) -> Tensor:
@@ -49,10 +51,11 @@ class LayerCall:
     def again(self, x: Tensor | None = None) -> Any:
         """Call the layer with the same arguments, and other hidden states if given.
 
-        Layers may write into a container they are given, keys and values for later layers: each call gets its own.
+        Layers may write into a container they are given, keys and values for later layers, or into the hidden states
+        themselves: each call gets its own.
         """
-        given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, x)
-        args, kwargs = snapshot(given)
+        given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, self.x, x)
+        args, kwargs = map_tensors(given, torch.clone) if self.overwrites else snapshot(given)
         with _in_the_open(), torch.inference_mode() if self.x.is_inference() else nullcontext():
             return self.module(*args, **kwargs)
 
@@ -79,22 +82,20 @@ def _in_the_open() -> Iterator[None]:
         switch.set_fastpath_enabled(was)
 
 
-def hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A layer's hidden states: the first numbers it is given, unless some are given by that name alone."""
-    numbers = (t for t in tensors_of((args, kwargs.get("hidden_states"), kwargs)) if t.is_floating_point())
-    if (found := next(numbers, None)) is None:
+def hidden(args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
+    """A layer's hidden states: what it is given first of its result's shape, wherever its author put it."""
+    given = list(tensors_of((args, kwargs.get("hidden_states"), kwargs)))
+    if not given:
         raise ModelError("a layer is given no hidden states; locate needs a tensor among its arguments")
-    return found
+    return next((t for t in given if t.shape == y.shape and t.is_floating_point()), given[0])
 
 
-def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, x: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with other hidden states."""
-    old = hidden(args, kwargs)
-
-    def changed(value: Any) -> Any:
-        return map_tensors(value, lambda tensor: x if tensor is old else tensor)
-
-    return (changed(args), kwargs) if any(t is old for t in tensors_of(args)) else (args, changed(kwargs))
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors((args, kwargs), lambda tensor: x if tensor is old else tensor)
+    return changed
 
 
 def forward(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Tensor:
@@ -117,7 +118,7 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Argume
             index = places[id(module)]
             if index in calls:
                 raise ModelError(f"{record.path} is called more than once in a forward; locate follows one call per layer")
-            calls[index] = LayerCall(index, record.path, module, record.args, record.kwargs, record.output)
+            calls[index] = LayerCall(index, record.path, module, record.args, record.kwargs, record.output, record.overwrites)
     if len(calls) != len(layers):
         missing = next(path for i, path in enumerate(paths) if i not in calls)
         raise ModelError(f"{missing} was not called in a forward")

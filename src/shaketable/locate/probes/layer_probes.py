@@ -78,7 +78,13 @@ def attributes(
     """Numbers and buffers of the modules (scales, frequencies) against those that the config gives."""
     wrong = list(bench.reference.other_numbers(module, prefix, skip))
     if not wrong:
-        return so_far, []
+        own = next(bench.reference.own_numbers(module, prefix, skip), None)
+        if own is None or so_far.status == "fail":
+            return so_far, []
+        where, text = own
+        return Result(
+            "inconclusive", 1.0, where or None, f"{where or prefix or 'the model'}: {text}; it may be trained, or a cache"
+        ), []
     path, text = wrong[0]
     found = Evidence(layer, path or None, None, "weights", text, "attribute")
     return (so_far if so_far.status == "fail" else Result("fail", 1.0, path or None, text)), [found]

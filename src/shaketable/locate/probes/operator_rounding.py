@@ -92,9 +92,11 @@ def _linear(call: Call) -> Product:
 
 def _matmul(call: Call) -> Around:
     x, w = call.wide(call.args[0]), call.wide(call.get(1, "other", call.kwargs.get("mat2")))
-    if x.dim() < 2 or w.dim() < 2:
-        raise NotImplementedError("a product with a vector")
-    return product(call, x, w)
+    left, right = x.dim() == 1, w.dim() == 1
+    whole = product(call, x[None] if left else x, w[:, None] if right else w)
+    dims = tuple(dim for dim, is_vector in ((-2, left), (-1, right)) if is_vector)
+    assert isinstance(whole.slack, Tensor)
+    return Around(whole.value.squeeze(dims), whole.slack.squeeze(dims), call.dtype) if dims else whole
 
 
 def _addmm(call: Call) -> Around:
@@ -146,8 +148,12 @@ def attention(call: Call) -> Around:
     if call.get(4, "dropout_p", 0.0):
         raise NotImplementedError("dropout that is on is random")
     q, k, v = (call.wide(call.get(i, n)) for i, n in enumerate(("query", "key", "value")))
+    shape = (*q.shape[:-1], v.shape[-1])
     mask, causal, scale = call.get(3, "attn_mask"), call.get(5, "is_causal", False), call.kwargs.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if mask is not None and q.dim() > 4:
+        mask = mask.expand(*q.shape[:-1], k.shape[-2]).flatten(0, -4)
+    q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
     batch, heads, queries, size = q.shape
     groups, keys = heads // k.shape[1], k.shape[2]
     scores = ((q * scale).reshape(batch, -1, groups * queries, size) @ k.mT).view(batch, heads, queries, keys)
@@ -165,7 +171,8 @@ def attention(call: Call) -> Around:
     inexact = 2 * u + 16 * UA * (4 + reach)
     if call.dtype == torch.float32 and call.precision.product_input:
         inexact = inexact + 2 * call.precision.product_input * (1 + 2 * reach)
-    return Around(value, u * value.abs() + inexact * weight + TINY, call.dtype, _unseen(mask, value))
+    slack, free = u * value.abs() + inexact * weight + TINY, _unseen(mask, value)
+    return Around(value.view(shape), slack.view(shape), call.dtype, None if free is None else free.reshape(shape))
 
 
 def _unseen(mask: Tensor | None, value: Tensor) -> Tensor | None:
@@ -292,7 +299,8 @@ def _relative(
 
 def _pow(call: Call) -> Around:
     base = call.wide(call.args[0]) if isinstance(call.args[0], Tensor) else call.args[0]
-    exponent = call.args[1] if isinstance(call.args[1], int | float) else call.wide(call.args[1])
+    exponent = call.get(1, "exponent")
+    exponent = exponent if isinstance(exponent, int | float) else call.wide(exponent)
     y = torch.pow(base, exponent)
     # Small whole powers of reduced dtypes are products that some devices round one by one.
     slack = 8 * UA if call.dtype in (torch.float32, torch.float64) else 2 * UNIT[call.dtype]
@@ -380,9 +388,10 @@ def rounded_once(call: Call, name: str) -> RoundingInterval:
     """
     if name == "dropout" and call.get(2, "training", True) and call.get(1, "p", 0.5):
         raise NotImplementedError("dropout that is on is random")
-    kept = tuple(a.clone() if i == 0 and isinstance(a, Tensor) else a for i, a in enumerate(call.args))
+    overwrites = name.endswith("_")  # a copy may lie in memory otherwise, and a kernel go another way there
+    kept = tuple(a.clone() if i == 0 and overwrites and isinstance(a, Tensor) else a for i, a in enumerate(call.args))
     result = call.func(*kept, **call.kwargs)
-    exact = RoundingInterval.exactly(kept[0] if result is None else result)
+    exact = RoundingInterval.exactly(kept[0] if result is None else next(tensors_of(result)))
     number = next((a for a in call.args if isinstance(a, float | int) and not isinstance(a, bool)), None)
     if name not in ARITHMETIC or number is None or not call.dtype.is_floating_point:
         return exact

@@ -134,7 +134,7 @@ def _judge_record(
         return
     label = ":".join(part for part in (record.path, record.function) if part)
     try:
-        expected = _expected(host, record, reference, prefix, precision)
+        expected = [(item, item.allowed.outside(item.got)) for item in _expected(host, record, reference, prefix, precision)]
     except _CANNOT as error:
         judgement.unknown.setdefault(
             label, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
@@ -142,17 +142,15 @@ def _judge_record(
         return
     judgement.judged += 1
     defined = record.func is None or _is_defined(record)
-    for item in expected:
-        got, allowed = item.got, item.allowed
-        outside = allowed.outside(got)
-        wrong = bool(outside.any())
+    for item, outside in expected:
+        got, wrong = item.got, bool(outside.any())
         if wrong and not defined:
             judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
             continue
         judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), defined)
         if wrong:
             judgement.violations.append(
-                Violation(record.path, record.function, order, outside, got, *allowed.ends(outside), item.tokens)
+                Violation(record.path, record.function, order, outside, got, *item.allowed.ends(outside), item.tokens)
             )
 
 
@@ -183,7 +181,8 @@ def _expected(host: Host, record: Record, reference: Reference, prefix: str, pre
     args, kwargs = _arguments(host, record, reference)
     call = Call(record.func, args, kwargs, results[0].dtype, precision, host.wide)
     if record.func is None:
-        return [_leaf(call, results[0], f"{prefix}.{record.path}" if prefix else record.path, reference)]
+        full = f"{prefix}.{record.path}" if prefix else record.path
+        return [_leaf(call, results[0], full, reference, record.lowered)]
     name = function_name(record.func)
     if name in operator_rounding.BOUNDED and results[0].is_floating_point():
         return [Expected(results[0], operator_rounding.BOUNDED[name](call))]
@@ -206,13 +205,13 @@ def _complex(call: Call, got: Tensor, name: str) -> Expected:
     return Expected(parts(got), RoundingInterval.exactly(parts(operator_rounding.rounded_once(call, name).low)))
 
 
-def _leaf(call: Call, got: Tensor, full: str, reference: Reference) -> Expected:
+def _leaf(call: Call, got: Tensor, full: str, reference: Reference, lowered: torch.dtype | None) -> Expected:
     """A leaf by its definition. Of a long float32 product some tokens are replayed, and those whose checksum fires."""
     leaf = reference.leaf(full)
     assert leaf is not None
 
     def weight(name: str) -> Tensor:
-        return reference.weight(f"{full}.{name}")
+        return _lowered(reference.weight(f"{full}.{name}"), lowered)
 
     rows = rows_of(got)
     kept = _tokens(call, got, leaf, weight) if leaf.kind in ("linear", "conv1d") and got.dim() == 3 else None
@@ -237,15 +236,22 @@ def _tokens(call: Call, got: Tensor, leaf: Leaf, weight: Weight) -> list[int] | 
     return sorted({*kept, *(rest[i] for i in (scores > 1).nonzero().flatten().tolist())})
 
 
+def _lowered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What autocast makes of an argument; it leaves numbers and whole numbers alone."""
+    return tensor if dtype is None or not tensor.dim() or not tensor.is_floating_point() else tensor.to(dtype)
+
+
 def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments on the host; the model's parameters come from the file."""
 
     def bring(tensor: Tensor) -> Tensor:
         known = reference.like(tensor) if tensor.numel() else None
-        return host.near(tensor) if known is None else known
+        return _lowered(host.near(tensor) if known is None else known, record.lowered)
 
     copies = record.func is not None and record.function is not None and record.function.endswith("_")
     args, kwargs = map_tensors(record.args, bring), map_tensors(record.kwargs, bring)
+    if record.func is not None and not args and "input" in kwargs:  # by name: definitions take it as the first argument
+        args = (kwargs.pop("input"),)
     if copies and args and isinstance(args[0], Tensor):
         args = (args[0].clone(), *args[1:])
     device = kwargs.get("device")

@@ -79,8 +79,9 @@ def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike, *, le
         return float(d.mean()) ** 2 - float(stats.t.ppf((1 + level) / 2, freedom)) ** 2 * variance
 
     share = returned / taken
+    seeds, problems = b.shape
     low, high = (_end(excess, share, side) for side in (-1.0, 1.0))
-    return Recovered(share, Interval(low, high), taken, returned, *b.shape, level)
+    return Recovered(share, Interval(low, high), taken, returned, seeds, problems, level)
 
 
 def _uncertainty(d: NDArray[np.float64]) -> tuple[float, float]:

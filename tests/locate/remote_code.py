@@ -1,0 +1,1587 @@
+"""Small models written as people write the code they ship with a checkpoint, each after what some known repository does.
+
+None is transformers' own: layers are seq-first or in a Sequential, tensors are overwritten through views, buffers grow in
+`forward`, functions are scripted, weights are made on the fly.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+HIDDEN, HEADS, VOCABULARY = 32, 4, 128
+SIZE = HIDDEN // HEADS
+MODELS: dict[str, type[PreTrainedModel]] = {}
+
+
+class RemoteConfig(PretrainedConfig):
+    model_type = "remote_code"
+
+    def __init__(self, hidden_size=HIDDEN, num_layers=3, vocab_size=VOCABULARY, seq_length=16, **others):
+        self.hidden_size, self.num_layers, self.vocab_size, self.seq_length = hidden_size, num_layers, vocab_size, seq_length
+        super().__init__(**others)
+
+
+class Remote(PreTrainedModel):
+    """What every such file has once."""
+
+    config_class = RemoteConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        MODELS[cls.__name__] = cls
+
+    def _init_weights(self, module):
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.data.normal_(mean=0.0, std=parameter.shape[-1] ** -0.5)
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A random model in eval mode; biases and norms get values too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MODELS[name](RemoteConfig())
+        for parameter in model.parameters():
+            if parameter.dim() <= 1:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(dtype).eval()
+
+
+def causal(scores: Tensor) -> Tensor:
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+
+
+def heads(x: Tensor, size: int = SIZE) -> Tensor:
+    return x.view(*x.shape[:-1], -1, size).transpose(1, 2)
+
+
+def slopes(n: int) -> Tensor:
+    start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+    return torch.tensor([start * start**i for i in range(n)])
+
+
+# ---- ChatGLM: tokens first, one group of keys, interleaved rotation in a scripted function, a product into an empty buffer
+
+
+@torch.jit.script
+def glm_rotate(x: Tensor, rope_cache: Tensor) -> Tensor:
+    sq, np = x.size(0), x.size(2)
+    rot_dim = rope_cache.shape[-2] * 2
+    x, x_pass = x[..., :rot_dim], x[..., rot_dim:]
+    rope_cache = rope_cache[:sq]
+    xshaped = x.reshape(sq, -1, np, rot_dim // 2, 2)
+    rope_cache = rope_cache.view(sq, -1, 1, xshaped.size(3), 2)
+    turned = torch.stack(
+        [
+            xshaped[..., 0] * rope_cache[..., 0] - xshaped[..., 1] * rope_cache[..., 1],
+            xshaped[..., 1] * rope_cache[..., 0] + xshaped[..., 0] * rope_cache[..., 1],
+        ],
+        -1,
+    )
+    return torch.cat((turned.flatten(3), x_pass), dim=-1)
+
+
+class GLMRMSNorm(nn.Module):
+    def __init__(self, normalized_shape, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(normalized_shape))
+        self.eps = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+        return (self.weight * hidden_states).to(input_dtype)
+
+
+class CoreAttention(nn.Module):
+    def __init__(self, layer_number):
+        super().__init__()
+        self.coeff = layer_number
+        self.norm_factor = math.sqrt(SIZE) * layer_number
+
+    def forward(self, query_layer, key_layer, value_layer, attention_mask):
+        b, n, sq, sk = query_layer.size(1), query_layer.size(2), query_layer.size(0), key_layer.size(0)
+        query_layer = query_layer.view(sq, b * n, -1)
+        key_layer = key_layer.view(sk, b * n, -1)
+        buffer = torch.empty(b * n, sq, sk, dtype=query_layer.dtype, device=query_layer.device)
+        scores = torch.baddbmm(
+            buffer,
+            query_layer.transpose(0, 1),
+            key_layer.transpose(0, 1).transpose(1, 2),
+            beta=0.0,
+            alpha=1.0 / self.norm_factor,
+        ).view(b, n, sq, sk)
+        scores = scores.float() * self.coeff
+        scores = scores.masked_fill(attention_mask, float("-inf"))
+        probs = F.softmax(scores, dim=-1).type_as(value_layer)
+        value_layer = value_layer.view(sk, b * n, -1)
+        context = torch.bmm(probs.view(b * n, sq, sk), value_layer.transpose(0, 1))
+        return context.view(b, n, sq, -1).permute(2, 0, 1, 3).contiguous().view(sq, b, -1)
+
+
+class GLMBlock(nn.Module):
+    def __init__(self, config, layer_number):
+        super().__init__()
+        self.input_layernorm = GLMRMSNorm(config.hidden_size)
+        self.query_key_value = nn.Linear(config.hidden_size, config.hidden_size + 2 * SIZE)
+        self.core_attention = CoreAttention(layer_number)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_attention_layernorm = GLMRMSNorm(config.hidden_size)
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, 96, bias=False)
+        self.dense_4h_to_h = nn.Linear(48, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb):
+        s, b, _ = hidden_states.shape
+        mixed = self.query_key_value(self.input_layernorm(hidden_states))
+        q, k, v = mixed.split([HIDDEN, SIZE, SIZE], dim=-1)
+        q, k, v = q.view(s, b, HEADS, SIZE), k.view(s, b, 1, SIZE), v.view(s, b, 1, SIZE)
+        q, k = glm_rotate(q, rotary_pos_emb), glm_rotate(k, rotary_pos_emb)
+        k = k.unsqueeze(-2).expand(-1, -1, -1, HEADS, -1).contiguous().view(s, b, HEADS, SIZE)
+        v = v.unsqueeze(-2).expand(-1, -1, -1, HEADS, -1).contiguous().view(s, b, HEADS, SIZE)
+        hidden_states = hidden_states + self.dense(self.core_attention(q, k, v, attention_mask))
+        gate, up = torch.chunk(self.dense_h_to_4h(self.post_attention_layernorm(hidden_states)), 2, dim=-1)
+        return hidden_states + self.dense_4h_to_h(F.silu(gate) * up), (k, v)
+
+
+class GLMTransformer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.layers = nn.ModuleList(GLMBlock(config, i + 1) for i in range(config.num_layers))
+        self.final_layernorm = GLMRMSNorm(config.hidden_size)
+
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb):
+        for layer in self.layers:
+            hidden_states, _ = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
+        return self.final_layernorm(hidden_states)
+
+
+class ChatGLM(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.encoder = GLMTransformer(config)
+        self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def rotary(self, n, dtype):
+        theta = 1.0 / (10000 ** (torch.arange(0, SIZE // 2, 2, dtype=torch.float) / (SIZE // 2)))
+        idx_theta = torch.outer(torch.arange(n, dtype=torch.float), theta).float()
+        return torch.stack([torch.cos(idx_theta), torch.sin(idx_theta)], dim=-1).to(dtype)
+
+    def forward(self, input_ids=None, use_cache=None, return_dict=None, **kwargs):
+        x = self.word_embeddings(input_ids).transpose(0, 1).contiguous()
+        n = input_ids.shape[1]
+        rotary = self.rotary(n, x.dtype)[None, :].transpose(0, 1).contiguous()
+        mask = torch.ones(1, 1, n, n, dtype=torch.bool)
+        mask.tril_()
+        mask = ~mask
+        logits = self.output_layer(self.encoder(x, mask, rotary)).transpose(0, 1).contiguous()
+        return CausalLMOutputWithPast(logits=logits)
+
+
+# ---- Baichuan: one matrix for queries, keys and values; ALiBi; a head that normalises its weight at its first call
+
+
+class NormHead(nn.Module):
+    def __init__(self, hidden_size, vocab_size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((vocab_size, hidden_size)))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self.first_flag = True
+
+    def forward(self, hidden_states):
+        if self.training:
+            norm_weight = nn.functional.normalize(self.weight)
+        elif self.first_flag:
+            self.first_flag = False
+            self.weight = nn.Parameter(nn.functional.normalize(self.weight))
+            norm_weight = self.weight
+        else:
+            norm_weight = self.weight
+        return nn.functional.linear(hidden_states, norm_weight)
+
+
+class BaichuanLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = GLMRMSNorm(config.hidden_size)
+        self.W_pack = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_attention_layernorm = GLMRMSNorm(config.hidden_size)
+        self.gate_proj = nn.Linear(config.hidden_size, 48, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, 48, bias=False)
+        self.down_proj = nn.Linear(48, config.hidden_size, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def attend(self, x, attention_mask):
+        b, n, _ = x.size()
+        proj = self.W_pack(x)
+        proj = proj.unflatten(-1, (3, HIDDEN)).unsqueeze(0).transpose(0, -2).squeeze(-2)
+        q, k, v = (proj[i].view(b, n, HEADS, SIZE).transpose(1, 2) for i in range(3))
+        scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(SIZE)
+        scores = scores + attention_mask
+        scores = torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min))
+        scores = nn.functional.softmax(scores, dim=-1)
+        return self.o_proj(torch.matmul(scores, v).transpose(1, 2).reshape(b, n, -1))
+
+    def forward(self, hidden_states, attention_mask=None):
+        residual = hidden_states
+        hidden_states = residual + self.attend(self.input_layernorm(hidden_states), attention_mask)
+        residual = hidden_states
+        x = self.post_attention_layernorm(hidden_states)
+        return (residual + self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)),)
+
+
+def fill_with_neg_inf(t):
+    return t.float().fill_(float("-inf")).type_as(t)
+
+
+class Baichuan(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([BaichuanLayer(config) for _ in range(config.num_layers)])
+        self.norm = GLMRMSNorm(config.hidden_size)
+        self.lm_head = NormHead(config.hidden_size, config.vocab_size)
+        self.max_cache_pos = config.seq_length
+        self.first_run = True
+        self.alibi_mask = None
+        self.post_init()
+
+    def get_alibi_mask(self, tensor, n):
+        if self.first_run:
+            self.first_run = False
+            self.register_buffer("future_mask", self.future(self.max_cache_pos).to(tensor), persistent=False)
+        if n > self.max_cache_pos:
+            self.max_cache_pos = n
+            self.register_buffer("future_mask", self.future(n).to(tensor), persistent=False)
+        return self.future_mask[:HEADS, :n, :n]
+
+    def future(self, n):
+        position_point = torch.arange(n) - n + 1
+        position_point = position_point.unsqueeze(0).unsqueeze(0).expand(HEADS, -1, -1)
+        diag = torch.diag(position_point[0])
+        position_point = position_point - diag.unsqueeze(0).unsqueeze(0).transpose(-1, -2)
+        alibi = slopes(HEADS).unsqueeze(1).unsqueeze(1) * position_point
+        mask = torch.triu(fill_with_neg_inf(torch.zeros([n, n])), 1)
+        return mask.unsqueeze(0) + alibi
+
+    def forward(self, input_ids=None, attention_mask=None, use_cache=None, **kwargs):
+        x = self.embed_tokens(input_ids)
+        mask = self.get_alibi_mask(x, input_ids.shape[1])
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask)[0]
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(x)))
+
+
+# ---- Qwen 1: a rotation cached as a plain attribute with its base, queries scaled by the length's logarithm
+
+
+class QWenRotary(nn.Module):
+    def __init__(self, dim, base=10000):
+        super().__init__()
+        self.dim, self.base = dim, base
+        inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2).float() / dim))
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self._rotary_pos_emb_cache = None
+        self._seq_len_cached = 0
+        self._ntk_alpha_cached = 1.0
+
+    def update(self, seqlen, ntk_alpha=1.0):
+        if seqlen > self._seq_len_cached or ntk_alpha != self._ntk_alpha_cached:
+            base = self.base * ntk_alpha ** (self.dim / (self.dim - 2))
+            self.inv_freq = 1.0 / (base ** (torch.arange(0, self.dim, 2, device=self.inv_freq.device).float() / self.dim))
+            self._seq_len_cached = max(2 * seqlen, 16)
+            self._ntk_alpha_cached = ntk_alpha
+            freqs = torch.outer(torch.arange(self._seq_len_cached).type_as(self.inv_freq), self.inv_freq)
+            emb = torch.cat((freqs, freqs), dim=-1)[None, :, None, :]
+            self._rotary_pos_emb_cache = [emb.cos(), emb.sin()]
+
+    def forward(self, max_seq_len, ntk_alpha=1.0):
+        self.update(max_seq_len, ntk_alpha)
+        cos, sin = self._rotary_pos_emb_cache
+        return [cos[:, :max_seq_len], sin[:, :max_seq_len]]
+
+
+def qwen_rotate(t, freqs):
+    cos, sin = freqs
+    t_float = t.float()
+    first, second = t_float.unflatten(-1, (2, -1)).unbind(-2)
+    return (t_float * cos + torch.cat((-second, first), dim=-1) * sin).type_as(t)
+
+
+class QWenBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = GLMRMSNorm(config.hidden_size)
+        self.c_attn = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.ln_2 = GLMRMSNorm(config.hidden_size)
+        self.w1 = nn.Linear(config.hidden_size, 48, bias=False)
+        self.w2 = nn.Linear(config.hidden_size, 48, bias=False)
+        self.out = nn.Linear(48, config.hidden_size, bias=False)
+        logn = [math.log(i, config.seq_length) if i > config.seq_length else 1 for i in range(1, 128)]
+        self.register_buffer("logn_tensor", torch.tensor(logn)[None, :, None, None], persistent=False)
+        self.register_buffer("bias", torch.tril(torch.ones((64, 64), dtype=torch.bool)).view(1, 1, 64, 64), persistent=False)
+
+    def forward(self, hidden_states, rotary_pos_emb_list=None, layer_past=None):
+        b, n, _ = hidden_states.shape
+        q, k, v = self.c_attn(self.ln_1(hidden_states)).split(HIDDEN, dim=2)
+        q, k, v = (t.view(b, n, HEADS, SIZE) for t in (q, k, v))
+        q, k = qwen_rotate(q, rotary_pos_emb_list), qwen_rotate(k, rotary_pos_emb_list)
+        q = q * self.logn_tensor[:, :n].type_as(q).expand_as(q)
+        q, k, v = (t.permute(0, 2, 1, 3) for t in (q, k, v))
+        attn_weights = torch.matmul(q, k.transpose(-1, -2))
+        attn_weights = attn_weights / torch.full([], v.size(-1) ** 0.5, dtype=attn_weights.dtype)
+        mask_value = torch.full([], torch.finfo(attn_weights.dtype).min, dtype=attn_weights.dtype)
+        attn_weights = torch.where(self.bias[:, :, :n, :n], attn_weights, mask_value)
+        attn_weights = nn.functional.softmax(attn_weights.float(), dim=-1).type_as(v)
+        out = torch.matmul(attn_weights, v).transpose(1, 2).contiguous().view(b, n, -1)
+        hidden_states = self.c_proj(out) + hidden_states
+        x = self.ln_2(hidden_states)
+        return (hidden_states + self.out(self.w1(x) * F.silu(self.w2(x))),)
+
+
+class QWenModel(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.drop = nn.Dropout(0.1)
+        self.rotary_emb = QWenRotary(SIZE)
+        self.h = nn.ModuleList([QWenBlock(config) for _ in range(config.num_layers)])
+        self.ln_f = GLMRMSNorm(config.hidden_size)
+        self.seq_length = config.seq_length
+
+    def forward(self, input_ids):
+        n = input_ids.shape[1]
+        alpha = max(2 ** math.ceil(math.log(n / self.seq_length, 2) + 1) - 1, 1)
+        rotary = self.rotary_emb(n, ntk_alpha=float(alpha))
+        x = self.drop(self.wte(input_ids)).view(1, n, -1)
+        for block in self.h:
+            x = block(x, layer_past=None, rotary_pos_emb_list=rotary)[0]
+        return self.ln_f(x)
+
+
+class QWen(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer = QWenModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        return CausalLMOutputWithPast(logits=self.lm_head(self.transformer(input_ids)))
+
+
+# ---- MPT: low-precision layer norms, values clamped in place, a bias that is added in place to the scores
+
+
+class LPLayerNorm(nn.LayerNorm):
+    def __init__(self, normalized_shape):
+        super().__init__(normalized_shape)
+        self.bias = None
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class MPTBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm_1 = LPLayerNorm(config.hidden_size)
+        self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.norm_2 = LPLayerNorm(config.hidden_size)
+        self.ffn = nn.ModuleDict({"up_proj": nn.Linear(config.hidden_size, 64), "down_proj": nn.Linear(64, config.hidden_size)})
+        self.act = functools.partial(F.gelu, approximate="none")
+        self.clip_qkv = 1.5
+
+    def forward(self, x, past_key_value=None, attn_bias=None, is_causal=True):
+        a = self.norm_1(x)
+        qkv = self.Wqkv(a)
+        qkv.clamp_(min=-self.clip_qkv, max=self.clip_qkv)
+        q, k, v = (heads(t) for t in qkv.chunk(3, dim=2))
+        w = q.matmul(k.transpose(-1, -2)) * SIZE**-0.5
+        w += attn_bias[..., -w.shape[-2] :, -w.shape[-1] :]
+        w.masked_fill_(causal(w).view(1, 1, *w.shape[-2:]), torch.finfo(q.dtype).min)
+        w = torch.softmax(w, dim=-1)
+        b = self.out_proj(w.to(v.dtype).matmul(v).transpose(1, 2).flatten(2))
+        x += b
+        m = self.norm_2(x)
+        x += self.ffn["down_proj"](self.act(self.ffn["up_proj"](m)))
+        return x, None, past_key_value
+
+
+class MPT(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList([MPTBlock(config) for _ in range(config.num_layers)])
+        self.norm_f = LPLayerNorm(config.hidden_size)
+        self._attn_bias_initialized = False
+        self.attn_bias = None
+        self.logit_scale = 1 / math.sqrt(config.hidden_size)
+        self.post_init()
+
+    @torch.no_grad()
+    def _attn_bias(self, device, dtype):
+        if not self._attn_bias_initialized:
+            self.attn_bias = torch.zeros((1, HEADS, 1, 64), device=device, dtype=dtype)
+            bias = torch.arange(1 - 64, 1, dtype=torch.int32, device=device).view(1, 1, 1, 64)
+            self.attn_bias = self.attn_bias.add(bias * slopes(HEADS).to(dtype).view(1, HEADS, 1, 1))
+            self._attn_bias_initialized = True
+        return self.attn_bias
+
+    def forward(self, input_ids, past_key_values=None, return_dict=None, use_cache=None):
+        x = self.wte(input_ids)
+        bias = self._attn_bias(x.device, x.dtype)
+        for block in self.blocks:
+            x, _, _ = block(x, attn_bias=bias)
+        x = self.norm_f(x)
+        logits = F.linear(x.to(self.wte.weight.device), self.wte.weight)
+        logits *= self.logit_scale
+        return CausalLMOutputWithPast(logits=logits)
+
+
+# ---- Falcon as it first was: attention and MLP side by side, ALiBi in baddbmm, keyword arguments only
+
+
+def dropout_add(x, residual, prob, training):
+    out = F.dropout(x, p=prob, training=training)
+    return residual + out
+
+
+class FalconLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        hidden_states = input @ self.weight.T
+        return hidden_states if self.bias is None else hidden_states + self.bias
+
+
+class FalconLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.hidden_size)
+        self.query_key_value = FalconLinear(config.hidden_size, 3 * config.hidden_size)
+        self.dense = FalconLinear(config.hidden_size, config.hidden_size)
+        self.dense_h_to_4h = FalconLinear(config.hidden_size, 64)
+        self.dense_4h_to_h = FalconLinear(64, config.hidden_size)
+        self.act = nn.GELU()
+        self.inv_norm_factor, self.beta = 1.0 / math.sqrt(SIZE), 1.0
+
+    def forward(self, hidden_states, alibi, attention_mask):
+        b, n, _ = hidden_states.shape
+        x = self.input_layernorm(hidden_states)
+        fused = self.query_key_value(x).view(b, n, HEADS, 3, SIZE)
+        q, k, v = fused[..., 0, :], fused[..., 1, :], fused[..., 2, :]
+        q, v = (t.transpose(1, 2).reshape(b * HEADS, n, SIZE) for t in (q, v))
+        k = k.permute(0, 2, 3, 1).reshape(b * HEADS, SIZE, n)
+        scores = alibi.baddbmm(batch1=q, batch2=k, beta=self.beta, alpha=self.inv_norm_factor).view(b, HEADS, n, n)
+        dtype = scores.dtype
+        if dtype == torch.float16:
+            scores = scores.to(torch.float32)
+        scores = torch.masked_fill(input=scores, mask=attention_mask, value=torch.finfo(scores.dtype).min)
+        probs = F.softmax(input=scores, dim=-1, dtype=torch.float32).to(dtype)
+        context = torch.bmm(input=probs.view(b * HEADS, n, n), mat2=v)
+        context = context.view(b, HEADS, n, SIZE).permute(0, 2, 1, 3).reshape(b, n, HIDDEN)
+        mlp = self.dense_4h_to_h(self.act(self.dense_h_to_4h(x)))
+        mlp += self.dense(context)
+        return (dropout_add(mlp, hidden_states, 0.1, self.training),)
+
+
+class Falcon(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.h = nn.ModuleList([FalconLayer(config) for _ in range(config.num_layers)])
+        self.ln_f = nn.LayerNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, *, input_ids=None, use_cache=None, **kwargs):
+        x = self.word_embeddings(input_ids)
+        n = input_ids.shape[1]
+        alibi = slopes(HEADS)[..., None] * torch.arange(n)[None, :].float()
+        alibi = alibi.reshape(HEADS, 1, n).to(x.dtype)
+        mask = torch.empty((n, n), dtype=torch.bool)
+        seq_ids = torch.arange(n)
+        mask[:, :] = seq_ids[:, None] < seq_ids[None, :]
+        for block in self.h:
+            x = block(hidden_states=x, alibi=alibi, attention_mask=mask[None, None])[0]
+        return CausalLMOutputWithPast(logits=self.lm_head(self.ln_f(x)))
+
+
+# ---- Phi 1: embedding, blocks and head in one Sequential; the head is a layer of the list, and its norm has a name of its own
+
+
+class PhiEmbedding(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, input_ids):
+        return self.drop(self.wte(input_ids.view(-1, input_ids.size(-1))))
+
+
+class PhiRotary(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / (10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)))
+        self._seq_len_cached, self._cos_cached, self._sin_cached = 0, None, None
+
+    def forward(self, qkv):
+        if qkv.shape[1] > self._seq_len_cached or self._cos_cached.dtype != qkv.dtype:
+            self._seq_len_cached = qkv.shape[1]
+            freqs = torch.outer(torch.arange(qkv.shape[1], dtype=torch.float32), self.inv_freq.float())
+            self._cos_cached, self._sin_cached = torch.cos(freqs).to(qkv.dtype), torch.sin(freqs).to(qkv.dtype)
+        rotary_dim = 2 * self._cos_cached.shape[-1]
+        c, s = (t[: qkv.shape[1], None].float() for t in (self._cos_cached, self._sin_cached))
+        turned = []
+        for i in (0, 1):
+            first, second = qkv[:, :, i, :, :rotary_dim].float().chunk(2, dim=-1)
+            turned.append(torch.cat([first * c - second * s, first * s + second * c], -1).to(qkv.dtype))
+        qkv[:, :, 0, :, :rotary_dim] = turned[0]
+        qkv[:, :, 1, :, :rotary_dim] = turned[1]
+        return qkv
+
+
+class PhiBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln = nn.LayerNorm(config.hidden_size)
+        self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.rotary_emb = PhiRotary(SIZE // 2)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.fc1 = nn.Linear(config.hidden_size, 64)
+        self.fc2 = nn.Linear(64, config.hidden_size)
+        self.resid_dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.ln(hidden_states)
+        qkv = self.Wqkv(hidden_states)
+        qkv = qkv.view(*qkv.shape[:2], 3, HEADS, SIZE)
+        q, k, v = self.rotary_emb(qkv).unbind(dim=2)
+        scores = torch.einsum("bthd,bshd->bhts", q, k * (1.0 / math.sqrt(SIZE)))
+        mask = torch.triu(torch.full((scores.shape[-2], scores.shape[-1]), -10000.0), 1)
+        scores = scores + mask.to(dtype=scores.dtype)
+        attention = torch.softmax(scores, dim=-1, dtype=v.dtype)
+        output = torch.einsum("bhts,bshd->bthd", attention, v)
+        attn = self.resid_dropout(self.out_proj(output.flatten(2)))
+        ffn = self.resid_dropout(self.fc2(F.gelu(self.fc1(hidden_states), approximate="tanh")))
+        return attn + ffn + residual
+
+
+class PhiHead(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln = nn.LayerNorm(config.hidden_size)
+        self.linear = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden_states):
+        return self.linear(self.ln(hidden_states)).to(torch.float32)
+
+
+class MixFormer(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        blocks = [PhiBlock(config) for _ in range(config.num_layers)]
+        self.layers = nn.Sequential(PhiEmbedding(config), *blocks, PhiHead(config))
+        self.post_init()
+
+    def forward(self, input_ids, past_key_values=None, **kwargs):
+        return CausalLMOutputWithPast(logits=self.layers(input_ids))
+
+
+# ---- DeepSeek V2: latent keys and values, experts in a loop over sorted tokens, complex rotation
+
+
+def complex_rotate(x, freqs_cis):
+    dtype = x.dtype
+    x = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    freqs_cis = freqs_cis.view(1, x.size(1), 1, x.size(-1))
+    return torch.view_as_real(x * freqs_cis).flatten(3).to(dtype)
+
+
+class Gate(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((4, config.hidden_size)))
+        self.register_buffer("e_score_correction_bias", torch.linspace(-0.1, 0.1, 4))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def forward(self, x):
+        x = x.view(-1, x.shape[-1])
+        scores = F.linear(x.type(torch.float32), self.weight.type(torch.float32), None).sigmoid()
+        choice = scores + self.e_score_correction_bias
+        groups = choice.view(-1, 2, 2).topk(2, dim=-1)[0].sum(dim=-1)
+        chosen = torch.zeros_like(groups)
+        chosen.scatter_(1, torch.topk(groups, k=1, dim=-1, sorted=False)[1], 1)
+        mask = chosen.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4)
+        _, index = torch.topk(choice.masked_fill(~mask.bool(), 0.0), k=2, dim=-1, sorted=False)
+        weight = scores.gather(1, index)
+        return index, weight / (weight.sum(dim=-1, keepdim=True) + 1e-20) * 2.5
+
+
+class DeepseekMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, 24, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, 24, bias=False)
+        self.down_proj = nn.Linear(24, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DeepseekMoE(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.experts = nn.ModuleList([DeepseekMLP(config) for _ in range(4)])
+        self.gate = Gate(config)
+        self.shared_experts = DeepseekMLP(config)
+
+    def forward(self, hidden_states):
+        identity, shape = hidden_states, hidden_states.shape
+        index, weight = self.gate(hidden_states)
+        y = self.moe_infer(hidden_states.view(-1, shape[-1]), index, weight).view(*shape)
+        return y + self.shared_experts(identity)
+
+    @torch.no_grad()
+    def moe_infer(self, x, topk_ids, topk_weight):
+        counts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))
+        counts.scatter_(1, topk_ids, 1)
+        per_expert = counts.sum(dim=0)
+        order = topk_ids.view(-1).argsort()
+        sorted_tokens = x[order // topk_ids.shape[1]]
+        outputs, start = [], 0
+        for i, number in enumerate(per_expert.cpu().numpy()):
+            end = start + number
+            if number == 0:
+                continue
+            outputs.append(self.experts[i](sorted_tokens[start:end]))
+            start = end
+        outs = torch.cat(outputs, dim=0) if outputs else sorted_tokens.new_empty(0)
+        new_x = torch.empty_like(outs)
+        new_x[order] = outs
+        return (
+            new_x.view(*topk_ids.shape, -1)
+            .type(topk_weight.dtype)
+            .mul_(topk_weight.unsqueeze(dim=-1))
+            .sum(dim=1)
+            .type(new_x.dtype)
+        )
+
+
+class DeepseekRMSNorm(nn.Module):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class DeepseekAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.q_proj = nn.Linear(config.hidden_size, HEADS * (SIZE + 4), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, 16 + 4, bias=False)
+        self.kv_a_layernorm = DeepseekRMSNorm(16)
+        self.kv_b_proj = nn.Linear(16, HEADS * 2 * SIZE, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.softmax_scale = (SIZE + 4) ** -0.5
+
+    def forward(self, hidden_states, attention_mask, freqs_cis):
+        b, n, _ = hidden_states.size()
+        q = self.q_proj(hidden_states).view(b, n, HEADS, SIZE + 4)
+        q_nope, q_pe = torch.split(q, [SIZE, 4], dim=-1)
+        compressed, k_pe = torch.split(self.kv_a_proj_with_mqa(hidden_states), [16, 4], dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(compressed)).view(b, n, HEADS, 2 * SIZE).transpose(1, 2)
+        k_nope, value = torch.split(kv, [SIZE, SIZE], dim=-1)
+        q_pe = complex_rotate(q_pe, freqs_cis).transpose(1, 2)
+        k_pe = complex_rotate(k_pe.view(b, n, 1, 4), freqs_cis).transpose(1, 2)
+        query_states = k_pe.new_empty(b, HEADS, n, SIZE + 4)
+        query_states[:, :, :, :SIZE] = q_nope.transpose(1, 2)
+        query_states[:, :, :, SIZE:] = q_pe
+        key_states = k_pe.new_empty(b, HEADS, n, SIZE + 4)
+        key_states[:, :, :, :SIZE] = k_nope
+        key_states[:, :, :, SIZE:] = k_pe
+        weights = torch.matmul(query_states, key_states.transpose(2, 3)) * self.softmax_scale
+        weights += attention_mask
+        weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(value.dtype)
+        out = torch.matmul(weights, value).transpose(1, 2).contiguous()
+        return self.o_proj(out.reshape(b, n, -1)), weights, None
+
+
+class DeepseekLayer(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.self_attn = DeepseekAttention(config)
+        self.mlp = DeepseekMoE(config) if layer_idx else DeepseekMLP(config)
+        self.input_layernorm = DeepseekRMSNorm(config.hidden_size)
+        self.post_attention_layernorm = DeepseekRMSNorm(config.hidden_size)
+
+    def forward(self, hidden_states, **kwargs):
+        attention, weights, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attention
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), weights
+
+
+class DeepSeek(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([DeepseekLayer(config, i) for i in range(config.num_layers)])
+        self.norm = DeepseekRMSNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        n = input_ids.shape[1]
+        freqs = torch.outer(torch.arange(n), 1.0 / (10000.0 ** (torch.arange(0, 4, 2)[:2].float() / 4)))
+        freqs_cis = torch.polar(torch.ones_like(freqs), freqs)
+        x = self.embed_tokens(input_ids)
+        mask = torch.full((n, n), float("-inf"), dtype=x.dtype)
+        mask.masked_fill_(torch.arange(n) < (torch.arange(n) + 1).view(n, 1), 0)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask[None, None], freqs_cis=freqs_cis)[0]
+        logits = self.lm_head(self.norm(x)).float()
+        return CausalLMOutputWithPast(logits=logits)
+
+
+# ---- DBRX, Grok: experts as three-dimensional parameters, chunked into views; index_add_ into what they make
+
+
+class ExpertGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(4 * 24, config.hidden_size))
+        self.v1 = nn.Parameter(torch.empty(4 * 24, config.hidden_size))
+        self.w2 = nn.Parameter(torch.empty(4 * 24, config.hidden_size))
+
+    def forward(self, x, expert_w1, expert_v1, expert_w2):
+        gate = x.matmul(expert_w1.t())
+        up = x.matmul(expert_v1.t())
+        return (F.silu(gate) * up).matmul(expert_w2)
+
+
+class DbrxExperts(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.mlp = ExpertGLU(config)
+
+    def forward(self, x, weights, top_weights, top_experts):
+        b, n, hidden = x.shape
+        x = x.view(-1, hidden)
+        out = torch.zeros_like(x)
+        expert_mask = F.one_hot(top_experts, num_classes=4).permute(2, 1, 0)
+        w1, v1, w2 = (w.view(4, 24, hidden).chunk(4, dim=0) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+        w1, v1, w2 = ([part.squeeze(dim=0) for part in w] for w in (w1, v1, w2))
+        for expert in range(4):
+            topk_idx, token_idx = torch.where(expert_mask[expert])
+            if token_idx.shape[0] == 0:
+                continue
+            tokens = x[None, token_idx].reshape(-1, hidden)
+            expert_out = self.mlp(tokens, w1[expert], v1[expert], w2[expert]) * top_weights[token_idx, topk_idx, None]
+            out.index_add_(0, token_idx, expert_out)
+        return out.reshape(b, n, hidden)
+
+
+class DbrxBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(config.hidden_size, bias=False)
+        self.Wqkv = nn.Linear(config.hidden_size, config.hidden_size + 2 * 2 * SIZE, bias=False)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.norm_2 = nn.LayerNorm(config.hidden_size, bias=False)
+        self.router = nn.Linear(config.hidden_size, 4, bias=False)
+        self.experts = DbrxExperts(config)
+
+    def forward(self, hidden_states, position_ids=None):
+        b, n, _ = hidden_states.shape
+        residual = hidden_states
+        qkv = self.Wqkv(self.norm_1(hidden_states).to(hidden_states.dtype)).clamp(min=-8, max=8)
+        q, k, v = qkv.split([HIDDEN, 2 * SIZE, 2 * SIZE], dim=2)
+        q, k, v = heads(q), heads(k).repeat_interleave(2, dim=1), heads(v).repeat_interleave(2, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden_states = residual + self.out_proj(out.transpose(1, 2).reshape(b, n, -1))
+        x = self.norm_2(hidden_states)
+        weights = self.router(x.view(-1, HIDDEN)).softmax(dim=-1, dtype=torch.float32)
+        top_weights, top_experts = torch.topk(weights, 2, dim=-1)
+        top_weights = top_weights / torch.norm(top_weights, p=1, dim=-1, keepdim=True)
+        weights, top_weights = weights.to(x.dtype), top_weights.to(x.dtype)
+        return hidden_states + self.experts(x, weights, top_weights, top_experts), weights
+
+
+class Dbrx(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList([DbrxBlock(config) for _ in range(config.num_layers)])
+        self.norm_f = nn.LayerNorm(config.hidden_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        x, routers = self.wte(input_ids), []
+        for block in self.blocks:
+            x, weights = checkpoint(block, x, use_reentrant=False)
+            routers.append(weights)
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm_f(x)), hidden_states=tuple(routers))
+
+
+# ---- Mamba in plain torch: a causal convolution, a state that is updated token by token
+
+
+class MambaMixer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        inner = 2 * config.hidden_size
+        self.in_proj = nn.Linear(config.hidden_size, 2 * inner, bias=False)
+        self.conv1d = nn.Conv1d(inner, inner, 4, groups=inner, padding=3)
+        self.x_proj = nn.Linear(inner, 2 + 2 * 4, bias=False)
+        self.dt_proj = nn.Linear(2, inner)
+        self.A_log = nn.Parameter(torch.log(torch.arange(1, 5, dtype=torch.float32).repeat(inner, 1)))
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states):
+        n = hidden_states.shape[1]
+        x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
+        x = F.silu(self.conv1d(x)[..., :n])
+        dt, B, C = torch.split(self.x_proj(x.transpose(1, 2)), [2, 4, 4], dim=-1)  # noqa: N806
+        delta = F.softplus(self.dt_proj(dt)).transpose(1, 2)
+        A = -torch.exp(self.A_log.float())  # noqa: N806
+        dA = torch.exp(A[None, :, None, :] * delta[:, :, :, None].float())  # noqa: N806
+        dB_u = delta[:, :, :, None] * B[:, None, :, :].float() * x[:, :, :, None].float()  # noqa: N806
+        state = torch.zeros(dA.shape[0], dA.shape[1], 4)
+        ys = []
+        for i in range(n):
+            state = dA[:, :, i] * state + dB_u[:, :, i]
+            ys.append(torch.matmul(state.to(C.dtype), C[:, i].unsqueeze(-1))[:, :, 0])
+        y = torch.stack(ys, dim=-1) + x * self.D[None, :, None]
+        return self.out_proj((y * F.silu(z)).transpose(1, 2))
+
+
+class MambaBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = DeepseekRMSNorm(config.hidden_size)
+        self.mixer = MambaMixer(config)
+
+    def forward(self, hidden_states, cache_params=None):
+        residual = hidden_states.to(torch.float32)
+        hidden_states = self.mixer(self.norm(hidden_states))
+        return (residual + hidden_states).to(hidden_states.dtype)
+
+
+class Mamba(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([MambaBlock(config) for _ in range(config.num_layers)])
+        self.norm_f = DeepseekRMSNorm(config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids, **kwargs):
+        x = self.embeddings(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return (F.linear(self.norm_f(x), self.embeddings.weight.to(x.dtype)).float(),)
+
+
+# ---- RWKV: a state in float32, results written into a tensor row by row, a running maximum; layers rescaled on reading
+
+
+def rwkv_attention(time_decay, time_first, key, value):
+    n = key.size(1)
+    output = torch.zeros_like(key)
+    num_state = torch.zeros_like(key[:, 0], dtype=torch.float32)
+    den_state = torch.zeros_like(key[:, 0], dtype=torch.float32)
+    max_state = torch.zeros_like(key[:, 0], dtype=torch.float32) - 1e38
+    time_decay = -torch.exp(time_decay.float())
+    for i in range(n):
+        current_key, current_value = key[:, i].float(), value[:, i]
+        max_for_output = torch.maximum(max_state, current_key + time_first)
+        e1 = torch.exp(max_state - max_for_output)
+        e2 = torch.exp(current_key + time_first - max_for_output)
+        output[:, i] = ((e1 * num_state + e2 * current_value) / (e1 * den_state + e2)).to(output.dtype)
+        max_for_state = torch.maximum(max_state + time_decay, current_key)
+        e1 = torch.exp(max_state + time_decay - max_for_state)
+        e2 = torch.exp(current_key - max_for_state)
+        num_state = e1 * num_state + e2 * current_value
+        den_state = e1 * den_state + e2
+        max_state = max_for_state
+    return output
+
+
+class RwkvBlock(nn.Module):
+    def __init__(self, config, layer_id):
+        super().__init__()
+        self.layer_id = layer_id
+        if layer_id == 0:
+            self.pre_ln = nn.LayerNorm(config.hidden_size)
+        self.ln1 = nn.LayerNorm(config.hidden_size)
+        self.ln2 = nn.LayerNorm(config.hidden_size)
+        self.time_shift = nn.ZeroPad2d((0, 0, 1, -1))
+        self.time_decay = nn.Parameter(torch.linspace(-5, 3, config.hidden_size))
+        self.time_first = nn.Parameter(torch.ones(config.hidden_size) * math.log(0.3))
+        self.time_mix_key = nn.Parameter(torch.rand(1, 1, config.hidden_size))
+        self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.receptance = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.ffn_key = nn.Linear(config.hidden_size, 64, bias=False)
+        self.ffn_value = nn.Linear(64, config.hidden_size, bias=False)
+
+    def forward(self, hidden, state=None):
+        if self.layer_id == 0:
+            hidden = self.pre_ln(hidden)
+        x = self.ln1(hidden)
+        shifted = self.time_shift(x)
+        mixed = x * self.time_mix_key + shifted * (1 - self.time_mix_key)
+        receptance = torch.sigmoid(self.receptance(mixed))
+        rwkv = rwkv_attention(self.time_decay, self.time_first, self.key(mixed), self.value(mixed))
+        hidden = hidden + self.output(receptance * rwkv)
+        key = torch.square(torch.relu(self.ffn_key(self.ln2(hidden))))
+        return hidden + self.ffn_value(key), state
+
+
+class Rwkv(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList([RwkvBlock(config, i) for i in range(config.num_layers)])
+        self.ln_out = nn.LayerNorm(config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        x = self.embeddings(input_ids)
+        for block in self.blocks:
+            x, _ = block(x, state=None)
+        return {"logits": self.head(self.ln_out(x)), "state": None}
+
+
+# ---- RetNet: retention with a decay matrix, group norms, written out through views and out=
+
+
+class Retention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.qkvg = nn.Linear(config.hidden_size, 4 * config.hidden_size, bias=False)
+        self.group_norm = nn.GroupNorm(HEADS, config.hidden_size)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.register_buffer("decay", torch.log(1 - 2 ** (-5 - torch.arange(HEADS, dtype=torch.float))), persistent=False)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v, g = self.qkvg(x).chunk(4, -1)
+        q, k, v = heads(q), heads(k) * SIZE**-0.5, heads(v)
+        index = torch.arange(n).to(self.decay)
+        mask = torch.tril(torch.ones(n, n).to(self.decay))
+        mask = torch.masked_fill(index[:, None] - index[None, :], ~mask.bool(), float("inf"))
+        mask = torch.nan_to_num(torch.exp(mask * self.decay[:, None, None])).unsqueeze(0)
+        mask = mask / mask.sum(dim=-1, keepdim=True).sqrt()
+        qk = q @ k.transpose(-1, -2)
+        torch.mul(qk, mask.to(qk), out=qk)
+        qk = qk / qk.detach().abs().sum(dim=-1, keepdim=True).clamp(min=1, max=5e4)
+        out = torch.empty(b, n, HEADS, SIZE, dtype=x.dtype)
+        out.transpose(1, 2).copy_(torch.matmul(qk, v))
+        normed = self.group_norm(out.view(b * n, -1)).view(b, n, -1)
+        return self.out_proj(F.silu(g) * normed)
+
+
+class RetNetLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.retention = Retention(config)
+        self.retention_layer_norm = nn.LayerNorm(config.hidden_size)
+        self.fc1 = nn.Linear(config.hidden_size, 64)
+        self.fc2 = nn.Linear(64, config.hidden_size)
+        self.final_layer_norm = nn.LayerNorm(config.hidden_size)
+        self.alpha = 1.2
+
+    def forward(self, x):
+        x = x * self.alpha + self.retention(self.retention_layer_norm(x))
+        y = self.fc1(self.final_layer_norm(x))
+        y = F.gelu(y.float()).type_as(y)
+        x = x * self.alpha
+        return x.add_(self.fc2(y))
+
+
+class RetNet(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.decoder = nn.ModuleDict({"layers": nn.ModuleList([RetNetLayer(config) for _ in range(config.num_layers)])})
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=False, return_dict=True):
+        x = self.embed(input_ids) * math.sqrt(HIDDEN)
+        for layer in self.decoder["layers"]:
+            x = layer(x)
+        return CausalLMOutputWithPast(logits=x @ self.embed.weight.T)
+
+
+# ---- MiniCPM: scaled embeddings and residuals, a scripted norm under another name, logits divided
+
+
+@torch.jit.script
+def rms_layernorm(hidden: Tensor, weight: Tensor, eps: float):
+    old_dtype = hidden.dtype
+    variance = hidden.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+    hidden = (hidden * torch.rsqrt(variance + eps)).to(old_dtype)
+    return hidden * weight
+
+
+class ScriptedNorm(nn.Module):
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = 1e-5
+
+    def forward(self, hidden_states):
+        return rms_layernorm(hidden_states, self.weight, self.variance_epsilon)
+
+
+@torch.jit.script
+def add_scaled(x: Tensor, residual: Tensor, scale: float) -> Tensor:
+    return residual + x * scale
+
+
+class MiniCPMLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = ScriptedNorm(config.hidden_size)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_attention_layernorm = ScriptedNorm(config.hidden_size)
+        self.mlp = DeepseekMLP(config)
+        self.scale = 1.4 / math.sqrt(config.num_layers)
+
+    def forward(self, hidden_states, attention_mask=None):
+        b, n, _ = hidden_states.shape
+        q, k, v = (heads(t) for t in self.qkv(self.input_layernorm(hidden_states)).chunk(3, -1))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, dropout_p=0.0)
+        hidden_states = hidden_states + self.o_proj(out.transpose(1, 2).contiguous().reshape(b, n, -1)) * self.scale
+        return add_scaled(self.mlp(self.post_attention_layernorm(hidden_states)), hidden_states, self.scale)
+
+
+class MiniCPM(Remote):
+    _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config):
+        config.tie_word_embeddings = True
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([MiniCPMLayer(config) for _ in range(config.num_layers)])
+        self.norm = ScriptedNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        x = self.embed_tokens(input_ids) * 12
+        mask = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).tril()
+        for layer in self.layers:
+            x = layer(hidden_states=x, attention_mask=mask)
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(x) / (HIDDEN / 8)))
+
+
+# ---- OpenELM: other numbers of heads in every layer; layers by name; keys and values kept in buffers that forward writes
+
+
+class ElmLayer(nn.Module):
+    def __init__(self, config, number):
+        super().__init__()
+        self.number = number
+        self.attn_norm = DeepseekRMSNorm(config.hidden_size)
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * number * SIZE, bias=False)
+        self.q_norm = DeepseekRMSNorm(SIZE)
+        self.k_norm = DeepseekRMSNorm(SIZE)
+        self.out_proj = nn.Linear(number * SIZE, config.hidden_size, bias=False)
+        self.ffn_norm = DeepseekRMSNorm(config.hidden_size)
+        self.proj_1 = nn.Linear(config.hidden_size, 32 + 16 * number, bias=False)
+        self.proj_2 = nn.Linear(16 + 8 * number, config.hidden_size, bias=False)
+        self.register_buffer("k_cache", torch.zeros(1, number, 64, SIZE), persistent=False)
+        self.register_buffer("v_cache", torch.zeros(1, number, 64, SIZE), persistent=False)
+
+    def forward(self, x, input_pos, causal_mask):
+        b, n, _ = x.shape
+        qkv = self.qkv_proj(self.attn_norm(x)).reshape(b, n, 3 * self.number, SIZE).transpose(1, 2)
+        q, k, v = qkv.split([self.number] * 3, dim=1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        self.k_cache[:, :, input_pos] = k
+        self.v_cache[:, :, input_pos] = v
+        k, v = self.k_cache[:, :, :n], self.v_cache[:, :, :n]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask)
+        x = x + self.out_proj(out.transpose(1, 2).reshape(b, n, self.number * SIZE))
+        y_1, y_2 = self.proj_1(self.ffn_norm(x)).chunk(2, dim=-1)
+        return x + self.proj_2(F.silu(y_1) * y_2)
+
+
+class OpenELM(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.token_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([ElmLayer(config, number) for number in (2, 3, 4)])
+        self.norm = DeepseekRMSNorm(config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        n = input_ids.shape[1]
+        x, input_pos = self.token_embeddings(input_ids), torch.arange(n)
+        mask = torch.tril(torch.ones(64, 64, dtype=torch.bool))[None, None, input_pos][..., :n]
+        for layer in self.layers:
+            x = layer(x, input_pos, mask)
+        return CausalLMOutputWithPast(logits=F.linear(self.norm(x), weight=self.token_embeddings.weight))
+
+
+# ---- Jais: SwiGLU in Conv1D, ALiBi in place, muP scales; GELU and Conv1D of its own that only share a name with others
+
+
+class Conv1D(nn.Module):
+    def __init__(self, nx, nf):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(nf, nx))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight.t()).view(*x.shape[:-1], -1)
+
+
+class GELUActivation(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class JaisBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden_size)
+        self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
+        self.ln_2 = nn.LayerNorm(config.hidden_size)
+        self.c_fc = Conv1D(config.hidden_size, 48)
+        self.c_fc2 = Conv1D(config.hidden_size, 48)
+        self.mlp_proj = Conv1D(48, config.hidden_size)
+        self.act = GELUActivation()
+
+    def forward(self, hidden_states, position_bias=None):
+        b, n, _ = hidden_states.shape
+        q, k, v = (heads(t) for t in self.c_attn(self.ln_1(hidden_states)).split(HIDDEN, dim=2))
+        weights = torch.matmul(q, k.transpose(-1, -2))
+        weights /= SIZE
+        weights += position_bias.type_as(weights)
+        weights[..., causal(weights)] = float("-inf")
+        weights = nn.functional.softmax(weights, dim=-1)
+        out = torch.matmul(weights, v).permute(0, 2, 1, 3).contiguous().view(b, n, -1)
+        hidden_states = self.c_proj(out) + hidden_states
+        x = self.ln_2(hidden_states)
+        return [hidden_states + self.mlp_proj(self.c_fc2(x) * self.act(self.c_fc(x)))]
+
+
+class Jais(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.h = nn.ModuleList([JaisBlock(config) for _ in range(config.num_layers)])
+        self.ln_f = nn.LayerNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output_logits_scale = 0.22
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        n = input_ids.shape[1]
+        x = self.wte(input_ids)
+        x *= torch.tensor(14.6, dtype=x.dtype)
+        distance = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+        bias = slopes(HEADS)[:, None, None] * distance.abs().neg()
+        for block in self.h:
+            x = block(x, position_bias=bias)[0]
+        logits = self.lm_head(self.ln_f(x))
+        logits *= torch.tensor(self.output_logits_scale, dtype=logits.dtype)
+        return CausalLMOutputWithPast(logits=logits)
+
+
+# ---- nGPT: weights normalised when they are read, a function of its own with a backward, float64 in between
+
+
+class Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        norm = x.double().norm(dim=-1, keepdim=True).clamp_min(1e-8)
+        ctx.save_for_backward(x, norm)
+        return (x.double() / norm).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _, norm = ctx.saved_tensors
+        return gradient / norm.to(gradient.dtype)
+
+
+class NormalisedLinear(nn.Module):
+    def __init__(self, a, b):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(b, a))
+
+    def forward(self, x):
+        return F.linear(x, Normalise.apply(self.weight))
+
+
+class NGPTBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.qkv = NormalisedLinear(config.hidden_size, 3 * config.hidden_size)
+        self.out = NormalisedLinear(config.hidden_size, config.hidden_size)
+        self.up = NormalisedLinear(config.hidden_size, 48)
+        self.down = NormalisedLinear(48, config.hidden_size)
+        self.sqk = nn.Parameter(torch.ones(SIZE))
+        self.attn_alpha = nn.Parameter(torch.full((config.hidden_size,), 0.3))
+        self.mlp_alpha = nn.Parameter(torch.full((config.hidden_size,), 0.3))
+
+    def forward(self, h):
+        q, k, v = (heads(t) for t in self.qkv(h).chunk(3, -1))
+        q, k = self.sqk * Normalise.apply(q), self.sqk * Normalise.apply(k)
+        w = torch.einsum("bhid,bhjd->bhij", q, k) * SIZE**0.5
+        w = w.float().masked_fill(causal(w), -torch.inf).softmax(-1).to(v.dtype)
+        attended = self.out(torch.einsum("bhij,bhjd->bihd", w, v).flatten(2))
+        h = Normalise.apply(torch.lerp(h, Normalise.apply(attended), self.attn_alpha.abs().to(h.dtype)))
+        y = self.down(torch.relu_(self.up(h)).square_())
+        return Normalise.apply(h + self.mlp_alpha.abs() * (Normalise.apply(y) - h))
+
+
+class NGPT(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.transformer = nn.ModuleDict({"h": nn.ModuleList([NGPTBlock(config) for _ in range(config.num_layers)])})
+        self.head = NormalisedLinear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, targets=None, use_cache=None):
+        x = Normalise.apply(self.embed(input_ids))
+        for block in self.transformer.h:
+            x = block(x)
+        return CausalLMOutputWithPast(logits=self.head(x) * 10.0)
+
+
+# ---- A tutorial's: torch's own attention and recurrence, layers called with the state first
+
+
+class TutorialLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.attn = nn.MultiheadAttention(config.hidden_size, HEADS, batch_first=True)
+        self.gru = nn.GRU(config.hidden_size, config.hidden_size, batch_first=True)
+        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, 3)
+        self.mlp = nn.Sequential(nn.Linear(config.hidden_size, 64), nn.ReLU(inplace=True), nn.Linear(64, config.hidden_size))
+
+    def forward(self, mask, x):
+        y = self.norm(x)
+        attended, _ = self.attn(y, y, y, attn_mask=mask, need_weights=False)
+        x = x + attended
+        x = x + self.gru(x)[0]
+        x = x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+        return {"hidden": x + self.mlp(x)}
+
+
+class Tutorial(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = nn.Parameter(torch.randn(1, 64, config.hidden_size))
+        self.blocks = nn.ModuleList([TutorialLayer(config) for _ in range(config.num_layers)])
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids):
+        n = input_ids.shape[1]
+        x = self.embed(input_ids) + self.position[:, :n]
+        mask = torch.ones(n, n, dtype=torch.bool).triu(1)
+        for block in self.blocks:
+            x = block(mask, x)["hidden"]
+        return self.head(x)
+
+
+# ---- InternLM 2, GPT-J: queries and keys packed by group, sines by einsum, a rotation that duplicates; compiled parts
+
+
+def fixed_pos_embedding(n, dim):
+    inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2) / dim))
+    sinusoid = torch.einsum("i , j -> i j", torch.arange(n, dtype=torch.float), inv_freq).float()
+    return torch.sin(sinusoid), torch.cos(sinusoid)
+
+
+def rotate_every_two(x):
+    return torch.stack((-x[:, :, :, 1::2], x[:, :, :, ::2]), dim=-1).flatten(-2)
+
+
+def duplicate_interleave(m):
+    dim0 = m.shape[0]
+    return m.view(-1, 1).repeat(1, 2).view(dim0, -1)
+
+
+class InternLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = DeepseekRMSNorm(config.hidden_size)
+        self.wqkv = nn.Linear(config.hidden_size, config.hidden_size + 2 * 2 * SIZE)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size)
+        self.ffn_norm = DeepseekRMSNorm(config.hidden_size)
+        self.feed_forward = DeepseekMLP(config)
+
+    @torch.compile
+    def rotate(self, tensor, sincos):
+        sin, cos = (duplicate_interleave(t)[None, :, None, :] for t in sincos)
+        return (tensor * cos) + (rotate_every_two(tensor) * sin)
+
+    def forward(self, hidden_states, sincos):
+        b, n, _ = hidden_states.shape
+        qkv = self.wqkv(self.attention_norm(hidden_states)).view(b, n, 2, 2 + 2, SIZE)
+        q = qkv[..., :2, :].reshape(b, n, HEADS, SIZE)
+        k, v = qkv[..., -2, :], qkv[..., -1, :]
+        q, k = self.rotate(q, sincos).to(v.dtype).transpose(1, 2), self.rotate(k, sincos).to(v.dtype).transpose(1, 2)
+        k = k[:, :, None].expand(b, 2, 2, n, SIZE).reshape(b, HEADS, n, SIZE)
+        v = v.transpose(1, 2)[:, :, None].expand(b, 2, 2, n, SIZE).reshape(b, HEADS, n, SIZE)
+        scores = (q.to(torch.float32) @ k.to(torch.float32).mT) * SIZE**-0.5
+        scores = torch.where(~causal(scores), scores, torch.finfo(scores.dtype).min)
+        out = (scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2).flatten(2)
+        hidden_states = hidden_states + self.wo(out)
+        return hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
+
+
+class InternModel(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([InternLayer(config) for _ in range(config.num_layers)])
+        self.norm = DeepseekRMSNorm(config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        x = self.tok_embeddings(input_ids)
+        sincos = fixed_pos_embedding(input_ids.shape[1], SIZE)
+        for layer in self.layers:
+            x = layer(x, sincos)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+
+class InternLM(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = InternModel(config)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        outputs = self.model(input_ids=input_ids, use_cache=use_cache)
+        return CausalLMOutputWithPast(logits=self.output(outputs[0]).float())
+
+
+del MODELS["InternModel"]
+
+
+# ---- Arctic, Gemma's norm, autocast inside: a dense MLP beside experts that are einsums over stacked weights
+
+
+class OffsetRMSNorm(nn.Module):
+    def __init__(self, dim, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x, residual=None):
+        if residual is not None:
+            x = residual = x + residual
+        y = x.float()
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight.float())).type_as(x)
+        return y if residual is None else (y, residual)
+
+
+class ArcticLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = OffsetRMSNorm(config.hidden_size)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.o = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post = OffsetRMSNorm(config.hidden_size)
+        self.router = nn.Linear(config.hidden_size, 4, bias=False)
+        self.w_in = nn.Parameter(torch.empty(4, config.hidden_size, 24))
+        self.w_out = nn.Parameter(torch.empty(4, 24, config.hidden_size))
+        self.dense = DeepseekMLP(config)
+
+    def forward(self, hidden_states, residual, mask):
+        hidden_states, residual = self.norm(hidden_states, residual=residual)
+        q, k, v = (heads(t) for t in self.qkv(hidden_states).chunk(3, -1))
+        with torch.autocast("cpu", enabled=False):
+            scores = torch.tanh(q @ k.mT / SIZE**0.5 / 30.0) * 30.0
+            out = (scores + mask).softmax(-1) @ v
+        hidden_states, residual = self.post(self.o(out.transpose(1, 2).flatten(2)), residual=residual)
+        gates = self.router(hidden_states).softmax(-1)
+        top, index = gates.topk(2, -1)
+        gates = torch.zeros_like(gates).scatter(-1, index, top)
+        up = F.silu(torch.einsum("bnd,edf->benf", hidden_states, self.w_in))
+        routed = torch.einsum("benf,efd,bne->bnd", up, self.w_out, gates)
+        return routed + self.dense(hidden_states), residual
+
+
+class Arctic(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([ArcticLayer(config) for _ in range(config.num_layers)])
+        self.norm = OffsetRMSNorm(config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        x = self.embed(input_ids)
+        n, residual = input_ids.shape[1], torch.zeros_like(x)
+        mask = torch.zeros(n, n, dtype=x.dtype)
+        mask[torch.ones(n, n, dtype=torch.bool).triu(1)] = torch.finfo(x.dtype).min
+        for layer in self.layers:
+            x, residual = layer(x, residual, mask=mask)
+        return CausalLMOutputWithPast(logits=F.linear(self.norm(x + residual), self.embed.weight))
+
+
+# ---- StableLM-epoch: a rotation whose cache grows in forward, part of a head rotated, float32 layer norms in mixed code
+
+
+class GrowingRotary(nn.Module):
+    def __init__(self, dim, max_position_embeddings):
+        super().__init__()
+        self.dim, self.max_seq_len_cached = dim, max_position_embeddings
+        self.scale_now = 1.0
+        self.register_buffer(
+            "inv_freq", 1.0 / (10000 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)), persistent=False
+        )
+        self._set_cos_sin_cache(max_position_embeddings, torch.get_default_dtype())
+
+    def _set_cos_sin_cache(self, seq_len, dtype):
+        self.max_seq_len_cached = seq_len
+        self.scale_now = max(1.0, seq_len / 16)
+        t = torch.arange(seq_len, dtype=torch.float32) / self.scale_now
+        freqs = torch.outer(t, self.inv_freq.float())
+        emb = torch.cat((freqs, freqs), dim=-1)
+        self.register_buffer("cos_cached", emb.cos()[None, None].to(dtype), persistent=False)
+        self.register_buffer("sin_cached", emb.sin()[None, None].to(dtype), persistent=False)
+
+    def forward(self, x, seq_len=None):
+        if seq_len > self.max_seq_len_cached:
+            self._set_cos_sin_cache(seq_len, torch.get_default_dtype())
+        return self.cos_cached[:, :, :seq_len].to(x.dtype), self.sin_cached[:, :, :seq_len].to(x.dtype)
+
+
+class StableLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.hidden_size)
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.rotary_emb = GrowingRotary(SIZE // 2, config.seq_length)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size)
+        self.mlp = DeepseekMLP(config)
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        b, n, _ = hidden_states.shape
+        x = self.input_layernorm(hidden_states)
+        q, k, v = (heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        cos, sin = self.rotary_emb(v, seq_len=n)
+        cos, sin = (t.squeeze(1).squeeze(0)[position_ids].unsqueeze(1) for t in (cos, sin))
+        turned = []
+        for t in (q, k):
+            rot, rest = t[..., : SIZE // 2], t[..., SIZE // 2 :]
+            first, second = torch.chunk(rot, 2, dim=-1)
+            turned.append(torch.cat(((rot * cos) + (torch.cat((-second, first), dim=-1) * sin), rest), dim=-1))
+        weights = torch.matmul(turned[0], turned[1].transpose(2, 3)) / math.sqrt(SIZE)
+        weights = weights + attention_mask
+        weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(v.dtype)
+        out = torch.matmul(weights, v).transpose(1, 2).contiguous().view(b, n, -1)
+        hidden_states = hidden_states + self.o_proj(out)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), weights
+
+
+class StableLM(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, 0)
+        self.layers = nn.ModuleList([StableLayer(config) for _ in range(config.num_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        n = input_ids.shape[1]
+        x = self.embed_tokens(input_ids)
+        mask = torch.full((n, n), torch.finfo(x.dtype).min)
+        mask_cond = torch.arange(mask.size(-1))
+        mask.masked_fill_(mask_cond < (mask_cond + 1).view(mask.size(-1), 1), 0)
+        mask = mask.to(x.dtype)[None, None, :, :].expand(1, 1, n, n)
+        position_ids = torch.arange(n).unsqueeze(0).view(-1, n)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_ids=position_ids)[0]
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(x)))
+
+
+# ---- Layers as attributes, in a ModuleDict by number; state kept in float16 parts; random features in a buffer
+
+
+class PerformerLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.register_buffer("projection", torch.randn(SIZE, 16))
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.gate = nn.Parameter(torch.randn(config.hidden_size))
+        self.act = nn.Hardtanh(-3, 3, inplace=True)
+
+    def forward(self, x):
+        q, k, v = (heads(t) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k = (torch.exp(t @ self.projection - t.pow(2).sum(-1, keepdim=True) / 2) + 1e-4 for t in (q, k))
+        kv = torch.cumsum(k.unsqueeze(-1) * v.unsqueeze(-2), dim=2)
+        z = 1 / torch.einsum("bhnf,bhnf->bhn", q, k.cumsum(dim=2))
+        y = torch.einsum("bhnf,bhnfd,bhn->bhnd", q, kv, z).transpose(1, 2).flatten(2)
+        alpha = torch.sigmoid(y @ self.gate).half().to(y.dtype)
+        return x + self.act(self.out(y)) * alpha[..., None]
+
+
+class Performer(Remote):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(i): PerformerLayer(config) for i in range(config.num_layers)})
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, **kwargs):
+        x = self.embed(input_ids)
+        for layer in self.layers.values():
+            x = layer(x)
+        return CausalLMOutputWithPast(logits=self.head(x))
