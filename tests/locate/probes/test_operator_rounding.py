@@ -14,6 +14,7 @@ from shaketable.locate.capture.recorder import function_name
 from shaketable.locate.probes.operator_rounding import ARITHMETIC, BOUNDED, ROUNDED_ONCE, Call, rounded_once
 from shaketable.locate.probes.rounding import Precision
 from shaketable.sites.nested_tensors import map_tensors
+from tests.locate.probes.test_norms_and_sums import CALLS as NORMS_AND_SUMS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXACT = Precision()
@@ -199,7 +200,7 @@ WIDE = ("softmax", "rsqrt", "scaled_dot_product_attention", "addmm", "baddbmm", 
 
 
 def test_every_bounded_function_is_tried():
-    assert {name.split()[0] for name in CASES} | set(ALIASES) == set(BOUNDED)
+    assert {name.split()[0] for name in (*CASES, *NORMS_AND_SUMS)} | set(ALIASES) == set(BOUNDED)
     assert all(BOUNDED[alias] is BOUNDED[name] for alias, name in ALIASES.items())
 
 
