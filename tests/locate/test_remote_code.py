@@ -57,6 +57,16 @@ def test_a_model_that_has_been_used_is_not_called_faulty(name):
     assert found.verdict == "HEALTHY" or "may be trained, or a cache" in found.sentence
 
 
+@pytest.mark.parametrize(("name", "verdict"), [("Baichuan", "INCONCLUSIVE"), ("Performer", "HEALTHY")])
+def test_what_own_code_makes_of_the_file_s_weights_is_no_fault(name, verdict, tmp_path):
+    """A head that normalises its weight once; random features that the file holds."""
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    found = st.locate(model, mode="host", input_ids=IDS, source=str(tmp_path))
+    assert found.verdict == verdict and not found.evidence, found.sentence
+    assert verdict == "HEALTHY" or "lm_head.weight is not the file's, and its module's own code sets it" in found.sentence
+
+
 # ---- faults from outside of the plan language
 
 

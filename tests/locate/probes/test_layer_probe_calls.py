@@ -495,24 +495,26 @@ def test_weights_of_any_width_are_compared_bit_by_bit(dtype):
     file = torch.arange(12.0).view(3, 4).to(dtype)
     here = file.clone()
     here[2, 1] = torch.nextafter(here[2, 1].float(), torch.tensor(INF)).to(dtype) if dtype == torch.float32 else 9.5
-    model = SimpleNamespace(get_parameter={"l.a.weight": here}.__getitem__)
+    model = SimpleNamespace(get_submodule=lambda path: torch.nn.Identity(), get_parameter={"l.a.weight": here}.__getitem__)
     result, [found] = layer_probes.weights(["l.a.weight"], model, bench_with({"l.a.weight": file}), 0, "l")
     assert (result.status, result.score, found.lanes, found.lanes_of) == ("fail", pytest.approx(1 / 12), [2], 3)
     assert found.examples[0]["index"] == "(2, 1)" and found.examples[0]["low"] == found.examples[0]["high"] == 9.0
-    healthy = SimpleNamespace(get_parameter={"l.a.weight": file.clone()}.__getitem__)
+    healthy = SimpleNamespace(
+        get_submodule=lambda path: torch.nn.Identity(), get_parameter={"l.a.weight": file.clone()}.__getitem__
+    )
     assert layer_probes.weights(["l.a.weight"], healthy, bench_with({"l.a.weight": file}), 0, "l")[0].status == "pass"
 
 
 def test_weights_that_do_not_lie_in_one_piece_are_compared_too():
     file = torch.arange(12.0).view(3, 4)
     here = file.t().contiguous().t()
-    model = SimpleNamespace(get_parameter={"a.weight": here}.__getitem__)
+    model = SimpleNamespace(get_submodule=lambda path: torch.nn.Identity(), get_parameter={"a.weight": here}.__getitem__)
     assert layer_probes.weights(["a.weight"], model, bench_with({"a.weight": file}), 0, "")[0] == Result("pass", 0.0)
 
 
 def test_six_examples_of_a_weight_and_large_counts_with_commas():
     file = torch.zeros(60, 100)
-    model = SimpleNamespace(get_parameter={"m.a.weight": file + 1}.__getitem__)
+    model = SimpleNamespace(get_submodule=lambda path: torch.nn.Identity(), get_parameter={"m.a.weight": file + 1}.__getitem__)
     result, [found] = layer_probes.weights(["m.a.weight"], model, bench_with({"m.a.weight": file}), None, "m")
     assert result.reason == "6,000 of 6,000 values of its weight are not those of the file"
     assert [e["index"] for e in found.examples] == [f"(0, {i})" for i in range(6)] and found.layer is None
@@ -522,7 +524,9 @@ def test_a_stack_of_matrices_has_its_experts_as_rows_and_a_name_without_prefix_s
     file = torch.zeros(4, 2, 3)
     here = file.clone()
     here[1, 1, 2] = here[3, 0, 0] = 1.0
-    model = SimpleNamespace(get_parameter={"other.experts.down": here}.__getitem__)
+    model = SimpleNamespace(
+        get_submodule=lambda path: torch.nn.Identity(), get_parameter={"other.experts.down": here}.__getitem__
+    )
     _, [found] = layer_probes.weights(["other.experts.down"], model, bench_with({"other.experts.down": file}), 1, "layers.1")
     assert (found.lanes, found.lanes_of, found.op) == ([1, 3], 4, "other.experts")
     assert found.text.startswith("2 of 24 values of its down ")
@@ -533,7 +537,7 @@ def test_the_first_weight_that_differs_is_told_and_the_largest_share_is_the_scor
     here = {name: w.clone() for name, w in file.items()}
     for name, count in (("l.a.weight", 1), ("l.b.weight", 6), ("l.c.weight", 2)):
         here[name].view(-1)[:count] = 1.0
-    model = SimpleNamespace(get_parameter=here.__getitem__)
+    model = SimpleNamespace(get_submodule=lambda path: torch.nn.Identity(), get_parameter=here.__getitem__)
     result, found = layer_probes.weights(list(file), model, bench_with(file), 0, "l")
     assert (result.score, result.op, result.reason) == (0.75, "a", "1 of 8 values of its weight are not those of the file")
     assert [e.op for e in found] == ["a", "b", "c"]

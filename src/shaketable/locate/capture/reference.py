@@ -149,7 +149,7 @@ class Reference:
         buffer = part._buffers.get(name)
         is_saved = buffer is not None and name not in part._non_persistent_buffers_set and self._files is None
         is_written = buffer is not None and buffer.untyped_storage().data_ptr() in self.written
-        return is_saved or is_written or _sets(type(part), name)
+        return is_saved or is_written or sets_attribute(type(part), name)
 
     def _is_static(self, module: nn.Module) -> bool:
         """Whether a module's buffers stay what they were made: rotations that follow the length do not."""
@@ -170,7 +170,7 @@ def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
     return skeleton
 
 
-def _sets(kind: type, name: str) -> bool:
+def sets_attribute(kind: type, name: str) -> bool:
     """Whether a class's own code sets an attribute elsewhere than in its constructor."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
     codes = [getattr(inspect.unwrap(f), "__code__", None) for base in own for key, f in vars(base).items() if key != "__init__"]
