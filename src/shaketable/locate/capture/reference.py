@@ -51,9 +51,7 @@ class Reference:
         """The class built from its config on the meta device; the model itself where that cannot be done."""
         try:
             skeleton = rebuilt(model)
-        except (
-            Exception
-        ):  # somebody's constructor, that wants more than a config or looks at its weights: it may raise anything
+        except Exception:  # somebody's constructor, which wants more than a config, or looks at its weights
             return model
         if skeleton is None:
             return model
