@@ -516,6 +516,43 @@ def test_a_head_that_is_multiplied_by_hand_is_left_out(backend):
     assert torch.allclose(found, 2 * clean) and ledger.forward == 1
 
 
+class Tied(nn.Module):
+    """No module is its head: it multiplies by the weight of its embedding."""
+
+    def __init__(self, multiply):
+        super().__init__()
+        self.wte, self.body, self.multiply = nn.Embedding(6, 4), nn.Linear(4, 4, bias=False), multiply
+
+    def forward(self, ids):
+        return self.multiply(self.body(self.wte(ids)), self.wte.weight)
+
+
+MULTIPLIED = {
+    "linear": F.linear,
+    "einsum": lambda x, weight: torch.einsum("btd,vd->btv", x, weight),
+    "transposed": lambda x, weight: x @ weight.T,
+    "cast": lambda x, weight: F.linear(x.double(), weight.double()),
+}
+
+
+WHEN_TRACED = known("a graph knows a weight as the object that it is, not what is made of it")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        *((name, lambda model: model) for name in MULTIPLIED),
+        *(pytest.param(name, compiled, marks=WHEN_TRACED if name in ("transposed", "cast") else ()) for name in MULTIPLIED),
+    ],
+)
+def test_a_head_without_a_module_is_left_out_unless_it_is_included(name, call):
+    for include, fires in ((",include=lm_head", 2), ("", 1)):
+        model = Tied(MULTIPLIED[name])
+        with st.inject(model, f"gain:1@op.matmul,direction=forward{include}") as ledger:
+            call(model)(torch.arange(6)[None])
+        assert ledger.forward == fires
+
+
 def run_as_it_is(graph, inputs):
     return graph.forward
 

@@ -540,3 +540,12 @@ def test_layers_in_a_dictionary_are_layers_and_other_dictionaries_are_not():
     mixed = nn.ModuleDict({"wte": nn.Sequential(nn.Embedding(2, 2)), "h": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))] * 1)})
     assert find_layers(nn.ModuleDict({"layers": layers}))[1] == ["layers.0", "layers.1"]
     assert find_layers(nn.ModuleDict({"block": mixed}))[1] == ["block.h.0"]
+
+
+def test_an_embedding_is_the_head_only_where_no_module_is_and_only_outside_of_the_layers():
+    without = Anatomy.of(OwnAttentionModel())
+    assert [part.name for part in without.heads_without_a_module()] == ["embedding", "positions"]
+    model = OwnAttentionModel()
+    model.blocks[0].table = nn.Embedding(9, 4)
+    assert [part.name for part in Anatomy.of(model).heads_without_a_module()] == ["embedding", "positions"]
+    assert Anatomy.of(OwnAttentionModel(output=nn.Linear(4, 9))).heads_without_a_module() == []

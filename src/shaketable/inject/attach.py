@@ -206,6 +206,8 @@ class Attached(Hook):
             for part, _ in framed:
                 if (reason := self._excluded(part)) is not None:
                     self.injection.operators.weights.add(part.module, reason)
+            for part in self.anatomy.heads_without_a_module():
+                self.injection.operators.weights.add(part.module, "lm_head")
         several = {module for module, count in Counter(module for module, _ in self.points).items() if count > 1}
         for (_, point), (module, taps) in self.points.items():
             entry = self.entries[id(module)]

@@ -80,6 +80,11 @@ class Anatomy:
         counts = {role: sum(1 for p in self.parts if p.role == role) for role in ROLES}
         return {role: n for role, n in counts.items() if n}
 
+    def heads_without_a_module(self) -> list[Part]:
+        """Embeddings whose weight is the head's too, in a model that has no module for its head: it multiplies by them itself."""
+        has_head = any(part.role == "lm_head" for part in self.parts)
+        return [] if has_head else [p for p in self.parts if p.role == "embedding" and p.layer is None]
+
     def excluded(self, part: Part) -> str | None:
         """The reason a part is left out unless `include=` names it: lm_head, embedding, router or lora."""
         return part.role if part.role in ("lm_head", "embedding", "router", "lora") else None

@@ -170,7 +170,7 @@ class ExcludedWeights:
 
     def __init__(self) -> None:
         self._modules: list[tuple[nn.Module, str]] = []
-        self._heads: list[nn.Linear] = []
+        self._heads: list[nn.Linear | nn.Embedding] = []
         self._known: dict[int, str] = {}
         self._cast: tuple[Tensor, int, str] | None = None
         """The last one that was cast, held so that nothing else gets its memory."""
@@ -179,7 +179,7 @@ class ExcludedWeights:
     def add(self, module: nn.Module, reason: str) -> None:
         """A module that is left out."""
         self._modules.append((module, reason))
-        if reason == "lm_head" and isinstance(module, nn.Linear):
+        if reason == "lm_head" and isinstance(module, nn.Linear | nn.Embedding):
             self._heads.append(module)
 
     def refresh(self) -> None:
