@@ -57,6 +57,7 @@ NAMES = (
     "ninth_by_rule",
     "tenth_by_rule",
     "eleventh_fresh",
+    "twelfth_fresh",
 )
 RESULTS = ROOT / "benchmarks" / "mutants.json"
 PAGE = RESULTS.with_suffix(".md")

@@ -330,6 +330,8 @@ BAD_DATA = [
     ([], "empty", "write e.g."),
     ({"plan": {"fault": "gain"}}, "dict", "list"),
     ({"paln": []}, "'paln'", "did you mean 'plan'"),
+    ({"plan": ["gain:1@layer.3"], "Seed": 7}, "'Seed'", "did you mean 'seed'"),
+    ({"Plan": ["gain:1@layer.3"]}, "'Plan'", "did you mean 'plan'"),
     ({"plan": [5]}, "5", "mapping"),
     ({"plan": [["gain:1@layer.3"]]}, "gain:1@layer.3", "mapping"),
     ({"plan": [{"fault": "gain", "magnitude": 1}]}, "site", "needs"),

@@ -23,6 +23,12 @@ def refused(plan, read=Plan.parse, **more):
     return str(caught.value)
 
 
+def test_layer_zero_is_a_layer_in_yaml_too():
+    for layers in (0, "0", [0]):
+        (found,) = Plan.from_data([{"fault": "gain", "magnitude": 1, "site": "module.linear", "layers": layers}]).clauses
+        assert found.text() == "gain:1@module.linear,layers=0"
+
+
 # Several names
 
 

@@ -81,7 +81,7 @@ class Anatomy:
         return {role: n for role, n in counts.items() if n}
 
     def heads_without_a_module(self) -> list[Part]:
-        """Embeddings whose weight is the head's too, in a model that has no module for its head: it multiplies by them itself."""
+        """Embeddings whose weight is the head's too: a model that has no module for its head multiplies by them itself."""
         has_head = any(part.role == "lm_head" for part in self.parts)
         return [] if has_head else [p for p in self.parts if p.role == "embedding" and p.layer is None]
 

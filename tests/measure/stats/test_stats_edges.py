@@ -447,6 +447,14 @@ def test_more_than_all_and_less_than_nothing_can_come_back():
     assert (less.share, less.taken, less.returned) == (-0.5, 0.5, -0.25)
 
 
+@pytest.mark.parametrize("odd", range(3))
+def test_scores_of_fewer_seeds_are_not_stretched_to_those_of_more(odd):
+    scores = [np.full((2, 3), value) for value in (0.0, 0.5, 1.0)]
+    scores[odd] = scores[odd][:1]
+    with pytest.raises(ShaketableError, match="a share needs the same problems three times"):
+        share_recovered(*scores)
+
+
 def test_no_problems_have_no_share():
     with pytest.raises(
         ShaketableError, match=r"^a share needs the same problems three times, not \(1, 0\), \(1, 0\) and \(1, 0\)$"
