@@ -23,6 +23,8 @@ ABOUT = {
     "coverage of locate": "locate: any row of any operator, the head's too, and what it says it did not see",
     "foreign code in a model": "locate: code that is not the model's must be named",
     "layers that share states": "locate: healthy models whose layers write into what others are given",
+    "models of one's own": "locate, compare, inject: models in plain PyTorch, and in code that ships with a checkpoint; "
+    "healthy, and with faults planted below torch's functions",
     "tampered records": "records, seals, signatures, checkpoints: any byte changed, lines moved, a new chain, an old schema",
     "hostile inputs": "plans, YAML files, study files, the store's index: bombs, long lines, random bytes, random words",
     "kills": "training, studies, records: kill -9 at chosen moments, and at every use of the disk in turn",

@@ -14,6 +14,7 @@ from shaketable.locate.compare.fingerprint import make_fingerprint
 from shaketable.sites.structure import Anatomy, find_layers
 from tests.locate.plain_models import ARGUMENTS, LAYERS, MODELS, build, tokens
 
+pytestmark = pytest.mark.attack("models of one's own")
 WITHOUT_LAYERS = ("own_attention", "lstm")
 LAYERED = [name for name in MODELS if name not in WITHOUT_LAYERS]
 EVERY = pytest.mark.parametrize("name", LAYERED)

@@ -13,6 +13,7 @@ from shaketable.locate.capture.trace import forward
 from shaketable.sites.structure import find_layers
 from tests.locate.remote_code import MODELS, VOCABULARY, build
 
+pytestmark = pytest.mark.attack("models of one's own")
 IDS = torch.randint(1, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
 EVERY = pytest.mark.parametrize("name", MODELS)
 UNSURE = {"Performer": "its projection are not what the config gives"}
