@@ -46,6 +46,8 @@ class Results:
         same = known.get("versions") == _versions() and known.get("digest") == _digest() and not again
         same = same or (bool(known) and only == "attacks")  # they say nothing of the zoo: its rows stay those of their own date
         self.body: dict[str, Any] = known if same else {"versions": _versions(), "digest": _digest(), "zoo": {}}
+        if only is not None and "attacks" in known:  # each of them has a date of its own
+            self.body["attacks"] = known["attacks"]
         if (last := self.body.pop("running", None)) is not None and last not in self.body["zoo"]:
             name, dtype, attention = last.split("|")
             row = {"name": name, "kind": name, "dtype": dtype, "attention": attention, "refused": None, "fails": [DIED]}

@@ -170,3 +170,6 @@ def test_attacks_alone_leave_the_zoo_and_its_date_as_they_are(tmp_path, monkeypa
     results.save(attacks=[kept | {"fails": []}])
     assert results.body["zoo"] and results.body["date"] == "2020-01-01"
     assert "| kills | training | 4 | 3 | 0 | 1 | 2 | 2020-01-02 |" in page(results.body)
+    zoo_alone = validate.Results(out, again=False, only="zoo").body
+    assert zoo_alone["attacks"] == results.body["attacks"] and not zoo_alone["zoo"], "of another version, as all is asked anew"
+    assert "attacks" not in validate.Results(out, again=False).body
