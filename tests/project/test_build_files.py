@@ -51,7 +51,8 @@ def test_make_alone_names_every_target():
 def test_the_workflow_does_what_ci_does_and_ci_builds_the_site():
     steps = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["ci"]["steps"]
     assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
-    assert re.search(r"^make .*\btest-all docs\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    for target in ("test-all", "docs"):
+        assert re.search(rf"^make .*\b{target}\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert re.search(r"^test-all: test\b", (ROOT / "Makefile").read_text(), re.MULTILINE), "with all that make test runs"
 
 

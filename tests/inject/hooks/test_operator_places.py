@@ -318,9 +318,9 @@ def test_without_exclusions_nothing_is_looked_up():
 
 @pytest.mark.parametrize(
     ("module", "reason", "head"),
-    [(nn.Linear(2, 2), "lm_head", True), (nn.Linear(2, 2), "router", False), (nn.Embedding(2, 2), "lm_head", False)],
+    [(nn.Linear(2, 2), "lm_head", True), (nn.Linear(2, 2), "router", False), (nn.Embedding(2, 2), "lm_head", True)],
 )
-def test_a_linear_that_is_a_head_is_one_while_a_graph_is_traced(module, reason, head):
+def test_a_linear_or_an_embedding_that_is_a_head_is_one_while_a_graph_is_traced(module, reason, head):
     weights = known((module, reason))
     assert weights.has_head is head
     assert weights.traced_owner([A, module.weight]) == ("lm_head" if head else None)

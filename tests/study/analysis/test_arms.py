@@ -155,15 +155,13 @@ def test_a_run_without_its_ledger_is_counted_in_the_remark(name, missing):
 
 
 def test_a_plan_of_which_no_run_has_a_ledger_is_a_row_that_proves_nothing():
-    head = {"config": {"plan": "gain:0.1@layer.2", "aqn": {"sigma": 0.1}}}
+    head = {"config": {"plan": "gain:0.1@layer.2", "aqn": {"sigma": 0.1}}}  # which may be for scores alone, or not trained
     scored = {"event": "evaluation", "conditions": [{"name": "hot", "plan": "gain:0.3@layer.1", "ledger": None}]}
     trained = [Run("x", "train", "arm", n, "done", head, [{"event": "finished", "ledgers": {}}, scored]) for n in range(2)]
     events = [{"event": "rung"}, {"event": "finished", "ledgers": {}}]
     hardened = Run("x", "harden", "arm", 0, "done", {"config": {"plans": ["gain:0.2@layer.2"]}}, events)
     rows = proof([*trained, hardened])
     expected = [
-        ("training: plan", "gain:0.1@layer.2", "2 of 2 runs have no ledger of it"),
-        ("training: AQN", "aqn", "2 of 2 runs have no ledger of it"),
         ("hardening: plan", "gain:0.2@layer.2", "1 of 1 runs have no ledger of it"),
         ("scored: hot", "gain:0.3@layer.1", "2 of 2 runs have no ledger of it"),
     ]

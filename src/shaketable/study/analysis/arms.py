@@ -136,7 +136,7 @@ def proof(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for name, where in (("plan", "training: plan"), ("aqn", "training: AQN")):
         asked = [r for r in runs if r.config.get(name)]
         ledgers = [(r.last("finished") or {"ledgers": {}})["ledgers"].get(name) for r in asked]
-        rows += _rows(where, ledgers, str(asked[0].config[name]) if name == "plan" and asked else name)
+        rows += _rows(where, ledgers)
     for plan in dict.fromkeys(p for r in runs for p in _hardened_against(r)):
         rows += _rows("hardening: plan", [_hardened_against(r)[plan] for r in runs if plan in _hardened_against(r)], plan)
     names = dict.fromkeys(c["name"] for r in runs if (e := r.last("evaluation")) for c in e["conditions"])
@@ -154,12 +154,15 @@ def _hardened_against(run: Run) -> dict[str, Event | None]:
     return {plan: ledgers.get(plan) for plan in run.config.get("plans", ())}
 
 
-def _rows(where: str, ledgers: Sequence[Event | None], plan: str) -> list[dict[str, Any]]:
-    """The proof of one plan in all runs; a run that should have a ledger and has none proves nothing for all."""
+def _rows(where: str, ledgers: Sequence[Event | None], plan: str = "") -> list[dict[str, Any]]:
+    """The proof of one plan in all runs; a run that should have a ledger and has none proves nothing for all.
+
+    Where none of them has one, `plan` is what is not proven; without it nothing is told: a plan may be meant for scores alone.
+    """
     rows = [_proof(where, site) for site in merged_sites(ledgers)]
     if all(ledger is not None for ledger in ledgers):
         return rows
-    rows = rows or [_proof(where, _NOTHING | {"fault": plan})]
+    rows = rows or [_proof(where, _NOTHING | {"fault": plan})] * bool(plan)
     remark = f"{sum(x is None for x in ledgers)} of {len(ledgers)} runs have no ledger of it"
     return [row | {"verdict": "inert", "remark": remark} for row in rows]
 
