@@ -21,7 +21,7 @@ demo: $(STAMP) ## A fault is planted in nano, located, repaired over four seeds;
 	@$(BIN)/shaketable study run studies/hardening.yaml --store demo-runs --report demo.html --force
 
 test: $(STAMP) ## The tests, but for the slow ones; at most ten minutes on two idle cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not slow"  # four: many of them wait for processes that they started
 
 test-all: test ## All tests, the slow ones too; what CI runs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
