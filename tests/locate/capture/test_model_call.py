@@ -81,7 +81,10 @@ def test_logits_are_found(answer):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((LOGITS, LOGITS.clone()), r"fails to give logits: it returns \(1, 3, 7\), \(1, 3, 7\); let it return a tensor"),
+        (
+            (LOGITS, LOGITS.clone()),
+            r"fails to give logits: it returns \(1, 3, 7\), \(1, 3, 7\); let it return a floating-point tensor",
+        ),
         ((STATES, STATES), r"it returns \(1, 3, 4\), \(1, 3, 4\);"),
         ({"last_hidden_state": STATES}, r"it returns \(1, 3, 4\);"),
         (SimpleNamespace(answer=LOGITS), "it returns a SimpleNamespace;"),

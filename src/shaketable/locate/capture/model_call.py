@@ -69,5 +69,5 @@ def logits_of(answer: Any, model: nn.Module) -> Tensor:
     shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(answer)) or f"a {type(answer).__name__}"
     raise ModelError(
         f"a plain forward of {type(model).__name__} fails to give logits: it returns {shapes}; "
-        "let it return a tensor, or something with `logits` in it"
+        "let it return a floating-point tensor, or something with `logits` in it"
     )
