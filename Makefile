@@ -12,7 +12,7 @@ FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHO
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store bench-mismatch validate validate-sample mutants numbers nano example-ledger example-harden format clean
+.PHONY: help demo test test-all test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store bench-mismatch validate validate-sample numbers nano example-ledger example-harden format clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
@@ -82,9 +82,6 @@ validate: $(STAMP) ## Every architecture, the attacks and simulated studies; hal
 
 validate-sample: $(STAMP) ## A sample of the architectures; may fail only where docs/validation.md says so
 	$(BIN)/python validation/validate.py --sample 12
-
-mutants: $(STAMP) ## Bugs planted one at a time: which of them no test catches
-	$(BIN)/python scripts/mutants.py
 
 bench-train: $(STAMP) ## Training and sweeping on a CPU, beside plain TRL
 	$(BIN)/python benchmarks/train.py
