@@ -1,4 +1,4 @@
-"""One thread for every test, Triton's interpreter where there is no GPU, a small model, and what the tests of frameworks cover.
+"""One thread for every test, the same examples in every run, Triton's interpreter where there is no GPU, and a small model.
 
 Tests carry `@pytest.mark.covers(framework, what, mode)`. With `--covers FILE` a run writes there how many tests of each passed and
 failed, on which day and with which versions, over what an earlier run wrote of them; `scripts/compatibility.py` makes the table
@@ -8,6 +8,7 @@ of docs/frameworks.md from the marks and such files.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import threading
@@ -21,6 +22,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
+
+if importlib.util.find_spec("hypothesis"):  # not in the environments of vLLM and verl
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "same examples in every run",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("same examples in every run")
 
 
 def _has_gpu():
@@ -39,10 +52,6 @@ PACKAGES = ("accelerate", "peft", "ray", "torch", "transformers", "trl", "verl",
 
 def pytest_addoption(parser):
     parser.addoption("--covers", metavar="FILE", help="write what the tests of frameworks covered, and whether they passed")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("filterwarnings", "ignore:Exception in thread shaketable-file")  # ended by `no_thread_is_left`
 
 
 def pytest_collection_modifyitems(items):
@@ -78,15 +87,18 @@ _covered = Counter()
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
-    """End the threads that keep a file: one would go on writing, and ask clocks and disks that a later test has replaced."""
+def _no_thread_left():
+    """A thread that follows a process would go on writing into a later test; whatever starts one closes it."""
     before = set(threading.enumerate())
     yield
-    left = [t for t in threading.enumerate() if t.name == "shaketable-file" and t not in before]
-    for thread in left:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-    for thread in left:
-        thread.join(1)
+    left = [thread for thread in threading.enumerate() if thread.name == "shaketable-file" and thread not in before]
+    assert not left, "this test started a thread that writes a ledger or a report, and did not close it"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_cache(tmp_path_factory):
+    """What inductor compiles stays in a folder of this worker, and is gone with it."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,7 @@ from shaketable.faults import KINDS, Format
 from shaketable.layer_ranges import Layers, join_layers, parse_layers
 from shaketable.plan import INCLUDABLE, OPS, PHASES, Plan, Site
 
-often = settings(derandomize=True, deadline=None, database=None, max_examples=200)
+often = settings(max_examples=200)
 
 EXAMPLES = [
     "relative_gaussian:0.05@op.matmul",

@@ -25,6 +25,8 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.chdir(asked["folder"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(asked[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.argv, code = ["shaketable", *asked["words"]], 1
@@ -42,6 +44,7 @@ for line in sys.stdin:
     status = os.waitpid(child, 0)[1]
     print(os.waitstatus_to_exitcode(status), flush=True)
 """
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,13 @@ class Done:
 
 @functools.cache
 def _server():
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     command = [sys.executable, "-c", SERVER]
     pipes = {
         "stdin": subprocess.PIPE,
         "stdout": subprocess.PIPE,
         "stderr": subprocess.DEVNULL,
         "text": True,
-        "env": environment,
+        "env": os.environ | ENVIRONMENT,
     }
     server = subprocess.Popen(command, **pipes)
     atexit.register(server.kill)
@@ -73,7 +75,13 @@ def shaketable(folder, *words, first=""):
     """Run `shaketable WORDS…` in a folder."""
     server = _server()
     places = {name: str(folder / f".{name}") for name in ("stdout", "stderr")}
-    asked = {"folder": str(folder), "words": [str(w) for w in words], "first": first, **places}
+    asked = {
+        "folder": str(folder),
+        "words": [str(w) for w in words],
+        "first": first,
+        "environment": os.environ | ENVIRONMENT,
+        **places,
+    }
     server.stdin.write(json.dumps(asked) + "\n")
     server.stdin.flush()
     code = int(server.stdout.readline())

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from shaketable.cli.sweep import sweep
 from shaketable.records.record import FILE
 from tests import ROOT
+from tests.cli.command_server import shaketable
 
 NOISE = ("nano", "--task", "arithmetic,level=2", "--plan", "relative_gaussian@op.matmul")
 SMALL = (*NOISE, "--magnitudes", "0,0.1,0.5", "--n", "12", "--seeds", "2", "--out", "run")
@@ -55,26 +55,32 @@ def test_a_resumed_sweep_is_printed_again_and_changes_nothing(run):
     assert Path("run", FILE).read_bytes() == before and numbers("a.json") == numbers("b.json")
 
 
+KILL_AT_THE_THIRD_POINT = """
+import os, signal
+from shaketable.records.record import RunRecord
+append, points = RunRecord.append, []
+def patched(self, event, **facts):
+    append(self, event, **facts)
+    points.extend([event] * (event == "point"))
+    if len(points) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+RunRecord.append = patched
+"""
+
+
 @pytest.mark.slow
 def test_kill_9_in_the_middle(tmp_path):
-    words = [sys.executable, "-m", "shaketable", "sweep", *SMALL[:-6], "--n", "60", "--seeds", "4"]
-    whole = subprocess.run([*words, "--out", "whole", "--json", "whole.json"], cwd=tmp_path, capture_output=True, text=True)
-    assert whole.returncode == 0, whole.stderr
-    killed = subprocess.Popen([*words, "--out", "run"], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    words = ["sweep", *SMALL[:-6], "--n", "60", "--seeds", "4"]
+    whole = shaketable(tmp_path, *words, "--out", "whole", "--json", "whole.json")
+    assert whole.code == 0, whole.stderr
+    assert shaketable(tmp_path, *words, "--out", "run", first=KILL_AT_THE_THIRD_POINT).code == -signal.SIGKILL
     record = tmp_path / "run" / FILE
-    for _ in range(6000):
-        if record.exists() and record.read_bytes().count(b'"event": "point"') >= 3:
-            break
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
     kept = record.read_bytes()
-    assert 3 <= kept.count(b'"event": "point"') < 9
-    resumed = [sys.executable, "-m", "shaketable", "sweep", "--resume", "run", "--json", "run.json"]
-    done = subprocess.run(resumed, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert kept.count(b'"event": "point"') == 3
+    done = shaketable(tmp_path, "sweep", "--resume", "run", "--json", "run.json")
+    assert done.code == 0, done.stderr
     assert numbers(tmp_path / "run.json") == numbers(tmp_path / "whole.json")
-    assert record.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    assert record.read_bytes().startswith(kept)
 
 
 def test_a_format_needs_no_magnitudes(run):

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from shaketable.harden.grpo.checkpoints import sealed, step_of
 from shaketable.records.record import RunRecord
 from tests.cli.command_server import shaketable
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.attack("kills")
 RUN = [
@@ -171,10 +171,8 @@ def test_kill_9_from_outside(tmp_path, whole):
     command = [sys.executable, "-m", "shaketable", *RUN, "--out", str(tmp_path / "run")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        record, end = tmp_path / "run" / "record.jsonl", time.monotonic() + 120
-        while not (record.exists() and b'"step": 3, "loss"' in record.read_bytes()):
-            assert time.monotonic() < end and process.poll() is None
-            time.sleep(0.01)
+        record = tmp_path / "run" / "record.jsonl"
+        wait_until(lambda: record.exists() and b'"step": 3, "loss"' in record.read_bytes(), process)
         process.kill()
     assert process.returncode == -signal.SIGKILL
     assert shaketable(tmp_path, "train", "--resume", "run").code == 0

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 KEYS = st.integers(0, 2**64 - 1)
 MILLION = 1_000_000
 needs_kernel = pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
-quick = settings(derandomize=True, deadline=None, database=None, max_examples=60)
+quick = settings(max_examples=60)
 SAMPLES = {
     "normals": lambda key, n=MILLION: normals(n, key, CPU).double().numpy(),
     "uniforms": lambda key, n=MILLION: uniforms(n, key, CPU).double().numpy() - 0.5,

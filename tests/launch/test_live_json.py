@@ -1,13 +1,24 @@
 """The file that follows what a process does."""
 
 import json
-import time
-from types import SimpleNamespace
+from contextlib import closing
 
 import pytest
 
-from shaketable.launch import live_json
-from shaketable.launch.live_json import PAUSE, SHARE, KeptFile, pause_after
+from shaketable.launch.live_json import PAUSE, SHARE, TRIES, KeptFile, pause_after
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def kept(request):
+    """Makes files that are kept until the test ends."""
+
+    def make(*arguments):
+        file = KeptFile(*arguments)
+        request.addfinalizer(file.close)
+        return file
+
+    return make
 
 
 def test_one_slow_write_delays_nothing_and_two_do():
@@ -17,9 +28,9 @@ def test_one_slow_write_delays_nothing_and_two_do():
     assert pause_after(0.05, 0.04) == SHARE * 0.04
 
 
-def test_catching_up_writes_only_what_is_new(tmp_path):
+def test_catching_up_writes_only_what_is_new(kept, tmp_path):
     state, asked = {"n": 0}, []
-    file = KeptFile(tmp_path / "f.json", lambda: asked.append(1) or dict(state), lambda: state["n"])
+    file = kept(tmp_path / "f.json", lambda: asked.append(1) or dict(state), lambda: state["n"])
     file.catch_up()
     assert len(asked) == 1
     state["n"] = 1
@@ -27,7 +38,7 @@ def test_catching_up_writes_only_what_is_new(tmp_path):
     assert json.loads(file.path.read_text()) == {"n": 1} and len(asked) == 2
 
 
-def test_news_that_comes_while_it_is_written_is_written_the_next_time(tmp_path):
+def test_news_that_comes_while_it_is_written_is_written_the_next_time(kept, tmp_path):
     """The clock may look in the middle of a pass; what it then wrote must not count as all of it."""
     state = {"n": 0}
 
@@ -36,16 +47,16 @@ def test_news_that_comes_while_it_is_written_is_written_the_next_time(tmp_path):
         state["n"] = 1
         return seen
 
-    file = KeptFile(tmp_path / "f.json", ask, lambda: state["n"])
+    file = kept(tmp_path / "f.json", ask, lambda: state["n"])
     file.catch_up()
     assert json.loads(file.path.read_text()) == {"n": 1}
 
 
 @pytest.mark.attack("full disks")
-def test_a_file_that_cannot_be_written_is_told_once_and_has_everything_later(tmp_path, capsys):
+def test_a_file_that_cannot_be_written_is_told_once_and_has_everything_later(kept, tmp_path, capsys):
     state, folder = {"n": 0}, tmp_path / "l"
     folder.mkdir()
-    file = KeptFile(folder / "f.json", lambda: dict(state), lambda: state["n"])
+    file = kept(folder / "f.json", lambda: dict(state), lambda: state["n"])
     file.path.unlink()
     folder.rmdir()
     for n in (1, 2):
@@ -62,23 +73,21 @@ def test_a_file_that_cannot_be_written_is_told_once_and_has_everything_later(tmp
     assert json.loads(file.path.read_text()) == {"n": 2}
 
 
-def test_what_changes_is_written_and_flush_writes_at_once(tmp_path):
+def test_what_changes_is_written_and_flush_writes_at_once(kept, tmp_path):
     state = {"n": 0}
-    file = KeptFile(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])
+    file = kept(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])
     assert json.loads(file.path.read_text()) == {"n": 0}
     state["n"] = 1
     file.flush()
     assert json.loads(file.path.read_text()) == {"n": 1}
     state["n"] = 2
-    until = time.monotonic() + 60
-    while json.loads(file.path.read_text()) != {"n": 2} and time.monotonic() < until:
-        time.sleep(0.01)
-    assert json.loads(file.path.read_text()) == {"n": 2}
+    file.start()
+    wait_until(lambda: json.loads(file.path.read_text()) == {"n": 2})
 
 
-def test_a_write_that_breaks_off_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_write_that_breaks_off_leaves_what_was_there(kept, tmp_path, monkeypatch):
     content, path = {"a": 1}, tmp_path / "file.json"
-    kept = KeptFile(path, lambda: dict(content))
+    file = kept(path, lambda: dict(content))
 
     def half(self, text, **_):
         with self.open("w") as file:
@@ -87,19 +96,31 @@ def test_a_write_that_breaks_off_leaves_what_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(path), "write_text", half)
     content["a"] = 2
-    kept.try_flush()
+    file.try_flush()
     assert path.read_text() == '{"a": 1}'
 
 
-def test_the_first_write_of_a_process_is_followed_by_a_short_pause_and_the_second_slow_one_by_a_long_one(monkeypatch):
-    pauses, clock = [], iter([0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("failures", [0, 1, TRIES, TRIES + 1])
+def test_content_that_changes_while_it_is_read_is_read_again_but_not_for_ever(kept, tmp_path, failures):
+    left = [failures]
 
-    def sleep(seconds):
-        pauses.append(seconds)
-        if len(pauses) == 4:
-            raise KeyboardInterrupt
+    def ask():
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("dictionary changed size during iteration")
+        return {"a": 1}
 
-    monkeypatch.setattr(live_json, "time", SimpleNamespace(sleep=sleep, thread_time=lambda: next(clock)))
-    with pytest.raises(KeyboardInterrupt):
-        KeptFile._keep_flushing(SimpleNamespace(catch_up=lambda: None))
-    assert pauses == [PAUSE, PAUSE, SHARE * 0.5, SHARE * 0.5]
+    if failures > TRIES:
+        with pytest.raises(RuntimeError, match="changed size"):
+            kept(tmp_path / "x.json", ask)
+        return
+    assert json.loads(kept(tmp_path / "x.json", ask).path.read_text()) == {"a": 1}
+
+
+def test_a_closed_file_has_the_last_state_and_follows_no_more(tmp_path):
+    state = {"n": 0}
+    with closing(KeptFile(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])) as file:
+        file.start()
+        state["n"] = 1
+    assert json.loads(file.path.read_text()) == {"n": 1}
+    assert not file._thread.is_alive()

@@ -454,6 +454,7 @@ def activated(monkeypatch, tmp_path):
         warnings.simplefilter("always")
         process.activate()
         yield process.active(), heard
+    process.active().close()
     process.active().injection.close(check=False)
 
 

@@ -375,6 +375,7 @@ def test_the_plan_of_the_environment_is_made_active_with_all_that_belongs_to_it(
         process.activate()
         assert process.active() is file and done == {}, "the second time it does nothing"
     finally:
+        file.close()
         injection.close(check=False)
 
 

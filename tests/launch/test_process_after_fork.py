@@ -25,6 +25,9 @@ class File:
         self.path, self.ask, self.news = path, ask, news
         self.written, self.tried, self.caught_up = 0, 0, 0
 
+    def start(self):
+        pass
+
     def flush(self):
         self.written += 1
 

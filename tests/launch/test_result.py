@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from shaketable.errors import PlanError
-from shaketable.launch import live_json, run
+from shaketable.launch import run
 from shaketable.launch.inert_notices import Notices
 from shaketable.launch.run import RunResult, collect, environment, new_folder
 from shaketable.launch.unshaken_processes import called, unshaken
@@ -152,31 +152,13 @@ def test_signals_go_to_the_program_and_afterwards_to_who_had_them_before(tmp_pat
     seen = []
     before = signal.signal(number, lambda *_: seen.append(1))
     try:
-        code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); time.sleep(60)"
+        code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); signal.pause()"
         assert run.run_command([sys.executable, "-S", "-c", code], dict(os.environ)) == -number
         assert seen == []
         os.kill(os.getpid(), number)
         assert seen == [1], "who had it has it again"
     finally:
         signal.signal(number, before)
-
-
-@pytest.mark.parametrize("failures", [0, 1, live_json.TRIES, live_json.TRIES + 1])
-def test_content_that_changes_while_it_is_read_is_read_again_but_not_for_ever(tmp_path, failures):
-    left = [failures]
-
-    def ask():
-        left[0] -= 1
-        if left[0] >= 0:
-            raise RuntimeError("dictionary changed size during iteration")
-        return {"a": 1}
-
-    if failures > live_json.TRIES:
-        with pytest.raises(RuntimeError, match="changed size"):
-            live_json.KeptFile(tmp_path / "x.json", ask)
-        return
-    live_json.KeptFile(tmp_path / "x.json", ask)
-    assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
 
 
 def test_every_notice_is_told_once_for_all_processes_and_each_by_itself(tmp_path, capfd):

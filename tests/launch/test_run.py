@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests import slow
 from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -214,18 +214,16 @@ def test_trl_grpo_samples_in_rollout_and_learns_in_train(tmp_path):
 
 @pytest.mark.attack("kills")
 def test_a_killed_process_keeps_its_ledger(tmp_path):
-    body = "import torch, time\nm = torch.nn.Linear(4, 4)\n[m(torch.ones(1, 4)) for _ in range(50)]\nprint('done', flush=True)\ntime.sleep(60)"
+    body = "import signal, torch\nm = torch.nn.Linear(4, 4)\n[m(torch.ones(1, 4)) for _ in range(50)]\nprint('done', flush=True)\nsignal.pause()"
     folder = tmp_path / "l"
     words = [sys.executable, "-m", "shaketable", "run", "--plan", LINEAR, "--ledger", str(folder), "--"]
     runner = subprocess.Popen([*words, sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
     assert runner.stdout is not None
     assert runner.stdout.readline().strip() == "done"
-    until = time.monotonic() + 60
-    while (record := json.loads(next(folder.glob("process-*.json")).read_text()))["ledger"]["forward"] < 50:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    os.kill(record["pid"], signal.SIGKILL)
-    assert runner.wait(30) == 128 + signal.SIGKILL
+    file = next(folder.glob("process-*.json"))
+    wait_until(lambda: json.loads(file.read_text())["ledger"]["forward"] == 50, runner)
+    os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)
+    assert runner.wait() == 128 + signal.SIGKILL
     assert json.loads((folder / "ledger.json").read_text())["forward"] == 50
 
 

@@ -114,7 +114,7 @@ def test_kurtosis_is_scipys(power, dtype):
     assert answers(y).kurtosis == pytest.approx(scipy.stats.kurtosis(y.double().numpy(), axis=None), rel=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=4, max_size=50))
 def test_kurtosis_is_scipys_on_any_values(values):
     y = torch.tensor(values).reshape(1, 1, -1)
@@ -179,7 +179,7 @@ def test_as_dict_names_the_six():
 weird = st.one_of(st.floats(width=32), st.sampled_from([0.0, -0.0, math.inf, math.nan, 65504.0, 3.4e38, 1e-45, 1.0]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from(DTYPES), st.integers(0, 3), st.integers(1, 5), st.integers(1, 3))
 def test_weird_values_raise_nothing_and_give_no_infinity(data, dtype, tokens, channels, repeats):
     def tensor():

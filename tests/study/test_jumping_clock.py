@@ -4,6 +4,7 @@ import itertools
 import random
 import shutil
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from shaketable.study.run_study import define
 from shaketable.study.store.store import Store
 from shaketable.study.verify import verify
 from tests.study.small_studies import data
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.attack("a jumping clock")
 YEAR = 365 * 24 * 3600.0
@@ -127,12 +129,10 @@ def test_files_locks_and_names_do_not_follow_the_clock(tmp_path, monkeypatch, cl
     times = clock(time.time())
     monkeypatch.setattr(time, "time", lambda: next(times))
     state = {"n": 0}
-    file = KeptFile(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])
-    state["n"] = 1
-    end = time.monotonic() + 30
-    while file.path.read_text() != '{"n": 1}':
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    with closing(KeptFile(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])) as file:
+        file.start()
+        state["n"] = 1
+        wait_until(lambda: file.path.read_text() == '{"n": 1}')
     with held(tmp_path, "one") as ours, held(tmp_path, "one", wait=0.2) as theirs:
         assert ours and not theirs
     first = unique_folder(tmp_path, "run")

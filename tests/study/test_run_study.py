@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
 from shaketable.study.store.progress import progress
 from tests.study.small_studies import data, study
+from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "shaketable", "study", "run"]
 TIMES = ("cost",)
@@ -76,15 +76,14 @@ def written(store):
 
 @pytest.mark.slow
 @pytest.mark.attack("kills")
-def test_a_study_killed_at_random_moments_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
-    file, store, chance = file_of(tmp_path), tmp_path / "store", random.Random(time.time_ns())
+def test_a_study_killed_three_times_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+    file, store, chance = file_of(tmp_path), tmp_path / "store", random.Random(20261118)
     whole = 60_000
     marks = sorted(chance.sample(range(whole), 3))
     print("killed when the records have", marks, "bytes")  # shown when the test fails
     for mark, how in zip(marks, chance.sample([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], 3), strict=True):
         process = start(file, store, "--workers", "1")
-        while process.poll() is None and written(store) < mark:
-            time.sleep(0.02)
+        wait_until(lambda mark=mark, process=process: written(store) >= mark or process.poll() is not None)
         process.send_signal(how)
         process.communicate()
     out = finished(start(file, store))
@@ -174,17 +173,12 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path):
     """kill -9 of the parent: the worker sees it by itself, and its run is left as partial and not as failed."""
     file, store = file_of(tmp_path, train=data()["train"] | {"steps": 400}), tmp_path / "store"
     process = start(file, store, "--workers", "1")
-    while not any(b'"event": "step"' in path.read_bytes() for path in store.glob(f"small/runs/*/{FILE}")):  # within a training
-        assert process.poll() is None
-        time.sleep(0.05)
+    pattern = f"small/runs/*/{FILE}"
+    wait_until(lambda: any(b'"event": "step"' in path.read_bytes() for path in store.glob(pattern)), process)  # in a training
     pids = {e["pid"] for r in (store / "small" / "runs").glob("[!.]*/") for e in RunRecord.open(r).events("attempt")}
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    for _ in range(1200):
-        if not any(_is_alive(pid) for pid in pids):
-            break
-        time.sleep(0.05)
-    assert not any(_is_alive(pid) for pid in pids)
+    wait_until(lambda: not any(_is_alive(pid) for pid in pids))
     states = {r["status"] for r in progress(study(train=data()["train"] | {"steps": 400}), store / "small")["runs"]}
     assert states <= {"done", "partial", "missing"} and "partial" in states
 

@@ -44,6 +44,7 @@ class LedgerFile:
         """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
         self._file.flush()  # raises where the folder cannot be written to; later it is too late to stop anybody
+        self._file.start()
 
     def _begin(self) -> None:
         self.started = time.time()
@@ -52,6 +53,10 @@ class LedgerFile:
     def flush(self) -> None:
         """Write, if there is anything new."""
         self._file.try_flush()
+
+    def close(self) -> None:
+        """Stop following the process, and write once more."""
+        self._file.close()
 
     def catch_up(self) -> None:
         """Write, if anything was done since the last time. On a GPU kernels count by themselves: there one has to look."""
@@ -74,6 +79,7 @@ class LedgerFile:
         self.place = self.place.child()
         self.fork = True
         self._begin()
+        self._file.start()
 
     def _record(self) -> dict[str, Any]:
         found = self.place if self.fork else process_identity.current_place()

@@ -50,8 +50,20 @@ class KeptFile:
         self._seen: object = None
         self._is_told = False
         self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="shaketable-file", daemon=True)
         self.try_flush()
-        threading.Thread(target=self._keep_flushing, name="shaketable-file", daemon=True).start()
+
+    def start(self) -> None:
+        """Follow the process from now on, in a thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End that thread, and write once more."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.try_flush()
 
     def flush(self) -> None:
         """Write, if there is anything new."""
@@ -88,10 +100,9 @@ class KeptFile:
                 time.sleep(0.001)
         return self._ask()
 
-    def _keep_flushing(self) -> None:
+    def _follow(self) -> None:
         pause, before = PAUSE, 0.0
-        while True:
-            time.sleep(pause)
+        while not self._closing.wait(pause):
             start = time.thread_time()
             self.catch_up()
             cost = time.thread_time() - start

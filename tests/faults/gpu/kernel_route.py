@@ -28,7 +28,7 @@ kernels = [
     pytest.mark.skipif(dispatch._kernels() is None, reason="no Triton here"),
     pytest.mark.skipif(not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU and no interpreter"),
 ]
-quick = settings(derandomize=True, deadline=None, database=None, max_examples=12)
+quick = settings(max_examples=12)
 
 INF, NAN = float("inf"), float("nan")
 HARD = (

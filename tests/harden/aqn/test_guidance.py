@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shaketable.errors import ShaketableError
@@ -65,7 +65,6 @@ rows = st.lists(st.tuples(st.floats(0.1, 3), positive, st.floats(0, 0.3)), min_s
 bases = st.one_of(st.sampled_from([0.05, 0.01, 0.1, 0.125, 0.15, 0.2]), st.floats(1e-4, 0.5))
 
 
-@settings(deadline=None)
 @given(rows=rows, base=bases, data=st.data())
 def test_sigmas_are_the_origin_s(rows, base, data):
     gain, kurtosis, instability = map(list, zip(*rows, strict=True))
@@ -78,7 +77,6 @@ def test_sigmas_are_the_origin_s(rows, base, data):
     assert [x.label == "LOW" for x in found.layers] == (expected < base * 0.8).tolist()
 
 
-@settings(deadline=None)
 @given(rows=rows, base=bases, target=st.sampled_from(["all", "fault", "healthy"]), data=st.data())
 def test_the_yaml_loads_back_to_the_same_numbers(rows, base, target, data):
     gain, kurtosis, instability = map(list, zip(*rows, strict=True))

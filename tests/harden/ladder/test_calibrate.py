@@ -176,7 +176,7 @@ def test_two_plans_are_met_in_the_middle():
 # ---- the regression itself
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     slope=st.floats(0.3, 3).filter(lambda g: abs(g - 1) > 0.01),
     offset=st.floats(-2, 2).filter(lambda o: abs(o) > 0.05),

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 import shaketable as st
@@ -511,7 +511,6 @@ GROUPS = {
 }
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # which is said of the machine, not of the keys
 @given(some.data())
 def test_whatever_a_key_holds_it_is_translated_or_refused_in_one_line(data):
     group = data.draw(some.sampled_from(sorted(GROUPS)))

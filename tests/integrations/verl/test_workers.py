@@ -12,7 +12,6 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import InertError, ShaketableError
-from shaketable.inject.hooks import checkpointing
 from shaketable.inject.injection import Injection
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report, read_reports
@@ -23,18 +22,22 @@ BACKWARD = Instructions(plan="gain:0.1@op.matmul,direction=backward,phase=train"
 PHASE = {"sampler": "rollout", "actor": "train"}
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def closed_in_the_end():
-    """Workers are never told to stop; what they leave open would be seen by the tests of other files."""
+    """Workers are never told to stop; what they leave open would be seen by other tests."""
     yield
-    for injection in list(checkpointing._watching):
-        injection.close(check=False)
+    for worker in Worker.made:
+        worker.close()
+    Worker.made.clear()
 
 
 class Worker:
     """A worker with a model of one norm and one linear, that reports as verl's do."""
 
+    made = []  # noqa: RUF012
+
     def __init__(self, folder, role="sampler", rank=0, instructions=ORDERS):
+        self.made.append(self)
         self.model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4))
         self.role, self.injection, self.noise = role, None, None
         if instructions.plan is not None:
@@ -50,6 +53,11 @@ class Worker:
         found = {what: None if part is None else part.ledger.to_dict() for what, part in ledgers.items()}
         sigmas = {} if self.noise is None else {str(k): v for k, v in self.noise.sigmas.items()}
         return {**self.state, **found, "sigma": 0.0 if self.noise is None else self.noise.sigma, "sigmas": sigmas}
+
+    def close(self):
+        self.file.close()
+        for part in filter(None, (self.injection, self.noise)):
+            part.close(check=False)
 
     def work(self, times=1, phase=None, backward=False):
         for part in filter(None, (self.injection, self.noise)):

@@ -4,9 +4,10 @@ processes_apart.py KIND
 """
 
 import multiprocessing
+import signal
 import subprocess
 import sys
-import time
+from multiprocessing.synchronize import Event
 
 import torch
 from torch import nn
@@ -27,10 +28,15 @@ def evaluate() -> None:
     nn.Sequential(nn.Linear(8, 8)).eval()(torch.randn(4, 8))
 
 
-def stuck() -> None:
+def stuck(inside: Event) -> None:
     """Is killed in the middle of its first pass."""
+
+    def say_and_wait(*_: object) -> None:
+        inside.set()
+        signal.pause()
+
     model = nn.Sequential(nn.Identity(), nn.Linear(8, 8))
-    model[0].register_forward_hook(lambda *_: time.sleep(600))
+    model[0].register_forward_hook(say_and_wait)
     model(torch.randn(4, 8))
 
 
@@ -40,9 +46,12 @@ if __name__ == "__main__":
     if sys.argv[1] == "subprocess":
         subprocess.run([sys.executable, "-c", "import torch; torch.ones(3) + 1"], check=True)
     else:
-        child = multiprocessing.get_context("spawn").Process(target=globals()[sys.argv[1]])
+        context = multiprocessing.get_context("spawn")
+        inside = context.Event()
+        arguments = (inside,) if sys.argv[1] == "stuck" else ()
+        child = context.Process(target=globals()[sys.argv[1]], args=arguments)
         child.start()
         if sys.argv[1] == "stuck":
-            time.sleep(8)
+            inside.wait()
             child.kill()
         child.join()

@@ -147,7 +147,7 @@ def test_the_noise_s_likelihood_is_scipy_s():
     assert found["absolute_gaussian"].magnitude == pytest.approx(stats.norm.fit(d, floc=0)[1], rel=1e-3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(some.lists(some.floats(-10, 10), min_size=1, max_size=60))
 def test_the_distance_from_the_normal_is_scipy_s(values):
     assert distance(torch.tensor(values, dtype=torch.float64)) == pytest.approx(
@@ -155,7 +155,7 @@ def test_the_distance_from_the_normal_is_scipy_s(values):
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(some.lists(some.tuples(some.floats(-4, 4), some.floats(-0.3, 0.3)), min_size=2, max_size=12))
 @example([(0.0, 0.25), (0.0, 0.25), (0.25, 0.0)])  # what was zero and is not any more has no sign
 def test_no_threshold_is_better_than_the_one_found(values):

@@ -280,7 +280,7 @@ def plain_attention(q, k, v, mask=None, scale=None):
     return torch.from_numpy(out.astype(np.float64))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=some.integers(0, 2**31),
     groups=some.sampled_from([(4, 4), (4, 2), (4, 1), (3, 3)]),

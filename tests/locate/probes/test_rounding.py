@@ -81,7 +81,7 @@ def factors(seed, k, dtype, kind="normal", rows=6, channels=5):
     return as_torch(x, dtype), as_torch(w, dtype), rng
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=some.integers(0, 2**32),
     k=some.integers(1, 96),
@@ -131,7 +131,7 @@ def test_ends_are_the_rounded_ends_of_the_real_interval(dtype, slack):
     assert torch.equal(whole.low[where], low) and torch.equal(whole.high[where], high)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=some.integers(0, 2**32), dtype=some.sampled_from(DTYPES), slack=some.sampled_from([0.0, 1e-7, 1e-3, 0.2]))
 def test_outside_is_what_the_ends_say(seed, dtype, slack):
     rng = np.random.default_rng(seed)

@@ -13,7 +13,7 @@ from shaketable.measure.stats.tests import bootstrap, paired
 SCORES = arrays(np.float64, 30, elements=some.integers(0, 4).map(lambda k: k / 4))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(a=SCORES, b=SCORES)
 def test_it_is_scipys_paired_bootstrap_of_the_two_means(a, b):
     def difference(x, y, axis):

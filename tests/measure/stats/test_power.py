@@ -72,7 +72,7 @@ def test_over_seeds_sees_its_detectable_difference_in_four_of_five(seeds, seed_s
 
 
 @given(n=some.integers(2, 60), sd=some.floats(0.01, 0.1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_t_detectable_has_the_power_that_the_noncentral_t_gives(n, sd):
     found = t_detectable(sd / np.sqrt(n), n - 1)
     if found is None:
@@ -108,7 +108,7 @@ def test_arms_that_agreed_on_all_problems_could_still_differ():
 
 @example(problems=6, share=1e-310)
 @given(problems=some.integers(6, 300), share=some.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_more_problems_never_see_less(problems, share):
     fewer, more = mcnemar_detectable(problems, share), mcnemar_detectable(2 * problems, share)
     assert fewer is None or more <= fewer + 1e-6

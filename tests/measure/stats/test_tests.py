@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 from hypothesis.extra.numpy import arrays
 from scipy import stats
@@ -87,7 +87,6 @@ def test_mcnemar_is_the_binomial_test_of_discordant_pairs(scores):
 
 
 @given(some.lists(some.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=12))
-@settings(deadline=None)
 def test_the_sign_flip_test_of_single_scores_is_mcnemar(d):
     a, b = [max(-x, 0.0) for x in d], [max(x, 0.0) for x in d]
     assert sign_flip(d) == pytest.approx(mcnemar(a, b))
@@ -139,7 +138,6 @@ def test_with_many_problems_the_interval_is_that_of_the_bootstrap():
 
 
 @given(arrays(np.float64, some.tuples(some.integers(1, 8), some.integers(1, 3)), elements=some.sampled_from([0.0, 0.5, 1.0])))
-@settings(deadline=None)
 def test_no_scores_make_a_paired_comparison_fail(b):
     a = np.zeros_like(b)
     for found in (paired(a, b, resamples=99), paired(b, b, resamples=99)):
@@ -242,7 +240,6 @@ def test_without_spread_the_fallback_is_named():
 
 
 @given(some.data())
-@settings(deadline=None)
 def test_no_scores_make_trained_arms_fail(data):
     rows, other, problems = (data.draw(some.integers(1, 4)) for _ in range(3))
     a, b = (data.draw(arrays(np.float64, (k, problems), elements=some.sampled_from([0.0, 0.3, 1.0]))) for k in (rows, other))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import time
 
 import pytest
 import torch
@@ -106,7 +105,6 @@ def test_samples_are_the_recorded_questions_and_answers(found):
 
 def copied(store, folder):
     shutil.copytree(store / "small", folder / "small")
-    time.sleep(0.01)
     return folder / "small"
 
 

@@ -44,6 +44,7 @@ class Report:
         self._mark = 0
         self._file = KeptFile(folder / f"worker-{os.getpid()}-{secrets.token_hex(4)}.json", self._body)
         self._file.flush()
+        self._file.start()
         atexit.register(self.flush)
 
     @property
@@ -55,6 +56,11 @@ class Report:
         """Write, if there is anything new; `mark`, and all later reports, have the number of the question in them."""
         self._mark = self._mark if mark is None else mark
         self._file.flush()
+
+    def close(self) -> None:
+        """Stop following the worker, and write once more."""
+        atexit.unregister(self.flush)
+        self._file.close()
 
     def _body(self) -> dict[str, Any]:
         head = {"schema": SCHEMA, "role": self.role, "pid": os.getpid(), "started": self.started, "mark": self._mark}
