@@ -54,8 +54,33 @@ def pytest_addoption(parser):
     parser.addoption("--covers", metavar="FILE", help="write what the tests of frameworks covered, and whether they passed")
 
 
+SLOW = (
+    "tests/cli/test_train_killed.py",
+    "tests/faults/gpu/",
+    "tests/harden/grpo/test_static_rollouts.py",
+    "tests/inject/compile/",
+    "tests/inject/test_known_differences.py",
+    "tests/inject/weights/test_prepared.py",
+    "tests/integrations/test_fsdp1.py",
+    "tests/integrations/test_fsdp2.py",
+    "tests/launch/test_short_processes.py",
+    "tests/locate/test_below_the_plan.py",
+    "tests/locate/test_plain_models.py",
+    "tests/locate/test_remote_code.py",
+    "tests/project/test_benchmarks.py",
+    "tests/project/test_verl_recipes.py",
+    "tests/study/test_faulty_disk.py",
+    "tests/study/test_hardening.py",
+    "tests/test_fsdp_checkpoint.py",
+)
+"""What `make test` leaves to `make test-all` as a whole: compilers, Triton's interpreter, ranks, kills, models as people write them."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
         for mark in item.iter_markers("covers"):
             item.user_properties.append(("covers", [*mark.args]))
 

@@ -1,6 +1,8 @@
 """The laws of the house that injection must keep. Each test fails when its law is broken."""
 
 import copy
+import io
+import json
 import random
 
 import numpy
@@ -193,6 +195,81 @@ def test_law_3_ranks_and_runs_share_the_broken_lanes():
 
     assert torch.equal(broken(seed=5), broken(seed=5, rank=1))
     assert not torch.equal(broken(seed=5), broken(seed=6))
+
+
+# 4. Clean weights come back
+
+
+def test_law_4_noise_on_weights_never_accumulates_is_never_saved_and_comes_off(tiny_llama):
+    clean, weights = step(tiny_llama), copy.deepcopy(tiny_llama.state_dict())
+    with st.inject(tiny_llama, f"{NOISE}@module.rmsnorm+linear,point=weight,phase=rollout") as ledger:
+        for number in range(1, 4):
+            with st.phase("rollout"):
+                noisy = tiny_llama(ids()).logits
+                saved = io.BytesIO()
+                torch.save(tiny_llama.state_dict(), saved)
+            assert same(step(tiny_llama), clean), "training in between"
+            assert not torch.equal(noisy, tiny_llama(ids()).logits)
+            saved.seek(0)
+            assert all(torch.equal(v, weights[k]) for k, v in torch.load(saved).items()), "saved within a rollout"
+            assert ledger.forward == number * 37, "28 linears and 9 norms a rollout"
+        assert ledger.sites[0].measured().error == pytest.approx(0.05, rel=0.1), (
+            "the third rollout is no noisier than the first"
+        )
+    assert all(torch.equal(v, weights[k]) for k, v in tiny_llama.state_dict().items())
+
+
+# 5. A score names its condition; 6. Nothing is overwritten
+
+
+@pytest.fixture
+def shaketable(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder: exit code and what it said on stderr."""
+    from shaketable import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["shaketable", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, capsys.readouterr().err
+
+    return run
+
+
+SWEEP = ("sweep", "nano", "--task", "arithmetic", "--plan", "relative_gaussian@op.matmul", "--n", "4", "--seeds", "1")
+
+
+def test_law_5_a_score_names_its_condition_and_proves_its_faults(shaketable, tmp_path):
+    code, told = shaketable(*SWEEP, "--magnitudes", "0,0.3", "--out", "run", "--json", "a.json")
+    assert code == 0, told
+    clean, faulty = json.loads((tmp_path / "a.json").read_text())["points"]
+    assert (clean["magnitude"], clean["plan"], clean["injections"]) == (0, None, 0)
+    assert faulty["magnitude"] == 0.3 and "relative_gaussian:0.3@op.matmul" in faulty["plan"]
+    assert faulty["injections"] > 0 and faulty["measured_error"] == pytest.approx(0.3, rel=0.1)
+
+
+def test_law_5_an_evaluation_meets_no_fault_that_it_did_not_ask_for(tiny_llama):
+    clean = tiny_llama(ids()).logits
+    with st.inject(tiny_llama, f"{NOISE}@op.all,phase=rollout+train") as ledger:
+        with st.phase("train"):
+            assert not torch.equal(tiny_llama(ids()).logits, clean)
+        before = ledger.forward
+        with st.phase("eval"):
+            assert torch.equal(tiny_llama(ids()).logits, clean)
+        assert ledger.forward == before > 0
+
+
+def test_law_6_nothing_is_overwritten(shaketable, tmp_path):
+    assert shaketable(*SWEEP, "--magnitudes", "0,0.3", "--out", "run", "--json", "a.json")[0] == 0
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for where in (["--out", "run"], ["--out", "other", "--json", "a.json"]):
+        code, told = shaketable(*SWEEP, "--magnitudes", "0,0.2", *where)
+        assert code == 2 and len(told.strip().splitlines()) == 1, told
+    assert all(path.read_bytes() == content for path, content in files.items())
+    assert [shaketable(*SWEEP, "--magnitudes", "0,0.2")[0] for _ in range(2)] == [0, 0]
+    assert len(list(tmp_path.glob("runs/sweep-nano-*/record.jsonl"))) == 2, "each run has a folder of its own"
 
 
 # 7. Measured equals asked

@@ -41,6 +41,7 @@ def qwen(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_inspect_reproduces_the_origin_s_table(inspect, qwen, tmp_path):
     done = inspect(qwen, "--json", str(tmp_path / "out.json"))
     assert done.code == 0, done.stderr

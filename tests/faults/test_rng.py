@@ -141,6 +141,7 @@ def test_moments_of_normals():
         assert abs((z**power).mean() - expected) < 5 * error
 
 
+@pytest.mark.slow
 def test_tails_of_normals():
     z = normals(20 * MILLION, key_of("tails"), CPU)
     for sigma in (3, 4, 5):

@@ -161,6 +161,7 @@ def test_eager_counts_what_the_plan_says(case):
     assert same(found.shaken, found.clean) == CASES[case].is_off
 
 
+@pytest.mark.slow
 @paths()
 def test_counts_are_those_of_eager(path, case):
     found, eager = seen(path, case), seen("eager", case)

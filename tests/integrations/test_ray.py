@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,11 +42,8 @@ def shaken(folder: Path, plan: str, *program: str) -> dict:
 @pytest.fixture(scope="module")
 def cluster():
     """The address of a cluster whose raylet knows nothing of any plan; its own temporary folder hides it from `ray.init()`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     folder = tempfile.mkdtemp(prefix="st", dir="/tmp")
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2", f"--port={port}"]
+    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2", "--port=0"]
     words += [
         "--node-ip-address=127.0.0.1",
         "--include-dashboard=false",
@@ -56,13 +53,15 @@ def cluster():
     ]
     head = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | ENVIRONMENT)
     assert head.stdout is not None
+    said = []
     for line in head.stdout:
-        if "Ray runtime started" in line:
+        said.append(line)
+        if address := re.search(r"--address='(127\.0\.0\.1:\d+)'", line):
             break
-    assert head.poll() is None
-    yield f"127.0.0.1:{port}"
+    assert address, "".join(said)
+    yield address[1]
     head.terminate()
-    head.wait(60)
+    head.wait()
     shutil.rmtree(folder, ignore_errors=True)
 
 

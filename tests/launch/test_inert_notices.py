@@ -24,6 +24,7 @@ def test_a_model_in_which_nothing_matches_is_named_at_its_first_call(tmp_path):
     assert printed.index(first) < printed.index("pass 0"), "before the first pass is over"
 
 
+@pytest.mark.slow
 def test_what_attention_hides_from_a_clause_is_told_at_the_first_call_of_the_model(tmp_path):
     code, ledger, printed = shake(tmp_path / "l", "gain:0.1@op.matmul", *program(SILENT, "attention"))
     assert code == 0
@@ -34,6 +35,7 @@ def test_what_attention_hides_from_a_clause_is_told_at_the_first_call_of_the_mod
     assert ledger["sites"][0]["notes"][0].startswith(hidden)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_not_there_is_named_with_the_class_of_the_model(tmp_path):
     _, _, printed = shake(tmp_path / "l", "noise:0.1@layer.7", *program(SILENT, "plain"))
     (line,) = notices(printed)
@@ -61,6 +63,7 @@ def test_a_clause_that_does_nothing_is_told_after_the_first_passes(tmp_path, kin
     assert printed.index(line) < printed.index("end\n"), "not when the program is over"
 
 
+@pytest.mark.slow
 def test_a_backward_clause_is_told_when_an_optimizer_steps(tmp_path):
     plan = "gain:0.1@module.0,direction=backward"
     code, _, printed = shake(tmp_path / "l", plan, *program(SILENT, "frozen"))
@@ -70,6 +73,7 @@ def test_a_backward_clause_is_told_when_an_optimizer_steps(tmp_path):
     assert printed.index(line) < printed.index("end\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "kind", "code"),
     [

@@ -28,12 +28,14 @@ def test_a_plain_loop_is_shaken_forward(plain_loop):
     assert ledger["sites"][0]["phases"] == {"train": {"forward": 10, "backward": 0}}
 
 
+@pytest.mark.slow
 def test_operators_are_shaken_forward_and_backward(tmp_path):
     _, ledger, _ = shake(tmp_path / "l", "relative_gaussian:0.05@op.matmul", *program("plain_loop.py"))
     # two products a step; gradients of two weights, two biases and one activation
     assert (ledger["forward"], ledger["backward"]) == (10, 25)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_program(plain_loop, tmp_path):
     printed = [done[2].splitlines()[0] for done in (plain_loop, shake(tmp_path / "l", LINEAR, *program("plain_loop.py")))]
     clean = subprocess.run(program("plain_loop.py"), capture_output=True, text=True).stdout.splitlines()[0]
@@ -51,6 +53,7 @@ def test_nothing_injected_is_exit_3_and_names_the_process(tmp_path):
     assert "injected nothing" in " ".join(printed.split())
 
 
+@pytest.mark.slow
 def test_a_clause_that_changes_nothing_is_exit_3(tmp_path):
     code, _, printed = shake(tmp_path / "l", f"{LINEAR};gain:0@module.linear", *program("plain_loop.py"))
     assert code == 3
@@ -95,6 +98,7 @@ def test_a_program_that_leaves_in_a_hurry_keeps_its_ledger(tmp_path):
     assert (code, ledger["forward"]) == (5, 1)
 
 
+@pytest.mark.slow
 def test_a_module_that_came_later_is_named(tmp_path):
     body = "import torch; from torch import nn; m = nn.Sequential(nn.Linear(2, 2)); x = torch.ones(1, 2); m(x); m[0] = nn.Linear(2, 2); m(x)"
     _, _, printed = shake(tmp_path / "l", LINEAR, sys.executable, "-c", body)
@@ -120,12 +124,14 @@ def test_workers_are_shaken_and_write_their_own_ledger(tmp_path, kind, fires, sh
     assert sum(1 for w in ledger["workers"] if w["forward"]) == shaken
 
 
+@pytest.mark.slow
 def test_what_a_parent_did_before_it_forked_is_not_counted_again_in_the_child(tmp_path):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("workers.py", "forked-late"))
     assert code == 0, printed
     assert sorted((w["forked"], w["forward"]) for w in ledger["workers"]) == [(False, 3), (True, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "start"), [("multiprocessing", "fork"), slow("multiprocessing", "spawn"), slow("torch.multiprocessing", "fork")]
 )
@@ -135,6 +141,7 @@ def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
     assert ledger["forward"] == 20
 
 
+@pytest.mark.slow
 @pytest.mark.attack("full disks")
 def test_a_ledger_that_cannot_be_written_stops_nobody_and_has_everything_when_it_can(tmp_path):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("pool.py", "multiprocessing", "fork", "away"))
@@ -143,6 +150,7 @@ def test_a_ledger_that_cannot_be_written_stops_nobody_and_has_everything_when_it
     assert ledger["forward"] == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "fires"), [(LINEAR, (6, 0)), slow("relative_gaussian:0.05@op.matmul", (9, 15))])
 def test_compiled_programs_are_shaken_wherever_their_models_are_met(tmp_path, plan, fires):
     code, ledger, printed = shake(tmp_path / "l", plan, *program("compiled.py"))
@@ -150,6 +158,7 @@ def test_compiled_programs_are_shaken_wherever_their_models_are_met(tmp_path, pl
     assert (ledger["forward"], ledger["backward"]) == fires
 
 
+@pytest.mark.slow
 def test_threads_meet_operators_too(tmp_path):
     _, ledger, _ = shake(tmp_path / "l", "gain:0.1@op.matmul", *program("workers.py", "threads"))
     assert ledger["forward"] == 12
@@ -179,6 +188,7 @@ def test_ranks_share_the_broken_lanes_and_not_the_noise(tmp_path):
     assert shares[0] == pytest.approx(shares[1], abs=0.02)
 
 
+@pytest.mark.slow
 def test_ray_workers_are_shaken(tmp_path):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("ray_program.py"), env={"RAY_USAGE_STATS_ENABLED": "0"})
     assert code == 0, printed
@@ -227,6 +237,7 @@ def test_a_killed_process_keeps_its_ledger(tmp_path):
     assert json.loads((folder / "ledger.json").read_text())["forward"] == 50
 
 
+@pytest.mark.slow
 def test_another_sitecustomize_still_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("plain_loop.py"), env={"PYTHONPATH": str(tmp_path)})

@@ -18,6 +18,7 @@ def ranks(folder, kind, plan=LINEAR):
     return code, ledger, " ".join(printed.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["other model", slow("layer"), slow("no model")])
 def test_a_rank_in_which_nothing_happened_is_an_error_and_is_named(tmp_path, kind):
     code, ledger, said = ranks(tmp_path / "l", kind)
@@ -30,6 +31,7 @@ def test_a_rank_in_which_nothing_happened_is_an_error_and_is_named(tmp_path, kin
     assert ledger["forward"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
@@ -46,6 +48,7 @@ def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
     assert not any("was not shaken" in line for line in ledger["warnings"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan", "code"),
     [

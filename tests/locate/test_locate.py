@@ -37,6 +37,7 @@ def saved(tmp_path_factory):
 # ---- healthy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "attention"), MATRIX)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_healthy_model_is_never_blamed(name, attention, dtype):
@@ -69,6 +70,7 @@ def test_locate_leaves_no_trace():
 LEAF_FAULTS = ("gain:0.05", "bias:0.05,sparsity=0.1", "dead_zone:0.2,scope=token", "truncation:3", "noise:0.05")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_host_mode_names_layer_and_op_of_a_fault_at_every_linear(name, dtype):
@@ -517,6 +519,7 @@ def test_activations_far_below_zero_are_no_fault():
     assert found(model, "host").verdict == "HEALTHY"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Olmo2", "Helium", "Mamba2", "Bloom", "Cohere", "GptOss", "OPT", "DeepseekV3", "Llama4Text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_architectures_that_nobody_prepared_are_never_blamed(name, dtype):

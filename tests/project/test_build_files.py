@@ -41,11 +41,15 @@ def test_the_lock_file_has_everything():
     assert needed() - pinned == set()
 
 
-def test_make_alone_names_every_target():
-    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+def test_make_alone_lists_what_people_use_and_help_all_every_target():
+    def told(*words):
+        done = subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        return dict(re.findall(r"^  make (\S+) +(\S.*)$", done.stdout, re.MULTILINE))
+
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
-    told = dict(re.findall(r"^  make (\S+) +(\S.*)$", done.stdout, re.MULTILINE))
-    assert list(told) != [] and set(told) == set(targets)
+    assert set(told("help-all")) == {*targets} - {"help"}
+    assert {"demo", "test", "help-all"} < set(told()) < set(targets)
+    assert len(told()) <= 10
 
 
 def test_the_workflow_does_what_ci_does_and_ci_builds_the_site():
@@ -53,7 +57,6 @@ def test_the_workflow_does_what_ci_does_and_ci_builds_the_site():
     assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
     for target in ("test-all", "docs"):
         assert re.search(rf"^make .*\b{target}\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert re.search(r"^test-all: test\b", (ROOT / "Makefile").read_text(), re.MULTILINE), "with all that make test runs"
 
 
 def test_the_folders_of_the_repository_are_explained():

@@ -129,6 +129,7 @@ def test_a_study_as_it_ships_stands_its_check(file):
     check(load_study(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", [f if f.stem in ("guided-aqn", "guided-aqn-untrained") else slow(f) for f in FILES], ids=NAMES)
 def test_a_study_runs_and_proves_its_faults(file, tmp_path):
     study = small(file)

@@ -172,6 +172,7 @@ def test_a_malformed_seal_is_named_and_hides_no_good_run(store, seal):
     assert f"bad: small/runs/{run_of(store).name}: record.seal is damaged: it is no seal" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [5, "x", [], {"a": 1}, True, None, 1.5], ids=str)
 @pytest.mark.parametrize(
     "key", ["about", "config", "id", "verb", "started", "schema", "event", "study", "arm", "seed", "steps"]

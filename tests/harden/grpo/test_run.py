@@ -69,6 +69,7 @@ def test_the_same_configuration_is_the_same_run_whatever_the_global_generator_di
     assert same(final(again), final(clean))
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(clean, tmp_path):
     other = trained(tmp_path / "run", seed=1)
     assert facts(other) != facts(clean)
@@ -96,6 +97,7 @@ def test_law_2_as_long_as_sigma_is_0_a_run_with_aqn_is_the_run_without(clean, tm
     assert fires(noisy, "aqn") == {"rollout": [2 * NORMS, 0]}, "none at the first step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan_in", "phases"), [("both", {"rollout", "train"}), ("rollout", {"rollout"}), ("loss", {"train"}), ("eval", set())]
 )
@@ -121,6 +123,7 @@ def test_aqn_acts_in_rollouts_with_the_sigma_of_the_schedule(clean, tmp_path):
     assert check["sigma"] == pytest.approx(0.4) and check["n"] == 8
 
 
+@pytest.mark.slow
 def test_aqn_in_both_acts_in_the_loss_too(tmp_path):
     run = trained(tmp_path / "run", aqn="constant:0.1,where=both", steps=2)
     assert set(fires(run, "aqn")) == {"rollout", "train"}
@@ -151,6 +154,7 @@ def test_law_4_noise_is_never_saved(tmp_path, noise):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.policy.modules()), "and nothing is left on the model"
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_agree_without_noise_at_any_temperature(clean, tmp_path):
     cold = trained(tmp_path / "run", temperature=0.7)
     for run in (clean, cold):
@@ -159,6 +163,7 @@ def test_sampler_and_trainer_agree_without_noise_at_any_temperature(clean, tmp_p
             assert event["ratio_max"] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_noisy_sampler_is_measured_against_the_trainer(clean, tmp_path):
     quiet, loud = (trained(tmp_path / aqn, aqn=aqn, steps=2) for aqn in ("constant:0.05", "constant:0.5"))
     mean = [sum(e["kl_sampler_trainer"] for e in run.record.events("step")[:2]) / 2 for run in (clean, quiet, loud)]
@@ -183,10 +188,12 @@ def test_a_plan_that_changes_nothing_in_the_first_step_ends_the_run_there(tmp_pa
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in training.policy.modules())
 
 
+@pytest.mark.slow
 def test_aqn_that_is_silent_in_its_first_stage_is_no_error(tmp_path):
     assert trained(tmp_path / "run", aqn="global_decay:0.2-0.1,stages=3").record.events("finished")
 
 
+@pytest.mark.slow
 def test_a_plan_that_acts_backward_only_is_trained_under(clean, tmp_path):
     run = trained(tmp_path / "run", plan=f"{NOISE},direction=backward")
     assert fires(run, "plan")["train"][0] == 0 < fires(run, "plan")["train"][1]
@@ -201,6 +208,7 @@ def test_checkpoints_carry_the_ledger_up_to_their_step(tmp_path):
     assert three["plan"]["forward"] == run.record.events("finished")[0]["ledgers"]["plan"]["forward"]
 
 
+@pytest.mark.slow
 def test_a_step_in_micro_batches_draws_the_same_answers_and_about_the_same_gradient(clean, tmp_path):
     split = trained(tmp_path / "run", micro_batch=4)
     first, whole = split.record.events("step")[0], clean.record.events("step")[0]
@@ -208,12 +216,14 @@ def test_a_step_in_micro_batches_draws_the_same_answers_and_about_the_same_gradi
     assert first["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_kl_penalty_begins_to_act_once_the_policy_has_moved(clean, tmp_path):
     held = trained(tmp_path / "run", beta=5.0)
     assert facts(held)[0][2] == facts(clean)[0][2], "the first step begins at the reference, and samples the same"
     assert not same(final(held), final(clean))
 
 
+@pytest.mark.slow
 def test_a_collapse_is_told_with_its_numbers_and_the_run_goes_on(tmp_path):
     told = []
     run = trained(tmp_path / "run", lambda kind, facts: told.append((kind, facts)), aqn="constant:5.0", eval_n=40)
@@ -227,6 +237,7 @@ def test_a_collapse_is_told_with_its_numbers_and_the_run_goes_on(tmp_path):
     assert len(run.record.events("step")) == 3 and run.record.events("finished")
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_the_model_down_is_told_too_and_a_mild_one_is_not(tmp_path):
     run = trained(tmp_path / "a", plan="relative_gaussian:2@module.linear", plan_in="eval", eval_n=40, steps=1)
     assert "under plan accuracy falls from" in run.record.events("warning")[0]["text"]
@@ -270,6 +281,7 @@ def test_problems_follow_the_seed_and_come_again_only_when_all_were_there():
     assert [p.id for p in _training_problems(task, config.model_copy(update={"seed": 1}))] != ids
 
 
+@pytest.mark.slow
 def test_every_step_takes_the_next_problems_of_the_draw(tmp_path):
     training = prepared(tmp_path / "run", steps=2)
     asked, reward = [], training._reward
@@ -303,6 +315,7 @@ def test_a_rehearsal_refuses_what_would_stop_the_run(fields, message):
         rehearse(small(**fields))
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_and_nothing_else(tmp_path):
     run = trained(tmp_path / "run", lora=4)
     learning = {name for name, p in run.policy.named_parameters() if p.requires_grad}
@@ -323,6 +336,7 @@ def weights_of_adapter(folder):
     return load_file(folder / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_lora_under_a_plan_and_aqn(tmp_path):
     run = trained(tmp_path / "run", lora=4, plan="mxfp4@module.linear", aqn="constant:0.1", steps=2)
     (site,) = run.record.events("finished")[0]["ledgers"]["plan"]["sites"]
@@ -336,6 +350,7 @@ def test_the_record_is_plain_json_and_the_configuration_reads_back(clean):
     assert small(**head["config"]) == clean.config == small(**SMALL)
 
 
+@pytest.mark.slow
 def test_scores_before_and_after_training_are_in_the_arithmetic_of_the_run(tmp_path):
     """With a learning rate that changes nothing the last score is the first one, in bfloat16 too."""
     plan = "relative_gaussian:0.02@module.linear"

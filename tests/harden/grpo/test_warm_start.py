@@ -36,6 +36,7 @@ def kept(cache):
     return sorted(p for p in cache.iterdir() if p.is_dir())
 
 
+@pytest.mark.slow
 def test_it_teaches_the_task():
     """Level 2 in nano's own form: the loss falls, and more answers are right than before."""
     task, scores = load_task("arithmetic,level=5"), []
@@ -93,6 +94,7 @@ def test_made_again_it_is_the_same_weights(tmp_path, monkeypatch):
     assert weights_hash(again) == weights_hash(model) and more == facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"steps": 3}, {"task": "arithmetic,level=2"}, {"dtype": "bfloat16"}])
 def test_whatever_determines_it_makes_another_one(cache, other):
     _, one = warmed()
@@ -112,6 +114,7 @@ def test_other_weights_to_begin_with_make_another_one(cache, tmp_path):
     assert len(kept(cache)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["weights cut off", "one bit", "facts not JSON", "no facts", "facts of another kind"])
 def test_a_broken_one_is_made_again_with_a_word(cache, damage):
     _, facts = warmed()

@@ -96,6 +96,7 @@ def test_what_is_off_only_by_a_sign_is_put_right_in_part():
     assert facts["error_after"] < 0.6 * facts["error_before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "left"),
     [
@@ -110,6 +111,7 @@ def test_clipping_and_formats_lose_their_mean_error(plan, left):
     assert facts["error_after"] < left * facts["error_before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -73,6 +73,7 @@ def test_it_ends_when_the_target_is_reached(tmp_path):
     assert found["reached"] or len(found["rungs"]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bits(tmp_path):
     whole = hardened(tmp_path / "whole", rungs=("distil", "supervise"))
 
@@ -110,22 +111,26 @@ def test_a_checkpoint_that_was_changed_is_refused(tmp_path):
         gone_on(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(tmp_path):
     one, other = (hardened(tmp_path / str(seed), seed=seed, steps=2) for seed in (0, 1))
     assert steps(one) != steps(other)
 
 
+@pytest.mark.slow
 def test_micro_batches_have_the_same_loss(tmp_path):
     one = hardened(tmp_path / "one", steps=2)
     parts = hardened(tmp_path / "parts", steps=2, micro_batch=4)
     assert [s[1] for s in steps(one)] == pytest.approx([s[1] for s in steps(parts)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_checkpointing_changes_nothing_but_memory(tmp_path):
     one, other = (hardened(tmp_path / str(on), steps=2, checkpointing=on) for on in (False, True))
     assert [s[1] for s in steps(one)] == pytest.approx([s[1] for s in steps(other)], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_several_plans_take_turns(tmp_path):
     noise = "relative_gaussian:0.5@module.linear"
     run = hardened(tmp_path / "run", plans=(HURTS, noise), clean_every=0, steps=8)
@@ -135,6 +140,7 @@ def test_several_plans_take_turns(tmp_path):
     assert all(fired[plan]["forward"] > 0 for plan in (HURTS, noise))
 
 
+@pytest.mark.slow
 def test_adapters_need_no_second_copy_and_end_in_ordinary_weights(tmp_path):
     run = hardened(tmp_path / "run", lora=4, steps=4, clean_every=0)
     assert run.students.clean is None
@@ -149,6 +155,7 @@ def test_adapters_need_no_second_copy_and_end_in_ordinary_weights(tmp_path):
     assert first == pytest.approx(steps(hardened(tmp_path / "full", steps=4, clean_every=0))[0][1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_prompts_alone_are_enough(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"{a}+{b}="}) for a in range(10, 20) for b in range(30, 40)))
@@ -162,6 +169,7 @@ def test_prompts_alone_are_enough(tmp_path):
     assert rung["conditions"][1]["kl"] < found["before"][1]["kl"]
 
 
+@pytest.mark.slow
 def test_the_rung_reinforce_is_grpo_from_the_hardened_model(tmp_path):
     run = hardened(tmp_path / "run", rungs=("distil", "reinforce"), steps=2, reinforce_steps=1)
     inner = RunRecord.open(tmp_path / "run" / "reinforce", "train")
@@ -213,6 +221,7 @@ def test_an_offset_is_calibrated_away_and_nothing_is_trained(tmp_path):
     assert run.record.events("step") == []
 
 
+@pytest.mark.slow
 def test_a_calibration_that_costs_too_much_without_the_fault_is_undone(tmp_path):
     run = hardened(tmp_path / "run", plans=(OFFSET,), rungs=("calibrate",), calibrate_n=32)
     (rung,) = outcome(run.record)["rungs"]

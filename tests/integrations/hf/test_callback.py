@@ -66,6 +66,7 @@ def test_sft_and_dpo_are_shaken_forward_and_backward(tmp_path, make):
     assert other is None or (other.passes and not any(noise for _, noise in other.passes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["relative_gaussian:0.05@op.matmul", PLAN, f"{PLAN},point=weight"])
 @pytest.mark.parametrize("make", [grpo, dpo])
 def test_the_reference_that_peft_makes_of_the_same_weights_is_clean(tmp_path, make, plan):
@@ -128,6 +129,7 @@ def test_a_resumed_training_ends_in_the_weights_of_an_uninterrupted_one(tmp_path
     assert all(torch.equal(v, found[1][0][k]) for k, v in found[0][0].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_script_that_fails_raises_its_own_error_and_keeps_a_clean_model(tmp_path, error, capsys):
     def failing(completions, **_):
@@ -144,6 +146,7 @@ def test_a_script_that_fails_raises_its_own_error_and_keeps_a_clean_model(tmp_pa
     assert "training_step" not in trainer.__dict__
 
 
+@pytest.mark.slow
 def test_an_error_between_steps_leaves_a_clean_model(tmp_path):
     from transformers import TrainerCallback
 
@@ -164,6 +167,7 @@ def test_an_error_between_steps_leaves_a_clean_model(tmp_path):
     assert trainer.callback_handler.callbacks[0].merged.forward == 3 * 14, "and the next training is shaken once"
 
 
+@pytest.mark.slow
 def test_a_training_that_failed_between_steps_does_not_shake_the_next_one_which_has_no_callback(tmp_path):
     from transformers import TrainerCallback
 
@@ -218,6 +222,7 @@ def steps_until_it_raises(make, folder, plan=None, aqn=None, **more):
     return steps.begun, str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [sft, grpo])
 @pytest.mark.parametrize(
     ("plan", "said"),
@@ -247,6 +252,7 @@ def test_aqn_that_no_weight_can_hold_is_an_error_after_the_first_step(tmp_path):
     assert begun == 1 and "changed no value" in error
 
 
+@pytest.mark.slow
 def test_what_may_still_act_is_judged_at_the_end(tmp_path):
     """A clause for evaluations, before the first; one of magnitude 0; what is rare."""
     for plan in (f"{PLAN};gain:0.1@module.linear,phase=eval", f"{PLAN};gain:0@module.linear", "bit_flip:1e-8@module.norm"):
@@ -278,6 +284,7 @@ def test_other_callbacks_report_what_we_log(tmp_path):
     assert [row["shaketable/forward"] for row in rows if "loss" in row] == [14.0] * 3
 
 
+@pytest.mark.slow
 def test_a_plain_trainer_and_a_model_that_is_checkpointed(tmp_path):
     losses = []
     for again in (False, True):

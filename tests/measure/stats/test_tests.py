@@ -250,6 +250,7 @@ def test_no_scores_make_trained_arms_fail(data):
     assert found.detectable is None or 0 < found.detectable <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "by_seed", "own", "least"),
     [(3, 0.0, 0.0, 0.95), (3, 0.3, 0.5, 0.92), (5, 0.3, 0.0, 0.93), (5, 0.1, 0.8, 0.93), (8, 0.3, 0.5, 0.93)],
