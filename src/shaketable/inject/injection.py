@@ -21,7 +21,7 @@ from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault
 from shaketable.faults.cpu import native
 from shaketable.inject.attach import Attached
-from shaketable.inject.compile import custom_ops, fused_noise
+from shaketable.inject.compile import custom_ops
 from shaketable.inject.counters import HostTable
 from shaketable.inject.device import graph_key
 from shaketable.inject.device.table import DeviceTables, capturing
@@ -31,7 +31,6 @@ from shaketable.inject.inert import InertCheck
 from shaketable.inject.pass_context import Calls, Entry, Frame, Pass
 from shaketable.inject.tap import Tap
 from shaketable.inject.weights.held_noise import HeldTap, Rollouts
-from shaketable.inject.weights.prepared import PreparedWeights
 from shaketable.ledger.ledger import Ledger, LiveLedger
 from shaketable.ledger.spot import Spot
 from shaketable.plan import PHASES, Plan
@@ -118,8 +117,6 @@ class Injection:
         self.counters = HostTable()
         self.tables = DeviceTables(self)
         self.ledger.settle, self.ledger.forget = self.settle, self.forget
-        self._prepared: dict[int, PreparedWeights] = {}
-        """The weights that are made ready when a pass begins, per model."""
         self.handle = custom_ops.know(self)
         self.compiled_pass: Pass | None = None
         """The pass that compiled code ran last."""
@@ -181,7 +178,6 @@ class Injection:
         self.rewrite()
         self.settle()
         self.tables.close()
-        fused_noise.passes.pop(self.handle, None)
         self.ledger.settle = self.ledger.forget = None
         self.drop_mode()
         for model in self.models:
@@ -257,8 +253,6 @@ class Injection:
         for model in self.models:
             if model.written is not None:
                 model.written.update()
-        for prepared in self._prepared.values():
-            prepared.close()
         self.tables.update()
 
     def _announce(self) -> None:
@@ -266,16 +260,8 @@ class Injection:
         on = self.enabled and not all(fault.is_off for fault in self.faults)
         custom_ops.present[self.handle] = on or self.traced_once
 
-    def prepared_of(self, owner: int) -> PreparedWeights:
-        """Where the weights of one model are made ready."""
-        if owner not in self._prepared:
-            self._prepared[owner] = PreparedWeights(self)
-        return self._prepared[owner]
-
     def settle(self) -> None:
         """Tell the ledger what happened. Nobody else writes to it."""
-        for prepared in self._prepared.values():
-            prepared.settle()
         self.counters.settle(self.taps)
         self.tables.settle()
         for model in self.models:
@@ -404,46 +390,24 @@ class Injection:
         if self._mode is not None:
             self._mode.take_off()
 
-    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], lazily: bool = False) -> None:
-        """A module is called; `lazily`, the rows of a compiled pass are filled before its first application."""
+    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called."""
         tracing = custom_ops.traces[self.handle]
         if entry.is_root and tracing.entries and tracing.entries[0] is entry:
-            self._forget_tracing()  # a compiled pass of several graphs has raised between them, where nobody closes it
+            tracing.forget()  # a compiled pass of several graphs has raised between them, where nobody closes it
         if torch.compiler.is_compiling():
-            self._enter_traced(tracing, entry, lazily)
+            if not tracing.entries:
+                tracing.begin()
+                tracing.with_gradients = torch.is_grad_enabled()
+            tracing.entries.append(entry)
             return
         if not self.enabled:
             return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
-        if outermost and entry.is_root and (prepared := self._prepared.get(entry.owner)) is not None:
-            prepared.open(frame)
         self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
-
-    def _enter_traced(self, tracing: custom_ops.GraphTrace, entry: Entry, lazily: bool) -> None:
-        outermost = not tracing.entries
-        tracing.entries.append(entry)
-        if not outermost:
-            return
-        tracing.begin()
-        tracing.with_gradients = torch.is_grad_enabled()
-        if self.tables.first is not None and entry.is_root and custom_ops.present[self.handle]:
-            fused = fused_noise.passes[self.handle]
-            fused.open()
-            if not lazily:
-                fused.fill_now(tracing.ticket(fused.rows))
-
-    def is_traced_apart(self, entry: Entry) -> bool:
-        """Whether the head of a compiled pass is a graph of its own: the rest is captured, and Python must run each time."""
-        headed = entry.is_root and self.tables.first is not None and custom_ops.present[self.handle]
-        return headed and not torch.is_grad_enabled() and custom_ops.is_captured()
-
-    def _forget_tracing(self) -> None:
-        custom_ops.traces[self.handle].forget()
-        if self.handle in fused_noise.passes:
-            fused_noise.passes[self.handle].forget()
 
     def leave(self, entry: Entry) -> None:
         """A module returns, or raises. Its frame is open unless the injection was off when it was called."""
@@ -451,8 +415,6 @@ class Injection:
             tracing = custom_ops.traces[self.handle]
             tracing.entries.pop()
             if not tracing.entries:
-                if self.tables.first is not None:
-                    fused_noise.passes[self.handle].close()
                 tracing.begin()
             return
         frame = self.calls.stack[-1] if self.calls.stack else None
@@ -460,8 +422,6 @@ class Injection:
             return
         if "mode" in frame.counts:
             self.drop_mode()
-        if entry.is_root and (prepared := self._prepared.get(entry.owner)) is not None and prepared.frame is frame:
-            prepared.close()
         self.calls.pop()
         if not self.calls.stack:
             self.inert_check.end(frame)

@@ -60,8 +60,6 @@ class Pass:
     """Whether gradients were wanted when it began."""
     pages: dict[Any, Rows] = field(default_factory=dict)
     """Keys, scales and switches in the memory of GPUs, made when they are first needed (`device/table.py`)."""
-    last: tuple[Tensor, int, object, Tensor] | None = None
-    """What a linear was given last in this pass, its version, the format, and what became of it."""
     mix: int | None = None
     """The moment mixed once more, when it has been asked for."""
 

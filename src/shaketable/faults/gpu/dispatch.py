@@ -187,11 +187,6 @@ def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str,
         _launchers[key] = Launcher(compiled, tuple(shape.values()))
 
 
-def launcher(kernel: Any, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS) -> Launcher | None:
-    """What `launch` with these arguments goes through when it has been called before; None before."""
-    return _launchers.get(_key(kernel, values, shape, warps))
-
-
 def _key(kernel: Any, values: tuple[Any, ...], shape: dict[str, Any], warps: int) -> tuple[Any, ...]:
     return (id(kernel), *map(_seen, values), *shape.values(), warps, values[0].get_device())
 
@@ -201,24 +196,3 @@ def _seen(value: Any) -> Any:
     if isinstance(value, int):
         return value % 16 == 0, value == 1, abs(value) < 2**31
     return value if value is None else float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
-
-
-def prepare(x: Tensor, kind: int, live: TableRow) -> Launcher | None:
-    """Noise on tensors of the type of `x` and of a size that `BLOCK` divides, or not, as its own; None where no kernel fits."""
-    import torch
-
-    n, device = x.numel(), x.get_device()
-    if device < 0 or not fits(x):
-        return None
-    from shaketable.faults.gpu.launch import Launcher
-
-    shape = {"KIND": kind, "UNIT": False, **_shape(n, live)}
-    key = ("prepared", x.dtype, device, *shape.values())
-    if key not in _launchers:
-        scratch = torch.zeros(BLOCK if n % BLOCK == 0 else 1, dtype=x.dtype, device=x.device)
-        off = torch.zeros_like(live.rows[:1])
-        values = (scratch, scratch, scratch.numel(), 0.0, 0, 0, None, off, live.sums, 0, 0)
-        with torch.cuda.device(device):
-            compiled = _kernels().noise[(1,)](*values, **shape, num_warps=WARPS)
-        _launchers[key] = Launcher(compiled, tuple(shape.values()))
-    return _launchers[key]

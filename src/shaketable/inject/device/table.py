@@ -32,7 +32,6 @@ from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
     from shaketable.faults import FaultBase
-    from shaketable.faults.gpu.launch import Launcher
     from shaketable.inject.fault_operator import Application
     from shaketable.inject.injection import Injection
     from shaketable.inject.pass_context import Pass
@@ -64,17 +63,12 @@ class DeviceTable:
         self.taps = {tap: i for i, tap in enumerate(taps)}
         self.uses = USES_OF_OPERATORS if injection.has_operators else USES
         self.is_used = self.is_captured = False
-        self.last_pass: Pass | None = None
-        """The pass whose first page was asked for last, and where that is."""
-        self.last_address = 0
         self._frozen: list[tuple[Tap, FaultBase]] = []
         """What was captured with its magnitude in it."""
         self._step: int | None = None
         self._written: object = None
         """What `live` was last written from."""
         self._loaded: set[object] = set()
-        self.prepared: dict[tuple[int, torch.dtype, bool], Launcher | None] = {}
-        """Launches of the fast paths (`fast/launches.py`): by kind of noise, type, and whether all blocks are full."""
         self._lock = threading.Lock()
         n = len(taps)
         keys = [[signed(tap.keys[direction], 64) for tap in taps] for direction in (0, 1)]
@@ -88,7 +82,6 @@ class DeviceTable:
         """The counters as they were at the last pass, in the host's memory."""
         self.current = torch.zeros(n * self.uses, 4, dtype=torch.int32, device=device)
         """The first forward page of compiled passes, which graphs read at this address."""
-        self.sums_address, self.is_alone = self.sums.data_ptr(), torch.cuda.device_count() == 1
         self._told = [[0.0] * WIDTH for _ in range(2 * n)]
         for moment in (_GIVEN, _CLOCK):
             self._begin(self.current, PHASES[0], False, moment, 0, self.clock.clone(), on=False)
@@ -259,8 +252,6 @@ class DeviceTables:
     def __init__(self, injection: Injection) -> None:
         self.injection = injection
         self.all: list[DeviceTable] = []
-        self.first: DeviceTable | None = None
-        """The one that graphs are compiled with."""
         self._known: object = None
 
     def make(self) -> None:
@@ -283,14 +274,9 @@ class DeviceTables:
                 self._add(DeviceTable(self.injection, device, taps))
 
     def _add(self, table: DeviceTable) -> None:
-        from shaketable.inject.compile import custom_ops
-
         self.all.append(table)
         for tap in table.taps:
             tap.tables[table.device] = table
-        if self.first is None:
-            self.first = table
-            custom_ops.place_on(table)
 
     def on(self, device: torch.device) -> list[DeviceTable]:
         """The tables of one GPU."""
@@ -345,7 +331,7 @@ class DeviceTables:
         """
         self.settle()
         _outliving.extend(table for table in self.all if table.is_captured)
-        self.all, self.first = [], None
+        self.all = []
         for tap in self.injection.taps:
             tap.tables = {}
 

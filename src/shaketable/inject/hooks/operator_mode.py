@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shaketable.inject.compile import custom_ops
-from shaketable.inject.fast.products import Products
 from shaketable.inject.hooks.base import Hook, never_compiled_alone
 from shaketable.inject.hooks.math_attention import attention_in_the_open, only_math, open_multi_head
 from shaketable.inject.hooks.module_tensors import change_first, change_input
@@ -149,7 +148,6 @@ class Operators(TorchFunctionMode):
     def __init__(self, injection: Injection) -> None:
         super().__init__()
         self.injection = injection
-        self.products = Products(injection)
         self.taps = injection.operators
 
     def put_on(self) -> bool:
@@ -189,10 +187,6 @@ class Operators(TorchFunctionMode):
         if operator is _WHOLE:
             with self:
                 return open_multi_head()(*args, **kwargs)
-        if func is F.linear and not kwargs and isinstance(where, Here):
-            result = self.products.linear(func, args, where.frame)
-            if result is not None:
-                return result
         return self._meet(where, func, operator, args, kwargs)
 
     def _where(self, family: str, kwargs: dict[str, Any]) -> Here | Traced | None:

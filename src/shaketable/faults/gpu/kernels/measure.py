@@ -188,29 +188,3 @@ def twelve_sums(x, y, out, n, width, stride, STEPS: tl.constexpr, BLOCK: tl.cons
     tl.store(out + 9, ratio)
     tl.store(out + 10, deviation)
     tl.store(out + 11, cross)
-
-
-@triton.jit
-def heads(head, marks, rows, sums, BLOCK: tl.constexpr):
-    """What compiled graphs did, a program for each application: its fire and, when it is due, its first values.
-
-    Where there are fewer values than `BLOCK`, and where a value is not a number, the clean one is NaN and is left out.
-    """
-    i = tl.program_id(0)
-    row, place, kind = tl.load(marks + 3 * i), tl.load(marks + 3 * i + 1), tl.load(marks + 3 * i + 2)
-    flags = tl.load(rows + 4 * row + 3)
-    if flags != 0:
-        sums += WIDTH * place
-        tl.atomic_add(sums + (flags & PHASE) - 1, 1.0)
-        if (flags & DUE) != 0:
-            at = head + 2 * BLOCK * i + tl.arange(0, BLOCK)
-            clean, faulty = tl.load(at), tl.load(at + BLOCK)
-            values, changed, alive, survived = no_counts(BLOCK)
-            values, changed, alive, survived = counts(values, changed, alive, survived, clean, faulty, clean == clean, True)
-            add_counts(sums, values, changed, alive, survived)
-            if kind == RELATIVE:
-                e, s, o, u = changes(clean, faulty, clean == clean, RELATIVE, True)
-                add_measured(sums, e, s, o, u, RELATIVE)
-            else:
-                e, s, o, u = changes(clean, faulty, clean == clean, ADDITIVE, True)
-                add_measured(sums, e, s, o, u, ADDITIVE)
