@@ -42,7 +42,7 @@ def test_what_inject_is_given_is_what_the_injection_has(tmp_path):
     assert (injection.plan.seed, injection.step, injection.rank, injection.allow_inert) == (7, 3, 2, True)
     plain = inject(linear(), GAIN)
     assert (plain.plan.seed, plain.step, plain.rank, plain.allow_inert) == (0, 0, 0, False)
-    assert not (plain.hold or plain.sampler or plain.traced_once or plain.enabled or plain.closed)
+    assert not (plain.hold or plain.sampler or plain.enabled or plain.closed)
     seeded = Plan.parse(GAIN, seed=5)
     assert inject(linear(), seeded).plan.seed == 5 and inject(linear(), seeded, seed=6).plan.seed == 6
     assert inject(linear(), seeded, seed=0).plan.seed == 0, "a seed of 0 is a seed"
@@ -105,17 +105,16 @@ def test_a_torch_without_distributed_has_a_rank_too(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "hold", "sampler", "traced_once", "phase"),
+    ("options", "hold", "sampler", "phase"),
     [
-        ({}, False, False, False, None),
-        ({"hold": True}, True, False, False, None),
-        ({"sampler": True}, True, True, True, "rollout"),
-        ({"traced_once": True}, False, False, True, None),
+        ({}, False, False, None),
+        ({"hold": True}, True, False, None),
+        ({"sampler": True}, True, True, "rollout"),
     ],
 )
-def test_a_sampler_holds_its_noise_traces_once_and_begins_in_a_rollout(options, hold, sampler, traced_once, phase):
+def test_a_sampler_holds_its_noise_and_begins_in_a_rollout(options, hold, sampler, phase):
     injection = made(**options)
-    assert (injection.hold, injection.sampler, injection.traced_once) == (hold, sampler, traced_once)
+    assert (injection.hold, injection.sampler) == (hold, sampler)
     assert injection.phase == phase and injection.phase_now() == (phase or "eval")
     with st.phase("train"):
         assert injection.phase_now() == "train"
@@ -307,28 +306,6 @@ def test_a_forward_that_raises_closes_its_frames_and_a_mode_of_another_thread(pl
 # ---- what changes
 
 
-def test_a_step_that_is_set_counts_passes_and_rollouts_from_zero_and_tells_the_tables(monkeypatch):
-    injection = made("relative_gaussian:0.5@module.linear")
-    model = linear()
-    injection.attach(model)
-    injection.enable()
-    told = []
-    monkeypatch.setattr(injection.tables, "update", lambda: told.append(injection.step))
-    for _ in range(3):
-        with st.phase("rollout"):
-            injection.rollouts.number()
-    assert injection.rollouts.number() == 2
-    first, second = model(X), model(X)
-    assert not torch.equal(first, second)
-    injection.step = 0
-    assert torch.equal(model(X), first) and injection.rollouts.number() == 0
-    injection.step = 4
-    other = model(X)
-    injection.step = 4
-    assert torch.equal(model(X), other) and not torch.equal(other, first) and told == [0, 4, 4]
-    injection.close()
-
-
 def test_a_step_that_is_refused_leaves_the_step_as_it_was():
     model = linear()
     injection = inject(model, "saturation:2@module.linear").enable()
@@ -411,28 +388,6 @@ def test_blocks_of_changes_nest_and_one_that_breaks_off_does_not_keep_the_others
     injection.close()
 
 
-@pytest.mark.parametrize(
-    ("magnitudes", "enabled", "traced_once", "there"),
-    [
-        ((1, 1), True, False, True), ((0, 1), True, False, True), ((1, 0), True, False, True), ((0, 0), True, False, False),
-        ((1, 1), False, False, False), ((0, 0), False, True, True), ((0, 0), True, True, True),
-    ],
-)  # fmt: skip
-def test_a_graph_that_is_traced_now_has_the_plan_if_a_clause_is_on(magnitudes, enabled, traced_once, there):
-    a, b = magnitudes
-    injection = made(f"gain:{a}@module.linear;gain:{b}@module.linear", traced_once=traced_once)
-    assert custom_ops.present[injection.handle] is traced_once
-    if enabled:
-        injection.enable()
-    assert custom_ops.present[injection.handle] is there
-    injection.set_magnitude(0)
-    assert custom_ops.present[injection.handle] is traced_once
-    injection.set_magnitude(1)
-    assert custom_ops.present[injection.handle] is (enabled or traced_once)
-    injection.disable()
-    assert custom_ops.present[injection.handle] is traced_once
-
-
 def test_a_fault_without_a_magnitude_keeps_a_plan_there():
     injection = made("mxfp4@module.linear;gain:1@module.linear").enable()
     injection.set_magnitude(0)
@@ -441,41 +396,6 @@ def test_a_fault_without_a_magnitude_keeps_a_plan_there():
 
 
 # ---- counting
-
-
-def test_what_was_counted_is_told_with_the_rows_of_every_table():
-    injection = made("bias:1@module.linear;gain:1@module.linear")
-    model = linear()
-    injection.attach(model)
-    injection.enable()
-    model(torch.tensor([[0.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 4.0]]))
-    injection.tables.all = [SimpleNamespace(saved=lambda: "a", settle=int), SimpleNamespace(saved=lambda: "b", settle=int)]
-    counted = injection.counted()
-    assert counted["gpus"] == ["a", "b"] and counted["references"] == {"0 0 output forward 0": 1.0}
-    assert len(counted["host"]) == 4 and [row[1] for row in counted["host"]] == [1.0, 0.0, 1.0, 0.0]
-    injection.tables.all = []
-    injection.close()
-
-
-def test_a_process_goes_on_with_the_tables_that_it_has_and_with_statistics_if_there_are_any():
-    injection, seen = made(), []
-    injection.tables.all = [SimpleNamespace(go_on=lambda rows, i=i: seen.append((i, rows))) for i in range(2)]
-    injection.go_on({"host": [], "gpus": ["a"]})
-    assert seen == [(0, "a")] and injection.references == {}
-    injection.go_on({"host": [], "gpus": ["b", "c", "d"], "references": {"x": 1.0}})
-    assert seen[1:] == [(0, "b"), (1, "c")] and injection.references == {"x": 1.0}
-
-
-def test_a_ledger_that_is_cleared_counts_from_zero_on_every_device():
-    model, forgotten = linear(), []
-    injection = inject(model, GAIN).enable()
-    model(X)
-    injection.tables.all = [SimpleNamespace(forget=lambda: forgotten.append(1), settle=int, update=int, is_captured=False)]
-    injection.ledger.clear()
-    assert forgotten == [1] and injection.ledger.forward == 0
-    model(X)
-    assert injection.ledger.forward == 1
-    injection.close()
 
 
 def test_every_fire_tells_those_who_keep_a_copy_of_the_ledger():

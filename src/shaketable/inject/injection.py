@@ -22,9 +22,9 @@ from shaketable.faults import FaultBase, MagnitudeFault
 from shaketable.faults.cpu import native
 from shaketable.inject.attach import Attached
 from shaketable.inject.compile import custom_ops
-from shaketable.inject.counters import HostTable
+from shaketable.inject.counters import HostTable, capturing
 from shaketable.inject.device import graph_key
-from shaketable.inject.device.table import DeviceTables, capturing
+from shaketable.inject.device.table import DeviceTables
 from shaketable.inject.hooks import checkpointing, operator_mode
 from shaketable.inject.hooks.operator_taps import OperatorTaps
 from shaketable.inject.inert import InertCheck
@@ -93,19 +93,16 @@ class Injection:
         allow_inert: bool = False,
         hold: bool = False,
         sampler: bool = False,
-        traced_once: bool = False,
     ) -> None:
         """Args:
         hold: Draw the noise of weights once per rollout instead of once per call.
         sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
-            weights are written into them (`weights/in_place.py`), once per step. Engines trace once.
-        traced_once: The models are compiled ahead of time, without guards: taps are in the graph also when it is traced
-            while the plan is off. Elsewhere such a graph is the clean one.
+            weights are written into them (`weights/in_place.py`), once per step. Engines trace once, without guards: taps
+            are in the graph also when it is traced while the plan is off. Elsewhere such a graph is the clean one.
         """
         self.plan = plan
         self.hold = hold or sampler
         self.sampler = sampler
-        self.traced_once = traced_once or sampler
         self.rollouts = Rollouts()
         self.rank = this_rank() if rank is None else rank
         self.allow_inert = allow_inert
@@ -258,7 +255,7 @@ class Injection:
     def _announce(self) -> None:
         """Tell those who trace whether the plan is there at all."""
         on = self.enabled and not all(fault.is_off for fault in self.faults)
-        custom_ops.present[self.handle] = on or self.traced_once
+        custom_ops.present[self.handle] = on or self.sampler
 
     def settle(self) -> None:
         """Tell the ledger what happened. Nobody else writes to it."""

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shaketable.io.replacing import replacing
+from shaketable.io.replacing import WRITER, replacing
 
 PAUSE = 0.05
 SHARE = 20
@@ -51,7 +51,7 @@ class KeptFile:
         self._is_told = False
         self._lock = threading.Lock()
         self.try_flush()
-        threading.Thread(target=self._keep_flushing, name="shaketable-file", daemon=True).start()
+        threading.Thread(target=self._keep_flushing, name=WRITER, daemon=True).start()
 
     def flush(self) -> None:
         """Write, if there is anything new."""

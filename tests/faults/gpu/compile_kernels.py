@@ -20,7 +20,6 @@ TYPES = {
     "out": "*fp32",
     "live": "*fp32",
     "sums": "*fp64",
-    "mirror": "*fp64",
     "partial": "*fp64",
 }
 TYPES |= {"bits": "*i32", "rows": "*i32", "keys": "*i64", "clock": "*i64", "own": "*i64"}
@@ -95,7 +94,7 @@ for live in (False, True):
     for kind in (2, 3, 4):
         say(f"arithmetic-{kind}-{live}", compiled(noise.arithmetic, KIND=kind, **how))
 for moment in (0, 1, 2):
-    say(f"begin-{moment}", compiled(begin_pass.begin_pass, MOMENT=moment, MIRROR=True, TAPS=5, USES=4, BLOCK=16))
+    say(f"begin-{moment}", compiled(begin_pass.begin_pass, MOMENT=moment, TAPS=5, USES=4, BLOCK=16))
 for kind in (0, 1, 3, 4, 5):
     say(f"tell-{kind}", compiled(measure.tell, KIND=kind, SPARSE=True, STEPS=16, BLOCK=1024, FAST=True))
 say("tell-sums", compiled(measure.twelve_sums, STEPS=16, BLOCK=1024, FAST=True))

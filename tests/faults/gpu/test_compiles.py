@@ -54,10 +54,6 @@ def test_a_pair_of_normals_is_made_once(ptx):
             assert found[1] == f"logarithms:{9 if name == 'noise-True' else 8}", name
 
 
-def test_fp8_divides_once_for_the_scale_of_a_row_and_once_for_its_inverse(ptx):
-    assert {ptx[f"e4m3-{rows}-False"][-1] for rows in ("tiles", "passes")} == {"divides:2"}
-
-
 @pytest.mark.parametrize("move", ["ld.global", "st.global"])
 def test_tensors_are_moved_16_bytes_at_a_time(ptx, move):
     for name, found in ptx.items():

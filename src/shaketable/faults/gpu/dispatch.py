@@ -89,7 +89,6 @@ def noise(
     *,
     relative: bool,
     unit: Tensor | None = None,
-    in_place: bool = False,
     live: TableRow | None = None,
 ) -> Tensor | None:
     """x + |x|·z·scale (relative) or x + z·scale·unit in one pass; None where no kernel fits.
@@ -100,38 +99,34 @@ def noise(
         key: Keys the noise: `Draw.key`.
         relative: Noise in units of each value.
         unit: One float32 number on the device.
-        in_place: Write into `x` itself; it must be contiguous.
         live: What the kernel reads instead of `scale` and `key`.
     """
     if not fits(x):
         return None
-    x, y, n, table = _arguments(x, in_place, live)
+    x, y, n, table = _arguments(x, live)
     kind = RELATIVE if relative else ADDITIVE
     shape = {"KIND": kind, "UNIT": unit is not None, **_shape(n, live)}
     launch(_kernels().noise, -(-n // BLOCK), (x, y, n, scale, *words(key), unit, *table), shape)
     return y
 
 
-def _arguments(x: Tensor, in_place: bool, live: TableRow | None) -> tuple[Tensor, Tensor, int, tuple[Any, ...]]:
+def _arguments(x: Tensor, live: TableRow | None) -> tuple[Tensor, Tensor, int, tuple[Any, ...]]:
     """What is read, what is written, how many values, and the row of the table."""
     import torch
 
-    x = x if in_place else x.contiguous()
-    y = x if in_place else torch.empty_like(x)
-    return x, y, x.numel(), (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+    x = x.contiguous()
+    return x, torch.empty_like(x), x.numel(), (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
 
 
 def _shape(n: int, live: TableRow | None) -> dict[str, Any]:
     return {"LIVE": live is not None, "FAST": not interpreting(), "EVEN": n % BLOCK == 0, "BLOCK": BLOCK}
 
 
-def shift(
-    x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: TableRow | None = None
-) -> Tensor | None:
+def shift(x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, live: TableRow | None = None) -> Tensor | None:
     """Bias, gain or systematic bias in one pass; None where no kernel fits."""
     if not fits(x):
         return None
-    x, y, n, table = _arguments(x, in_place, live)
+    x, y, n, table = _arguments(x, live)
     launch(_kernels().arithmetic, -(-n // BLOCK), (x, y, n, scale, unit, *table), {"KIND": kind, **_shape(n, live)})
     return y
 

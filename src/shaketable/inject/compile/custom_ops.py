@@ -14,7 +14,7 @@ is still between its neighbours, and a compiler that fuses other kernels, or tri
 order. So whether a plan is there at all (`present`) is asked while tracing. Dynamo guards the answer, one item of a dictionary
 per injection however many taps it has, and keeps both graphs; whatever else changes is read at run time. Rejected: the switch
 as an operand, which was the only way before (measured: 0.07 on logits of 4.5, in bfloat16, with everything off). Where a graph
-is traced once, without guards, taps are in it whatever the switch says: `Injection.traced_once`.
+is traced once, without guards, taps are in it whatever the switch says: `Injection.sampler`.
 """
 
 from __future__ import annotations

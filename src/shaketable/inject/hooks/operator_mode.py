@@ -143,8 +143,6 @@ class OperatorModule(Hook):
 class Operators(TorchFunctionMode):
     """The operator clauses of one injection, active in one thread."""
 
-    is_ours = True
-
     def __init__(self, injection: Injection) -> None:
         super().__init__()
         self.injection = injection

@@ -23,7 +23,7 @@ from torch import Tensor
 from shaketable.errors import PlanError
 from shaketable.faults import FaultBase
 from shaketable.faults.rng import key_of, mix64
-from shaketable.inject.device.table import capturing
+from shaketable.inject.counters import capturing
 from shaketable.inject.fault_operator import Application, apply
 from shaketable.inject.pass_context import Frame, Pass
 from shaketable.inject.tap import Tap

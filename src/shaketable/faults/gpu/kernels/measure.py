@@ -97,8 +97,15 @@ def changes(x, y, inside, KIND: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def quotient(over, under):
-    """over / under, 0 where there is nothing to divide by; in float32, whose division takes a quarter of the registers."""
-    return tl.where(under > 0, over.to(tl.float32) / tl.where(under > 0, under, 1.0).to(tl.float32), 0.0).to(tl.float64)
+    """over / under, 0 where there is nothing to divide by.
+
+    The division is in float32, which takes a quarter of the registers; both are brought into its range by a power of two first.
+    """
+    some = tl.where(under > 0, under, 1.0)
+    exponent = (some.to(tl.int64, bitcast=True) >> 52) & 0x7FF
+    scale = ((2046 - exponent) << 52).to(tl.float64, bitcast=True)
+    ratio = (over * scale).to(tl.float32) / (some * scale).to(tl.float32)
+    return tl.where(under > 0, ratio, 0.0).to(tl.float64)
 
 
 @triton.jit
