@@ -196,9 +196,9 @@ class Attached(Hook):
         if self.injection.has_operators:
             for part, _ in framed:
                 if (reason := self._excluded(part)) is not None:
-                    self.injection.operators.weights.add(part.module, reason)
+                    self.injection.operators.weights.add(part.module, reason, self.owner)
             for part in self.anatomy.heads_without_a_module():
-                self.injection.operators.weights.add(part.module, "lm_head")
+                self.injection.operators.weights.add(part.module, "lm_head", self.owner)
         for (_, point), (module, taps) in self.points.items():
             kind = PairTaps if carries_pair(module) else ModuleTaps
             self.hooks.extend(kind(point, taps, self.entries[id(module)]).install(module))

@@ -66,11 +66,20 @@ def inject(
         PlanError: The plan cannot be read, or does not fit this model (`NoMatchError`).
     """
     injection = Injection(Plan.load(plan, seed=seed), step=step, rank=rank, allow_inert=allow_inert)
+    if (other := open_injection(model)) is not None:
+        line = f"this model already has an open injection ({other.plan.text()}), and its faults stay on: close() it first if "
+        warnings.warn(f"{line}this plan is to take its place", RuntimeWarning, stacklevel=2)
     injection.attach(model)
     for clause, hidden in zip(injection.plan.clauses, injection.models[0].hidden, strict=True):
         if "softmax" in clause.site.names and hidden:
             warnings.warn(f"{clause.text()}: {'; '.join(hidden)}", RuntimeWarning, stacklevel=2)
     return injection
+
+
+def open_injection(model: nn.Module) -> Injection | None:
+    """An injection that is on, on this very model."""
+    on = (injection for injection in graph_key.injections() if injection.enabled and not injection.closed)
+    return next((injection for injection in on if any(attached.model is model for attached in injection.models)), None)
 
 
 def this_rank() -> int:
@@ -150,6 +159,7 @@ class Injection:
         """Switch on. Hooks are set the first time and stay until `close`."""
         if self.closed:
             raise PlanError("this injection is closed; make a new one with inject()")
+        operator_mode.take_off_closed()
         for model in self.models:
             model.hook()
         self.tables.make()
@@ -167,7 +177,10 @@ class Injection:
         return self
 
     def close(self, *, check: bool = True) -> None:
-        """Take every hook off. Raises `InertError` when a clause did nothing, unless `allow_inert`."""
+        """Take every hook off. Raises `InertError` when a clause did nothing, unless `allow_inert`.
+
+        Where another thread enabled it, the operator mode stays there and does nothing until that thread enables a plan.
+        """
         if self.closed:
             return
         self.enabled = False
@@ -182,6 +195,11 @@ class Injection:
         checkpointing.unwatch(self)
         if check and not self.allow_inert:
             self.ledger.check()
+
+    def __repr__(self) -> str:
+        fires = self.ledger.forward + self.ledger.backward
+        state = "closed" if self.closed else "on" if self.enabled else "off"
+        return f"<{type(self).__name__} {self.plan.text()}, {state}, {fires:,} {'fire' if fires == 1 else 'fires'}>"
 
     def __enter__(self) -> Ledger:
         self._depth += 1
@@ -293,6 +311,13 @@ class Injection:
 
         Compiled graphs stay as they are, but for 0 everywhere: that is another graph, the clean one.
         """
+        if clause is not None:
+            if clause not in range(len(self.faults)):
+                last = len(self.faults) - 1
+                known = f"clauses 0 to {last}" if last else "clause 0 alone"
+                raise PlanError(f"there is no clause {clause}; this plan has {known}")
+            if not isinstance(self.faults[clause], MagnitudeFault):
+                raise PlanError(f"clause {clause}, {self.faults[clause].text()}, has no magnitude")
         if not self._changing:
             self.settle()
         for i, fault in enumerate(self.faults):
