@@ -205,7 +205,7 @@ def clauses(draw: Any) -> dict[str, Any]:
     levels = ["module", "layer"] if issubclass(KINDS[fault["fault"]], Format) else ["module", "layer", "op"]
     level = draw(st.sampled_from(levels))
     layers = st.sets(st.integers(0, 99), min_size=1, max_size=6).map(lambda s: join_layers(tuple(sorted(s))))
-    names = {"module": st.lists(NAMES.map(lambda n: n.replace("+", "")), min_size=1, max_size=3).map("+".join),
+    names = {"module": st.lists(NAMES.map(lambda n: n.replace("+", "")), min_size=1, max_size=3, unique=True).map("+".join),
              "layer": st.just("all") | layers, "op": many((*OPS, "all")).map("+".join)}[level]  # fmt: skip
     points = {"module": ("input", "output", "weight"), "layer": ("input", "output"), "op": ("output",)}[level]
     keys: dict[str, Any] = {

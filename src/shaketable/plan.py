@@ -92,11 +92,15 @@ class Site(BaseModel):
         if self.level == "op":
             for name in self.names:
                 _one_of("operator family", name, (*OPS, "all"))
+        if self.level != "layer" and (twice := _first_repeated(self.names)):
+            raise ValueError(f"{twice} is named twice")
         if self.level == "layer" and self.names != ("all",):
             parse_layers("+".join(self.names))
         for key, valid in (("point", POINTS), ("phase", PHASES), ("include", INCLUDABLE)):
             for value in getattr(self, key):
                 _one_of(key, value, valid)
+            if twice := _first_repeated(getattr(self, key)):
+                raise ValueError(f"{key} names {twice} twice")
         if self.direction:
             _one_of("direction", self.direction, DIRECTIONS)
         return self
@@ -221,6 +225,11 @@ def _join(key: str, value: Any) -> str:
     if key == "layers":
         return join_layers(value)
     return value if isinstance(value, str) else "+".join(value)
+
+
+def _first_repeated(values: tuple[str, ...]) -> str | None:
+    """The first value that stands there twice."""
+    return next((value for i, value in enumerate(values) if value in values[:i]), None)
 
 
 def _one_of(what: str, value: str, valid: tuple[str, ...] | dict[str, Any]) -> None:

@@ -9,14 +9,12 @@ import functools
 
 import pytest
 import torch
+from tests.inject.compile.graphs import graphs
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shaketable as st
-from shaketable.faults import Draw, gpu, make_fault
-from shaketable.inject.compile import fused_noise as fused
 from tests import tensors
-from tests.gpu.shaken_device import DEVICE, ON_CUDA, every_dtype, ids, on_device, settle
-from tests.inject.compile.graphs import graphs
+from tests.gpu.shaken_device import DEVICE, ON_CUDA, ids, on_device, settle
 
 pytestmark = [*on_device, pytest.mark.usefixtures("fresh_graphs")]
 BACKEND = "inductor" if ON_CUDA else "aot_eager"
@@ -153,7 +151,6 @@ def sampled(function, n=16):
 
 @pytest.mark.parametrize(("plan", "dtype", "how"), INFERRED)
 def test_inference_is_fresh_live_counted_and_off(tinier_llama, plan, dtype, how):
-    """Without gradients noise is fused with its neighbours by inductor; with `reduce-overhead` in a CUDA graph."""
     model = tinier_llama.to(DEVICE, dtype)
     compiled = torch.compile(model, **how)
     clean = [sampled(compiled) for _ in range(3)][-1]
@@ -233,30 +230,7 @@ def test_measured_equals_asked_in_inference(tinier_llama):
     assert ledger.to_dict()["sites"][0]["measured_magnitude"] == pytest.approx(0.05, rel=0.05)
 
 
-@every_dtype
-@pytest.mark.parametrize("kind", ["relative_gaussian", "absolute_gaussian"])
-def test_what_inductor_writes_is_the_noise_of_the_kernel(kind, dtype):
-    """The same key is the same noise within rounding, and what is told is what was done."""
-    x, draw = torch.randn(7, 33, 40, device=DEVICE).to(dtype), Draw(2**63 + 12345)
-    key, relative = draw.normal_key, kind == "relative_gaussian"
-    row = torch.tensor([[key & 0xFFFFFFFF, key >> 32, 0, 1]]).to(torch.int32)
-    row[0, 2:3] = torch.tensor([0.1]).view(torch.int32)
-    table = row.to(DEVICE)
-    written = torch.compile(
-        lambda x, t: torch.ops.shaketable.fused(x, t, 0, relative, fused.EDITION), backend=BACKEND, fullgraph=True
-    )
-    y, head = written(x, table)
-    wanted = make_fault({"kind": kind, "magnitude": 0.1}).apply(x, draw)
-    steps = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (8e-3, 1e-6), torch.float16: (1e-3, 1e-6)}[dtype]
-    torch.testing.assert_close(y, wanted, rtol=steps[0], atol=steps[1])
-    assert (y == wanted).float().mean() > (0.2 if dtype == torch.float32 else 0.99)
-    assert torch.equal(head, torch.stack([x.flatten()[: gpu.HEAD].float(), y.flatten()[: gpu.HEAD].float()]))
-    table[0, 3] = 0
-    assert torch.equal(written(x, table)[0], x)
-
-
 def test_a_layer_that_is_compiled_alone_is_shaken_and_counted(tinier_llama):
-    """There is no end of the pass in its graph: kernels count themselves there."""
     model = tinier_llama.to(DEVICE)
     clean = sampled(model)
     model.model.layers[0].compile(backend=BACKEND)

@@ -260,7 +260,7 @@ def test_it_is_closed_when_the_outermost_block_ends_and_an_error_inside_is_not_h
 @pytest.mark.parametrize("sampler", [False, True])
 def test_only_a_sampler_has_a_phase_and_it_must_be_one(sampler):
     injection = made(sampler=sampler)
-    assert (injection.phase, injection.hold, injection.traced_once) == (
+    assert (injection.phase, injection.hold, injection.sampler) == (
         ("rollout", True, True) if sampler else (None, False, False)
     )
     message = r"^unknown phase 'evl'; did you mean 'eval'\? valid: eval, rollout, train$"
@@ -281,21 +281,6 @@ def test_a_magnitude_is_set_for_the_clause_that_is_named(clause, magnitudes):
     injection = made("gain:1@layer.0;gain:2@layer.0;mxfp4@module.linear")
     injection.set_magnitude(0.5, clause)
     assert [fault.asked() for fault in injection.faults] == magnitudes == [site.asked for site in injection.sites]
-
-
-def test_changes_that_belong_together_are_written_once_also_when_one_breaks_off(monkeypatch):
-    injection, written = made(), []
-    monkeypatch.setattr(injection.tables, "update", lambda: written.append(injection.step))
-    with injection.changing():
-        injection.step = 3
-        with injection.changing():
-            injection.set_magnitude(0.5)
-        assert written == []
-    assert written == [3]
-    with pytest.raises(KeyError), injection.changing():
-        raise KeyError
-    injection.rewrite()
-    assert written == [3, 3]
 
 
 def test_what_was_counted_goes_on_in_another_process_with_its_statistics():

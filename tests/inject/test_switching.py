@@ -9,13 +9,10 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import InertError, PlanError
-from shaketable.faults.rng import mix64
-from shaketable.inject import injection as module_of_injection
-from shaketable.inject.compile import custom_ops, fused_noise
+from shaketable.inject.compile import custom_ops
 from shaketable.inject.hooks import checkpointing
 from shaketable.inject.injection import Injection, inject, this_rank
 from shaketable.inject.pass_context import Entry, Frame
-from shaketable.inject.weights.prepared import PreparedWeights
 from shaketable.plan import Plan
 
 X = torch.ones(2, 4)
@@ -45,7 +42,7 @@ def test_what_inject_is_given_is_what_the_injection_has(tmp_path):
     assert (injection.plan.seed, injection.step, injection.rank, injection.allow_inert) == (7, 3, 2, True)
     plain = inject(linear(), GAIN)
     assert (plain.plan.seed, plain.step, plain.rank, plain.allow_inert) == (0, 0, 0, False)
-    assert not (plain.hold or plain.sampler or plain.traced_once or plain.enabled or plain.closed)
+    assert not (plain.hold or plain.sampler or plain.enabled or plain.closed)
     seeded = Plan.parse(GAIN, seed=5)
     assert inject(linear(), seeded).plan.seed == 5 and inject(linear(), seeded, seed=6).plan.seed == 6
     assert inject(linear(), seeded, seed=0).plan.seed == 0, "a seed of 0 is a seed"
@@ -108,17 +105,16 @@ def test_a_torch_without_distributed_has_a_rank_too(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "hold", "sampler", "traced_once", "phase"),
+    ("options", "hold", "sampler", "phase"),
     [
-        ({}, False, False, False, None),
-        ({"hold": True}, True, False, False, None),
-        ({"sampler": True}, True, True, True, "rollout"),
-        ({"traced_once": True}, False, False, True, None),
+        ({}, False, False, None),
+        ({"hold": True}, True, False, None),
+        ({"sampler": True}, True, True, "rollout"),
     ],
 )
-def test_a_sampler_holds_its_noise_traces_once_and_begins_in_a_rollout(options, hold, sampler, traced_once, phase):
+def test_a_sampler_holds_its_noise_and_begins_in_a_rollout(options, hold, sampler, phase):
     injection = made(**options)
-    assert (injection.hold, injection.sampler, injection.traced_once) == (hold, sampler, traced_once)
+    assert (injection.hold, injection.sampler) == (hold, sampler)
     assert injection.phase == phase and injection.phase_now() == (phase or "eval")
     with st.phase("train"):
         assert injection.phase_now() == "train"
@@ -176,13 +172,12 @@ def test_what_a_closed_injection_leaves_behind_is_its_ledger():
     model = linear()
     injection = inject(model, "gain:1@op.matmul").enable()
     assert injection in checkpointing._watching
-    fused_noise.passes[injection.handle] = object()
     model(X)
     ledger = injection.ledger
     assert ledger.settle is not None and ledger.forget is not None
     injection.close()
     assert ledger.settle is None and ledger.forget is None and ledger.forward == 1
-    assert injection not in checkpointing._watching and injection.handle not in fused_noise.passes
+    assert injection not in checkpointing._watching
     assert custom_ops.present[injection.handle] is False
     assert torch.overrides._get_current_function_mode_stack() == [] and not is_hooked(model)
     assert not injection.tables.all and torch.equal(model(X), torch.full((2, 4), 4.0))
@@ -311,28 +306,6 @@ def test_a_forward_that_raises_closes_its_frames_and_a_mode_of_another_thread(pl
 # ---- what changes
 
 
-def test_a_step_that_is_set_counts_passes_and_rollouts_from_zero_and_tells_the_tables(monkeypatch):
-    injection = made("relative_gaussian:0.5@module.linear")
-    model = linear()
-    injection.attach(model)
-    injection.enable()
-    told = []
-    monkeypatch.setattr(injection.tables, "update", lambda: told.append(injection.step))
-    for _ in range(3):
-        with st.phase("rollout"):
-            injection.rollouts.number()
-    assert injection.rollouts.number() == 2
-    first, second = model(X), model(X)
-    assert not torch.equal(first, second)
-    injection.step = 0
-    assert torch.equal(model(X), first) and injection.rollouts.number() == 0
-    injection.step = 4
-    other = model(X)
-    injection.step = 4
-    assert torch.equal(model(X), other) and not torch.equal(other, first) and told == [0, 4, 4]
-    injection.close()
-
-
 def test_a_step_that_is_refused_leaves_the_step_as_it_was():
     model = linear()
     injection = inject(model, "saturation:2@module.linear").enable()
@@ -415,28 +388,6 @@ def test_blocks_of_changes_nest_and_one_that_breaks_off_does_not_keep_the_others
     injection.close()
 
 
-@pytest.mark.parametrize(
-    ("magnitudes", "enabled", "traced_once", "there"),
-    [
-        ((1, 1), True, False, True), ((0, 1), True, False, True), ((1, 0), True, False, True), ((0, 0), True, False, False),
-        ((1, 1), False, False, False), ((0, 0), False, True, True), ((0, 0), True, True, True),
-    ],
-)  # fmt: skip
-def test_a_graph_that_is_traced_now_has_the_plan_if_a_clause_is_on(magnitudes, enabled, traced_once, there):
-    a, b = magnitudes
-    injection = made(f"gain:{a}@module.linear;gain:{b}@module.linear", traced_once=traced_once)
-    assert custom_ops.present[injection.handle] is traced_once
-    if enabled:
-        injection.enable()
-    assert custom_ops.present[injection.handle] is there
-    injection.set_magnitude(0)
-    assert custom_ops.present[injection.handle] is traced_once
-    injection.set_magnitude(1)
-    assert custom_ops.present[injection.handle] is (enabled or traced_once)
-    injection.disable()
-    assert custom_ops.present[injection.handle] is traced_once
-
-
 def test_a_fault_without_a_magnitude_keeps_a_plan_there():
     injection = made("mxfp4@module.linear;gain:1@module.linear").enable()
     injection.set_magnitude(0)
@@ -444,82 +395,7 @@ def test_a_fault_without_a_magnitude_keeps_a_plan_there():
     assert [site.asked for site in injection.sites] == [None, 0.0]
 
 
-def test_weights_are_made_ready_in_one_place_per_model():
-    injection = made()
-    first, second = injection.prepared_of(0), injection.prepared_of(1)
-    assert isinstance(first, PreparedWeights) and first is not second
-    assert injection.prepared_of(0) is first and injection.prepared_of(1) is second
-
-
-def test_what_is_ready_is_let_go_when_anything_changes_and_told_when_the_ledger_is_read(monkeypatch):
-    injection, seen = made(), []
-    for owner in (0, 1):
-        prepared = injection.prepared_of(owner)
-        monkeypatch.setattr(prepared, "close", lambda owner=owner: seen.append(("close", owner)))
-        monkeypatch.setattr(prepared, "settle", lambda owner=owner: seen.append(("settle", owner)))
-    injection.rewrite()
-    assert seen == [("close", 0), ("close", 1)]
-    seen.clear()
-    _ = injection.ledger.sites
-    assert seen == [("settle", 0), ("settle", 1)]
-
-
-def test_what_is_ready_is_opened_with_a_pass_of_the_whole_model_and_closed_with_it(monkeypatch):
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
-    injection = made()
-    injection.attach(model)
-    injection.enable()
-    root = next(e for e in injection.models[0].entries.values() if e.is_root)
-    seen, prepared = [], injection.prepared_of(0)
-    monkeypatch.setattr(prepared, "open", lambda frame: seen.append(frame) or setattr(prepared, "frame", frame))
-    monkeypatch.setattr(prepared, "close", lambda: seen.append("closed"))
-    model(X)
-    assert [getattr(f, "entry", f) for f in seen] == [root, "closed"]
-    model[0](X)
-    assert len(seen) == 2, "a part of the model"
-    prepared.frame = None
-    monkeypatch.setattr(prepared, "open", lambda frame: None)
-    model(X)
-    assert len(seen) == 2, "a pass in which nothing was made ready"
-    injection.close(check=False)
-
-
 # ---- counting
-
-
-def test_what_was_counted_is_told_with_the_rows_of_every_table():
-    injection = made("bias:1@module.linear;gain:1@module.linear")
-    model = linear()
-    injection.attach(model)
-    injection.enable()
-    model(torch.tensor([[0.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 4.0]]))
-    injection.tables.all = [SimpleNamespace(saved=lambda: "a", settle=int), SimpleNamespace(saved=lambda: "b", settle=int)]
-    counted = injection.counted()
-    assert counted["gpus"] == ["a", "b"] and counted["references"] == {"0 0 output forward 0": 1.0}
-    assert len(counted["host"]) == 4 and [row[1] for row in counted["host"]] == [1.0, 0.0, 1.0, 0.0]
-    injection.tables.all = []
-    injection.close()
-
-
-def test_a_process_goes_on_with_the_tables_that_it_has_and_with_statistics_if_there_are_any():
-    injection, seen = made(), []
-    injection.tables.all = [SimpleNamespace(go_on=lambda rows, i=i: seen.append((i, rows))) for i in range(2)]
-    injection.go_on({"host": [], "gpus": ["a"]})
-    assert seen == [(0, "a")] and injection.references == {}
-    injection.go_on({"host": [], "gpus": ["b", "c", "d"], "references": {"x": 1.0}})
-    assert seen[1:] == [(0, "b"), (1, "c")] and injection.references == {"x": 1.0}
-
-
-def test_a_ledger_that_is_cleared_counts_from_zero_on_every_device():
-    model, forgotten = linear(), []
-    injection = inject(model, GAIN).enable()
-    model(X)
-    injection.tables.all = [SimpleNamespace(forget=lambda: forgotten.append(1), settle=int, update=int, is_captured=False)]
-    injection.ledger.clear()
-    assert forgotten == [1] and injection.ledger.forward == 0
-    model(X)
-    assert injection.ledger.forward == 1
-    injection.close()
 
 
 def test_every_fire_tells_those_who_keep_a_copy_of_the_ledger():
@@ -549,19 +425,6 @@ def test_heads_that_nobody_calls_are_named_when_the_ledger_is_read():
 # ---- what a pass is
 
 
-def test_a_pass_that_is_captured_asks_for_its_rows_and_makes_no_table(monkeypatch):
-    injection, seen = made("gain:0@module.linear;gain:1@module.linear,phase=eval"), []
-    injection.enabled = True
-    monkeypatch.setattr(module_of_injection, "capturing", lambda: True)
-    monkeypatch.setattr(injection.tables, "make", lambda: seen.append("made"))
-    monkeypatch.setattr(injection.tables, "begin", lambda current: seen.append(current))
-    current = injection.begin_pass(Entry(3, nn.Identity(), None), "train")
-    assert seen == [current] and current.captured and current.acts == (True, False)
-    monkeypatch.setattr(module_of_injection, "capturing", lambda: False)
-    current = injection.begin_pass(Entry(3, nn.Identity(), None), "train")
-    assert seen[1:] == ["made"] and not current.captured and current.acts == (False, False)
-
-
 def test_a_pass_meets_the_rollout_that_it_is_in_and_looks_where_weights_are(monkeypatch):
     injection, seen = made(), []
     injection.enabled = True
@@ -585,170 +448,10 @@ def test_whether_a_pass_is_spared_is_asked_once_for_each():
     injection.close()
 
 
-@pytest.mark.parametrize(("training", "phase"), [(True, "train"), (False, "eval")])
-def test_a_compiled_pass_has_the_phase_of_its_own_module_where_that_is_known(training, phase):
-    model, other = linear().train(training), linear().train(not training)
-    injection = made("gain:1@module.linear")
-    injection.attach(other)
-    injection.attach(model)
-    injection.enable()
-    entry = next(e for e in injection.models[1].entries.values() if e.is_root)
-    current = injection.begin_compiled_pass(entry.index)
-    assert current.phase == phase and injection.compiled_pass is current
-    n = {"train": 1, "eval": 2}[phase]
-    assert current.moment == mix64(mix64(mix64(0) ^ (entry.index << 8 | n)))
-    nowhere = injection.begin_compiled_pass(999)
-    assert nowhere.phase == "train" and nowhere.moment == mix64(mix64(mix64(0) ^ (999 << 8 | 1)))
-    injection.close()
-
-
-def test_a_compiled_pass_of_an_engine_has_the_phase_that_the_engine_was_told():
-    injection = made("gain:1@module.linear", sampler=True)
-    injection.attach(linear())
-    injection.enable()
-    index = next(iter(injection.models[0].entries.values())).index
-    assert injection.begin_compiled_pass(index).phase == "rollout" == injection.begin_compiled_pass(999).phase
-    injection.phase = "eval"
-    assert injection.begin_compiled_pass(index).phase == "eval" == injection.begin_compiled_pass(999).phase
-    injection.close()
-
-
 # ---- between graphs, and while they are traced
 
 
-def test_code_between_the_graphs_of_a_compiled_pass_is_in_the_frame_of_the_module_that_is_open():
-    injection = made("gain:1@op.matmul")
-    injection.enabled = True
-    assert injection.frame_between_graphs() is None and injection.operator_frame() is None
-    root, layer = Entry(1, nn.Identity(), None, is_root=True), Entry(2, nn.Identity(), 3, excluded="router")
-    tracing = custom_ops.traces[injection.handle]
-    tracing.entries[:] = [root]
-    frame = injection.frame_between_graphs()
-    assert (frame.entry, frame.layer, frame.outer, frame.recomputing) == (root, None, None, False)
-    assert frame.current is injection.compiled_pass and injection.frame_between_graphs() is frame
-    tracing.entries.append(layer)
-    inner = injection.operator_frame()
-    assert (inner.entry, inner.layer, inner.excluded, inner.outer) == (layer, 3, "router", frame)
-    assert inner.current is frame.current and not inner.recomputing
-    injection.enabled = False
-    assert injection.operator_frame() is None
-    tracing.forget()
-
-
-def test_code_between_graphs_has_the_pass_whose_ticket_is_known():
-    injection = made("gain:1@op.matmul;gain:1@op.silu")
-    injection.enabled = True
-    tracing = custom_ops.traces[injection.handle]
-    tracing.entries[:] = [Entry(1, nn.Identity(), None, is_root=True)]
-    tracing.known = torch.tensor([77, 2, 0, 1, 0])
-    current = injection.frame_between_graphs().current
-    assert (current.moment, current.phase, current.acts) == (77, "eval", (True, False))
-    tracing.forget()
-
-
-def test_a_tap_belongs_to_the_open_frame_and_else_to_one_of_its_own():
-    injection = made()
-    entry, other = Entry(1, nn.Identity(), 4), Entry(2, nn.Identity(), None)
-    assert injection.frame(entry, (X,), {}) is None
-    injection.enabled = True
-    own = injection.frame(entry, (X,), {})
-    assert (own.entry, own.layer) == (entry, 4) and injection.calls.stack == []
-    injection.calls.push(injection.calls.open(other, (X,), {}))
-    assert injection.frame(entry, (X,), {}) is injection.calls.stack[0]
-
-
-class Fused:
-    """Stands for the rows that a compiled pass fills on a GPU."""
-
-    rows = torch.zeros(1)
-
-    def __init__(self):
-        self.said = []
-
-    def open(self):
-        self.said.append("open")
-
-    def fill_now(self, ticket):
-        self.said.append(("fill", ticket))
-
-    def close(self):
-        self.said.append("close")
-
-    def forget(self):
-        self.said.append("forget")
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """An injection that is being compiled, with a table and with rows to fill; and what these were asked for."""
-    injection, fused = made("gain:1@op.matmul"), Fused()
-    injection.enable()
-    injection.tables.first = object()
-    monkeypatch.setitem(fused_noise.passes, injection.handle, fused)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    tracing = custom_ops.traces[injection.handle]
-    monkeypatch.setattr(tracing, "ticket", lambda x: ("ticket", x is fused.rows))
-    yield injection, tracing, fused
-    injection.tables.first = None
-    tracing.entries.clear()
-    monkeypatch.undo()
-    injection.close(check=False)
-
-
 ROOT, PART = Entry(1, nn.Identity(), None, is_root=True), Entry(2, nn.Identity(), 0)
-
-
-@pytest.mark.parametrize("lazily", [False, True])
-def test_the_rows_of_a_compiled_pass_are_filled_at_its_head_unless_later_will_do(traced, lazily):
-    injection, tracing, fused = traced
-    tracing.counts["a"] = 3
-    injection.enter(ROOT, (X,), {}, lazily)
-    assert fused.said == (["open"] if lazily else ["open", ("fill", ("ticket", True))])
-    assert tracing.entries == [ROOT] and tracing.counts == {} and tracing.with_gradients is True
-    assert injection.calls.stack == [], "no frame is open while a graph is traced"
-    tracing.counts["a"] = 1
-    injection.enter(PART, (X,), {})
-    assert tracing.entries == [ROOT, PART] and len(fused.said) <= 2 and tracing.counts == {"a": 1}
-    injection.leave(PART)
-    assert tracing.entries == [ROOT] and "close" not in fused.said and tracing.counts == {"a": 1}
-    injection.leave(ROOT)
-    assert tracing.entries == [] and fused.said[-1] == "close" and tracing.counts == {}
-
-
-def test_a_part_that_is_compiled_alone_and_a_plan_that_is_off_fill_no_rows(traced):
-    injection, tracing, fused = traced
-    with torch.no_grad():
-        injection.enter(PART, (X,), {})
-    assert fused.said == [] and tracing.with_gradients is False
-    injection.leave(PART)
-    custom_ops.present[injection.handle] = False
-    injection.enter(ROOT, (X,), {})
-    assert fused.said == ["close"] and tracing.entries == [ROOT]
-
-
-def test_without_a_gpu_there_are_no_rows(traced):
-    injection, tracing, fused = traced
-    injection.tables.first = None
-    injection.enter(ROOT, (X,), {})
-    injection.leave(ROOT)
-    assert fused.said == [] and tracing.entries == []
-
-
-def test_a_compiled_pass_that_raised_between_its_graphs_is_forgotten_when_the_model_is_called_again(traced):
-    injection, tracing, fused = traced
-    injection.enter(ROOT, (X,), {}, True)
-    injection.enter(PART, (X,), {})
-    tracing.frame = object()
-    injection.enter(ROOT, (X,), {}, True)
-    assert tracing.entries == [ROOT] and fused.said == ["open", "forget", "open"] and tracing.frame is None
-
-
-def test_another_model_inside_of_a_compiled_pass_forgets_nothing(traced):
-    injection, tracing, fused = traced
-    other = Entry(3, nn.Identity(), None, is_root=True)
-    injection.enter(ROOT, (X,), {}, True)
-    injection.enter(other, (X,), {}, True)
-    assert tracing.entries == [ROOT, other] and fused.said == ["open"]
 
 
 def test_a_pass_that_was_left_open_by_a_graph_is_forgotten_without_rows_too():
@@ -760,24 +463,6 @@ def test_a_pass_that_was_left_open_by_a_graph_is_forgotten_without_rows_too():
     assert tracing.entries == [] and [f.entry for f in injection.calls.stack] == [ROOT]
     injection.leave(ROOT)
     injection.close()
-
-
-@pytest.mark.parametrize(
-    ("root", "table", "there", "graded", "captured", "apart"),
-    [
-        (True, True, True, False, True, True), (False, True, True, False, True, False), (True, False, True, False, True, False),
-        (True, True, False, False, True, False), (True, True, True, True, True, False), (True, True, True, False, False, False),
-    ],
-)  # fmt: skip
-def test_the_head_of_a_pass_is_a_graph_of_its_own_where_the_rest_is_captured(
-    monkeypatch, root, table, there, graded, captured, apart
-):
-    injection = made("gain:1@module.linear")
-    injection.tables.first = object() if table else None
-    custom_ops.present[injection.handle] = there
-    monkeypatch.setattr(custom_ops, "is_captured", lambda: captured)
-    with torch.set_grad_enabled(graded):
-        assert bool(injection.is_traced_apart(ROOT if root else PART)) is apart
 
 
 # ---- frames that are entered and left

@@ -200,7 +200,7 @@ def test_how_sure_a_magnitude_is_counts_over_all_spots():
 def test_a_summary_rounds_what_was_asked_and_measured():
     found = clause(fired(forward=1200, backward=34), asked=0.123456)
     found.spots["a"].backward = reading(0.654321)
-    assert found.summary() == "gain:1@layer.0 fired 1,234 times at 1 site, 0.654 measured of 0.123 asked for"
+    assert found.summary() == "gain:1, now 0.123456@layer.0 fired 1,234 times at 1 site, 0.654 measured of 0.123 asked for"
     many = clause(*(fired(f"s{i}") for i in range(1001)), asked=None)
     assert many.summary() == "gain:1@layer.0 fired 1,001 times at 1,001 sites"
 
@@ -419,20 +419,18 @@ def test_what_is_kept_is_shown_where_a_dead_zone_is(faults, heads):
 
 
 def test_a_clause_that_was_never_measured_shows_so():
-    found = cells(ledger(clause(fired(forward=12345, seconds=0.005), fault="dead_zone:0.5")))
+    found = cells(ledger(clause(fired(forward=12345, seconds=0.005), fault="dead_zone:1")))
     assert {head: column[0] for head, column in found.items()} == {
-        "plan": "dead_zone:0.5\n  @layer.0", "sites": "1", "forward": "12,345", "backward": "0", "error": "–", "changed": "–", "kept": "–",
+        "plan": "dead_zone:1\n  @layer.0", "sites": "1", "forward": "12,345", "backward": "0", "error": "–", "changed": "–", "kept": "–",
         "time": "0.01 s",
     }  # fmt: skip
 
 
 def test_every_number_stands_in_the_row_of_its_clause():
-    one = clause(
-        Spot("a", 0, {"train": [1, 2]}, seconds=1.0, forward=Measured(1, 0.01, 100, 50, 100, 25)), fault="dead_zone:0.5"
-    )
+    one = clause(Spot("a", 0, {"train": [1, 2]}, seconds=1.0, forward=Measured(1, 0.01, 100, 50, 100, 25)), fault="dead_zone:1")
     two = clause(Spot("a", 0, {"train": [3, 4]}, seconds=2.0, forward=Measured(1, 0.0, 100, 0, 100, 100)), site="op.silu")
     found = cells(ledger(one, two))
-    assert found["plan"] == ["dead_zone:0.5\n  @layer.0", "gain:1\n  @op.silu"]
+    assert found["plan"] == ["dead_zone:1\n  @layer.0", "gain:1\n  @op.silu"]
     assert [found[h] for h in ("forward", "backward", "time")] == [["1", "3"], ["2", "4"], ["1.00 s", "2.00 s"]]
     assert [found[h] for h in ("error", "changed", "kept")] == [["10.00%", "0.00%"], ["50.00%", "0.00%"], ["25.00%", ""]]
 

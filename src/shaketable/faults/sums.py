@@ -79,6 +79,6 @@ def sample(fault: FaultBase, clean: Tensor, faulty: Tensor, lanes: Tensor | None
         return clean, faulty, lanes
     width = clean.shape[-1] if clean.dim() > 1 or fault.tells == "rows" else 1
     step = -(-clean.numel() // max(most, width))
-    if lanes is not None and lanes.dim() > 1:
+    if lanes is not None and (lanes.dim() > 1 or width == 1):
         lanes = lanes.expand(clean.shape).reshape(-1, width)[::step]
     return clean.reshape(-1, width)[::step], faulty.reshape(-1, width)[::step], lanes

@@ -8,7 +8,6 @@ the graph. Switched off there is a second graph, without them (`compile/custom_o
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +16,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import NoMatchError, PlanError
-from shaketable.inject.fast.inputs import FastInput, fast_input
-from shaketable.inject.fast.linear import FastLinear, fast_linear
 from shaketable.inject.hooks import checkpointing, operator_mode
 from shaketable.inject.hooks.base import Hook, end_clean_copies, keep_copies_clean
 from shaketable.inject.hooks.fused_attention import hidden_by_attention
 from shaketable.inject.hooks.modules import ModuleTaps
 from shaketable.inject.hooks.operator_taps import families
 from shaketable.inject.hooks.residual_pair import PairTaps, carries_pair
-from shaketable.inject.hooks.subclasses import LayerFrame, reaches_gpu
 from shaketable.inject.pass_context import Entry
 from shaketable.inject.tap import Tap
 from shaketable.inject.weights import on_read
@@ -76,7 +72,7 @@ class Attached(Hook):
         """Those on what heads are given and return."""
         self.written: Written | None = None
         """Where the faults of weights are written into them."""
-        self.hooks: list[RemovableHandle | FastLinear | FastInput | LayerFrame] = []
+        self.hooks: list[RemovableHandle] = []
         self.generators: list[type] = []
         matched = [self._match(i) for i in range(len(injection.plan.clauses))]
         for i, found in enumerate(matched):
@@ -190,33 +186,22 @@ class Attached(Hook):
         keep_copies_clean()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
-        entries, tapped = [], {module for module, _ in self.points}
-        weighted = {id(module) for module, _ in self.weights}
-        taken = tapped | weighted
+        entries = []
         for part, atomic in [*wrapped, *framed]:
             entry = self._entry(part)
             entry.atomic = atomic
             entry.is_root = part.module is self.model
-            if self._is_fast(part, entry, taken):
-                self.hooks.append(LayerFrame(part.module, self.injection, entry))
-                continue
             entries.append(entry)
             self.hooks.append(part.module.register_forward_pre_hook(_Enter(self.injection, entry), with_kwargs=True))
         if self.injection.has_operators:
             for part, _ in framed:
                 if (reason := self._excluded(part)) is not None:
-                    self.injection.operators.weights.add(part.module, reason)
+                    self.injection.operators.weights.add(part.module, reason, self.owner)
             for part in self.anatomy.heads_without_a_module():
-                self.injection.operators.weights.add(part.module, "lm_head")
-        several = {module for module, count in Counter(module for module, _ in self.points).items() if count > 1}
+                self.injection.operators.weights.add(part.module, "lm_head", self.owner)
         for (_, point), (module, taps) in self.points.items():
-            entry = self.entries[id(module)]
-            alone = id(module) not in several
-            if alone and (fast := self._fast(module, point, taps, entry, weighted)) is not None:
-                self.hooks.append(fast)
-                continue
             kind = PairTaps if carries_pair(module) else ModuleTaps
-            self.hooks.extend(kind(point, taps, entry).install(module))
+            self.hooks.extend(kind(point, taps, self.entries[id(module)]).install(module))
         for entry in entries:
             if entry.atomic:
                 self._hook_operator(entry)
@@ -229,27 +214,6 @@ class Attached(Hook):
         self._mark_generate()
         checkpointing.watch(self.injection)
         forget_compiled()
-
-    def _is_fast(self, part: Part, entry: Entry, tapped: Container[int]) -> bool:
-        """Whether a module can open its frames without hooks: on a GPU, and nothing else of this plan is on it."""
-        if "forward" in part.module.__dict__ or (entry.is_root and not self._is_fast_as_a_whole):
-            return False
-        return not entry.atomic and id(part.module) not in tapped and reaches_gpu(part.module)
-
-    @property
-    def _is_fast_as_a_whole(self) -> bool:
-        """Whether the model itself can: under plans whose passes have a head in a compiled graph (`hooks/subclasses.py`)."""
-        return bool(self.points) and not (self.weights or self.injection.has_operators or self.injection.traced_once)
-
-    def _fast(
-        self, module: nn.Module, point: str, taps: list[Tap], entry: Entry, weighted: Container[int]
-    ) -> FastLinear | FastInput | None:
-        """The fast path to a linear on a GPU, unless something else of this plan is in its way."""
-        if entry.atomic or self.injection.has_operators:
-            return None
-        if point == "input":
-            return fast_input(module, point, taps, entry)
-        return None if id(module) in weighted else fast_linear(module, point, taps, entry)
 
     def _hook_operator(self, entry: Entry) -> None:
         """Taps of a module that is one operator as a whole."""
@@ -329,7 +293,7 @@ def put_behind(later: Attached, earlier: Attached) -> None:
         if place in earlier.points and place[1] == "output":
             hooks = module._forward_hooks
             for handle in later.hooks:
-                if isinstance(handle, RemovableHandle) and handle.id in hooks:
+                if handle.id in hooks:
                     hooks[handle.id] = hooks.pop(handle.id)
     forget_compiled()
 

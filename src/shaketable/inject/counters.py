@@ -4,7 +4,7 @@ Every fire is counted. **Which fires are measured is decided by one rule**, `is_
 row's mark, which is then set to twice that number plus one (so the 1st, 2nd, 4th, 8th, … time), and always as long as none has
 changed anything. So the cost of measuring vanishes in a long run, and "this changed nothing" is a fact and never a sampling
 accident. Noise that is held for a rollout is measured at every draw: there are few, and its magnitude follows a schedule.
-On a GPU the kernel at the head of a pass applies the same rule to all rows at once (`faults/gpu/kernels/begin_pass.py`).
+In a captured graph the kernel at the head of a pass applies that rule to all rows (`faults/gpu/kernels/begin_pass.py`).
 
 What a measured fire adds to its row is made from the twelve sums of `faults/sums.py`, and never waits for a device.
 
@@ -14,6 +14,7 @@ The rows are told to the ledger by `settle` alone, as differences to what it was
 from __future__ import annotations
 
 import math
+import threading
 from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from shaketable.faults import gpu
 from shaketable.faults import sums as s
 from shaketable.faults.base import FaultBase
+from shaketable.io.replacing import WRITER
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
@@ -36,6 +38,16 @@ ERROR, VALUES, CHANGED, ALIVE, SURVIVED, MAGNITUDES, MAGNITUDE, MAGNITUDE_SQUARE
 WIDTH = 16
 _PATIENCE = 7
 """Fires before a device is asked whether anything has changed."""
+
+
+def capturing() -> bool:
+    """Whether this thread's stream is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def may_wait() -> bool:
+    """Whether this thread may wait for a device. The writer never may: any other thread may be capturing a graph meanwhile."""
+    return threading.current_thread().name != WRITER and not capturing()
 
 
 def is_due(fires: float, changed: float, mark: float) -> bool:
@@ -167,7 +179,8 @@ class HostTable:
     def settle(self, taps: list[Tap]) -> None:
         """Tell the ledger what is new."""
         with self._lock:
-            self._fold()
+            if self._pending and may_wait():
+                self._fold()
             for tap in taps:
                 for backward in (False, True):
                     at = 2 * tap.index + backward

@@ -21,17 +21,16 @@ from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault
 from shaketable.faults.cpu import native
 from shaketable.inject.attach import Attached
-from shaketable.inject.compile import custom_ops, fused_noise
-from shaketable.inject.counters import HostTable
+from shaketable.inject.compile import custom_ops
+from shaketable.inject.counters import HostTable, capturing
 from shaketable.inject.device import graph_key
-from shaketable.inject.device.table import DeviceTables, capturing
+from shaketable.inject.device.table import DeviceTables
 from shaketable.inject.hooks import checkpointing, operator_mode
 from shaketable.inject.hooks.operator_taps import OperatorTaps
 from shaketable.inject.inert import InertCheck
 from shaketable.inject.pass_context import Calls, Entry, Frame, Pass
 from shaketable.inject.tap import Tap
 from shaketable.inject.weights.held_noise import HeldTap, Rollouts
-from shaketable.inject.weights.prepared import PreparedWeights
 from shaketable.ledger.ledger import Ledger, LiveLedger
 from shaketable.ledger.spot import Spot
 from shaketable.plan import PHASES, Plan
@@ -67,11 +66,20 @@ def inject(
         PlanError: The plan cannot be read, or does not fit this model (`NoMatchError`).
     """
     injection = Injection(Plan.load(plan, seed=seed), step=step, rank=rank, allow_inert=allow_inert)
+    if (other := open_injection(model)) is not None:
+        line = f"this model already has an open injection ({other.plan.text()}), and its faults stay on: close() it first if "
+        warnings.warn(f"{line}this plan is to take its place", RuntimeWarning, stacklevel=2)
     injection.attach(model)
     for clause, hidden in zip(injection.plan.clauses, injection.models[0].hidden, strict=True):
         if "softmax" in clause.site.names and hidden:
             warnings.warn(f"{clause.text()}: {'; '.join(hidden)}", RuntimeWarning, stacklevel=2)
     return injection
+
+
+def open_injection(model: nn.Module) -> Injection | None:
+    """An injection that is on, on this very model."""
+    on = (injection for injection in graph_key.injections() if injection.enabled and not injection.closed)
+    return next((injection for injection in on if any(attached.model is model for attached in injection.models)), None)
 
 
 def this_rank() -> int:
@@ -94,19 +102,16 @@ class Injection:
         allow_inert: bool = False,
         hold: bool = False,
         sampler: bool = False,
-        traced_once: bool = False,
     ) -> None:
         """Args:
         hold: Draw the noise of weights once per rollout instead of once per call.
         sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
-            weights are written into them (`weights/in_place.py`), once per step. Engines trace once.
-        traced_once: The models are compiled ahead of time, without guards: taps are in the graph also when it is traced
-            while the plan is off. Elsewhere such a graph is the clean one.
+            weights are written into them (`weights/in_place.py`), once per step. Engines trace once, without guards: taps
+            are in the graph also when it is traced while the plan is off. Elsewhere such a graph is the clean one.
         """
         self.plan = plan
         self.hold = hold or sampler
         self.sampler = sampler
-        self.traced_once = traced_once or sampler
         self.rollouts = Rollouts()
         self.rank = this_rank() if rank is None else rank
         self.allow_inert = allow_inert
@@ -118,8 +123,6 @@ class Injection:
         self.counters = HostTable()
         self.tables = DeviceTables(self)
         self.ledger.settle, self.ledger.forget = self.settle, self.forget
-        self._prepared: dict[int, PreparedWeights] = {}
-        """The weights that are made ready when a pass begins, per model."""
         self.handle = custom_ops.know(self)
         self.compiled_pass: Pass | None = None
         """The pass that compiled code ran last."""
@@ -156,6 +159,7 @@ class Injection:
         """Switch on. Hooks are set the first time and stay until `close`."""
         if self.closed:
             raise PlanError("this injection is closed; make a new one with inject()")
+        operator_mode.take_off_closed()
         for model in self.models:
             model.hook()
         self.tables.make()
@@ -173,7 +177,10 @@ class Injection:
         return self
 
     def close(self, *, check: bool = True) -> None:
-        """Take every hook off. Raises `InertError` when a clause did nothing, unless `allow_inert`."""
+        """Take every hook off. Raises `InertError` when a clause did nothing, unless `allow_inert`.
+
+        Where another thread enabled it, the operator mode stays there and does nothing until that thread enables a plan.
+        """
         if self.closed:
             return
         self.enabled = False
@@ -181,7 +188,6 @@ class Injection:
         self.rewrite()
         self.settle()
         self.tables.close()
-        fused_noise.passes.pop(self.handle, None)
         self.ledger.settle = self.ledger.forget = None
         self.drop_mode()
         for model in self.models:
@@ -189,6 +195,11 @@ class Injection:
         checkpointing.unwatch(self)
         if check and not self.allow_inert:
             self.ledger.check()
+
+    def __repr__(self) -> str:
+        fires = self.ledger.forward + self.ledger.backward
+        state = "closed" if self.closed else "on" if self.enabled else "off"
+        return f"<{type(self).__name__} {self.plan.text()}, {state}, {fires:,} {'fire' if fires == 1 else 'fires'}>"
 
     def __enter__(self) -> Ledger:
         self._depth += 1
@@ -257,25 +268,15 @@ class Injection:
         for model in self.models:
             if model.written is not None:
                 model.written.update()
-        for prepared in self._prepared.values():
-            prepared.close()
         self.tables.update()
 
     def _announce(self) -> None:
         """Tell those who trace whether the plan is there at all."""
         on = self.enabled and not all(fault.is_off for fault in self.faults)
-        custom_ops.present[self.handle] = on or self.traced_once
-
-    def prepared_of(self, owner: int) -> PreparedWeights:
-        """Where the weights of one model are made ready."""
-        if owner not in self._prepared:
-            self._prepared[owner] = PreparedWeights(self)
-        return self._prepared[owner]
+        custom_ops.present[self.handle] = on or self.sampler
 
     def settle(self) -> None:
         """Tell the ledger what happened. Nobody else writes to it."""
-        for prepared in self._prepared.values():
-            prepared.settle()
         self.counters.settle(self.taps)
         self.tables.settle()
         for model in self.models:
@@ -310,6 +311,13 @@ class Injection:
 
         Compiled graphs stay as they are, but for 0 everywhere: that is another graph, the clean one.
         """
+        if clause is not None:
+            if clause not in range(len(self.faults)):
+                last = len(self.faults) - 1
+                known = f"clauses 0 to {last}" if last else "clause 0 alone"
+                raise PlanError(f"there is no clause {clause}; this plan has {known}")
+            if not isinstance(self.faults[clause], MagnitudeFault):
+                raise PlanError(f"clause {clause}, {self.faults[clause].text()}, has no magnitude")
         if not self._changing:
             self.settle()
         for i, fault in enumerate(self.faults):
@@ -404,46 +412,24 @@ class Injection:
         if self._mode is not None:
             self._mode.take_off()
 
-    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], lazily: bool = False) -> None:
-        """A module is called; `lazily`, the rows of a compiled pass are filled before its first application."""
+    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called."""
         tracing = custom_ops.traces[self.handle]
         if entry.is_root and tracing.entries and tracing.entries[0] is entry:
-            self._forget_tracing()  # a compiled pass of several graphs has raised between them, where nobody closes it
+            tracing.forget()  # a compiled pass of several graphs has raised between them, where nobody closes it
         if torch.compiler.is_compiling():
-            self._enter_traced(tracing, entry, lazily)
+            if not tracing.entries:
+                tracing.begin()
+                tracing.with_gradients = torch.is_grad_enabled()
+            tracing.entries.append(entry)
             return
         if not self.enabled:
             return
         frame = self.calls.open(entry, args, kwargs)
         outermost = not self.calls.stack
-        if outermost and entry.is_root and (prepared := self._prepared.get(entry.owner)) is not None:
-            prepared.open(frame)
         self.calls.push(frame)
         if outermost and self.push_mode():
             frame.counts["mode"] = 1
-
-    def _enter_traced(self, tracing: custom_ops.GraphTrace, entry: Entry, lazily: bool) -> None:
-        outermost = not tracing.entries
-        tracing.entries.append(entry)
-        if not outermost:
-            return
-        tracing.begin()
-        tracing.with_gradients = torch.is_grad_enabled()
-        if self.tables.first is not None and entry.is_root and custom_ops.present[self.handle]:
-            fused = fused_noise.passes[self.handle]
-            fused.open()
-            if not lazily:
-                fused.fill_now(tracing.ticket(fused.rows))
-
-    def is_traced_apart(self, entry: Entry) -> bool:
-        """Whether the head of a compiled pass is a graph of its own: the rest is captured, and Python must run each time."""
-        headed = entry.is_root and self.tables.first is not None and custom_ops.present[self.handle]
-        return headed and not torch.is_grad_enabled() and custom_ops.is_captured()
-
-    def _forget_tracing(self) -> None:
-        custom_ops.traces[self.handle].forget()
-        if self.handle in fused_noise.passes:
-            fused_noise.passes[self.handle].forget()
 
     def leave(self, entry: Entry) -> None:
         """A module returns, or raises. Its frame is open unless the injection was off when it was called."""
@@ -451,8 +437,6 @@ class Injection:
             tracing = custom_ops.traces[self.handle]
             tracing.entries.pop()
             if not tracing.entries:
-                if self.tables.first is not None:
-                    fused_noise.passes[self.handle].close()
                 tracing.begin()
             return
         frame = self.calls.stack[-1] if self.calls.stack else None
@@ -460,8 +444,6 @@ class Injection:
             return
         if "mode" in frame.counts:
             self.drop_mode()
-        if entry.is_root and (prepared := self._prepared.get(entry.owner)) is not None and prepared.frame is frame:
-            prepared.close()
         self.calls.pop()
         if not self.calls.stack:
             self.inert_check.end(frame)

@@ -34,7 +34,7 @@ def _place(clause: Clause) -> object:
 def exchange(injection: Injection, plan: Plan, rank: int) -> None:
     """Put a plan with the same sites in place of the one there is. The injection is off afterwards."""
     assert has_same_sites(plan, injection.plan)
-    assert injection.tables.first is None
+    assert not injection.tables.all
     injection.disable()
     injection.settle()
     injection.ledger.settle = injection.ledger.forget = None

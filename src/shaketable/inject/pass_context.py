@@ -34,7 +34,6 @@ from shaketable.sites.phases import current_phase
 
 if TYPE_CHECKING:
     from shaketable.faults import FaultBase
-    from shaketable.inject.device.table import Rows
     from shaketable.inject.injection import Injection
     from shaketable.inject.tap import Tap
 
@@ -58,10 +57,8 @@ class Pass:
     """Whether it is captured into a CUDA graph."""
     with_gradients: bool = False
     """Whether gradients were wanted when it began."""
-    pages: dict[Any, Rows] = field(default_factory=dict)
-    """Keys, scales and switches in the memory of GPUs, made when they are first needed (`device/table.py`)."""
-    last: tuple[Tensor, int, object, Tensor] | None = None
-    """What a linear was given last in this pass, its version, the format, and what became of it."""
+    pages: dict[Any, Tensor] = field(default_factory=dict)
+    """Keys, scales and switches that captured kernels read (`device/table.py`)."""
     mix: int | None = None
     """The moment mixed once more, when it has been asked for."""
 

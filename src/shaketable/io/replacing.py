@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+WRITER = "shaketable-file"
+"""Name of the thread that keeps a ledger on disk up to date."""
+
 
 @contextmanager
 def replacing(path: Path, *, lasting: bool = False) -> Iterator[Path]:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shaketable.io.replacing import replacing
+from shaketable.io.replacing import WRITER, replacing
 
 PAUSE = 0.05
 SHARE = 20
@@ -51,7 +51,7 @@ class KeptFile:
         self._is_told = False
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="shaketable-file", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name=WRITER, daemon=True)
         self.try_flush()
 
     def start(self) -> None:

@@ -10,6 +10,7 @@ Spots hold sums, not averages: ledgers of many processes are merged by adding th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,13 @@ class SiteLedger:
     fused: int = 0
     """Attention calls whose inner products no backend exposed."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def named(self) -> str:
+        """The fault as the plan writes it, and its magnitude beside that where it has been set to another one since."""
+        written = re.match(r"\w+:([^,]+)", self.fault)
+        same = self.asked is None or written is None or float(written[1]) == self.asked
+        return self.fault if same else f"{self.fault}, now {self.asked:g}"
 
     @property
     def matched(self) -> int:
@@ -90,7 +98,7 @@ class SiteLedger:
         known = self.magnitude is not None and self.asked is not None
         size = f", {self.magnitude:.3g} measured of {self.asked:.3g} asked for" if known else ""
         where = "1 site" if self.matched == 1 else f"{self.matched:,} sites"
-        return f"{self.fault}@{self.site} fired {self.forward + self.backward:,} times at {where}{size}"
+        return f"{self.named}@{self.site} fired {self.forward + self.backward:,} times at {where}{size}"
 
     def by(self, what: str) -> dict[str, dict[str, int]]:
         """Fires per `phase` or per `layer`."""

@@ -34,7 +34,7 @@ def build_table(ledger: Ledger) -> Table:
         kept = [_percent(row["survival_rate"]) if site.fault.startswith("dead_zone") else ""] if zones else []
         counts = [f"{n:,}" for n in (site.matched, site.forward, site.backward)]
         shares = [_percent(row["measured_error"]), _percent(row["changed_fraction"])]
-        table.add_row(f"{site.fault}\n  @{site.site}", *counts, *shares, *kept, f"{row['seconds']:.2f} s")
+        table.add_row(f"{site.named}\n  @{site.site}", *counts, *shares, *kept, f"{row['seconds']:.2f} s")
     return table
 
 

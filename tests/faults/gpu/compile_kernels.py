@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shaketable.faults.gpu.kernels import batched, begin_pass, clipping, formats, measure, noise, reductions
+from shaketable.faults.gpu.kernels import begin_pass, clipping, formats, measure, noise, reductions
 from shaketable.faults.gpu.tiling import cut, flat
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -19,19 +19,16 @@ TYPES = {
     "unit": "*fp32",
     "out": "*fp32",
     "live": "*fp32",
-    "proof": "*fp64",
     "sums": "*fp64",
-    "mirror": "*fp64",
     "partial": "*fp64",
 }
-TYPES |= {"bits": "*i32", "marks": "*i32", "rows": "*i32", "head": "*fp32", "keys": "*i64", "clock": "*i64", "own": "*i64"}
-TYPES |= {"table": "*i64", "owners": "*i32"}
-ALIGNED = ("x", "y", "g", "whole", "base", "head")
+TYPES |= {"bits": "*i32", "rows": "*i32", "keys": "*i64", "clock": "*i64", "own": "*i64"}
+ALIGNED = ("x", "y", "g", "whole")
 
 
 def compiled(kernel, warps=4, dtype="bf16", back=None, **constants):
     """A kernel that `ptxas` has accepted. `back` is the type of gradients, where it is another one."""
-    tensors = dict.fromkeys(("x", "base"), f"*{dtype}") | dict.fromkeys(("y", "g"), f"*{back or dtype}")
+    tensors = {"x": f"*{dtype}"} | dict.fromkeys(("y", "g"), f"*{back or dtype}")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else (tensors | TYPES).get(name, "i32") for name in names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED}
@@ -97,15 +94,7 @@ for live in (False, True):
     for kind in (2, 3, 4):
         say(f"arithmetic-{kind}-{live}", compiled(noise.arithmetic, KIND=kind, **how))
 for moment in (0, 1, 2):
-    say(f"begin-{moment}", compiled(begin_pass.begin_pass, MOMENT=moment, MIRROR=True, TAPS=5, USES=4, BLOCK=16))
+    say(f"begin-{moment}", compiled(begin_pass.begin_pass, MOMENT=moment, TAPS=5, USES=4, BLOCK=16))
 for kind in (0, 1, 3, 4, 5):
     say(f"tell-{kind}", compiled(measure.tell, KIND=kind, SPARSE=True, STEPS=16, BLOCK=1024, FAST=True))
-for dtype, unit in (("bf16", 8), ("fp32", 4)):
-    for name, kind, length in (("mxfp4", 0, 32), ("e4m3", 2, 128), ("e5m2", 3, 128)):
-        how = {"UNIT": unit, "KIND": kind, "LENGTH": length, "GROUP": 2048 // length, "FAST": True}
-        say(f"{name}-many-{dtype}", compiled(batched.quantize_many, dtype=dtype, **how))
-    for kind in (0, 1, 2):
-        how = {"UNIT": unit, "KIND": kind, "BLOCKS": 2, "BLOCK": 2048, "FAST": True}
-        say(f"draw-{kind}-{dtype}", compiled(batched.draw_many, dtype=dtype, **how))
 say("tell-sums", compiled(measure.twelve_sums, STEPS=16, BLOCK=1024, FAST=True))
-say("heads", compiled(measure.heads, BLOCK=1024))

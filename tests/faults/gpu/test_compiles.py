@@ -31,7 +31,7 @@ def ptx(tmp_path_factory):
 
 
 def test_every_kernel_compiles_for_a_gpu(ptx):
-    assert len(ptx) == 78
+    assert len(ptx) == 65
 
 
 def test_formats_divide_exactly(ptx):
@@ -50,20 +50,14 @@ def test_what_one_program_tells_is_not_paid_for_by_all(ptx):
 def test_a_pair_of_normals_is_made_once(ptx):
     """2048 values, 128 threads: eight pairs each; and one where the first program of a captured kernel tells, 256 at a time."""
     for name, found in ptx.items():
-        if name.startswith(("noise-", "draw-")):
+        if name.startswith("noise-"):
             assert found[1] == f"logarithms:{9 if name == 'noise-True' else 8}", name
-
-
-def test_fp8_divides_once_for_the_scale_of_a_row_and_once_for_its_inverse(ptx):
-    assert {ptx[f"e4m3-{rows}-False"][-1] for rows in ("tiles", "passes")} == {"divides:2"}
 
 
 @pytest.mark.parametrize("move", ["ld.global", "st.global"])
 def test_tensors_are_moved_16_bytes_at_a_time(ptx, move):
     for name, found in ptx.items():
-        if name.startswith("draw-"):  # a norm is small, and its values come in pairs
-            continue
         if not name.startswith(("begin", "tell", "moments", "top_of_tops")) and not (
-            move == "st.global" and name in ("sums", "tops", "heads")
+            move == "st.global" and name in ("sums", "tops")
         ):
             assert any(f.startswith(move) and ".v4.b32" in f for f in found), name

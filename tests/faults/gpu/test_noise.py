@@ -108,16 +108,6 @@ def test_the_normals_are_those_of_the_generator_at_every_size(n):
     assert (off <= 2e-6).double().mean() > 0.999 or n < 5000
 
 
-def test_in_place_is_the_same_and_in_place():
-    x = torch.randn(3000, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    with fused():
-        wanted, mine = gpu.noise(x, 0.1, 5, relative=True), x.clone()
-        assert gpu.noise(mine, 0.1, 5, relative=True, in_place=True) is mine
-        assert same(mine, wanted)
-        assert gpu.shift(mine, 2.0, gpu.GAIN, in_place=True) is mine
-    assert same(mine, wanted * 2.0)
-
-
 @pytest.mark.parametrize("x", [torch.zeros(3, dtype=torch.float64), torch.zeros(0), torch.zeros(3, dtype=torch.int32)])
 def test_what_the_kernels_do_not_know_is_left_to_plain_torch(x):
     x = x.to(DEVICE)

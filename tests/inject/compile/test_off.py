@@ -275,7 +275,7 @@ def test_taps_are_in_a_graph_that_is_traced_once():
     """As engines do it: traced while the plan is quiet, without guards, and never again."""
     net, x = tower()
     record = Recorder()
-    injection = Injection(Plan.parse(NOISE), traced_once=True)
+    injection = Injection(Plan.parse(NOISE), sampler=True)
     injection.attach(net)
     injection.models[0].hook()
     compiled = torch.compile(net, backend=record.backend, options={"guard_filter_fn": lambda guards: [False] * len(guards)})
@@ -288,8 +288,3 @@ def test_taps_are_in_a_graph_that_is_traced_once():
     assert record.ours() == [True]
     assert injection.ledger.forward == 3
     injection.close(check=False)
-
-
-def test_engines_trace_once():
-    assert Injection(Plan.parse(NOISE), sampler=True).traced_once
-    assert not Injection(Plan.parse(NOISE)).traced_once

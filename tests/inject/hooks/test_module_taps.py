@@ -1,7 +1,6 @@
 """Hooks of modules: what they are given, what they hand on, where they are refused, and what autocast makes of it."""
 
 from collections import OrderedDict, UserDict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,16 +164,6 @@ def test_a_hook_is_of_its_point_and_the_input_of_a_product_is_what_is_multiplied
         assert len(own) == 1 and own[0].point == point and own[0].multiplies is (multiplies and point == "input")
         assert (own[0] in module._forward_pre_hooks.values()) is (point == "input") and own[0].entry.module is module
         injection.close()
-
-
-def test_a_quick_path_to_an_input_becomes_a_hook_when_another_plan_comes():
-    layer, told = nn.Linear(4, 4), []
-    layer.__dict__["_shaketable_fast_input"] = SimpleNamespace(become_hook=lambda: told.append(1))
-    model = nn.ModuleDict({"thing": layer})
-    with st.inject(model, "gain:1@module.thing,point=output", allow_inert=True):
-        assert told == []
-    with st.inject(model, "gain:1@module.thing,point=input", allow_inert=True):
-        assert told == [1]
 
 
 # ---- autocast

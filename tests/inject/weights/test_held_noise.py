@@ -221,29 +221,3 @@ def test_what_is_off_leaves_nothing_in_a_captured_graph():
             found.append(injection.taps[0].forward(x, frame) is not x)
         injection.close()
     assert found == [False, True]
-
-
-def test_whoever_keeps_a_copy_is_told_whenever_the_noisy_weight_is_let_go_or_replaced(held):
-    """`rollouts.changes` grows then and only then: prepared weights are compared with it."""
-    model, injection = held
-
-    def grown(act):
-        before = injection.rollouts.changes
-        act()
-        return injection.rollouts.changes - before
-
-    def trained():
-        model.train()
-        model(torch.eye(8))
-
-    with torch.no_grad():
-        assert grown(model.generate) == 1, "the first of a rollout"
-        with st.phase("rollout"):
-            assert grown(lambda: model(torch.eye(8))) == 1, "another rollout"
-            assert grown(lambda: model(torch.eye(8))) == 0, "the same"
-            model.proj.weight.add_(1.0)
-            assert grown(lambda: model(torch.eye(8))) == 1, "another weight"
-            injection.set_magnitude(0.2)
-            assert grown(lambda: model(torch.eye(8))) == 1, "another fault"
-    assert grown(trained) == 1, "it is let go"
-    assert grown(trained) == 0, "there was none"

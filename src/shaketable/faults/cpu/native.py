@@ -125,7 +125,7 @@ def _suffix(x: Tensor) -> str | None:
     return {torch.float32: "f32", torch.bfloat16: "bf16"}.get(x.dtype)
 
 
-def add_noise(x: Tensor, scale: float, key: int, *, relative: bool, in_place: bool = False) -> Tensor | None:
+def add_noise(x: Tensor, scale: float, key: int, *, relative: bool) -> Tensor | None:
     """x + x·z·scale (relative) or x + z·scale in one pass; None when no kernel fits this tensor."""
     import torch
 
@@ -134,7 +134,7 @@ def add_noise(x: Tensor, scale: float, key: int, *, relative: bool, in_place: bo
     if suffix is None or library is None:
         return None
     x = x.contiguous()
-    out = x if in_place else torch.empty_like(x)
+    out = torch.empty_like(x)
     kernel = getattr(library, f"{'relative' if relative else 'absolute'}_{suffix}")
     kernel(x.data_ptr(), out.data_ptr(), x.numel(), scale, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF)
     return out

@@ -18,13 +18,11 @@ from shaketable.faults.gpu.dispatch import (
     fits,
     name,
     noise,
-    prepare,
     sample_sums,
     shift,
     tell,
 )
 from shaketable.faults.gpu.formats import coded
-from shaketable.faults.gpu.head_values import HEAD, tell_heads
 from shaketable.faults.gpu.reductions import MEAN, SIZE, SPREAD, moment, top
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "BIAS",
     "BLOCK",
     "GAIN",
-    "HEAD",
     "LARGEST",
     "MEAN",
     "OTHER",
@@ -47,10 +44,8 @@ __all__ = [
     "moment",
     "name",
     "noise",
-    "prepare",
     "sample_sums",
     "shift",
     "tell",
-    "tell_heads",
     "top",
 ]

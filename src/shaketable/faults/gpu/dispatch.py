@@ -89,7 +89,6 @@ def noise(
     *,
     relative: bool,
     unit: Tensor | None = None,
-    in_place: bool = False,
     live: TableRow | None = None,
 ) -> Tensor | None:
     """x + |x|·z·scale (relative) or x + z·scale·unit in one pass; None where no kernel fits.
@@ -100,38 +99,34 @@ def noise(
         key: Keys the noise: `Draw.key`.
         relative: Noise in units of each value.
         unit: One float32 number on the device.
-        in_place: Write into `x` itself; it must be contiguous.
         live: What the kernel reads instead of `scale` and `key`.
     """
     if not fits(x):
         return None
-    x, y, n, table = _arguments(x, in_place, live)
+    x, y, n, table = _arguments(x, live)
     kind = RELATIVE if relative else ADDITIVE
     shape = {"KIND": kind, "UNIT": unit is not None, **_shape(n, live)}
     launch(_kernels().noise, -(-n // BLOCK), (x, y, n, scale, *words(key), unit, *table), shape)
     return y
 
 
-def _arguments(x: Tensor, in_place: bool, live: TableRow | None) -> tuple[Tensor, Tensor, int, tuple[Any, ...]]:
+def _arguments(x: Tensor, live: TableRow | None) -> tuple[Tensor, Tensor, int, tuple[Any, ...]]:
     """What is read, what is written, how many values, and the row of the table."""
     import torch
 
-    x = x if in_place else x.contiguous()
-    y = x if in_place else torch.empty_like(x)
-    return x, y, x.numel(), (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
+    x = x.contiguous()
+    return x, torch.empty_like(x), x.numel(), (live.rows, live.sums, live.row, live.place) if live else (None, None, 0, 0)
 
 
 def _shape(n: int, live: TableRow | None) -> dict[str, Any]:
     return {"LIVE": live is not None, "FAST": not interpreting(), "EVEN": n % BLOCK == 0, "BLOCK": BLOCK}
 
 
-def shift(
-    x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, in_place: bool = False, live: TableRow | None = None
-) -> Tensor | None:
+def shift(x: Tensor, scale: float, kind: int, *, unit: Tensor | None = None, live: TableRow | None = None) -> Tensor | None:
     """Bias, gain or systematic bias in one pass; None where no kernel fits."""
     if not fits(x):
         return None
-    x, y, n, table = _arguments(x, in_place, live)
+    x, y, n, table = _arguments(x, live)
     launch(_kernels().arithmetic, -(-n // BLOCK), (x, y, n, scale, unit, *table), {"KIND": kind, **_shape(n, live)})
     return y
 
@@ -187,11 +182,6 @@ def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str,
         _launchers[key] = Launcher(compiled, tuple(shape.values()))
 
 
-def launcher(kernel: Any, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS) -> Launcher | None:
-    """What `launch` with these arguments goes through when it has been called before; None before."""
-    return _launchers.get(_key(kernel, values, shape, warps))
-
-
 def _key(kernel: Any, values: tuple[Any, ...], shape: dict[str, Any], warps: int) -> tuple[Any, ...]:
     return (id(kernel), *map(_seen, values), *shape.values(), warps, values[0].get_device())
 
@@ -201,24 +191,3 @@ def _seen(value: Any) -> Any:
     if isinstance(value, int):
         return value % 16 == 0, value == 1, abs(value) < 2**31
     return value if value is None else float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
-
-
-def prepare(x: Tensor, kind: int, live: TableRow) -> Launcher | None:
-    """Noise on tensors of the type of `x` and of a size that `BLOCK` divides, or not, as its own; None where no kernel fits."""
-    import torch
-
-    n, device = x.numel(), x.get_device()
-    if device < 0 or not fits(x):
-        return None
-    from shaketable.faults.gpu.launch import Launcher
-
-    shape = {"KIND": kind, "UNIT": False, **_shape(n, live)}
-    key = ("prepared", x.dtype, device, *shape.values())
-    if key not in _launchers:
-        scratch = torch.zeros(BLOCK if n % BLOCK == 0 else 1, dtype=x.dtype, device=x.device)
-        off = torch.zeros_like(live.rows[:1])
-        values = (scratch, scratch, scratch.numel(), 0.0, 0, 0, None, off, live.sums, 0, 0)
-        with torch.cuda.device(device):
-            compiled = _kernels().noise[(1,)](*values, **shape, num_warps=WARPS)
-        _launchers[key] = Launcher(compiled, tuple(shape.values()))
-    return _launchers[key]

@@ -1,4 +1,4 @@
-"""Faults that one kernel does as a whole: those that can act in place, and inside of what was captured or compiled."""
+"""Faults that one kernel does as a whole, so that they can be captured into a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Recipe:
     scale: float
     """The one number that a changed magnitude changes."""
 
-    def apply(self, x: Tensor, live: TableRow, *, in_place: bool = False) -> Tensor | None:
+    def apply(self, x: Tensor, live: TableRow) -> Tensor | None:
         """The faulty tensor, with everything that may change read from the GPU's memory."""
         if self.is_noise:
             relative = self.kind == dispatch.RELATIVE
-            return dispatch.noise(x, 0.0, 0, relative=relative, in_place=in_place, live=live)
-        return dispatch.shift(x, 0.0, self.kind, in_place=in_place, live=live)
+            return dispatch.noise(x, 0.0, 0, relative=relative, live=live)
+        return dispatch.shift(x, 0.0, self.kind, live=live)
 
 
 def recipe(fault: FaultBase, *, lanes: bool = False) -> Recipe | None:

@@ -14,10 +14,7 @@ is still between its neighbours, and a compiler that fuses other kernels, or tri
 order. So whether a plan is there at all (`present`) is asked while tracing. Dynamo guards the answer, one item of a dictionary
 per injection however many taps it has, and keeps both graphs; whatever else changes is read at run time. Rejected: the switch
 as an operand, which was the only way before (measured: 0.07 on logits of 4.5, in bfloat16, with everything off). Where a graph
-is traced once, without guards, taps are in it whatever the switch says: `Injection.traced_once`.
-
-On a GPU that would cost a call of Python per tap and pass. There, noise on what a linear returns is arithmetic that inductor
-fuses with its neighbours (`fused_noise.py`).
+is traced once, without guards, taps are in it whatever the switch says: `Injection.sampler`.
 """
 
 from __future__ import annotations
@@ -30,14 +27,12 @@ import torch
 from torch import Tensor
 
 from shaketable.inject import fault_operator
-from shaketable.inject.compile import fused_noise
 from shaketable.inject.compile.registries import leave_with
 from shaketable.inject.fault_operator import Application
 from shaketable.inject.pass_context import Pass, in_backward
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
-    from shaketable.inject.device.table import DeviceTable
     from shaketable.inject.injection import Injection
     from shaketable.inject.pass_context import Entry, Frame
     from shaketable.inject.tap import Tap
@@ -161,23 +156,6 @@ def trace(x: Tensor, tap: Tap) -> Tensor:
     return x
 
 
-def trace_fresh(x: Tensor, handle: int) -> Tensor:
-    """The same for a forward tap on what a linear has just computed: on a GPU, noise that inductor fuses."""
-    if not is_present(handle):
-        return x
-    seat = seat_of(f"{handle}")
-    if seat is None or not on_gpu(x) or torch.is_grad_enabled() or not x.is_contiguous():
-        return trace_forward(x, handle)
-    fused = fused_noise.passes[seat.number]
-    if not fused.takes(x):
-        return trace_forward(x, handle)
-    tracing = traces[seat.number]
-    n = tracing.count(f"{handle}")
-    if n >= fused.uses:
-        return torch.ops.shaketable.apply(x, tracing.ticket(x), handle, n)  # type: ignore[no-any-return]
-    return fused.apply(x, seat, n, tracing.ticket(x))
-
-
 def trace_forward(x: Tensor, handle: int) -> Tensor:
     """The faulty tensor."""
     tracing = traces[_injection_of(f"{handle}")]
@@ -193,33 +171,9 @@ def trace_gradient(x: Tensor, handle: int, argument: int, number: int | None, co
     return TracedGradient.apply(x, ticket, handle, argument, n, copy)  # type: ignore[no-any-return]
 
 
-def seat_of(handle: str) -> fused_noise.Seat | None:
-    """Where a tap is in the table of a GPU. It stays there: a constant, to whoever traces."""
-    return fused_noise.seats.get(int(handle))
-
-
-def is_captured() -> bool:
-    """Whether what is being traced is for a compiler that captures it into CUDA graphs, and may be in several parts.
-
-    A graph that writes to what it is given is not captured, and one that is captured runs no Python.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._inductor import config
-
-    traced = InstructionTranslator.current_tx()
-    compiler: Any = traced.output.compiler_fn
-    settings = compiler.get_compiler_config() if hasattr(compiler, "get_compiler_config") else {}
-    return not traced.one_graph and bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
-
-
 # What `torch.compiler.assume_constant_result` does, without its import of dynamo.
-for _constant in (seat_of, is_captured, _injection_of, new_graph, note):
+for _constant in (_injection_of, new_graph, note):
     vars(_constant)["_dynamo_marked_constant"] = True
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether kernels can read the table of a GPU where this tensor is."""
-    return x.is_cuda
 
 
 def live(handle: int) -> Tap | None:
@@ -363,33 +317,6 @@ def _note_fused(notes: Tensor, ticket: Tensor, tap: int) -> None:
 
 @_note_fused.register_fake
 def _(notes: Tensor, ticket: Tensor, tap: int) -> None:
-    return None
-
-
-def place_on(table: DeviceTable) -> None:
-    """Tell the taps of a table where in it they are, so that graphs can be traced with that."""
-    fused_noise.place_on(table)
-
-
-@torch.library.custom_op("shaketable::fill", mutates_args={"rows"})
-def _fill(rows: Tensor, ticket: Tensor, handle: int, after: Tensor) -> None:
-    """The rows of a pass for every kernel of it. `rows` are those of the table, or a copy that a compiler has made.
-
-    `after` is not looked at: a compiler orders what it compiles as it likes, but calls this when that is computed, or on its
-    way (`fused_noise.py`).
-    """
-    injection = _injections.get(handle)
-    table = None if injection is None else injection.tables.first
-    if injection is None or table is None or injection.closed:
-        rows.zero_()
-        return
-    current, base = read(injection, ticket)
-    table.fill(rows, current, base=base)
-    injection.fires += 1
-
-
-@_fill.register_fake
-def _(rows: Tensor, ticket: Tensor, handle: int, after: Tensor) -> None:
     return None
 
 

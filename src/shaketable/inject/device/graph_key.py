@@ -25,6 +25,11 @@ def watch(injection: Injection) -> None:
     _injections.add(injection)
 
 
+def injections() -> list[Injection]:
+    """Every injection that is alive."""
+    return list(_injections)
+
+
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
     """Equal as long as a captured graph of the model is still right."""
     own = {id(p) for p in model.parameters()}

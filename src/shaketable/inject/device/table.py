@@ -1,9 +1,9 @@
-"""The table of a GPU: what kernels read of their tap, and where they count.
+"""What captured kernels read of their tap, and where they count.
 
-Kernels that are captured into a CUDA graph, or fused by a compiler, cannot ask Python what they are to do. So an injection has
+A CUDA graph cannot ask Python what it is to do. So an injection has
 a table in the memory of each GPU: per tap and use a row of key, scale and flags, and beside it a row of counters per tap and
 direction (`inject/counters.py`). One small kernel at the head of a pass (`faults/gpu/kernels/begin_pass.py`) writes the rows
-of the whole pass. Where the pass is captured that kernel is replayed too: its moment is then the next one of a clock that
+of the whole pass. That kernel is replayed too: its moment is the next one of a clock that
 ticks in the GPU's memory. What changes from Python, the switch and the magnitudes, is copied to the table when it changes.
 
 The rows of a pass belong to the pass: a backward pass may come after other forward passes, and reads what its own forward pass
@@ -18,7 +18,7 @@ and what a replay reads is the noisy weight itself.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,12 +27,11 @@ from shaketable.errors import PlanError
 from shaketable.faults import gpu
 from shaketable.faults.gpu.recipes import recipe
 from shaketable.faults.rng import mix64, signed
-from shaketable.inject.counters import MEASURED, WIDTH, tell
+from shaketable.inject.counters import MEASURED, WIDTH, capturing, may_wait, tell
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
     from shaketable.faults import FaultBase
-    from shaketable.faults.gpu.launch import Launcher
     from shaketable.inject.fault_operator import Application
     from shaketable.inject.injection import Injection
     from shaketable.inject.pass_context import Pass
@@ -40,19 +39,7 @@ if TYPE_CHECKING:
 
 USES, USES_OF_OPERATORS = 4, 16
 """Uses of a tap on one page: a module is called once in a pass, a layer has a dozen products."""
-_GIVEN, _CLOCK, _OWN = 0, 1, 2
-
-
-def capturing() -> bool:
-    """Whether this thread's stream is being captured into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-class Rows(NamedTuple):
-    """One page of a pass."""
-
-    rows: Tensor
-    address: int
+_CLOCK, _OWN = 1, 2
 
 
 class DeviceTable:
@@ -63,18 +50,13 @@ class DeviceTable:
         self.device = device
         self.taps = {tap: i for i, tap in enumerate(taps)}
         self.uses = USES_OF_OPERATORS if injection.has_operators else USES
-        self.is_used = self.is_captured = False
-        self.last_pass: Pass | None = None
-        """The pass whose first page was asked for last, and where that is."""
-        self.last_address = 0
+        self.is_used = False
         self._frozen: list[tuple[Tap, FaultBase]] = []
         """What was captured with its magnitude in it."""
         self._step: int | None = None
         self._written: object = None
         """What `live` was last written from."""
         self._loaded: set[object] = set()
-        self.prepared: dict[tuple[int, torch.dtype, bool], Launcher | None] = {}
-        """Launches of the fast paths (`fast/launches.py`): by kind of noise, type, and whether all blocks are full."""
         self._lock = threading.Lock()
         n = len(taps)
         keys = [[signed(tap.keys[direction], 64) for tap in taps] for direction in (0, 1)]
@@ -84,14 +66,10 @@ class DeviceTable:
         self.live = torch.zeros(len(PHASES), n, 2, device=device)
         self.sums = torch.zeros(2 * n + 1, WIDTH, dtype=torch.float64, device=device)
         """Forward rows, backward rows, and one for what is not counted."""
-        self.mirror = torch.zeros(2 * n + 1, WIDTH, dtype=torch.float64, pin_memory=device.type == "cuda")
-        """The counters as they were at the last pass, in the host's memory."""
-        self.current = torch.zeros(n * self.uses, 4, dtype=torch.int32, device=device)
-        """The first forward page of compiled passes, which graphs read at this address."""
-        self.sums_address, self.is_alone = self.sums.data_ptr(), torch.cuda.device_count() == 1
         self._told = [[0.0] * WIDTH for _ in range(2 * n)]
-        for moment in (_GIVEN, _CLOCK):
-            self._begin(self.current, PHASES[0], False, moment, 0, self.clock.clone(), on=False)
+        rows = torch.zeros(n * self.uses, 4, dtype=torch.int32, device=device)
+        for moment in (_CLOCK, _OWN):  # nothing can be loaded during a capture
+            self._begin(rows, PHASES[0], False, moment, self.clock.clone(), on=False)
         self.update()
 
     def update(self) -> None:
@@ -118,48 +96,41 @@ class DeviceTable:
 
     # ---- the rows of a pass
 
-    def page(self, current: Pass, backward: bool = False, argument: int = 0, number: int = 0) -> Rows:
+    def page(self, current: Pass, backward: bool = False, argument: int = 0, number: int = 0) -> Tensor:
         """The page of a pass that has these uses; made when it is first asked for."""
         which = self, backward, argument, number
         found = current.pages.get(which)
         if found is None:
             rows = torch.empty(len(self.taps) * self.uses, 4, dtype=torch.int32, device=self.device)
             self.fill(rows, current, backward, (argument << 32) + number * self.uses)
-            found = current.pages[which] = Rows(rows, rows.data_ptr())
+            found = current.pages[which] = rows
         return found
 
     def fill(self, rows: Tensor, current: Pass, backward: bool = False, base: int = 0) -> None:
         """Write the rows of a pass, from the use `base` on."""
         self.is_used = True
-        self.is_captured |= current.captured
-        moment, own = _GIVEN, self.clock
-        if current.captured:
-            known = current.pages.get((self, "moment"))
-            moment = _CLOCK if known is None else _OWN
-            if known is None:
-                known = current.pages[self, "moment"] = Rows(torch.empty_like(self.clock), 0)
-            own = known.rows
-        on = any(current.acts)
-        self._begin(rows, current.phase, backward, moment, current.moment, own, base=base, on=on)
+        known = current.pages.get((self, "moment"))
+        moment = _CLOCK if known is None else _OWN
+        if known is None:
+            known = current.pages[self, "moment"] = torch.empty_like(self.clock)
+        self._begin(rows, current.phase, backward, moment, known, base=base, on=any(current.acts))
 
-    def _begin(
-        self, rows: Tensor, phase: str, backward: bool, kind: int, moment: int, own: Tensor, *, base: int = 0, on: bool
-    ) -> None:
+    def _begin(self, rows: Tensor, phase: str, backward: bool, kind: int, own: Tensor, *, base: int = 0, on: bool) -> None:
         from shaketable.faults.gpu import dispatch
         from shaketable.faults.gpu.kernels.begin_pass import begin_pass
 
         n = len(self.taps)
         live, sums = self.live[PHASES.index(phase)], self.sums[n:] if backward else self.sums
-        values = self.keys[int(backward)], self.clock, own, live, rows, sums, self.mirror
-        words = *dispatch.words(moment), *dispatch.words(base), int(on)
-        shape = {"MOMENT": kind, "MIRROR": not backward and base == 0, "TAPS": n, "USES": self.uses, "BLOCK": 1024}
+        values = self.keys[int(backward)], self.clock, own, live, rows, sums
+        words = 0, 0, *dispatch.words(base), int(on)
+        shape = {"MOMENT": kind, "TAPS": n, "USES": self.uses, "BLOCK": 1024}
         dispatch.launch(begin_pass, 1, (*values, *words), shape)
 
     def row(self, what: Application, *, counted: bool = True) -> gpu.TableRow:
         """Where the kernel of one application reads, and counts."""
         page = self.page(what.current, what.backward, what.argument, what.number // self.uses)
         row, place = self.taps[what.tap] * self.uses + what.number % self.uses, self.place(what.tap, what.backward)
-        return gpu.TableRow(page.rows, self.sums, row, place if counted else 2 * len(self.taps))
+        return gpu.TableRow(page, self.sums, row, place if counted else 2 * len(self.taps))
 
     def place(self, tap: Tap, backward: bool) -> int:
         """The row of a tap's counters."""
@@ -167,20 +138,18 @@ class DeviceTable:
 
     # ---- the operator, here
 
-    def apply(self, x: Tensor, what: Application) -> Tensor | None:
-        """The faulty tensor, by a kernel that reads its row; None where Python has to do it."""
+    def apply(self, x: Tensor, what: Application) -> Tensor:
+        """The faulty tensor, computed and counted by the GPU at every replay."""
         tap, mask = what.tap, what.tap.mask(x, what.fault)
         how = recipe(what.fault, lanes=True)
         again = what.recomputing and not what.backward
-        if how is not None and not tap.transposed and (mask is None or what.current.captured) and gpu.fits(x):
+        if how is not None and not tap.transposed and gpu.fits(x):
             self._load(how, x)
             y = how.apply(x, self.row(what, counted=mask is None and not again))
             if again:
                 self.injection.counters.count_recomputed(tap)
             if y is not None:
                 return y if mask is None else self._switched(x, y.where(mask, x), what)
-        if not what.current.captured:
-            return None
         if not what.fault.is_steady:
             raise PlanError(
                 f"{tap.site.label}: {what.fault.kind} on {x.dtype} cannot be captured into a CUDA graph: its replays would "
@@ -215,14 +184,17 @@ class DeviceTable:
             return
         self._loaded.add(like)
         scratch = torch.zeros(gpu.BLOCK if like[2] else 1, dtype=x.dtype, device=x.device)
-        gpu.tell(scratch, scratch, gpu.TableRow(torch.zeros_like(self.current[:1]), self.sums, 0, 2 * len(self.taps)))
+        gpu.tell(
+            scratch,
+            scratch,
+            gpu.TableRow(torch.zeros(1, 4, dtype=torch.int32, device=self.device), self.sums, 0, 2 * len(self.taps)),
+        )
 
     # ---- the ledger
 
     def forget(self) -> None:
         """Count from zero again."""
         self.sums.zero_()
-        self.mirror.zero_()
         self._told = [[0.0] * WIDTH for _ in self._told]
 
     def saved(self) -> list[list[float]]:
@@ -236,15 +208,11 @@ class DeviceTable:
         self._told = [list(row) for row in rows[: len(self._told)]]
 
     def settle(self) -> None:
-        """Tell the ledger what happened since it was last told.
-
-        The main thread waits for the GPU. Others, which only look on, must not ask it, for a graph may be being captured:
-        they see what was so at the beginning of the last pass.
-        """
-        if not self.is_used or capturing():
+        """Tell the ledger what happened since it was last told; waits for the GPU."""
+        if not self.is_used or not may_wait():
             return
         with self._lock:
-            now = (self.sums if threading.current_thread() is threading.main_thread() else self.mirror).tolist()
+            now = self.sums.tolist()
             for tap, i in self.taps.items():
                 for backward, at in ((False, i), (True, len(self.taps) + i)):
                     before = self._told[at]
@@ -259,8 +227,6 @@ class DeviceTables:
     def __init__(self, injection: Injection) -> None:
         self.injection = injection
         self.all: list[DeviceTable] = []
-        self.first: DeviceTable | None = None
-        """The one that graphs are compiled with."""
         self._known: object = None
 
     def make(self) -> None:
@@ -283,14 +249,9 @@ class DeviceTables:
                 self._add(DeviceTable(self.injection, device, taps))
 
     def _add(self, table: DeviceTable) -> None:
-        from shaketable.inject.compile import custom_ops
-
         self.all.append(table)
         for tap in table.taps:
             tap.tables[table.device] = table
-        if self.first is None:
-            self.first = table
-            custom_ops.place_on(table)
 
     def on(self, device: torch.device) -> list[DeviceTable]:
         """The tables of one GPU."""
@@ -302,12 +263,12 @@ class DeviceTables:
             table.page(current)
 
     def apply(self, x: Tensor, what: Application) -> Tensor | None:
-        """The faulty tensor where a kernel of this GPU reads its row; None where Python has to do it."""
+        """The faulty tensor of a pass that is being captured; None where nothing is."""
+        if not what.current.captured or not capturing():
+            return None
         table = what.tap.tables.get(x.device)
         if table is not None:
             return table.apply(x, what)
-        if not what.current.captured or not capturing():
-            return None
         if not what.tap.reads_tables:
             raise PlanError(
                 f"{what.tap.site.label}: noise that is held for a rollout cannot be captured together with gradients"
@@ -344,8 +305,8 @@ class DeviceTables:
         table stays for the rest of the process: a few hundred kilobytes, clean.
         """
         self.settle()
-        _outliving.extend(table for table in self.all if table.is_captured)
-        self.all, self.first = [], None
+        _outliving.extend(table for table in self.all if table.is_used)
+        self.all = []
         for tap in self.injection.taps:
             tap.tables = {}
 

@@ -29,8 +29,6 @@ class ModuleTaps(Hook):
     def install(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the module at this point."""
         if self.point == "input":
-            if (fast := module.__dict__.get("_shaketable_fast_input")) is not None:
-                fast.become_hook()
             return [module.register_forward_pre_hook(self, with_kwargs=True)]
         return [module.register_forward_hook(self, with_kwargs=True)]
 

@@ -15,7 +15,9 @@ backend alone is enabled they are computed one by one and met; elsewhere the led
 from __future__ import annotations
 
 import sys
+import threading
 import types
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shaketable.inject.compile import custom_ops
-from shaketable.inject.fast.products import Products
 from shaketable.inject.hooks.base import Hook, never_compiled_alone
 from shaketable.inject.hooks.math_attention import attention_in_the_open, only_math, open_multi_head
 from shaketable.inject.hooks.module_tensors import change_first, change_input
@@ -35,6 +36,7 @@ from shaketable.sites.vllm_modules import is_engine_experts, is_engine_linear, i
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
+    from shaketable.inject.pass_context import Frame
     from shaketable.inject.tap import Tap
 
 _NAMES = {
@@ -102,54 +104,62 @@ def atomic_family(part: Part) -> str | None:
 
 
 class OperatorModule(Hook):
-    """A module taken as one operator: faulty gradients of its input and weight, and a faulty output."""
+    """A module taken as one operator: faulty gradients of its input and weight, and a faulty output.
+
+    A module that works in place gets a copy while a tap acts; the result is then written into the tensor it was given.
+    """
 
     def __init__(self, injection: Injection, taps: list[Tap]) -> None:
         self.injection = injection
         self.handle = injection.handle
         self.backward = [tap for tap in taps if "backward" in tap.site.directions]
         self.forward = [tap for tap in taps if "forward" in tap.site.directions]
+        self.local = threading.local()
+        self.traced: list[Tensor | None] = []
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         """Forward pre-hook and forward hook."""
-        if torch.compiler.is_compiling() and not custom_ops.present[self.handle]:
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and not custom_ops.present[self.handle]:
             return None
+        frame = None if is_traced else self.injection.operator_frame()
+        if not is_traced and (frame is None or not any(frame.current.acts_on(tap) for tap in (*self.backward, *self.forward))):
+            return None
+        targets = self.traced if is_traced else self.local.__dict__.setdefault("targets", [])
+        if not getattr(module, "inplace", False):
+            if output:
+                return change_first(output[0], lambda x: self._on_output(x, frame))[0]
+            args, kwargs, _ = change_input(args, kwargs, lambda x: self._on_input(x, frame))
+            return args, kwargs
         if output:
-            return change_first(output[0], self._on_output)[0]
-        self.writes = bool(getattr(module, "inplace", False))
-        args, kwargs, _ = change_input(args, kwargs, self._on_input)
+            target = targets.pop() if targets else None
+            changed = change_first(output[0], lambda x: self._on_output(x, frame))[0]
+            return changed if target is None else target.copy_(changed)
+
+        def copied(x: Tensor) -> Tensor:
+            targets.append(x)
+            return self._on_input(x, frame).clone()
+
+        args, kwargs, _ = change_input(args, kwargs, copied)
         return args, kwargs
 
-    def _on_input(self, x: Tensor) -> Tensor:
-        is_traced = torch.compiler.is_compiling()
-        frame = None if is_traced else self.injection.operator_frame()
+    def _on_input(self, x: Tensor, frame: Frame | None) -> Tensor:
         for tap in self.backward:
-            if is_traced:
-                x = custom_ops.trace_gradient(x, tap.handle, 0, None, False)
-            elif frame is not None:
-                x = tap.gradient(x, frame)
-        return x.clone() if self.writes and self.backward else x
+            x = custom_ops.trace_gradient(x, tap.handle, 0, None, False) if frame is None else tap.gradient(x, frame)
+        return x
 
-    def _on_output(self, x: Tensor) -> Tensor:
-        is_traced = torch.compiler.is_compiling()
-        frame = None if is_traced else self.injection.operator_frame()
+    def _on_output(self, x: Tensor, frame: Frame | None) -> Tensor:
         for tap in self.forward:
-            if is_traced:
-                x = custom_ops.trace_forward(x, tap.handle)
-            elif frame is not None:
-                x = tap.forward(x, frame)
+            x = custom_ops.trace_forward(x, tap.handle) if frame is None else tap.forward(x, frame)
         return x
 
 
 class Operators(TorchFunctionMode):
     """The operator clauses of one injection, active in one thread."""
 
-    is_ours = True
-
     def __init__(self, injection: Injection) -> None:
         super().__init__()
         self.injection = injection
-        self.products = Products(injection)
         self.taps = injection.operators
 
     def put_on(self) -> bool:
@@ -165,13 +175,7 @@ class Operators(TorchFunctionMode):
 
     def take_off(self) -> None:
         """Take our mode off in this thread, wherever in the stack it is."""
-        if self not in torch.overrides._get_current_function_mode_stack():
-            return
-        above = []
-        while (top := torch.overrides._pop_mode()) is not self:
-            above.append(top)
-        for mode in reversed(above):
-            torch.overrides._push_mode(mode)
+        _take_off(lambda mode: mode is self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -189,10 +193,6 @@ class Operators(TorchFunctionMode):
         if operator is _WHOLE:
             with self:
                 return open_multi_head()(*args, **kwargs)
-        if func is F.linear and not kwargs and isinstance(where, Here):
-            result = self.products.linear(func, args, where.frame)
-            if result is not None:
-                return result
         return self._meet(where, func, operator, args, kwargs)
 
     def _where(self, family: str, kwargs: dict[str, Any]) -> Here | Traced | None:
@@ -279,6 +279,21 @@ def _change_result(where: Here | Traced, taps: list[Tap], result: Any) -> Any:
 
 
 never_compiled_alone(Operators.__torch_function__)
+
+
+def take_off_closed() -> None:
+    """Take the modes off in this thread whose injections another thread has closed: a thread cannot reach another's stack."""
+    _take_off(lambda mode: isinstance(mode, Operators) and mode.injection.closed)
+
+
+def _take_off(unwanted: Callable[[Any], bool]) -> None:
+    modes = torch.overrides._get_current_function_mode_stack()
+    lowest = next((i for i, mode in enumerate(modes) if unwanted(mode)), len(modes))
+    for _ in modes[lowest:]:
+        torch.overrides._pop_mode()
+    for mode in modes[lowest:]:
+        if not unwanted(mode):
+            torch.overrides._push_mode(mode)
 
 
 def _is_tracing() -> bool:

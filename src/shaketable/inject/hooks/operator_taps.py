@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -169,28 +170,32 @@ class ExcludedWeights:
     """
 
     def __init__(self) -> None:
-        self._modules: list[tuple[nn.Module, str]] = []
+        self._modules: dict[int, list[tuple[nn.Module, str]]] = {}
         self._heads: list[nn.Linear | nn.Embedding] = []
         self._known: dict[int, str] = {}
         self._cast: tuple[Tensor, int, str] | None = None
         """The last one that was cast, held so that nothing else gets its memory."""
-        self._first = 0
+        self._firsts: tuple[int, ...] = ()
 
-    def add(self, module: nn.Module, reason: str) -> None:
-        """A module that is left out."""
-        self._modules.append((module, reason))
+    def add(self, module: nn.Module, reason: str, owner: int) -> None:
+        """A module that is left out, of the model with this number."""
+        self._modules.setdefault(owner, []).append((module, reason))
+        self._firsts = ()
         if reason == "lm_head" and isinstance(module, nn.Linear | nn.Embedding):
             self._heads.append(module)
 
     def refresh(self) -> None:
-        """A pass begins: weights may be where they were not before."""
+        """A pass begins: weights may be where they were not before. A model moves as a whole, so its first one tells."""
         self._cast = None
-        every = ((p, why) for module, why in self._modules for p in module.parameters(recurse=False) if type(p) in _PLAIN)
-        first = next(every, None)
-        if first is None or (address := _address(first[0])) == self._first:
-            return
-        self._first = address
-        self._known = {address: first[1]} | {_address(p): why for p, why in every}
+        found = (next(self._weights(owner), None) for owner in self._modules)
+        firsts = tuple(_address(first[0]) for first in found if first is not None)
+        if firsts != self._firsts:
+            self._firsts = firsts
+            self._known = {_address(p): why for owner in self._modules for p, why in self._weights(owner)}
+
+    def _weights(self, owner: int) -> Iterator[tuple[Tensor, str]]:
+        modules = self._modules[owner]
+        return ((p, why) for module, why in modules for p in module.parameters(recurse=False) if type(p) in _PLAIN)
 
     def owner(self, tensors: list[Any]) -> str | None:
         """Why an operator that is given these is left out; None when it is not."""

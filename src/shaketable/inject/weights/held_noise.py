@@ -14,9 +14,8 @@ costs a pass over the weight and rounds twice. A draw is counted and measured on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch import Tensor
 from shaketable.errors import PlanError
 from shaketable.faults import FaultBase
 from shaketable.faults.rng import key_of, mix64
-from shaketable.inject.device.table import capturing
+from shaketable.inject.counters import capturing
 from shaketable.inject.fault_operator import Application, apply
 from shaketable.inject.pass_context import Frame, Pass
 from shaketable.inject.tap import Tap
@@ -37,10 +36,6 @@ class Rollouts:
 
     def __init__(self) -> None:
         self.total = 0
-        self.changes = 0
-        """Grows whenever a noisy weight that was kept is let go or replaced."""
-        self.on_new: Callable[[], None] | None = None
-        """Called when a rollout is met for the first time, before anything of it acts."""
         self._numbers: dict[int, int] = {}
         self._newest: int | None = None
         self._lock = Lock()
@@ -59,25 +54,13 @@ class Rollouts:
 
     def _meet(self, now: int) -> None:
         with self._lock:
-            is_new = now != self._newest
-            self.total += is_new
+            self.total += now != self._newest
             self._newest = now
             self._numbers.setdefault(now, len(self._numbers))
-        if is_new and self.on_new is not None:
-            self.on_new()
 
 
 Origin = tuple[int, int, bool]
 """Which weight: its address, its version, and whether inference mode is on."""
-
-
-class _Kept(NamedTuple):
-    """A noisy weight, and all that it was made from."""
-
-    moment: int
-    fault: FaultBase
-    made_from: Origin
-    value: Tensor
 
 
 class HeldTap(Tap):
@@ -93,7 +76,8 @@ class HeldTap(Tap):
     def begin(self, spot: Spot) -> None:
         super().begin(spot)
         self.place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
-        self._kept: _Kept | None = None
+        self._kept: tuple[tuple[int, FaultBase, Origin], Tensor] | None = None
+        """The noisy weight, and what it was made from."""
         self._counted: dict[str, tuple[int, FaultBase]] = {}
 
     @property
@@ -107,81 +91,48 @@ class HeldTap(Tap):
 
     def key(self, current: Pass, backward: bool, use: int) -> int:
         """The key of the draw that holds now; gradients have keys of their own."""
-        return super().key(current, backward, use) if backward else self.key_at(self.moment())
+        return super().key(current, backward, use) if backward else mix64(self.place ^ self._draw_number())
 
-    def key_at(self, moment: int) -> int:
-        """The key of the draw of a moment; mixing is a bijection, so there are as many keys of a tap as moments."""
-        return mix64(self.place ^ moment)
-
-    def moment(self) -> int:
-        """What the step and the number of the rollout make of a key: the same for all held taps of an injection."""
+    def _draw_number(self) -> int:
+        """Step and rollout in 64 bits: the same for all held taps of an injection."""
         return mix64(mix64(self.injection.calls.step) + self.injection.rollouts.number())
 
     def forward(self, x: Tensor, frame: Frame) -> Tensor:
         current = frame.current
         acts = current.acts_on(self) and not self.fault.is_off
         if not acts or current.phase != "rollout" or (x.requires_grad and torch.is_grad_enabled()):
-            self._let_go()
+            self._kept = None
             return super().forward(x, frame) if acts else x
-        moment, made_from = self.moment(), _identity(x)
-        value = self.kept_for(made_from, moment)
-        return value if value is not None else self.keep(moment, made_from, self._renewed(x, frame))
+        made_from = self._draw_number(), self.fault, _identity(x)
+        if self._kept is None or self._kept[0] != made_from:
+            self._kept = made_from, self._renewed(x, frame)
+        return self._kept[1]
 
     def written(self, x: Tensor, phase: str) -> Tensor:
         """The weight with the noise of the draw that holds now, for whoever writes it into memory."""
         current = Pass(self.injection, phase, 0, self.injection.acting(phase), tuple(self.injection.faults))
         return apply(x, Application(self, current, False, 0, 0))
 
-    def kept_for(self, made_from: Origin, moment: int) -> Tensor | None:
-        """The noisy weight of this draw, if it is there and nothing has changed since."""
-        kept = self._kept
-        if kept is None or kept.moment != moment or kept.fault is not self.fault or kept.made_from != made_from:
-            return None
-        return kept.value
-
-    def _let_go(self) -> None:
-        if self._kept is not None:
-            self._kept = None
-            self.injection.rollouts.changes += 1
-
-    def keep(self, moment: int, made_from: Origin, value: Tensor) -> Tensor:
-        """From now on this is the noisy weight."""
-        self.injection.rollouts.changes += 1
-        self._kept = _Kept(moment, self.fault, made_from, value)
-        return value
-
     def _renewed(self, x: Tensor, frame: Frame) -> Tensor:
         """The noisy weight of a new rollout."""
         if x.is_cuda and capturing():
             raise PlanError(f"{self.site.label}: read the prompt before a graph is captured: {self.name} has no noise yet")
         value = super().forward(x, frame)
-        return self.home(x).copy_(value) if x.is_cuda else value
-
-    def home(self, x: Tensor) -> Tensor:
-        """Where the noisy weight is on a GPU."""
+        if not x.is_cuda:
+            return value
         home = self._home
         if home is None or home.shape != x.shape or home.dtype != x.dtype or home.device != x.device:
             with torch.inference_mode(False):
                 home = self._home = torch.empty_like(x)
-        return home
+        return home.copy_(value)
 
     def is_fire(self, what: Application) -> bool:
         if what.backward:
             return True
-        key = what.key
-        if self.is_counted(what.current.phase, key, what.fault):
-            return False
-        self._counted[what.current.phase] = (key, what.fault)
-        return True
-
-    def is_counted(self, phase: str, key: int, fault: FaultBase) -> bool:
-        """Whether this draw is counted."""
-        return self._counted.get(phase) == (key, fault)
-
-    def count(self, phase: str, key: int, fault: FaultBase) -> bool:
-        """Count a draw; whether it is to be measured."""
-        self._counted[phase] = (key, fault)
-        return self.injection.counters.count(self, False, phase)
+        phase, draw = what.current.phase, (what.key, what.fault)
+        is_new = self._counted.get(phase) != draw
+        self._counted[phase] = draw
+        return is_new
 
 
 def _identity(x: Tensor) -> Origin:

@@ -11,10 +11,6 @@ So the fault acts on the weight that is multiplied with, FSDP2's reduction of it
 the module never looks at is not counted as hit. `fully_shard` also changes the class of a module: ours stays below its own,
 and when the plan leaves, ours is taken out from under it.
 
-On a GPU, where no gradient is wanted, most weights are made ready when the pass begins (`prepared.py`), and nothing of the
-above happens per module. Hooks alone would cost more there than many a module, so a module on a GPU has none: its subclass
-has a forward that does what they do, and sees to it that values which are ready are read.
-
 Rejected: swapping the tensor before forward and back after it (the gradient is then computed with another weight than
 the forward used, a raised exception leaves the noise in, and threads see each other's weights), and
 torch.nn.utils.parametrize (it renames the parameter, so checkpoints and optimizers see another model). Rejected too: keeping
@@ -23,28 +19,26 @@ a quantized weight until it changes. Writes through `.data`, the usual way to sy
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import sys
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import get_ident, local
-from typing import TYPE_CHECKING, Any
+from threading import local
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import PlanError
 from shaketable.inject.compile import custom_ops
 from shaketable.inject.hooks.base import Hook
 from shaketable.inject.hooks.module_tensors import as_multiplied, is_product
-from shaketable.inject.hooks.subclasses import exchanged, on_gpu
 from shaketable.inject.pass_context import Entry, Frame
 from shaketable.inject.tap import Tap
-from shaketable.inject.weights.property_classes import SLOT, kind_of
 
-if TYPE_CHECKING:
-    from shaketable.inject.weights.prepared import PreparedWeights, Ready
+SLOT = "_shaketable_weights"
+_REBUILD: Any = vars(copyreg)["_reconstructor"]
+"""Python's own: a pickle that named a function of ours could not be read without us."""
 
 
 @dataclass(frozen=True)
@@ -96,62 +90,16 @@ class WeightTaps:
     """The weight taps of one module, of all injections that are active on it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
         self.original: Any = type(module)
         self.subclass: Any = self.original
         """Its class with our properties."""
         self.taps: list[WeightTap] = []
         self.local = local()
         self.tracing = False
-        self.fell_back = False
-        """Whether the call that `inside` is about has taken the general path after all."""
-        self.ready: dict[str, Ready] = {}
-        self.prepared: PreparedWeights | None = None
-        """Where values are made ready; None where several plans act on the module."""
-        self.each: list[Ready] = []
-        """Those of them that every call counts."""
-        self.inside = 0
-        """The thread in which the module is running, in a pass that has values ready; else 0."""
-        self.is_fast = on_gpu(module) and "forward" not in module.__dict__
-        self.hooks = [] if self.is_fast else self._hooked(module)
-
-    def _hooked(self, module: nn.Module) -> list[RemovableHandle]:
-        return [
+        self.hooks = [
             module.register_forward_pre_hook(_Around(self), with_kwargs=True),
             module.register_forward_hook(_Around(self), with_kwargs=True, always_call=True),
         ]
-
-    def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward, the general path."""
-        self.begin(args, kwargs)
-        if torch.compiler.is_compiling():
-            result = forward(module, *args, **kwargs)
-            self.end()
-            return result
-        try:
-            return forward(module, *args, **kwargs)
-        finally:
-            self.end()
-
-    def parameter(self, name: str) -> Tensor | None:
-        """The clean weight."""
-        module = self.module()
-        return None if module is None else module._parameters.get(name)
-
-    def know(self, entry: Ready) -> None:
-        """From now on a value may be ready."""
-        self.ready[entry.name] = entry
-        self.each = [found for found in self.ready.values() if found.group.each]
-        if (module := self.module()) is not None:
-            module.__dict__[SLOT + entry.name] = entry
-
-    def forget(self, entry: Ready) -> None:
-        """From now on it is made when it is read."""
-        if self.ready.get(entry.name) is entry:
-            del self.ready[entry.name]
-            self.each = [found for found in self.ready.values() if found.group.each]
-            if (module := self.module()) is not None:
-                del module.__dict__[SLOT + entry.name]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is called: note in which frame, for when it reads its weights."""
@@ -178,16 +126,7 @@ class WeightTaps:
                         parameter = own.trace(parameter)
             return parameter
         call: _Call | None = self.local.__dict__.get("call")
-        if call is None and self.inside == get_ident():
-            self.fell_back = True
-            self.begin((), {})
-            call = self.local.call
-        if call is None:
-            return parameter
-        value = call.value(name, parameter)
-        if self.prepared is not None and value is not parameter and not torch.is_grad_enabled():
-            self.prepared.note(self, name, parameter)
-        return value
+        return parameter if call is None else call.value(name, parameter)
 
 
 def _whole(weight: Tensor, own: WeightTap) -> Tensor:
@@ -216,15 +155,11 @@ class _Around(Hook):
 
 def add_tap(module: nn.Module, tap: WeightTap) -> None:
     """Make the module read a parameter through a tap."""
-    for slot in ("_shaketable_fast_linear",):
-        if (fast := module.__dict__.get(slot)) is not None:
-            fast.become_hook()
     found = module.__dict__.get(SLOT)
     if found is None:
         found = WeightTaps(module)
         module.__dict__[SLOT] = found
     found.taps.append(tap)
-    _shelve(found)
     _set_class(module, found)
 
 
@@ -234,7 +169,6 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
     if found is None:
         return
     found.taps = [t for t in found.taps if t.tap not in taps]
-    _shelve(found)
     _set_class(module, found)
     if not found.taps:
         for hook in found.hooks:
@@ -242,35 +176,52 @@ def remove_taps(module: nn.Module, taps: set[Tap]) -> None:
         del module.__dict__[SLOT]
 
 
-def has_taps(module: nn.Module) -> bool:
-    """Whether any plan acts on a weight of this module."""
-    return SLOT in module.__dict__
-
-
 def _set_class(module: nn.Module, found: WeightTaps) -> None:
     """The class in which the tapped weights are properties, or the module's own when there are none."""
     names = tuple(sorted({t.name for t in found.taps}))
-    kind: Any = kind_of(found, names) if names else found.original
+    kind: Any = _with_properties(found.original, names) if names else found.original
     now: Any = type(module)
-    module.__class__ = exchanged(now, found.subclass, kind)
+    module.__class__ = _exchanged(now, found.subclass, kind)
     found.subclass = kind
 
 
-def rebase(module: nn.Module, old: Any, new: Any) -> None:
-    """Exchange a class that lies below ours."""
-    found: WeightTaps | None = module.__dict__.get(SLOT)
-    if found is None:
-        now: Any = type(module)
-        module.__class__ = exchanged(now, old, new)
-        return
-    found.original = exchanged(found.original, old, new)
-    _set_class(module, found)
+# ---- the class of a module while its weights are faulty
 
 
-def _shelve(found: WeightTaps) -> None:
-    """Values can be ready where one tap acts on each weight, all of one plan."""
-    if found.prepared is not None:
-        found.prepared.forget(list(found.ready.values()))
-    names, owners = [own.name for own in found.taps], {own.tap.injection.prepared_of(own.entry.owner) for own in found.taps}
-    alone = found.is_fast and len(owners) == 1 and len(set(names)) == len(names)
-    found.prepared = owners.pop() if alone else None
+@functools.cache
+def _with_properties(original: Any, names: tuple[str, ...]) -> Any:
+    """A subclass that looks like the class itself; copies and pickles are of that class, and clean."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        state: Any = original.__reduce_ex__(self, protocol)[2]
+        return _REBUILD, (original, object, None), {k: v for k, v in state.items() if not k.startswith(SLOT)}
+
+    body: dict[str, Any] = {name: _property(name) for name in names}
+    body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return type(original.__name__, (original,), body | {"__reduce_ex__": reduce})
+
+
+def _property(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        if name not in self._parameters:
+            raise AttributeError(name)  # it was deleted; torch makes the message
+        parameter = self._parameters[name]
+        taps: WeightTaps | None = self.__dict__.get(SLOT)
+        return parameter if taps is None or parameter is None else taps.read(name, parameter)
+
+    def write(self: nn.Module, value: Any) -> None:
+        raise AttributeError(f"{name} cannot be replaced by a plain tensor while a plan acts on it")
+
+    return property(read, write)
+
+
+def _exchanged(kind: Any, old: Any, new: Any) -> Any:
+    """`kind` with `new` in the place of `old`, also below a class that `fully_shard` has made of it meanwhile."""
+    return new if kind is old else _rebuilt(kind, old, new)
+
+
+@functools.cache
+def _rebuilt(kind: Any, old: Any, new: Any) -> Any:
+    bases = tuple(_exchanged(base, old, new) if old in base.__mro__ else base for base in kind.__bases__)
+    body = {k: v for k, v in kind.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, bases, body)

@@ -122,7 +122,7 @@ def refuse_other_sites(plan: Plan, compiled: Injection | None, rank: int) -> Non
 
 def is_for_one_fault(compiled: Injection) -> bool:
     """Whether what was compiled can do no other fault than the one it was compiled with."""
-    return compiled.tables.first is not None
+    return bool(compiled.tables.all)
 
 
 def _shape(plan: Plan, rank: int) -> object:

@@ -14,14 +14,13 @@ GIVEN, CLOCK, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["low", "high", "base_low", "base_high", "on"])
 def begin_pass(
-    keys, clock, own, live, rows, sums, mirror, low, high, base_low, base_high, on,
-    MOMENT: tl.constexpr, MIRROR: tl.constexpr, TAPS: tl.constexpr, USES: tl.constexpr, BLOCK: tl.constexpr,
+    keys, clock, own, live, rows, sums, low, high, base_low, base_high, on,
+    MOMENT: tl.constexpr, TAPS: tl.constexpr, USES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys, scales and flags of the uses from `base` on, for the taps of one direction.
 
     `sums` are the rows of that direction: which taps are measured in this pass is decided here, by the rule of
-    `inject/counters.py`. With `MIRROR` what has been counted so far is copied to the host's memory, where it can be read
-    without asking the GPU.
+    `inject/counters.py`.
     """
     if MOMENT == GIVEN:
         now = joined(low, high)
@@ -30,10 +29,6 @@ def begin_pass(
     else:
         now = tl.load(own).to(tl.uint64, bitcast=True)
     first = now + joined(base_low, base_high)
-    if MIRROR:
-        for start in range(0, 2 * TAPS * WIDTH, BLOCK):
-            j = start + tl.arange(0, BLOCK)
-            tl.store(mirror + j, tl.load(sums + j, mask=j < 2 * TAPS * WIDTH, other=0.0), mask=j < 2 * TAPS * WIDTH)
     for start in range(0, TAPS * USES, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < TAPS * USES

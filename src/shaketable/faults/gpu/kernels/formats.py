@@ -4,8 +4,7 @@ Bit for bit what `gpu/formats.py` computes, with fewer instructions where they g
 
 * To nearest even: adding and taking away 1.5·2^23 steps rounds to a multiple of the step, for the sum has no bits below it. The
   step is a power of two, made from the exponent's own bits; no division, no logarithm.
-* Divisions by a scale are exact, from one inverse per segment: see `exact_division.py`. What is divided once per segment, and
-  what is rounded stochastically, is divided by `div_rn`: Triton's `/` is an approximation on a GPU.
+* Divisions are by `div_rn`: Triton's `/` is an approximation on a GPU.
 * A value at or under the largest of a grid is not rounded past it, so it is cut once, before.
 
 Whether NaN is handed on is said at every minimum: a GPU's own drop it. Rejected: the GPU's conversions to FP8 and FP4. They
@@ -17,7 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shaketable.faults.gpu.kernels.exact_division import quotient
 from shaketable.faults.gpu.kernels.noise import first_hash, joined, mix64
 from shaketable.faults.gpu.kernels.tiles import (
     INFINITY,
@@ -123,7 +121,7 @@ def coded(
         y = to_grid(a * there, u, 1, 0, 6.0, STOCHASTIC)
     else:
         if SCOPE != NONE:
-            a = tl.div_rn(a, there) if STOCHASTIC else quotient(a, there, FAST)
+            a = tl.div_rn(a, there)
         if KIND == E4M3:
             y = to_grid(a, u, 3, -6, 448.0, STOCHASTIC)
         else:

@@ -97,8 +97,15 @@ def changes(x, y, inside, KIND: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def quotient(over, under):
-    """over / under, 0 where there is nothing to divide by; in float32, whose division takes a quarter of the registers."""
-    return tl.where(under > 0, over.to(tl.float32) / tl.where(under > 0, under, 1.0).to(tl.float32), 0.0).to(tl.float64)
+    """over / under, 0 where there is nothing to divide by.
+
+    The division is in float32, which takes a quarter of the registers; both are brought into its range by a power of two first.
+    """
+    some = tl.where(under > 0, under, 1.0)
+    exponent = (some.to(tl.int64, bitcast=True) >> 52) & 0x7FF
+    scale = ((2046 - exponent) << 52).to(tl.float64, bitcast=True)
+    ratio = (over * scale).to(tl.float32) / (some * scale).to(tl.float32)
+    return tl.where(under > 0, ratio, 0.0).to(tl.float64)
 
 
 @triton.jit
@@ -188,29 +195,3 @@ def twelve_sums(x, y, out, n, width, stride, STEPS: tl.constexpr, BLOCK: tl.cons
     tl.store(out + 9, ratio)
     tl.store(out + 10, deviation)
     tl.store(out + 11, cross)
-
-
-@triton.jit
-def heads(head, marks, rows, sums, BLOCK: tl.constexpr):
-    """What compiled graphs did, a program for each application: its fire and, when it is due, its first values.
-
-    Where there are fewer values than `BLOCK`, and where a value is not a number, the clean one is NaN and is left out.
-    """
-    i = tl.program_id(0)
-    row, place, kind = tl.load(marks + 3 * i), tl.load(marks + 3 * i + 1), tl.load(marks + 3 * i + 2)
-    flags = tl.load(rows + 4 * row + 3)
-    if flags != 0:
-        sums += WIDTH * place
-        tl.atomic_add(sums + (flags & PHASE) - 1, 1.0)
-        if (flags & DUE) != 0:
-            at = head + 2 * BLOCK * i + tl.arange(0, BLOCK)
-            clean, faulty = tl.load(at), tl.load(at + BLOCK)
-            values, changed, alive, survived = no_counts(BLOCK)
-            values, changed, alive, survived = counts(values, changed, alive, survived, clean, faulty, clean == clean, True)
-            add_counts(sums, values, changed, alive, survived)
-            if kind == RELATIVE:
-                e, s, o, u = changes(clean, faulty, clean == clean, RELATIVE, True)
-                add_measured(sums, e, s, o, u, RELATIVE)
-            else:
-                e, s, o, u = changes(clean, faulty, clean == clean, ADDITIVE, True)
-                add_measured(sums, e, s, o, u, ADDITIVE)

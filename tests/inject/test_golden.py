@@ -1,0 +1,374 @@
+"""Outputs, gradients and ledgers that were stored once: the same seed must give the same bits after any change of the engine.
+
+`golden.json` holds them. Everything here runs on a CPU, and a digest is taken only of what no CPU can compute in another order:
+`Exact` multiplies with signed permutations scaled by powers of two, so each sum has one term. Elsewhere (norms, attention,
+statistics of a tensor) numbers are compared to a tolerance far below the size of the noise.
+
+    python -m tests.inject.test_golden    stores the results of the present code
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shaketable as st
+from shaketable.inject import Injection
+from shaketable.plan import Plan
+from tests.inject.code_paths import PATHS
+
+FILE = Path(__file__).with_name("golden.json")
+SEED, WIDTH, TOKENS = 11, 64, 6
+NOISE = "relative_gaussian:0.05"
+CLOSE = 2e-4
+
+
+class Block(nn.Module):
+    """A residual block whose products are exact."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        order = torch.randperm(WIDTH, generator=generator)
+        scale = 2.0 ** torch.randint(-1, 2, (WIDTH,), generator=generator) * (
+            1 - 2 * torch.randint(0, 2, (WIDTH,), generator=generator)
+        )
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.eye(WIDTH)[order] * scale)
+            self.linear.bias.copy_(torch.randint(-2, 3, (WIDTH,), generator=generator).float())
+
+    def forward(self, x):
+        return x + torch.relu(self.linear(x))
+
+
+class Exact(nn.Module):
+    """Two such blocks, in layers."""
+
+    def __init__(self, is_checkpointed=False):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.layers = nn.ModuleList(Block(generator) for _ in range(2))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        return x
+
+
+def tokens(dtype=torch.float32):
+    x = torch.randint(-8, 9, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(6)) / 4
+    return x.to(dtype).requires_grad_()
+
+
+def digest(*tensors):
+    """Of the bits, where +0 and -0 are the same."""
+    found = blake2b(digest_size=8)
+    for x in tensors:
+        found.update((x.detach().float() + 0.0).contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def some(*tensors):
+    """A few values of each tensor and their sum of magnitudes."""
+    return [float(v) for x in tensors for v in (*x.detach().double().flatten()[:5], x.detach().double().abs().sum())]
+
+
+def counts(ledger):
+    """What happened at each site, in whole numbers."""
+    rows = ledger.to_dict()["sites"]
+    return [[r["matched"], r["forward"], r["backward"], r["recomputed"], r["fused"], r["phases"], r["layers"]] for r in rows]
+
+
+def measured(ledger):
+    """What was measured at each site."""
+    names = ("asked", "measured_error", "measured_error_backward", "measured_magnitude", "changed_fraction", "survival_rate")
+    return [[row[name] for name in names] for row in ledger.to_dict()["sites"]]
+
+
+def result(ledger, exact, close):
+    return {
+        "counts": counts(ledger),
+        "measured": measured(ledger),
+        "digest": digest(*exact) if exact else None,
+        "values": some(*close),
+    }
+
+
+# ---- what is done to a model; each returns a `result`
+
+
+def step(model, plan, *, call=None, dtype=torch.float32, is_exact=True, grad=True):
+    """One training step."""
+    model, x = model.to(dtype).train(), tokens(dtype)
+    call = model if call is None else call
+    with st.inject(model, plan, seed=SEED, allow_inert=True) as ledger:
+        with torch.set_grad_enabled(grad):
+            y = call(x)
+        if grad:
+            y.float().sum().backward()
+    weights = [p.grad for p in model.parameters()] if grad else []
+    inputs = [y, x.grad] if grad else [y]
+    return result(ledger, inputs if is_exact else [], [*inputs, *weights])
+
+
+def eager(plan, **how):
+    return step(Exact(), plan, **how)
+
+
+def checkpointed(plan, **how):
+    return step(Exact(is_checkpointed=True), plan, **how)
+
+
+def compiled(plan, backend="aot_eager", **how):
+    torch._dynamo.reset()
+    model = Exact()
+    return step(model, plan, call=torch.compile(model, backend=backend), **how)
+
+
+def tower(plan, path="eager"):
+    """A training step of a model with norms, attention and activations."""
+    torch._dynamo.reset()
+    place = PATHS[path]()
+    with st.inject(place.model, plan, seed=SEED, allow_inert=True) as ledger:
+        found = place.train()
+    return result(ledger, [], found)
+
+
+def phases(plan):
+    """Two steps of a rollout of two passes, an evaluation and a training pass, all in one process."""
+    model, x, out = Exact(), tokens(), []
+    with st.inject(model, plan, seed=SEED, allow_inert=True) as ledger:
+        for number in range(2):
+            injection_of(ledger).step = number
+            with torch.no_grad(), st.phase("rollout"):
+                out += [model.eval()(x), model(x)]
+            with torch.no_grad(), st.phase("eval"):
+                out.append(model(x))
+            out.append(model.train()(x))
+    return result(ledger, out, out)
+
+
+def magnitudes(plan):
+    """A magnitude that changes between passes, is 0, and comes back; then off and on."""
+    model, x, out = Exact(), tokens(), []
+    injection = st.inject(model, plan, seed=SEED, allow_inert=True).enable()
+    for magnitude in (0.1, 0.0, 0.02):
+        injection.set_magnitude(magnitude)
+        out.append(model(x))
+    injection.disable()
+    out.append(model(x))
+    injection.enable()
+    out.append(model(x))
+    injection.close()
+    return result(injection.ledger, out, out)
+
+
+def held(plan, *, sampler=False):
+    """Noise on weights that is drawn once per rollout, as AQN does; `sampler`: written into the weights, as in vLLM."""
+    model, x, out = Exact().eval(), tokens(), []
+    injection = Injection(Plan.load(plan, seed=SEED), hold=True, sampler=sampler, allow_inert=True)
+    injection.attach(model)
+    injection.enable()
+    for number in range(2):
+        injection.step = number
+        for _ in range(2):
+            with torch.no_grad(), st.phase("rollout"):
+                out += [model(x), model(x)]
+                injection.rewrite()
+    injection.close()
+    out.append(model(x))
+    return result(injection.ledger, out, out)
+
+
+def ranks(plan):
+    """Another rank, and a step that a resumed run begins with."""
+    out, x = [], tokens()
+    for rank, number in ((0, 0), (1, 0), (0, 7)):
+        model = Exact()
+        injection = st.inject(model, plan, seed=SEED, rank=rank, step=number, allow_inert=True)
+        with injection as ledger:
+            out += [model(x), model(x)]
+    return result(ledger, out, out)
+
+
+def run(plan):
+    """A program that never heard of us, under `shaketable run`."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [
+            sys.executable,
+            "-m",
+            "shaketable",
+            "run",
+            "--plan",
+            plan,
+            "--seed",
+            str(SEED),
+            "--ledger",
+            str(folder / "l"),
+            "--allow-inert",
+        ]
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        program = [sys.executable, "-m", "tests.inject.test_golden", "program"]
+        done = subprocess.run([*command, "--", *program], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        ledger = st.Ledger.load(folder / "l" / "ledger.json")
+        line = next(line for line in done.stdout.splitlines() if line.startswith("golden "))
+    exact, *close = line.split()[1:]
+    return result(ledger, [], []) | {"digest": exact, "values": [float(v) for v in close]}
+
+
+def program():
+    """What is run there: two models, a training step each."""
+    found = []
+    for _ in range(2):
+        model, x = Exact().train(), tokens()
+        y = model(x)
+        y.sum().backward()
+        found += [y, x.grad]
+    print("golden", digest(*found), *(repr(v) for v in some(*found)))
+
+
+def injection_of(ledger):
+    """The injection that keeps a live ledger."""
+    return ledger.settle.__self__
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Case:
+    work: object
+    plan: str
+    options: tuple = ()
+    is_slow: bool = False
+
+    def run(self):
+        return self.work(self.plan, **dict(self.options))
+
+
+APPROXIMATE = (("is_exact", False),)
+"""The fault takes a statistic of the tensor, whose sums another CPU adds up in another order."""
+BFLOAT16 = (("dtype", torch.bfloat16),)
+FAULTS = {
+    "relative_gaussian:0.05": (),
+    "absolute_gaussian:0.05": (),
+    "noise:0.05": APPROXIMATE,
+    "rms_gaussian:0.05": APPROXIMATE,
+    "systematic_bias:0.01": (),
+    "bias:0.1": APPROXIMATE,
+    "gain:0.1": (),
+    "non_determinism:2": APPROXIMATE,
+    "non_determinism:2,mode=amplified": APPROXIMATE,
+    "dead_zone:0.2,scope=token": (),
+    "dead_zone:0.2,scope=token,sparsity=0.25": (),
+    "saturation:0.5": (),
+    "spike:3,rate=0.05": (),
+    "bit_flip:0.01": (),
+    "stuck_bit:2": (),
+    "truncation:4": (),
+    "mxfp4": (),
+    "nvfp4": (),
+    "fp8_e4m3": (),
+    "fp8_e5m2": (),
+}
+PLANS = {
+    "output": f"{NOISE}@module.linear",
+    "input": f"{NOISE}@module.linear,point=input",
+    "weight": f"{NOISE}@module.linear,point=weight",
+    "layer": f"{NOISE}@layer.1",
+    "both ways": f"{NOISE}@module.linear,direction=both",
+    "gradient": f"{NOISE}@module.linear,direction=backward",
+    "products": f"{NOISE}@op.matmul",
+    "products forward": f"{NOISE}@op.matmul,direction=forward",
+    "products backward": f"{NOISE}@op.matmul,direction=backward",
+    "w4a4": "mxfp4@module.linear,point=weight+input",
+    "several": f"gain:0.1@layer.0;{NOISE}@op.matmul;absolute_gaussian:0.05@module.linear",
+}
+
+
+def _cases():
+    table = {}
+    for fault, options in FAULTS.items():
+        table[f"fault {fault}"] = Case(eager, f"{fault}@module.linear,point=output", options)
+    for fault in (
+        "relative_gaussian:0.05",
+        "absolute_gaussian:0.05",
+        "gain:0.1",
+        "mxfp4",
+        "fp8_e4m3",
+        "dead_zone:0.2,scope=token",
+    ):
+        table[f"bfloat16 {fault}"] = Case(eager, f"{fault}@module.linear,point=output", BFLOAT16)
+    for name, plan in PLANS.items():
+        table[f"eager {name}"] = Case(eager, plan)
+        table[f"no gradients {name}"] = Case(eager, plan, (("grad", False),))
+    for name in ("output", "weight", "both ways", "products", "w4a4"):
+        table[f"checkpointed {name}"] = Case(checkpointed, PLANS[name])
+    for name in ("output", "weight", "products", "w4a4", "several"):
+        table[f"aot_eager {name}"] = Case(compiled, PLANS[name])
+    table["inductor output"] = Case(compiled, PLANS["output"], (("backend", "inductor"),), is_slow=True)
+    table["inductor products"] = Case(compiled, PLANS["products"], (("backend", "inductor"),), is_slow=True)
+    for path in ("eager", "checkpointed", "reentrant", "aot_eager"):
+        table[f"tower {path}"] = Case(tower, f"{NOISE}@op.all", (("path", path),))
+    table["tower norms"] = Case(tower, f"rms_gaussian:0.05@module.rmsnorm,point=weight;{NOISE}@module.linear")
+    table["tower sparse"] = Case(
+        tower, f"{NOISE},sparsity=0.25@op.softmax+silu;dead_zone:0.05,scope=token,sparsity=0.1@layer.1"
+    )
+    table["phases"] = Case(
+        phases, f"{NOISE}@module.linear,phase=rollout;gain:0.1@layer.1,phase=eval;{NOISE}@op.matmul,phase=train"
+    )
+    table["phases of weights"] = Case(phases, f"{NOISE}@module.linear,point=weight,phase=rollout+train")
+    table["magnitudes"] = Case(magnitudes, f"{NOISE}@module.linear;gain:0.1@op.matmul,direction=forward")
+    table["held"] = Case(held, f"{NOISE}@module.linear,point=weight,phase=rollout")
+    table["sampler"] = Case(held, f"{NOISE}@module.linear,point=weight;mxfp4@layer.0", (("sampler", True),))
+    table["ranks and steps"] = Case(ranks, f"{NOISE}@module.linear,point=weight;{NOISE}@op.matmul")
+    table["run"] = Case(run, f"{NOISE}@module.linear;{NOISE}@op.matmul;gain:0.1@module.linear,point=weight")
+    return table
+
+
+CASES = _cases()
+
+
+@functools.cache
+def stored():
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def test_every_case_is_stored():
+    assert sorted(stored()) == sorted(CASES)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if case.is_slow else []) for name, case in CASES.items()]
+)
+def test_the_results_are_those_that_were_stored(name):
+    found, known = json.loads(json.dumps(CASES[name].run())), stored()[name]
+    assert found["counts"] == known["counts"]
+    assert found["digest"] == known["digest"]
+    assert found["values"] == pytest.approx(known["values"], rel=CLOSE, abs=CLOSE)
+    for mine, theirs in zip(found["measured"], known["measured"], strict=True):
+        assert [v is None for v in mine] == [v is None for v in theirs]
+        assert [v for v in mine if v is not None] == pytest.approx([v for v in theirs if v is not None], rel=CLOSE, abs=1e-7)
+
+
+def _store():
+    torch.set_num_threads(1)
+    rows = [f"{json.dumps(name)}: {json.dumps(case.run())}" for name, case in CASES.items()]
+    FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    program() if sys.argv[1:] == ["program"] else _store()

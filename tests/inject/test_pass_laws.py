@@ -1,0 +1,172 @@
+"""One outermost call of a model is one pass: recursion, recomputation, interrupts and backward passes of other calls."""
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+from tests.inject.recomputation import Again
+
+X = torch.ones(2, 4)
+
+
+class Interrupts(nn.Module):
+    """Calls a linear, and is interrupted as often as it was told."""
+
+    def __init__(self, times=1):
+        super().__init__()
+        self.proj, self.times = nn.Linear(4, 4), times
+
+    def forward(self, x):
+        y = self.proj(x)
+        if self.times:
+            self.times -= 1
+            raise KeyboardInterrupt
+        return y
+
+
+def test_the_frames_that_an_interrupt_left_open_are_forgotten_at_the_next_call():
+    """Hooks of torch that run always do not run for those."""
+    model = Interrupts()
+    with st.inject(model, "gain:1@module.linear") as ledger:
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+        with st.phase("eval"):
+            model(X)
+        assert ledger.sites[0].by("phase") == {
+            "train": {"forward": 1, "backward": 0},
+            "eval": {"forward": 1, "backward": 0},
+        }
+
+
+class Recursive(nn.Module):
+    """Calls itself, as a model does that searches."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, depth=2):
+        return self.proj(x) if depth == 0 else self(self.proj(x), depth - 1)
+
+
+class Tied(nn.Module):
+    """One layer that is called three times, and may be computed again."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
+        self.again = again
+
+    def forward(self, x):
+        for _ in range(3):
+            x = Again.apply(x, self.layers[0]) if self.again else self.layers[0](x)
+        return x
+
+
+@pytest.mark.parametrize("plan", ["relative_gaussian:0.5@module.linear", "relative_gaussian:0.5@op.matmul,direction=forward"])
+def test_a_layer_that_is_called_often_and_computed_again_has_the_noise_of_its_own_call(plan):
+    found = []
+    for again in (False, True):
+        model, x = Tied(again), X.clone().requires_grad_()
+        with st.inject(model, plan, seed=1) as ledger:
+            model(x).square().sum().backward()
+        assert ledger.forward == 3 and ledger.to_dict()["sites"][0]["recomputed"] == (3 if again else 0)
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_pass_that_begins_inside_of_backward_with_an_input_that_is_not_known_is_a_pass_of_its_own():
+    model, x, seen = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, requires_grad=True), []
+    with st.inject(model, "gain:1@module.linear") as ledger:
+        x.register_hook(lambda g: seen.append(model(torch.ones(1, 4))) or None)
+        x.sum().backward()
+        assert ledger.forward == 1 and ledger.to_dict()["sites"][0]["recomputed"] == 0
+
+
+def test_outside_of_backward_the_same_input_is_a_new_pass():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with st.inject(model, "relative_gaussian:0.5@module.linear") as ledger:
+        assert not torch.equal(model(X), model(X)) and ledger.forward == 2
+
+
+@torch.no_grad()
+def test_a_model_that_calls_itself_is_in_one_pass():
+    model = Recursive()
+    with st.inject(model, "relative_gaussian:0.5@module.linear;relative_gaussian:0.5@op.matmul") as ledger:
+        first, second = model(X), model(X)
+        assert [site.forward for site in ledger.sites] == [6, 6]
+    assert not torch.equal(first, second)
+
+
+def test_a_backward_pass_has_the_magnitude_of_its_forward_pass():
+    model, x = nn.Sequential(nn.Linear(4, 4)), X.clone().requires_grad_()
+    injection = st.inject(model, "gain:1@module.linear,direction=both").enable()
+    y = model(x)
+    injection.set_magnitude(5)
+    y.sum().backward()
+    assert torch.allclose(x.grad, 4 * model[0].weight.sum(0).expand(2, -1))
+    injection.close()
+
+
+def test_a_plan_that_is_switched_off_before_backward_adds_no_error_to_a_gradient():
+    model, x = nn.Sequential(nn.Linear(4, 4)), X.clone().requires_grad_()
+    injection = st.inject(model, "gain:1@module.linear,direction=backward", allow_inert=True).enable()
+    y = model(x)
+    injection.disable()
+    y.sum().backward()
+    assert torch.equal(x.grad, model[0].weight.sum(0).expand(2, -1)) and injection.ledger.backward == 0
+    injection.close()
+
+
+def test_gradients_of_gradients_are_refused_where_a_fault_has_one_of_its_own():
+    x = X.clone().requires_grad_()
+    model = nn.Sequential(nn.Linear(4, 4))
+    with st.inject(model, "relative_gaussian:0.5@module.linear"):
+        (first,) = torch.autograd.grad(model(x**3).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward()
+
+
+def test_a_router_is_left_out_of_operators():
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(4, 2)
+            self.experts = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x):
+            return self.experts[0](x) * self.gate(x).sum()
+
+    model = nn.Sequential(Mixture())
+    for include, fires in (("", 1), (",include=router", 2)):
+        with st.inject(model, f"gain:1@op.matmul{include}") as ledger:
+            model(X)
+        assert ledger.forward == fires
+
+
+def test_a_norm_that_is_one_operator_has_faulty_gradients_of_its_input_and_of_its_weight():
+    class RMSNorm(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4,), 3.0)) if weight else None
+
+        def forward(self, x):
+            return x if self.weight is None else x * self.weight
+
+    class SiLU(nn.Module):
+        weight = 3  # a number, and no parameter
+
+        def forward(self, x):
+            return x * self.weight
+
+    for norm, plan, gradients in ((RMSNorm(True), "rms_norm", 2), (SiLU(), "silu", 1)):
+        model, x = nn.Sequential(norm), torch.ones(1, 4, requires_grad=True)
+        with st.inject(model, f"gain:1@op.{plan}") as ledger:
+            y = model(x)
+            y.sum().backward()
+        assert torch.equal(y, torch.full((1, 4), 6.0)) and torch.equal(x.grad, torch.full((1, 4), 6.0))
+        assert (ledger.forward, ledger.backward) == (1, gradients)
+        if gradients == 2:
+            assert torch.equal(norm.weight.grad, torch.full((4,), 2.0))
