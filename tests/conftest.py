@@ -60,7 +60,6 @@ SLOW = (
     "tests/harden/grpo/test_static_rollouts.py",
     "tests/inject/compile/",
     "tests/inject/test_known_differences.py",
-    "tests/inject/weights/test_prepared.py",
     "tests/integrations/test_fsdp1.py",
     "tests/integrations/test_fsdp2.py",
     "tests/launch/test_short_processes.py",

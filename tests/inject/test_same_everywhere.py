@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import shaketable as st
+from tests import slow
 from tests.inject import code_paths
 from tests.inject.code_paths import DEVICE, PATHS, Captured, deterministic, digest
 from tests.tensors import same
@@ -84,7 +85,8 @@ def paths(*more):
     for path, case in THERE:
         can = has_cuda or (DEVICE != "cuda" and path != "captured")
         marked.append(pytest.param(path, case, marks=[pytest.mark.gpu, pytest.mark.skipif(not can, reason="no accelerator")]))
-    return pytest.mark.parametrize(("path", "case"), [*more, *HERE, *marked])
+    quick = [pair if pair[1] in FEW and pair[0] != "inductor" else slow(*pair) for pair in HERE]
+    return pytest.mark.parametrize(("path", "case"), [*more, *quick, *marked])
 
 
 @dataclass
@@ -161,7 +163,6 @@ def test_eager_counts_what_the_plan_says(case):
     assert same(found.shaken, found.clean) == CASES[case].is_off
 
 
-@pytest.mark.slow
 @paths()
 def test_counts_are_those_of_eager(path, case):
     found, eager = seen(path, case), seen("eager", case)
@@ -230,7 +231,7 @@ def shake(folder, plan, backend):
     return done.stdout.splitlines()[0], json.loads((folder / "ledger.json").read_text())["sites"]
 
 
-@pytest.mark.parametrize(("backend", "case"), [("eager", "three clauses"), ("aot_eager", "products")])
+@pytest.mark.parametrize(("backend", "case"), [("eager", "three clauses"), slow("aot_eager", "products")])
 def test_a_program_under_shaketable_run_is_shaken_as_one_that_injects(tmp_path, backend, case):
     printed, sites = shake(tmp_path / "ledger", CASES[case].plan, backend)
     found = seen(backend, case)
@@ -297,10 +298,12 @@ RANDOM = {
 }
 BITS = [("aot_eager", "used twice", case) for case in (*STEADY, *RANDOM)]
 BITS += [("aot_eager", "linear", case) for case in ("output", "weight", "products")]
-BITS += [("inductor", "no bias", case) for case in ("gain", "output", "products")]
+BITS += [slow("inductor", "no bias", case) for case in ("gain", "output", "products")]
 
 
-@pytest.mark.parametrize(("backend", "kind"), sorted({row[:2] for row in BITS}))
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("aot_eager", "linear"), ("aot_eager", "used twice"), slow("inductor", "no bias")]
+)
 def test_a_linear_has_nothing_to_reorder(backend, kind):
     """The compiled program without a plan has the bits of eager: what the next test needs."""
     assert same(passes(kind, None, backend), passes(kind, None, None))

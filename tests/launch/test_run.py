@@ -115,7 +115,7 @@ def test_nothing_is_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fires", "shaken"), [("fork", 6, 3), slow("spawn", 6, 3), ("loader", 6, 2), ("threads", 12, 1)]
+    ("kind", "fires", "shaken"), [("fork", 6, 3), slow("spawn", 6, 3), slow("loader", 6, 2), slow("threads", 12, 1)]
 )
 def test_workers_are_shaken_and_write_their_own_ledger(tmp_path, kind, fires, shaken):
     code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("workers.py", kind))
