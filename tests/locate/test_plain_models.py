@@ -53,7 +53,7 @@ def test_a_healthy_model_is_healthy_on_the_host_and_nobody_s_gauge_is_known(name
 
 @pytest.mark.parametrize("name", WITHOUT_LAYERS)
 def test_a_model_without_a_list_of_layers_is_refused_in_one_line(name):
-    with pytest.raises(st.ModelError, match=r"has no list of decoder layers to look into$"):
+    with pytest.raises(st.ModelError, match=r"^\w+ has no list of decoder layers to look into; .+$"):
         located(build(name), name)
 
 

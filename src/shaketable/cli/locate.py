@@ -82,8 +82,11 @@ def locate(
     with progress_bar() as tell:
         diagnosis = find(
             loaded,
+            None if is_own else tokenizer,
             mode=mode,
-            input_ids=token_ids(loaded, tokenizer, texts, tokens),
+            prompts=texts,
+            input_ids=token_ids(loaded, tokenizer, texts, tokens) if is_own else None,
+            tokens=tokens,
             source=None if is_own else model,
             plan=planted,
             seed=seed,

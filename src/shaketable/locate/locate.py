@@ -266,6 +266,10 @@ class Locator:
                     item.probe, item.text = name, f"in {USES[name]}, {item.text}"
                     report.results[name] = Result("fail", 1.0, item.op, item.text)
                     evidence.append(item)
+                repeats = report.layer is not None and report.results["repeat"].status == "pass"
+                if repeats and not same(traced.calls[report.layer or 0].y, main_result(recording.output)):
+                    text = f"in {USES[name]}, the layer's results change from call to call"
+                    report.results[name] = Result("suspect", 1.0, reason=text)
             if report.results[name].status == "inconclusive":
                 self.unjudged.setdefault(name, []).append(report.results[name].reason)
 
@@ -482,7 +486,7 @@ class Locator:
     def _believed(self) -> tuple[list[str], list[str]]:
         """What could not be checked and is taken as right, and what may be wrong without a place."""
         reference, main = self.reference, str(self.reference.dtype).removeprefix("torch.")
-        believed = list(reference.odd_ones(reference.layers, reference.paths))
+        believed = [*reference.odd_ones(reference.layers, reference.paths), *reference.own_switches(self.model)]
         doubts = [f"the model's config is not that of {reference.source}: {text}" for text in reference.other_config]
         for name in reference.lowered():
             text = f"{name} is held in {str(reference.own(name).dtype).removeprefix('torch.')} in a model of {main}"

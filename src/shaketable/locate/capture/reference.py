@@ -160,7 +160,15 @@ class Reference:
 
     def own_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
         """The same, of numbers that the model's own code writes when it runs, or that are saved in a file that is not given."""
-        return ((path, text) for path, _, text, is_own in self._unlike_numbers(module, prefix, skip) if is_own)
+        for path, name, text, is_own in self._unlike_numbers(module, prefix, skip):
+            if is_own and isinstance(getattr(module.get_submodule(path), name), float | Tensor):
+                yield path, text
+
+    def own_switches(self, model: nn.Module) -> Iterator[str]:
+        """Switches and counts that are not the config's and that the code of their module sets when it runs, in words."""
+        for path, name, text, is_own in self._unlike_numbers(model, "", ()):
+            if is_own and not isinstance(getattr(model.get_submodule(path), name), float | Tensor):
+                yield f"{path or 'the model'}: {text}"
 
     def _unlike_numbers(self, module: nn.Module, prefix: str, skip: Collection[str]) -> Iterator[tuple[str, str, str, bool]]:
         """Path, name, what is wrong, and whether nobody can say that it is."""
