@@ -265,7 +265,11 @@ def _config_of(source: str, own: Any) -> Any:
     """The config of a source, told to attend as the model does; None when it is for another class."""
     from shaketable.models import load_config
 
-    config = load_config(source)
+    file = Path(source).expanduser() / "config.json"
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == own.model_type:
+        config = type(own).from_pretrained(file.parent)  # also where the class came with the checkpoint
+    else:
+        config = load_config(source)
     if type(config) is not type(own):
         config = config.get_text_config()
     if type(config) is not type(own):
