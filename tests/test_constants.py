@@ -19,12 +19,6 @@ CONSTANTS = {
     "locate.probes.documented_precision.TOLERANCE": {
         torch.float32: (128.0, 2.0**-24), torch.bfloat16: (6.0, 2.0**-8), torch.float16: (6.0, 2.0**-11),
     },
-    "locate.probes.documented_precision.MOVED": {  # twice the largest that healthy texts showed on a CPU and an H200
-        torch.float32: {"first": (2500.0, 600.0), "later": (12000.0, 5000.0), "layer": (3000.0, 600.0)},
-        torch.bfloat16: {"first": (8.0, 3.0), "later": (70.0, 16.0), "layer": (16.0, 5.0)},
-        torch.float16: {"first": (40.0, 15.0), "later": (300.0, 70.0), "layer": (70.0, 20.0)},
-    },
-    "locate.probes.twins.ENOUGH": 32,
     "locate.probes.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
     "faults.inert.ENOUGH": 256,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from shaketable.harden.aqn.schedules import Constant, EpochAware, GlobalDecay
     from shaketable.harden.aqn.spec import AQN
     from shaketable.inject import Injection, Ledger, inject
+    from shaketable.locate.compare.compare import compare
+    from shaketable.locate.compare.fingerprint import fingerprint
     from shaketable.locate.diagnosis import Diagnosis
     from shaketable.locate.locate import locate
     from shaketable.measure.tasks import Problem, Score, Task, load_task
@@ -29,6 +31,8 @@ _HOMES = {
     "Ledger": "shaketable.ledger.ledger",
     "locate": "shaketable.locate.locate",
     "Diagnosis": "shaketable.locate.diagnosis",
+    "fingerprint": "shaketable.locate.compare.fingerprint",
+    "compare": "shaketable.locate.compare.compare",
     "phase": "shaketable.sites.phases",
     "AQN": "shaketable.harden.aqn.spec",
     "GlobalDecay": "shaketable.harden.aqn.schedules",
@@ -74,6 +78,8 @@ __all__ = [
     "Score",
     "ShaketableError",
     "Task",
+    "compare",
+    "fingerprint",
     "inject",
     "load_model",
     "load_task",

@@ -146,6 +146,60 @@ def _placed(model: Any, device: str | torch.device) -> Any:
     return model
 
 
+def names_code(name: str) -> bool:
+    """Whether a name is that of a function in a Python file, `my_model.py:load`."""
+    return re.fullmatch(r".+\.py:[A-Za-z_]\w*", name) is not None
+
+
+def load_own(name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """Call a function of somebody's own that returns a model.
+
+    Args:
+        name: `FILE.py:FUNCTION`; the file is run.
+        device: Where the weights go.
+        dtype: The weights' dtype; None keeps the model's own.
+
+    Returns:
+        The model, in eval mode, and what the function returned beside it, a tokenizer or token ids; None if only a model.
+    """
+    import importlib.util
+
+    import torch
+
+    file, _, function = name.rpartition(":")
+    path = Path(file).expanduser()
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ModelError(f"model {name!r}: there is no file {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # its classes name it as the module that they are from
+    try:
+        spec.loader.exec_module(module)
+        made = getattr(module, function)()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise ModelError(f"model {name!r} cannot be loaded: {problem}") from error
+    model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(
+            f"model {name!r}: {function}() must return a torch module, or one and a tokenizer, not {type(made).__name__}"
+        )
+    return model.to(device=device, dtype=dtype).eval(), given
+
+
+def load_config(name: str) -> Any:
+    """The config that a model's files give; of an adapter, its base's.
+
+    Args:
+        name: A built-in name, a folder, a GGUF file, or a hub id.
+    """
+    source = _locate(name)
+    if (Path(source) / ADAPTER).is_file():
+        return load_config(_base_of(name, Path(source)))
+    with _one_line_errors(name):
+        return _config(source)
+
+
 def load_skeleton(name: str) -> PreTrainedModel:
     """Build a model's modules on the meta device from its config alone; no weights are read.
 

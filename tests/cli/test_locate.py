@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.cli.command_server import shaketable
+from tests.locate.architectures import build
 
 PLAN = "dead_zone:0.2,scope=token,sparsity=0.1@module.mlp.down_proj,layers=1"
 
@@ -67,10 +68,14 @@ def test_a_diagnosis_is_not_overwritten_unasked(locate, folder, tmp_path):
     assert json.loads((tmp_path / "d.json").read_text())["verdict"] == "HEALTHY"
 
 
-def test_a_suspicion_exits_4(locate, folder):
-    done = locate(folder, "--tokens", 48, "--mode", "device", "--plan", "gain:0.5,sparsity=0.1@module.mlp.down_proj,layers=1")
+def test_a_layer_that_cannot_be_judged_exits_4(locate, folder, tmp_path):
+    for file in folder.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    build("gpt_neox", vocabulary=vocabulary).save_pretrained(tmp_path)
+    done = locate(tmp_path, "--tokens", 16, "--mode", "device")
     assert done.code == 4, done.stderr
-    assert "INCONCLUSIVE: layer 1 is suspect" in done.stdout
+    assert "INCONCLUSIVE: layer 0, twin: no gauge is known" in done.stdout
     assert "Device mode cannot see" in done.stdout
 
 
@@ -149,3 +154,64 @@ def test_strict_does_not_believe_a_hook(folder, monkeypatch, flags, code):
     done = CliRunner().invoke(app, ["locate", str(folder), "--mode", "host", "--tokens", "16", *flags])
     assert done.exit_code == code, done.output
     assert "the hook <lambda> of model.layers.1.mlp" in done.output.replace("\n", " ")
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+class Net(nn.Module):
+    def __init__(self, stack):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        blocks = [Block() for _ in range(3)]
+        if stack:
+            self.stack = nn.ModuleDict(dict(zip("abc", blocks)))
+        else:
+            self.layer_0, self.layer_1, self.layer_2 = blocks
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        for block in self.stack.values() if hasattr(self, "stack") else (self.layer_0, self.layer_1, self.layer_2):
+            x = block(x)
+        return self.head(x)
+
+def numbered():
+    torch.manual_seed(0)
+    return Net(False)
+
+def stacked():
+    torch.manual_seed(0)
+    return Net(True), torch.arange(20)[None]
+"""
+
+
+def test_a_model_of_one_s_own_is_judged_compared_and_asked_for(locate, tmp_path):
+    file = tmp_path / "own_model_of_a_test.py"
+    file.write_text(OWN)
+    done = locate(f"{file}:numbered")
+    assert (done.code, "--allow-code" in done.stderr) == (2, True)
+    done = locate(f"{file}:numbered", "--allow-code", "--tokens", 16, "--statistics")
+    assert done.code == 0, done.stderr
+    assert "HEALTHY: all 3 layers" in done.stdout
+    assert "min_gain" in done.stdout
+    done = locate(f"{file}:stacked", "--allow-code")
+    assert (done.code, "name one as layers=: stack (3 × Block)" in done.stderr) == (2, True)
+    own = (f"{file}:stacked", "--allow-code", "--layers", "stack")
+    assert locate(*own).code == 0
+    run = functools.partial(shaketable, tmp_path)
+    assert run("fingerprint", *own, "-o", tmp_path / "f.safetensors").code == 0
+    assert run("compare", tmp_path / "f.safetensors", *own).code == 0
+
+
+def test_the_statistics_blame_nothing_above_healthy(locate, folder):
+    done = locate(folder, "--tokens", 48)
+    assert (done.code, "SRDD" in done.stdout) == (0, False)

@@ -284,10 +284,10 @@ def test_a_product_that_is_wrong_every_few_calls_spoils_healthy(name, every):
     assert diagnosis.verdict != "HEALTHY", diagnosis.sentence
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6])
 @EVERYWHERE
 def test_a_product_that_is_wrong_once_in_the_calls_that_are_judged_spoils_healthy(name, call):
-    """The two plain forwards, the traced one and the recorded one."""
+    """The two plain forwards, the traced one, a batch, a decoding step, and the recorded one."""
     model = build(name)
     calls = []
 

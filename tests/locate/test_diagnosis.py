@@ -145,17 +145,17 @@ def test_few_bits_hide_more_from_twins():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_suspicion_alone_decides_nothing(mode):
     found = passing(mode=mode)
-    found.probes[1].results["permutation"] = Result("suspect", 3.0, "mlp", "3 times the tolerance")
+    found.probes[1].results["twin"] = Result("suspect", 3.0, "mlp", "3 times the tolerance")
     decided(found)
     assert (found.verdict, found.exit_code, found.layer) == ("INCONCLUSIVE", 4, None)
-    assert "layer 1 is suspect (permutation: 3 times the tolerance)" in str(found)
+    assert "layer 1 is suspect (twin: 3 times the tolerance)" in str(found)
     assert ("Host mode decides" in str(found)) == (mode == "device")
-    assert found.suspicions == [{"layer": 1, "probe": "permutation", "text": "3 times the tolerance"}]
+    assert found.suspicions == [{"layer": 1, "probe": "twin", "text": "3 times the tolerance"}]
 
 
 def test_evidence_is_stronger_than_a_suspicion():
     found = passing()
-    found.probes[0].results["permutation"] = Result("suspect", 3.0, reason="somewhat")
+    found.probes[0].results["twin"] = Result("suspect", 3.0, reason="somewhat")
     found.evidence = [evidence(2, "replay")]
     decided(found)
     assert (found.verdict, found.layer) == ("FAULT", 2) and len(found.suspicions) == 1
@@ -184,7 +184,7 @@ def test_replay_does_not_overrule_another_suspicion():
     [
         ("device", "twin", "INCONCLUSIVE"), ("host", "replay", "INCONCLUSIVE"), ("all", "replay", "INCONCLUSIVE"),
         ("all", "twin", "HEALTHY"), ("all", "repeat", "INCONCLUSIVE"), ("device", "repeat", "INCONCLUSIVE"),
-        ("all", "permutation", "HEALTHY"),
+        ("all", "causal", "HEALTHY"),
     ],
 )  # fmt: skip
 def test_a_gap_of_the_deciding_probe_is_no_health(mode, probe, verdict):
@@ -284,21 +284,20 @@ def test_the_sentence_says_what_was_not_looked_at_as_closely(mode):
     found.probes[0].coverage = {
         "q_proj": {"rows": 1000, "replayed": 0, "checksums": 1000},
         "k_proj": {"rows": 500, "replayed": 100, "checksums": 400},
-        "o_proj": {"rows": 9, "replayed": 9, "checksums": 0, "permuted": 9},
+        "o_proj": {"rows": 9, "replayed": 9, "checksums": 0},
     }
     found.probes[1].coverage = {
         "mlp.norm:rope:f": {"rows": 7, "replayed": 0, "agreed": 7},
         "g": {"rows": 7, "replayed": 0, "agreed": 3},
         "mlp:f": {"rows": 1, "agreed": 1},
-        "h": {"rows": 8, "replayed": 8, "permuted": 2, "agreed": 0},
+        "h": {"rows": 8, "replayed": 8, "agreed": 0},
     }
     said = str(decided(found))
     outside = "; embeddings, rotation, last norm and head were only repeated" if mode == "device" else ""
     assert said.endswith(
-        f" can see{outside}; of 2 products, 1,400 of 1,500 rows passed by checksums alone; of 1 operators, 2 of 8 rows were compared "
-        "with a permuted pair; of f, g only that the host makes the same bits is known."
+        f" can see{outside}; of 2 products, 1,400 of 1,500 rows passed by checksums alone; of f, g only that the host makes the same bits is known."
     )
-    assert found.coverage == {"operators": 7, "rows": 1532, "replayed": 117, "checksums": 1400, "permuted": 11, "agreed": 11}
+    assert found.coverage == {"operators": 7, "rows": 1532, "replayed": 117, "checksums": 1400, "agreed": 11}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -11,7 +11,7 @@ import shaketable as st
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate.diagnosis import PROBES
 from shaketable.locate.probes import operator_rounding
-from tests.locate.architectures import ARCHITECTURES, ROUTED, UNWIRED, build, tokens
+from tests.locate.architectures import ARCHITECTURES, UNWIRED, build, tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MATRIX = [
@@ -304,25 +304,11 @@ def test_device_mode_sees_a_mask_that_leaks(name, dtype, monkeypatch):
     assert diagnosis.probes[1].results["twin"].status == "pass"
 
 
-def test_device_mode_only_suspects_what_a_permutation_shows():
-    diagnosis = found(build("llama"), "device", plan="gain:0.5,sparsity=0.1@module.mlp.down_proj,layers=1")
-    assert diagnosis.verdict == "INCONCLUSIVE"
-    assert [s["layer"] for s in diagnosis.suspicions] == [1]
-    assert diagnosis.exit_code == 4
-    assert "layer 1 is suspect" in diagnosis.sentence
-
-
 def test_device_mode_says_what_it_cannot_see():
     diagnosis = found(build("llama"), "device", plan="gain:0.5@module.mlp.down_proj,layers=1")
     assert diagnosis.verdict == "HEALTHY"
     assert any("gain" in line for line in diagnosis.not_covered)
     assert found(build("llama"), "all", plan="gain:0.5@module.mlp.down_proj,layers=1").verdict == "FAULT"
-
-
-@pytest.mark.parametrize("name", ROUTED)
-def test_routed_layers_have_no_permutation_test(name):
-    diagnosis = found(build(name), "device")
-    assert "experts" in diagnosis.probes[0].results["permutation"].reason
 
 
 # ---- honesty

@@ -12,15 +12,13 @@ from torch import nn
 import shaketable as st
 from shaketable.errors import ModelError, ShaketableError
 from shaketable.locate import locate as module
-from shaketable.locate.capture.trace import LayerCall
 from shaketable.locate.locate import Locator, _failed, _longest, _still
-from shaketable.locate.srdd import Scans
 from tests.locate.architectures import build, tokens
 
 IDS = tokens(n=8)
 RUN = {
-    "host": {"weights", "repeat", "links", "checksum", "replay"},
-    "device": {"repeat", "links", "twin", "causal", "permutation"},
+    "host": {"weights", "repeat", "links", "checksum", "replay", "batch", "decode"},
+    "device": {"repeat", "links", "twin", "causal"},
 }
 RUN["all"] = RUN["host"] | RUN["device"]
 
@@ -44,26 +42,27 @@ def test_every_layer_has_the_probes_of_the_mode_and_statistics_where_the_device_
     for probe in layers:
         assert probe.results.keys() == RUN[mode]
         assert (probe.statistics is not None) == (mode != "host")
-    assert outside.results.keys() == {"repeat", "links"} | ({"weights", "replay"} if mode != "device" else set())
+    assert outside.results.keys() == {"repeat", "links"} | (
+        {"weights", "replay", "batch", "decode"} if mode != "device" else set()
+    )
     assert diagnosis.verdict == "HEALTHY" and (diagnosis.srdd is not None) == (mode != "host")
 
 
-@pytest.mark.parametrize(("mode", "forwards"), [("host", 2), ("device", 2 + 1 + 1 + 2 + 2), ("all", 2 + 1 + 2)])
+@pytest.mark.parametrize(("mode", "forwards"), [("host", 2 + 4), ("device", 2 + 1 + 1 + 2), ("all", 2 + 4 + 1 + 2)])
 def test_the_cost_is_that_of_the_probes_that_ran(found, mode, forwards):
     diagnosis = found[mode]
     assert diagnosis.device_forwards == forwards
-    timed = {"trace", "repeat", "links"} | ({"weights", "replay"} if mode != "device" else set())
+    timed = {"trace", "repeat", "links"} | ({"weights", "replay", "batch"} if mode != "device" else set())
     timed |= {"twin", "statistics"} if mode != "host" else set()
-    timed |= {"causal", "permutation"} if mode == "device" else set()
+    timed |= {"causal"} if mode == "device" else set()
     assert diagnosis.cost.keys() == timed and all(cost >= 0 for cost in diagnosis.cost.values())
     assert diagnosis.cost_forwards == pytest.approx(sum(diagnosis.cost.values()), abs=0.01)
 
 
 def test_a_probe_that_another_one_makes_needless_is_skipped_and_says_why(found):
-    for name in ("causal", "permutation"):
-        result = found["all"].probes[0].results[name]
-        assert (result.status, result.reason) == ("skipped", "replay has judged this layer, and sees more")
-        assert found["device"].probes[0].results[name].status == "pass"
+    result = found["all"].probes[0].results["causal"]
+    assert (result.status, result.reason) == ("skipped", "replay has judged this layer, and sees more")
+    assert found["device"].probes[0].results["causal"].status == "pass"
     assert found["host"].probes[0].results["checksum"].reason == "replay judges every product"
     assert found["host"].probes[0].results["weights"].reason == "no file to compare with"
 
@@ -192,20 +191,3 @@ def test_memory_that_is_full_is_told_with_what_helps(model, monkeypatch):
     monkeypatch.setattr(Locator, "run", full)
     with pytest.raises(ModelError, match=r"^there is not enough memory on cpu for one layer's probes; use fewer tokens$"):
         st.locate(model, input_ids=IDS)
-
-
-def test_every_probe_of_the_gain_has_noise_of_its_own(model):
-    seen = []
-
-    class Same(nn.Module):
-        def forward(self, x):
-            seen.append(x)
-            return x
-
-    x = torch.linspace(-1, 1, 16).view(1, 4, 4)
-    locator = Locator(model, "device", None, 7, None)
-    locator.scans = Scans(0.1, 3, 2)
-    locator._statistics(LayerCall(0, "", Same(), (x,), {}, x), x)
-    *probes, _ = seen[0].split(1)
-    assert len(probes) == 3
-    assert not any(torch.equal(a, b) for i, a in enumerate(probes) for b in probes[:i])

@@ -51,10 +51,14 @@ def test_a_healthy_model_is_healthy_on_the_host_and_nobody_s_gauge_is_known(name
     assert found.sentence.startswith("INCONCLUSIVE: layer 0, twin: no gauge is known for the architecture")
 
 
-@pytest.mark.parametrize("name", WITHOUT_LAYERS)
-def test_a_model_without_a_list_of_layers_is_refused_in_one_line(name):
-    with pytest.raises(st.ModelError, match=r"has no list of decoder layers to look into$"):
-        located(build(name), name)
+def test_a_model_without_layers_is_refused_in_one_line():
+    with pytest.raises(st.ModelError, match=r"^\w+ has no list of decoder layers to look into; .+$"):
+        located(build("lstm"), "lstm")
+
+
+def test_blocks_that_are_numbered_attributes_are_layers():
+    found = located(build("own_attention"), "own_attention")
+    assert (found.verdict, found.num_layers) == ("HEALTHY", LAYERS), found.sentence
 
 
 def test_what_forward_needs_and_was_not_given_is_told_in_one_line():

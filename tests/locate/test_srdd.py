@@ -298,33 +298,3 @@ def test_end_to_end_on_residual_layers(fault, expected):
         found.append(measured((lambda v, h=healthy: fault(h(v))) if i == 3 else healthy, x))
         x = healthy(x)
     assert srdd_verdict(found)["blames"] == expected
-
-
-@pytest.mark.parametrize("mode", ["device", "all"])
-def test_scans_have_a_scale_and_trials(tiny_llama, mode):
-    """The scale reaches the probes, the trials are averaged and repeated, and the diagnosis says which they were."""
-    from shaketable.locate.locate import locate
-    from shaketable.locate.srdd import Scans
-
-    ids = torch.arange(1, 33)[None]
-
-    def scanned(plan=None, **scans):
-        found = locate(tiny_llama, input_ids=ids, mode=mode, plan=plan, scans=Scans(**scans)).as_dict()
-        assert found["srdd"]["scans"] == {"gain_scale": 0.1, "gain_trials": 1, "ambient_trials": 2} | scans
-        return [p["statistics"] for p in found["probes"] if p["layer"] is not None]
-
-    usual, small, many = scanned(), scanned(gain_scale=1e-3), scanned(gain_trials=4)
-    assert [s["gain"] for s in usual] != [s["gain"] for s in small] != [s["gain"] for s in many]
-    assert [s["kurtosis"] for s in usual] == [s["kurtosis"] for s in small] == [s["kurtosis"] for s in many]
-    noise = "relative_gaussian:0.01@layer.1"
-    two, nine = (scanned(noise, ambient_trials=n)[1]["instability"] for n in (2, 9))
-    assert two != nine and nine == pytest.approx(0.01, rel=0.1)
-
-
-@pytest.mark.parametrize("wrong", [{"gain_scale": 0.0}, {"gain_scale": math.inf}, {"gain_trials": 0}, {"ambient_trials": 1}])
-def test_scans_that_measure_nothing_are_refused(wrong):
-    from shaketable.errors import ShaketableError
-    from shaketable.locate.srdd import Scans
-
-    with pytest.raises(ShaketableError):
-        Scans(**wrong)

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from shaketable.errors import ShaketableError
 from shaketable.locate.srdd import (
     LayerStatistics,
-    Scans,
     _robust_z,
     dc_input,
     gain,
@@ -43,31 +41,6 @@ def of_dc(x, dc_x, y, dc_y) -> float:
 def layers(name: str, values) -> list[LayerStatistics]:
     """Layers that are alike in all but one number."""
     return [replace(USUAL, **{name: value}) for value in values]
-
-
-# ---- how layers are scanned
-
-
-def test_the_usual_scan_has_a_tenth_one_probe_and_two_calls():
-    scans = Scans()
-    assert (scans.gain_scale, scans.gain_trials, scans.ambient_trials) == (0.1, 1, 2)
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.1, INF, -INF, NAN])
-def test_a_scale_that_is_no_positive_number_is_named(scale):
-    with pytest.raises(ShaketableError, match=f"^the scale of the gain scan must be a positive number, not {scale}$"):
-        Scans(gain_scale=scale)
-
-
-@pytest.mark.parametrize(("gains", "ambient"), [(0, 2), (-1, 3), (1, 1), (5, 0)])
-def test_too_few_trials_are_named(gains, ambient):
-    expected = f"^a gain scan needs one trial or more, an ambient scan two, not {gains} and {ambient}$"
-    with pytest.raises(ShaketableError, match=expected):
-        Scans(gain_trials=gains, ambient_trials=ambient)
-
-
-def test_the_smallest_scan_is_one_probe_and_two_calls():
-    assert Scans(1e-9, 1, 2).gain_scale == 1e-9
 
 
 # ---- the inputs

@@ -52,7 +52,7 @@ def blamed(*evidence, layers=9):
 
 def test_the_words_of_the_package():
     assert MODES == ("device", "host", "all") and EXIT == {"HEALTHY": 0, "FAULT": 1, "INCONCLUSIVE": 4}
-    assert PROBES == ("weights", "repeat", "links", "twin", "causal", "permutation", "checksum", "replay")
+    assert PROBES == ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_gaps_come_layer_by_layer_and_foreign_code_last():
 
 def test_the_first_suspicion_is_told_and_all_are_kept():
     found = made("device")
-    found.probes[1].results["permutation"] = Result("suspect", 2.0, reason="second")
+    found.probes[1].results["links"] = Result("suspect", 2.0, reason="second")
     found.probes[0].results["causal"] = Result("suspect", 2.0, reason="first")
     found.probes[2].results["repeat"] = Result("suspect", 2.0, reason="third")
     assert str(decided(found)) == "INCONCLUSIVE: layer 0 is suspect (causal: first). Host mode decides."
     assert found.suspicions == [
-        {"layer": 0, "probe": "causal", "text": "first"}, {"layer": 1, "probe": "permutation", "text": "second"},
+        {"layer": 0, "probe": "causal", "text": "first"}, {"layer": 1, "probe": "links", "text": "second"},
         {"layer": None, "probe": "repeat", "text": "third"},
     ]  # fmt: skip
 
@@ -186,7 +186,7 @@ def test_a_suspicion_comes_before_a_gap_and_after_evidence():
         ("checksum", "pass", False),
         ("checksum", "fail", True),
         ("checksum", "inconclusive", True),
-        ("permutation", "pass", True),
+        ("twin", "pass", True),
         ("repeat", "pass", True),
     ],
 )
@@ -199,7 +199,7 @@ def test_only_a_checksum_is_overruled_and_only_by_a_replay_that_passed(name, rep
 # ---- blame
 
 
-ORDER = ["weights", "replay", "links", "repeat", "twin", "causal"]
+ORDER = ["weights", "replay", "links", "repeat", "twin", "causal", "batch", "decode"]
 
 
 @pytest.mark.parametrize(("stronger", "weaker"), [(a, b) for i, a in enumerate(ORDER) for b in ORDER[i + 1 :]])
@@ -292,8 +292,7 @@ def test_coverage_is_summed_over_operators_of_all_places():
     [
         ({"rows": 8, "checksums": 8}, "; of 1 products, 8 of 8 rows passed by checksums alone"),
         ({"rows": 8, "checksums": 3}, "; of 1 products, 3 of 8 rows passed by checksums alone"), ({"rows": 8, "checksums": 0}, ""),
-        ({"rows": 8, "permuted": 8}, ""), ({"rows": 8, "permuted": 4}, "; of 1 operators, 4 of 8 rows were compared with a permuted pair"),
-        ({"rows": 8, "permuted": 0}, ""), ({"rows": 8, "agreed": 1}, "; of f only that the host makes the same bits is known"),
+        ({"rows": 8, "agreed": 1}, "; of f only that the host makes the same bits is known"),
         ({"rows": 8, "agreed": 0}, ""), ({"rows": 8}, ""),
         ({"rows": 2000, "checksums": 1000}, "; of 1 products, 1,000 of 2,000 rows passed by checksums alone"),
     ],

@@ -305,7 +305,7 @@ def test_a_fault_outside_of_the_layers_marks_that_row_only():
 
 def test_device_mode_names_what_it_did_not_run():
     words = Reader(page(device_mode())).words
-    assert "Not run in the mode device: weights, checksum, replay." in words
+    assert "Not run in the mode device: weights, checksum, replay, batch, decode." in words
 
 
 @pytest.mark.attack("hostile inputs")

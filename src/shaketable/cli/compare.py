@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.locate import AllowCode, LayersOption
 from shaketable.cli.text import say
 from shaketable.io.output_files import check_free, write
 
@@ -23,7 +24,7 @@ SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
 
 def compare(
     fingerprint: Annotated[Path, typer.Argument(help="What `shaketable fingerprint` wrote on a good device.")],
-    model: Annotated[str, typer.Argument(help="The same model: a folder, a Hugging Face id, or smollm2-135m.")],
+    model: Annotated[str, typer.Argument(help="The same model: a folder, an id, smollm2-135m, or my_model.py:load.")],
     device: Annotated[str, typer.Option(help="The device to compare: cpu, cuda, npu, xpu, mps.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="Another dtype than the file's; its tensors are cast.")] = None,
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; what the file was made with by default.")] = None,
@@ -35,6 +36,8 @@ def compare(
     plan_out: Annotated[
         Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured errors as a plan, YAML.")
     ] = None,
+    layers: LayersOption = None,
+    allow_code: AllowCode = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
@@ -51,8 +54,8 @@ def compare(
 
     file = read_fingerprint(fingerprint)
     _check_text(file, prompts, tokens)
-    loaded = _load(file, model, device, dtype, attention)
-    found = _compare(file, loaded, planted)
+    loaded = _load(file, model, device, dtype, attention, layers, allow_code)
+    found = _compare(file, loaded, planted, layers)
     text = found.plan_text()
     if plan_out is not None and text is not None:
         write(plan_out, text)
@@ -72,20 +75,28 @@ def _check_text(file: Fingerprint, prompts: Path | None, tokens: int | None) -> 
         raise FingerprintError(f"the fingerprint was not made from {prompts}; its own prompts are replayed")
 
 
-def _load(file: Fingerprint, model: str, device: str, dtype: str | None, attention: str | None) -> Any:
+def _load(
+    file: Fingerprint,
+    model: str,
+    device: str,
+    dtype: str | None,
+    attention: str | None,
+    layers: str | None,
+    allow_code: bool,
+) -> Any:
     """The model as the file's, checked; then in the dtype that was asked for."""
     from shaketable.cli.locate import load
     from shaketable.locate.compare.fingerprint_file import check_same_model
 
     about = file.about
-    loaded, _ = load(model, device, about.dtype, attention or about.attention)
+    loaded, _ = load(model, device, about.dtype, attention or about.attention, allow_code)
     if dtype is None or dtype == about.dtype:
         return loaded
-    check_same_model(about, loaded)
-    return load(model, device, dtype, attention or about.attention)[0]
+    check_same_model(about, loaded, layers)
+    return load(model, device, dtype, attention or about.attention, allow_code)[0]
 
 
-def _compare(file: Fingerprint, model: Any, planted: Any) -> DeviceComparison:
+def _compare(file: Fingerprint, model: Any, planted: Any, layers: str | None) -> DeviceComparison:
     from contextlib import nullcontext
 
     from shaketable.cli.locate import progress_bar
@@ -93,7 +104,7 @@ def _compare(file: Fingerprint, model: Any, planted: Any) -> DeviceComparison:
     from shaketable.locate.compare.compare import compare as replay
 
     with progress_bar() as tell, nullcontext() if planted is None else inject(model, planted):
-        return replay(file, model, progress=tell)
+        return replay(file, model, layers=layers, progress=tell)
 
 
 def show(found: DeviceComparison, plan_out: Path | None, has_plan: bool) -> None:

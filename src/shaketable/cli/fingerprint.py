@@ -7,17 +7,20 @@ from typing import Annotated
 
 import typer
 
+from shaketable.cli.locate import AllowCode, LayersOption, ModelArgument
 from shaketable.io.output_files import check_free, write
 
 
 def fingerprint(
-    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id, or smollm2-135m.")],
+    model: ModelArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The fingerprint to write, safetensors.")],
     device: Annotated[str, typer.Option(help="The device that is trusted: cpu, cuda, npu, xpu, mps.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own by default.")] = None,
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; the model's own choice by default.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens to run.")] = 64,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to run, one prompt per line.")] = None,
+    layers: LayersOption = None,
+    allow_code: AllowCode = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the metadata as JSON.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
@@ -27,18 +30,18 @@ def fingerprint(
     """
     check_free([f for f in (output, json_file) if f is not None], [], force)
 
-    from shaketable.cli.locate import load, progress_bar
-    from shaketable.locate.capture.prompts import read_prompts, token_batch
+    from shaketable.cli.locate import load, progress_bar, token_ids
+    from shaketable.locate.capture.prompts import read_prompts
 
     texts = None if prompts is None else read_prompts(prompts)
-    loaded, tokenizer = load(model, device, dtype, attention)
-    ids = token_batch(tokenizer, texts, tokens)
+    loaded, tokenizer = load(model, device, dtype, attention, allow_code)
+    ids = token_ids(loaded, tokenizer, texts, tokens)
 
     from shaketable.locate.compare.fingerprint import make_fingerprint
     from shaketable.locate.compare.fingerprint_file import write_fingerprint
 
     with progress_bar() as tell:
-        made = make_fingerprint(loaded, ids, name=model, prompts=texts, progress=tell)
+        made = make_fingerprint(loaded, ids, name=model, prompts=texts, layers=layers, progress=tell)
     write_fingerprint(made, output)
     if json_file is not None:
         write(json_file, made.about.model_dump_json(by_alias=True, indent=2) + "\n")

@@ -26,10 +26,17 @@ MARKS = {
     "skipped": "·",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+ModelArgument = Annotated[
+    str, typer.Argument(help="A folder, a Hugging Face id, smollm2-135m, or my_model.py:load, which returns a model.")
+]
+LayersOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="The module that holds the decoder layers, if they are not found.")
+]
+AllowCode = Annotated[bool, typer.Option("--allow-code", help="Run the Python file that MODEL names.")]
 
 
 def locate(
-    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id, or smollm2-135m.")],
+    model: ModelArgument,
     mode: Annotated[
         str, typer.Option(help="device: no host arithmetic. host: trusts the host and the file. all: both.")
     ] = "all",
@@ -39,16 +46,14 @@ def locate(
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens to run.")] = 256,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to run, one prompt per line.")] = None,
     plan: Annotated[str | None, typer.Option(help="Plant this plan first, hidden from the probes.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="For gauges, permutations and the planted plan.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="For gauges and the planted plan.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="On the host, replay only the products whose checksum fires.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Hooks and replaced methods of the model make it inconclusive instead of healthy.")
     ] = False,
-    gain_scale: Annotated[
-        float, typer.Option(help="Statistics: size of the gain scan's probes, as a part of the input's std.")
-    ] = 0.1,
-    gain_trials: Annotated[int, typer.Option(help="Statistics: probes that the gain is averaged over.")] = 1,
-    ambient_trials: Annotated[int, typer.Option(help="Statistics: calls that instability is read from, 2 or more.")] = 2,
+    layers: LayersOption = None,
+    allow_code: AllowCode = False,
+    statistics: Annotated[bool, typer.Option("--statistics", help="Print SRDD's six numbers of every layer.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the diagnosis as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis as one page.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
@@ -59,36 +64,38 @@ def locate(
     """
     from shaketable.locate.capture.prompts import read_prompts
     from shaketable.locate.diagnosis import MODES
+    from shaketable.models import names_code
     from shaketable.plan import Plan
 
     if mode not in MODES:
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
+    if statistics and mode == "host":
+        raise ShaketableError("--statistics needs --mode device or all: they are read from calls of the device")
     check_free([f for f in (json_file, html_file) if f is not None], [], force)
     planted = None if plan is None else Plan.load(plan)
     texts = None if prompts is None else read_prompts(prompts)
-    from shaketable.locate.srdd import Scans
-
-    scans = Scans(gain_scale, gain_trials, ambient_trials)
-    loaded, tokenizer = load(model, device, dtype, attention)
+    loaded, tokenizer = load(model, device, dtype, attention, allow_code)
 
     from shaketable.locate.locate import locate as find
 
+    is_own = names_code(model)
     with progress_bar() as tell:
         diagnosis = find(
             loaded,
-            tokenizer,
+            None if is_own else tokenizer,
             mode=mode,
             prompts=texts,
+            input_ids=token_ids(loaded, tokenizer, texts, tokens) if is_own else None,
             tokens=tokens,
-            source=model,
+            source=None if is_own else model,
             plan=planted,
             seed=seed,
             quick=quick,
             strict=strict,
-            scans=scans,
+            layers=layers,
             progress=tell,
         )
-    show(diagnosis)
+    show(diagnosis, statistics)
     if json_file is not None:
         write(json_file, diagnosis.to_json())
     if html_file is not None:
@@ -98,15 +105,21 @@ def locate(
     raise typer.Exit(diagnosis.exit_code)
 
 
-def load(model: str, device: str, dtype: str | None, attention: str | None) -> tuple[Any, Any]:
-    """A model on the device to be judged, and its tokenizer; refuses in one line what torch would refuse in many."""
+def load(model: str, device: str, dtype: str | None, attention: str | None, allow_code: bool = False) -> tuple[Any, Any]:
+    """A model on a device, and its tokenizer; refuses in one line what torch would refuse in many."""
     if dtype is not None and dtype not in DTYPES:
         raise ShaketableError(f"unknown dtype {dtype!r}; valid: {', '.join(DTYPES)}")
+    from shaketable.models import load_own, names_code
+
+    if names_code(model) and not allow_code:
+        raise ShaketableError(f"{model} runs Python code; read it, and allow it with --allow-code")
     import torch
 
     from shaketable.models import check_device, load_model
 
     check_device(device)
+    if names_code(model):
+        return load_own(model, device=device, dtype=None if dtype is None else getattr(torch, dtype))
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -121,6 +134,23 @@ def load(model: str, device: str, dtype: str | None, attention: str | None) -> t
     except (ValueError, ImportError) as error:
         raise ShaketableError(f"attention {attention!r}: {str(error).splitlines()[0]}") from error
     return loaded, tokenizer
+
+
+def token_ids(model: Any, tokenizer: Any, prompts: list[str] | None, tokens: int) -> Any:
+    """Token ids to run: of the prompts, the ones that the model came with, or, without a tokenizer, random ones."""
+    import torch
+
+    from shaketable.locate.capture.model_identity import input_embedding
+    from shaketable.locate.capture.prompts import token_batch
+
+    if isinstance(tokenizer, torch.Tensor):
+        return tokenizer[:, :tokens]
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    tokens = min(tokens, limit) if isinstance(limit, int) and limit > 1 else tokens
+    if tokenizer is not None or prompts is not None:
+        return token_batch(tokenizer, prompts, tokens)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, input_embedding(model).num_embeddings, (1, tokens), generator=generator)
 
 
 @contextmanager
@@ -144,8 +174,8 @@ def progress_bar() -> Iterator[Progress]:
         yield tell
 
 
-def show(diagnosis: Diagnosis) -> None:
-    """The table of layers and probes, then the verdict."""
+def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
+    """The table of layers and probes, then the verdict; SRDD's numbers when asked for, its blame also beside a fault."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -153,7 +183,10 @@ def show(diagnosis: Diagnosis) -> None:
     for item in diagnosis.evidence[:3]:
         where = f"layer {item.layer}" if item.layer is not None else "outside of the layers"
         console.print(f"  {item.probe}: {where}, {item.op or 'output'}: {item.text}", markup=False, soft_wrap=True)
-    if diagnosis.srdd is not None and diagnosis.srdd["blames"] is not None:
+    if statistics:
+        console.print(_statistics(diagnosis))
+    told = statistics or diagnosis.verdict == "FAULT"
+    if told and diagnosis.srdd is not None and diagnosis.srdd["blames"] is not None:
         console.print(f"  SRDD statistics alone would blame layer {diagnosis.srdd['blames']}; they never decide.", style="dim")
     for note in diagnosis.notes:
         console.print(f"  note: {note}", style="dim", markup=False)
@@ -182,6 +215,17 @@ def _table(diagnosis: Diagnosis) -> Table:
         label = "outside" if report.layer is None else str(report.layer)
         cells = [MARKS[report.results[n].status] if n in report.results else "" for n in names]
         table.add_row(label, *cells, _remark(report))
+    return table
+
+
+def _statistics(diagnosis: Diagnosis) -> Table:
+    from rich.table import Table
+
+    names = ("gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct")
+    table = Table("layer", *names, box=None, pad_edge=False)
+    for report in diagnosis.probes:
+        if report.statistics is not None:
+            table.add_row(str(report.layer), *(f"{report.statistics[name]:.4g}" for name in names))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from shaketable.errors import ShaketableError
@@ -28,7 +29,10 @@ def _problem(file: Path, taken: list[Path], force: bool) -> str:
         return "it is not a plain file"
     if file.exists() and not force:
         return "it exists and is not overwritten; choose another name, or add --force"
-    return "" if file.resolve().parent.is_dir() else "its folder does not exist"
+    folder = file.resolve().parent
+    if not folder.is_dir():
+        return "its folder does not exist"
+    return "" if os.access(folder, os.W_OK) else "its folder is not writable"
 
 
 def write(path: Path, text: str) -> None:

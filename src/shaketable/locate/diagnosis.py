@@ -17,7 +17,7 @@ from typing import Any
 
 SCHEMA = 1
 MODES = ("device", "host", "all")
-PROBES = ("weights", "repeat", "links", "twin", "causal", "permutation", "checksum", "replay")
+PROBES = ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
 EXIT = {"HEALTHY": 0, "FAULT": 1, "INCONCLUSIVE": 4}
 ASSUMPTIONS = {
     "device": "the device is deterministic, and exact where IEEE arithmetic is",
@@ -25,7 +25,7 @@ ASSUMPTIONS = {
     "own": "the host's arithmetic, the weights as they are in memory and the model's code are right",
 }
 NOT_SEEN_BY_TWINS = (
-    "gain, truncation or a stuck mantissa bit on all channels of an operator",
+    "gain, truncation or a stuck mantissa bit of an operator, on all channels or few",
     "a dead zone or saturation relative to a maximum, on all channels of what is added to the residual stream",
     "any deterministic fault on all channels of the MLP's gate or activation, which has no gauge",
     "an operator that computes another function with the same symmetries: another eps, a fast activation, another scale",
@@ -107,6 +107,12 @@ class Diagnosis:
     """Whether foreign code keeps a verdict from being HEALTHY."""
     foreign: list[str] = field(default_factory=list)
     """Code in the model that is not the model's, and was believed."""
+    believed: list[str] = field(default_factory=list)
+    """Facts of the model that nothing here can check, such as a switch that one layer has otherwise than its siblings."""
+    doubts: list[str] = field(default_factory=list)
+    """Facts that are likely wrong but have no place; they keep a verdict from being HEALTHY."""
+    not_run: list[str] = field(default_factory=list)
+    """Ways to use the model that were not judged."""
     planted: dict[str, Any] | None = None
     verdict: str = "INCONCLUSIVE"
     sentence: str = ""
@@ -157,6 +163,8 @@ class Diagnosis:
                 f"HEALTHY: all {self.num_layers} layers compute what they should, as far as {self._seen_by()} can see"
             )
             self.sentence += self._not_replayed() + "."
+            self.sentence += f" Not run: {', '.join(self.not_run)}." if self.not_run else ""
+            self.sentence += f" Not checked: {_first(self.believed)}." if self.believed else ""
             self.sentence += f" Code that is not the model's was believed: {_first(self.foreign)}." if self.foreign else ""
 
     def _seen_by(self) -> str:
@@ -171,17 +179,15 @@ class Diagnosis:
         """What the deciding probe did not look at, or not as closely."""
         operators = [(op, counts) for probe in self.probes for op, counts in probe.coverage.items()]
         text = "; embeddings, rotation, last norm and head were only repeated" if self.mode == "device" else ""
-        for name, words in (("checksums", "passed by checksums alone"), ("permuted", "were compared with a permuted pair")):
-            some = [c for _, c in operators if 0 < c.get(name, 0) < c["rows"] or (name == "checksums" and c.get(name))]
-            rows, seen = (sum(c[key] for c in some) for key in ("rows", name))
-            what = "products" if name == "checksums" else "operators"
-            text += f"; of {len(some)} {what}, {seen:,} of {rows:,} rows {words}" if some else ""
+        some = [counts for _, counts in operators if counts.get("checksums")]
+        rows, seen = (sum(counts[key] for counts in some) for key in ("rows", "checksums"))
+        text += f"; of {len(some)} products, {seen:,} of {rows:,} rows passed by checksums alone" if some else ""
         agreed = sorted({op.rpartition(":")[2] for op, counts in operators if counts.get("agreed")})
         return text + (f"; of {', '.join(agreed)} only that the host makes the same bits is known" if agreed else "")
 
     def _blame(self) -> None:
         """The first layer in the order of computation; there, the strongest kind of evidence."""
-        strength = {"weights": 0, "replay": 1, "links": 2, "repeat": 3, "twin": 4, "causal": 5}
+        strength = {"weights": 0, "replay": 1, "links": 2, "repeat": 3, "twin": 4, "causal": 5, "batch": 6, "decode": 7}
         self.evidence.sort(key=lambda e: (e.place, strength[e.probe]))
         first = self.evidence[0]
         self.verdict = "FAULT"
@@ -225,7 +231,7 @@ class Diagnosis:
     def _gaps(self) -> list[str]:
         """Layers that the deciding probe of the mode could not judge."""
         deciding = "twin" if self.mode == "device" else "replay"
-        gaps = []
+        gaps = list(self.doubts)
         for p in self.probes:
             for name in (deciding, "repeat", "weights"):
                 result = p.results.get(name)

@@ -1,19 +1,20 @@
 """`locate`: does this device compute this model correctly, and if not, where.
 
 One traced forward, then layer by layer: record, repeat, links, twins, checksums, replay, statistics. Each probe is
-teacher-forced, so layers are judged one by one and the first one that is wrong is the answer. What is not a decoder
-layer (embeddings, rotation, the last norm, the head) is judged by weights, repeat and replay.
+teacher-forced, so layers are judged one by one and the first one that is wrong is the answer. The parts outside of the
+decoder layers (embeddings, rotation, the last norm, the head) are judged by weights, repeat and replay. On the host, a short
+batch of two and one decoding step with its cache are traced too, and replayed layer by layer.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from shaketable.locate.capture.foreign_code import foreign_code, unmade
 from shaketable.locate.capture.model_call import Arguments
 from shaketable.locate.capture.model_identity import product_name
 from shaketable.locate.capture.prompts import token_batch
-from shaketable.locate.capture.recorder import Recording, differing, same
+from shaketable.locate.capture.recorder import Recording, differing, main_result, same
 from shaketable.locate.capture.reference import Reference, check_model
 from shaketable.locate.capture.trace import LayerCall, Trace, forward, record_layer, trace
 from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
@@ -36,11 +37,15 @@ from shaketable.locate.probes.checksums import check_products
 from shaketable.locate.probes.documented_precision import device_precision
 from shaketable.locate.probes.replay import judge
 from shaketable.locate.probes.wiring import circuit_of
-from shaketable.sites.nested_tensors import tensors_of
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
 STATISTICS_TOKENS = 128
+BATCH_TOKENS = 32
+"""How long the two sequences are that are run as a batch."""
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+NEVER_RUN = ("compiled graphs", "autocast", "training mode", "backward")
+USES = {"batch": "a batch of two", "decode": "cached decoding"}
 
 
 def locate(
@@ -57,7 +62,7 @@ def locate(
     seed: int = 0,
     quick: bool = False,
     strict: bool = False,
-    scans: srdd.Scans | None = None,
+    layers: str | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Find out whether a device computes a model correctly, and where it does not.
@@ -72,11 +77,11 @@ def locate(
         tokens: How many tokens to run.
         source: The model's name or folder, so that its weights can be read again; without it they are believed.
         plan: A plan to plant first, hidden from the probes. For trying locate out.
-        seed: For gauges, permutations, the probes of the statistics, and the planted plan.
+        seed: For gauges, the probes of the statistics, and the planted plan.
         quick: On the host, judge products by checksums, and replay only those whose checksum fires. Half the cost; blind
             to errors that drown in the rounding of a sum.
         strict: Believe only the model's own code: hooks and replaced methods of composite modules make HEALTHY INCONCLUSIVE.
-        scans: Scale and trials of the statistics' gain and ambient scans; they decide nothing.
+        layers: Path of the module whose children are the decoder layers, where they are not found by themselves.
         progress: Called with (layers done, layers, what is being done).
 
     Returns:
@@ -88,31 +93,48 @@ def locate(
     """
     if mode not in MODES:
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
-    check_model(model)
+    model = unwrapped(model)
+    check_model(model, layers)
     ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, min(tokens, _longest(model)))
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ShaketableError(f"input_ids has shape {tuple(ids.shape)}; locate runs one sequence of at least 2 tokens")
     try:
         with _still(model):
-            locator = Locator(model, mode, source, seed, progress)
-            locator.quick, locator.strict, locator.scans = quick, strict, scans or srdd.Scans()
-            locator.arguments = arguments
+            locator = Locator(model, mode, source, seed, progress, layers)
+            locator.quick, locator.strict, locator.arguments = quick, strict, arguments
             return locator.run(ids, plan)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"there is not enough memory on {_device(model)} for one layer's probes; use fewer tokens") from error
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of torch.compile's, DataParallel's and DDP's wrappers."""
+    while inner := model._modules.get("_orig_mod") or (isinstance(model, WRAPPERS) and model._modules.get("module")):
+        model = inner
+    return model
+
+
 @contextmanager
 def _still(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no autocast, nothing compiled; every module's mode comes back."""
+    """Eval mode, no autocast, nothing compiled; every module's mode comes back, and every wrapper of torch.compile."""
     training = [module for module in model.modules() if module.training]
     model.eval()
+    compiled = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if "_orig_mod" in child._modules
+    ]
+    for parent, name, child in compiled:
+        parent._modules[name] = child._modules["_orig_mod"]
     try:
         with torch.autocast(_device(model).type, enabled=False), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module in training:
             module.training = True
+        for parent, name, child in compiled:
+            parent._modules[name] = child
 
 
 def _longest(model: nn.Module) -> int:
@@ -125,14 +147,16 @@ def _longest(model: nn.Module) -> int:
 class Locator:
     """One run of locate."""
 
-    def __init__(self, model: nn.Module, mode: str, source: str | None, seed: int, progress: Progress | None) -> None:
+    def __init__(
+        self, model: nn.Module, mode: str, source: str | None, seed: int, progress: Progress | None, layers: str | None = None
+    ) -> None:
         self.model = model
         self.mode = mode
         self.seed = seed
         self.tell = progress or (lambda done, total, text: None)
         self.device = _device(model)
         self.dtype = next(model.parameters()).dtype
-        self.reference = Reference(model, source)
+        self.reference = Reference(model, source, layers)
         precision = device_precision(self.device, self.dtype)
         self.bench = layer_probes.Bench(self.reference, precision, seed)
         self.spent: dict[str, float] = {}
@@ -141,17 +165,17 @@ class Locator:
         self.on_device = mode in ("device", "all")
         self.quick = False
         self.strict = False
-        self.scans = srdd.Scans()
         self.arguments: Arguments | None = None
-        self.thorough = False
-        """Run tests with a tolerance also where an exact one has decided; for benchmarks."""
+        self.uses: dict[str, Trace] = {}
+        """The model run as it is deployed, where it can be run like that."""
+        self.unjudged: dict[str, list[str]] = {}
+        """For each of these uses: why it was not run, or why some part of it could not be judged."""
 
     def run(self, ids: Tensor, plan: Any) -> Diagnosis:
         """Plant the plan if there is one, probe, decide."""
         diagnosis = self._blank(ids)
         if plan is None:
             self._probe(ids.to(self.device), diagnosis)
-            diagnosis.foreign += dict.fromkeys(self.unmade)
         else:
             injection = shaketable.inject(self.model, plan, seed=self.seed, allow_inert=True)
             with injection as ledger:
@@ -159,6 +183,8 @@ class Locator:
             if inert := ledger.inert():
                 raise InertError(f"{'; '.join(inert)}: there was nothing to find")
             diagnosis.planted = {"plan": injection.plan.text(), "changed": ledger.changed}
+        diagnosis.foreign += dict.fromkeys(self.unmade)
+        diagnosis.not_run = self._not_run()
         diagnosis.decide(self.reference.has_file)
         return diagnosis
 
@@ -170,6 +196,8 @@ class Locator:
         self.tell(0, total, "trace")
         traced = self._timed("trace", lambda: trace(self.model, ids, self.reference, self.arguments))
         self.reference.written |= traced.outside.written
+        if self.on_host:
+            self._timed("batch", lambda: self._use(ids.to(self.device)))
         found: list[srdd.LayerStatistics] = []
         for call in traced.calls:
             recording = self._timed("repeat", functools.partial(record_layer, call, self.reference))
@@ -185,15 +213,75 @@ class Locator:
         self.unmade += unmade(traced.outside)
         diagnosis.probes.append(self._outside(traced, logits, diagnosis.evidence))
         self.reference.forget()
-        diagnosis.srdd = {**srdd.srdd_verdict(found), "scans": asdict(self.scans)} if found else None
+        diagnosis.srdd = dict(srdd.srdd_verdict(found)) if found else None
         diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
         diagnosis.device_forwards = self._device_forwards(diagnosis)
         diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
 
     def _device_forwards(self, diagnosis: Diagnosis) -> int:
-        """One traced and one recorded; where they ran, a twin, another token, a permuted pair, and two of the statistics."""
+        """One traced and one recorded; where they ran, other uses, a twin, another token, and two of the statistics."""
         ran = {n for p in diagnosis.probes for n, r in p.results.items() if r.status not in ("skipped", "inconclusive")}
-        return 2 + ("twin" in ran) + ("causal" in ran) + 2 * ("permutation" in ran) + 2 * (diagnosis.srdd is not None)
+        return 2 + 2 * len(self.uses) + ("twin" in ran) + ("causal" in ran) + 2 * (diagnosis.srdd is not None)
+
+    def _use(self, ids: Tensor) -> None:
+        """Trace a short batch of two, then one more token of both with the cache, if the model has one."""
+        length = min(BATCH_TOKENS, ids.shape[1] - 1)
+        pair = torch.cat([ids[:, :length], ids.flip(1)[:, :length]])
+        given = dict(self.arguments or {})
+        takes = inspect.signature(self.model.forward).parameters
+        has_cache = "past_key_values" in takes and "use_cache" in takes
+        if has_cache and "past_key_values" in given:
+            self.unjudged = {name: ["the caller gives a cache"] for name in USES}
+            return
+        try:
+            self.uses["batch"] = trace(self.model, pair, self.reference, given | ({"use_cache": True} if has_cache else {}))
+        except (*FAILURES, ShaketableError) as error:
+            self.unjudged = {name: [_failed("the model", error)] for name in USES}
+            return
+        cache = getattr(self.uses["batch"].answer, "past_key_values", None)
+        if cache is None:
+            self.unjudged["decode"] = ["the model returns no cache"]
+            return
+        step = {"past_key_values": cache, "use_cache": True}
+        try:
+            self.uses["decode"] = trace(self.model, ids[:, length : length + 1].expand(2, 1), self.reference, given | step)
+        except (*FAILURES, ShaketableError) as error:
+            self.unjudged["decode"] = [_failed("the model", error)]
+
+    def _used(self, report: LayerReport, evidence: list[Evidence]) -> None:
+        """Replay a layer, or what is outside of the layers, in the other uses; only where nothing is wrong so far."""
+        is_clean = report.results["replay"].status == "pass" and all(e.layer != report.layer for e in evidence)
+        for name, traced in self.uses.items() if is_clean else ():
+            recording, prefix, skip = traced.outside, "", {call.name for call in traced.calls}
+            try:
+                if report.layer is not None:
+                    recording, prefix, skip = record_layer(traced.calls[report.layer], self.reference), report.name, set()
+                judgement = judge(recording, self.reference, prefix, self.bench.precision, skip)
+            except FAILURES as error:
+                report.results[name] = Result("inconclusive", reason=_failed("the layer", error))
+            else:
+                report.results[name], found = layer_probes.replay(judgement, recording, report.layer)
+                for item in (*layer_probes.links(report.layer, recording)[1], *found):
+                    item.place = _place(item, recording, skip) if report.layer is None else report.layer
+                    item.probe, item.text = name, f"in {USES[name]}, {item.text}"
+                    report.results[name] = Result("fail", 1.0, item.op, item.text)
+                    evidence.append(item)
+                repeats = report.layer is not None and report.results["repeat"].status == "pass"
+                if repeats and not same(traced.calls[report.layer or 0].y, main_result(recording.output)):
+                    text = f"in {USES[name]}, the layer's results change from call to call"
+                    report.results[name] = Result("suspect", 1.0, reason=text)
+            if report.results[name].status == "inconclusive":
+                self.unjudged.setdefault(name, []).append(report.results[name].reason)
+
+    def _not_run(self) -> list[str]:
+        """Ways to use the model that were not judged, with the reason where there is one."""
+        if not self.on_host:
+            return [*USES.values(), *NEVER_RUN]
+        some = [
+            f"{USES[name]} ({'in ' if name in self.uses else ''}{_first_of(reasons)})"
+            for name, reasons in self.unjudged.items()
+        ]
+        return [*some, *NEVER_RUN]
 
     def _plain_forwards(self, ids: Tensor) -> tuple[list[Tensor], float]:
         """The unit of cost: the faster of two plain forwards. They are not counted themselves."""
@@ -239,21 +327,19 @@ class Locator:
             decided = keep("replay", layer_probes.replay(judgement, recording, call.index)).status != "inconclusive"
             report.coverage = judgement.coverage | layer_probes.by_checksums(recording, passed)
             self._excuse(call, recording, report, evidence)
+            self._timed("batch", lambda: self._used(report, evidence))
         if self.on_device:
-            self._causal(call, recording, keep, again, decided and not self.thorough)
-            report.results["permutation"] = self._permutation(call, recording, again, decided and not self.thorough)
-            if self.mode == "device" and report.results["permutation"].status in ("pass", "suspect"):
-                layer_probes.by_permutation(report.coverage)
+            self._causal(call, recording, keep, again, decided)
         has_statistics = self.on_device and call.x.is_floating_point()  # a layer that is given tokens is an embedding
         own = self._timed("statistics", lambda: self._statistics(call, recording.output)) if has_statistics else None
         return report, own
 
     def _checksum(self, call: LayerCall, recording: Recording) -> tuple[Result, set[str]]:
         """The screen, and the products that need no replay after it."""
-        if not (self.quick or self.thorough):
+        if not self.quick:
             return Result("skipped", reason="replay judges every product"), set()
         scores = self._timed("checksum", lambda: check_products(recording, self.reference, call.name, self.bench.precision))
-        return layer_probes.checksum(scores), {path for path, score in scores.items() if score <= 1} if self.quick else set()
+        return layer_probes.checksum(scores), {path for path, score in scores.items() if score <= 1}
 
     def _excuse(self, call: LayerCall, recording: Recording, report: LayerReport, evidence: list[Evidence]) -> None:
         """An accelerator may sum in another order at every call. If every result is right, that is no fault."""
@@ -289,18 +375,6 @@ class Locator:
                 finding = Result("inconclusive", reason=_failed("the layer with another token", error)), []
         keep("causal", finding)
 
-    def _permutation(self, call: LayerCall, recording: Recording, again: Result, decided: bool) -> Result:
-        if decided:
-            return Result("skipped", reason="replay has judged this layer, and sees more")
-        if again.status != "pass":
-            return Result("inconclusive", reason="the layer's results change from call to call")
-        try:
-            return self._timed(
-                "permutation", lambda: layer_probes.permutation(call, recording, self._circuit(call), self.bench)
-            )
-        except FAILURES as error:
-            return Result("inconclusive", reason=_failed("the permuted pair", error))
-
     def _circuit(self, call: LayerCall) -> Any:
         """The layer's wiring; or why its symmetries are not known, as those of somebody's own block are not."""
         expected = self.reference.skeleton.get_submodule(call.name)
@@ -310,24 +384,20 @@ class Locator:
         return circuit_of(expected, getattr(self.model, "config", None))
 
     def _statistics(self, call: LayerCall, output: Any) -> srdd.LayerStatistics:
-        scans, key = self.scans, self.seed + call.index
-        probes = [srdd.probe_input(call.x, key + (n << 20), scans.gain_scale) for n in range(scans.gain_trials)]
-        shifted = srdd.dc_input(call.x, scans.gain_scale)
-        answers = self._answers(call, *probes, shifted)
-        again = [next(tensors_of(call.again(call.x))) for _ in range(scans.ambient_trials - 2)]
+        probed, shifted = srdd.probe_input(call.x, self.seed + call.index), srdd.dc_input(call.x)
+        answers = self._answers(call, probed, shifted)
         step = max(1, call.x.shape[1] // STATISTICS_TOKENS)
-        x, y, *repeats = (t[:, ::step] for t in (call.x, call.y, next(tensors_of(output)), *again))
-        inputs, outputs = ([t[:, ::step] for t in row] for row in ([*probes, shifted], answers))
-        found = srdd.layer_statistics(x, [y, *repeats], inputs[0], outputs[0], inputs[-1], outputs[-1])
-        gains = [srdd.gain(x, y, *pair) for pair in zip(inputs[:-1], outputs[:-1], strict=True)]
-        return found if len(gains) == 1 else replace(found, gain=sum(gains) / len(gains))
+        x, y, again, *rest = (
+            t[:, ::step] for t in (call.x, call.y, main_result(output), probed, answers[0], shifted, answers[1])
+        )
+        return srdd.layer_statistics(x, [y, again], *rest)
 
     def _answers(self, call: LayerCall, *inputs: Tensor) -> Sequence[Tensor]:
         """A layer's results for several inputs: in one batch, or one by one where its arguments are made for one sequence."""
         try:
-            return next(tensors_of(call.again(torch.cat(inputs)))).chunk(len(inputs))
+            return main_result(call.again(torch.cat(inputs))).chunk(len(inputs))
         except FAILURES:
-            return [next(tensors_of(call.again(x))) for x in inputs]
+            return [main_result(call.again(x)) for x in inputs]
 
     def _outside(self, traced: Trace, logits: list[Tensor], evidence: list[Evidence]) -> LayerReport:
         """Embeddings, rotation, last norm, head."""
@@ -353,14 +423,11 @@ class Locator:
             report.results["replay"], more = layer_probes.replay(judgement, traced.outside, None)
             report.coverage = judgement.coverage
             found += more
-        last = max(i for i, r in enumerate(traced.outside.records) if r.path in layers)
-        orders = {r.path: i for i, r in enumerate(traced.outside.records)}
         for item in found:
-            late = (
-                traced.outside.breaks[0].after > last if item.probe == "links" else orders.get(item.op or "", last + 1) > last
-            )
-            item.place = len(layers) if late else -1
+            item.place = _place(item, traced.outside, layers)
         evidence.extend(found)
+        if self.on_host:
+            self._timed("batch", lambda: self._used(report, evidence))
         return report
 
     def _logits(self, logits: list[Tensor], traced: Trace) -> Result:
@@ -397,7 +464,7 @@ class Locator:
         diagnosis = Diagnosis(
             model=str(self.reference.source or getattr(config, "name_or_path", "") or type(self.model).__name__),
             model_class=type(self.model).__name__,
-            num_layers=sum(1 for _ in _layers(self.model)),
+            num_layers=len(self.reference.layers),
             dtype=str(self.dtype).removeprefix("torch."),
             device=product_name(self.device) or str(self.device),
             attention=str(getattr(config, "_attn_implementation", None) or "unknown"),
@@ -413,7 +480,20 @@ class Locator:
         text = "a fault that changes a layer's result in a share p of its calls is seen with probability 1-(1-p)^2"
         diagnosis.detectable_rate = {"repeats": 2, "text": text}
         diagnosis.notes += self._notes()
+        diagnosis.believed, diagnosis.doubts = self._believed()
         return diagnosis
+
+    def _believed(self) -> tuple[list[str], list[str]]:
+        """What could not be checked and is taken as right, and what may be wrong without a place."""
+        reference, main = self.reference, str(self.reference.dtype).removeprefix("torch.")
+        believed = [*reference.odd_ones(reference.layers, reference.paths), *reference.own_switches(self.model)]
+        doubts = [f"the model's config is not that of {reference.source}: {text}" for text in reference.other_config]
+        for name in reference.lowered():
+            text = f"{name} is held in {str(reference.own(name).dtype).removeprefix('torch.')} in a model of {main}"
+            (doubts if reference.is_rounded(name) else believed).append(text)
+        if reference.has_file and (own := [n for n, _ in self.model.named_parameters() if reference.is_believed(n)]):
+            believed.append(f"{own[0]}, which is not in {reference.source}" + (f", and {len(own) - 1} more" if own[1:] else ""))
+        return believed, doubts
 
     def _notes(self) -> list[str]:
         notes = [self.bench.precision.note] if self.bench.precision.note else []
@@ -436,10 +516,17 @@ def _failed(what: str, error: Exception) -> str:
     return f"{what} cannot be called: {next(iter(str(error).splitlines()), type(error).__name__)}"
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    from shaketable.sites.structure import find_layers
+def _place(item: Evidence, outside: Recording, layers: set[str]) -> float:
+    """In the order of computation: before the layers, or behind them."""
+    last = max(i for i, r in enumerate(outside.records) if r.path in layers)
+    orders = {r.path: i for i, r in enumerate(outside.records)}
+    by_link = item.probe == "links" and outside.breaks
+    late = outside.breaks[0].after > last if by_link else orders.get(item.op or "", last + 1) > last
+    return len(layers) if late else -1
 
-    return find_layers(model)[0]
+
+def _first_of(reasons: list[str]) -> str:
+    return reasons[0] + (f" and {len(reasons) - 1} more" if len(reasons) > 1 else "")
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -5,10 +5,9 @@ does to them is another probe's business. All is computed in float64; a statisti
 zero spread) is nan.
 
     gain         std(f(x + e) − y) / std(e), e Gaussian with std 0.1·std(x). A residual layer has about 1, a dead zone about 0.
-                 `Scans` has the scale, and the number of probes whose gains are averaged.
     min_gain     the 0.001 quantile of |f(x + b) − y| / b for a constant b = 0.1·std(x): the channels that answer least.
     kurtosis     m4 / m2² − 3 of y (scipy's default). A saturation cuts the peaks off, so it drops.
-    instability  rms over values of the std over repeats (`Scans`: two), relative to rms(y). Zero on a deterministic device;
+    instability  rms over values of the std over two calls, relative to rms(y). Zero on a deterministic device;
                  relative noise of scale s on the layer's output gives s.
     pile_up      share of values equal to the smallest or the largest one. A clamp piles values up there; else about 2/n.
     distinct     number of different values. Low precision and stuck bits leave few.
@@ -55,7 +54,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shaketable.errors import ShaketableError
 from shaketable.faults.sums import with_float64
 
 QUANTILE = 0.001
@@ -67,25 +65,6 @@ PILE = 10.0
 
 Floats = npt.NDArray[np.float64]
 Blame = tuple[int, str] | None
-
-
-@dataclass(frozen=True)
-class Scans:
-    """How layers are scanned; the origin's gain scan has a scale of 0.1, its ambient scan three trials."""
-
-    gain_scale: float = 0.1
-    """Size of the probes of `gain` and `min_gain`, as a part of the input's std."""
-    gain_trials: int = 1
-    """Gaussian probes that the gain is averaged over."""
-    ambient_trials: int = 2
-    """Calls with the same input that instability is read from."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.gain_scale) and self.gain_scale > 0):
-            raise ShaketableError(f"the scale of the gain scan must be a positive number, not {self.gain_scale}")
-        if self.gain_trials < 1 or self.ambient_trials < 2:
-            what = f"{self.gain_trials} and {self.ambient_trials}"
-            raise ShaketableError(f"a gain scan needs one trial or more, an ambient scan two, not {what}")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-PROBES = ("weights", "repeat", "links", "twin", "causal", "permutation", "checksum", "replay")
+PROBES = ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
 MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
 MEANING = {
     "fail": "exact evidence of a fault",
@@ -38,7 +38,6 @@ JUDGED_BY = {
     "checksums": "by checksums alone",
     "agreed": "the host's same bits",
     "twin": "compared with a twin",
-    "permuted": "with a permuted pair",
 }
 STATUS_OF = {"FAULT": "fail", "HEALTHY": "pass", "INCONCLUSIVE": "inconclusive"}
 STATISTICS = {

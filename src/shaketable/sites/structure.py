@@ -9,6 +9,7 @@ taken out, so that a plan and its noise do not depend on whether a model is wrap
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from shaketable.errors import ModelError
 from shaketable.sites.vllm_modules import holder_of, is_engine_experts, is_engine_linear, is_engine_module
 
 ROLES = ("linear", "rmsnorm", "layernorm", "attention", "mlp", "embedding", "lm_head", "router", "lora")
@@ -216,24 +218,65 @@ def _weights(module: nn.Module, role: str | None) -> tuple[str, ...]:
     return ("weight",) if "weight" in own else ()
 
 
-def find_layers(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
+def find_layers(model: nn.Module, stack: str | None = None) -> tuple[list[nn.Module], list[str]]:
     """The decoder layers and their raw paths; nothing when the model has none.
+
+    Args:
+        model: The model.
+        stack: Path of the module whose children are the layers; found by itself when None.
 
     Among all lists that look like a stack of layers, and are not inside another, language models win over vision
     towers, decoders over encoders, then the one with the most parameters. Stacks of the same shape beside it count too, one
     after another: a hierarchical model (HRM) has two, which it calls in turn.
     """
+    if stack is not None:
+        return _layers_in(model, stack)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(above in found for above in _above(name))
         if not inside and _looks_like_layers(name, module):
             found[name] = module
     if not found:
-        return [], []
+        return _numbered_layers(model)
     best = max(found, key=lambda n: (_preference(n), sum(p.numel() for p in found[n].parameters())))
     stacks = [name for name in found if name == best or _are_beside(name, best, found)]
     layers = {f"{name}.{key}".lstrip("."): layer for name in stacks for key, layer in found[name].named_children()}
     return list(layers.values()), list(layers)
+
+
+def _layers_in(model: nn.Module, stack: str) -> tuple[list[nn.Module], list[str]]:
+    """The children of a module that somebody named; a module that holds other things too has numbered ones."""
+    modules = dict(model.named_modules())
+    if stack not in modules:
+        near = difflib.get_close_matches(stack, modules, 1)
+        raise ModelError(f"layers={stack!r}: the model has no such module" + (f"; did you mean {near[0]!r}?" if near else ""))
+    children = dict(modules[stack].named_children())
+    if not _is_container(modules[stack]):
+        children = _numbered(modules[stack]) or children
+    paths = [f"{stack}.{name}".lstrip(".") for name in children]
+    if not children:
+        raise ModelError(f"layers={stack!r}: that {type(modules[stack]).__name__} holds no modules")
+    return list(children.values()), paths
+
+
+def _numbered_layers(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
+    """Layers that are attributes of one module, as in `self.layer_0`, `self.layer_1`."""
+    for path, module in model.named_modules():
+        if layers := _numbered(module):
+            return list(layers.values()), [f"{path}.{name}".lstrip(".") for name in layers]
+    return [], []
+
+
+def _numbered(module: nn.Module) -> dict[str, nn.Module]:
+    """Children of one class, with parts of their own, whose names differ in the number at their end."""
+    if _is_container(module):
+        return {}
+    found: dict[tuple[str, type], dict[int, str]] = {}
+    for name, child in module.named_children():
+        if (match := re.fullmatch(r"(.*?)(\d+)", name)) and any(child.children()):
+            found.setdefault((match[1], type(child)), {})[int(match[2])] = name
+    best = max(found.values(), key=len, default={})
+    return {best[i]: module._modules[best[i]] for i in sorted(best)} if len(best) > 1 else {}  # type: ignore[misc]
 
 
 def _are_beside(one: str, other: str, found: dict[str, nn.Module]) -> bool:

@@ -297,7 +297,7 @@ class Method:
         (quantized({"quant_method": "bitsandbytes"}), "the checkpoint is quantized (bitsandbytes); locate has no host definition for that"),
         (quantized(Method()), "the checkpoint is quantized (gptq); locate has no host definition for that"),
         (quantized({}), "the checkpoint is quantized (unknown method); locate has no host definition for that"),
-        (lambda model: nn.Linear(2, 2), "Linear has no list of decoder layers to look into"),
+        (lambda model: nn.Linear(2, 2), "Linear has no list of decoder layers to look into; no module in it holds others that have parts"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_judged_is_refused_in_one_line(change, message):
@@ -309,16 +309,6 @@ def test_what_cannot_be_judged_is_refused_in_one_line(change, message):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gpt_neox"])
 def test_healthy_models_are_not_refused(name):
     check_model(build(name, torch.bfloat16))
-
-
-@pytest.mark.parametrize(("kind", "blames"), [("default", True), ("linear", True), ("dynamic", False), ("longrope", False)])
-def test_rotations_that_follow_the_length_may_have_other_frequencies(kind, blames):
-    model = tied_llama()
-    reference = Reference(model)
-    rotary = model.model.rotary_emb
-    rotary.rope_type = kind
-    rotary.inv_freq = rotary.inv_freq * 2
-    assert bool(list(reference.other_numbers(model, ""))) == blames
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,10 @@ def test_every_layer_is_kept_once_with_its_input_and_output():
 
 def test_a_layer_that_is_called_twice_or_never_is_named():
     shared, short = build("llama"), build("llama")
-    reference = Reference(build("llama"))
 
     short.model.config.num_hidden_layers = 2
     with pytest.raises(ModelError, match=r"^model\.layers\.2 was not called in a forward$"):
-        trace(short, IDS, reference)
+        trace(short, IDS, Reference(short))
     original = shared.model.forward
 
     def again(*args, **kwargs):
@@ -65,7 +64,7 @@ def test_a_layer_that_is_called_twice_or_never_is_named():
 
     shared.model.forward = again
     with pytest.raises(ModelError) as refused:
-        trace(shared, IDS, reference)
+        trace(shared, IDS, Reference(shared))
     said = "model.layers.0 is called more than once in a forward; locate follows one call per layer"
     assert str(refused.value) == said
 

@@ -5,8 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shaketable.locate.probes import documented_precision
-from shaketable.locate.probes.documented_precision import device_precision, host_arithmetic, moved_tolerance, tolerance
+from shaketable.locate.probes.documented_precision import device_precision, host_arithmetic, tolerance
 from shaketable.locate.probes.rounding import Precision
 
 EXACT = Precision()
@@ -49,13 +48,6 @@ def test_the_tolerance_is_the_dtypes_unless_products_are_shorter(dtype, kappa, u
     assert tolerance(Precision(partial_sum=0.5), dtype) == (kappa, unit)
     assert tolerance(TF32, dtype) == (6.0, 2.0**-10)
     assert tolerance(BFLOAT, dtype) == (6.0, 2.0**-8)
-
-
-@pytest.mark.parametrize("place", ["first", "later", "layer"])
-@pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
-def test_the_tolerance_of_a_permuted_twin_is_of_the_dtype_and_the_place(dtype, unit, place):
-    assert moved_tolerance(EXACT, dtype, place) == (*documented_precision.MOVED[dtype][place], unit)
-    assert moved_tolerance(TF32, dtype, place) == (*documented_precision.MOVED[torch.bfloat16][place], 2.0**-10)
 
 
 class Doubling(TorchFunctionMode):

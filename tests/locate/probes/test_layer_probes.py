@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shaketable.locate.diagnosis import Result
-from shaketable.locate.probes import layer_probes, twins
-from shaketable.locate.probes.layer_probes import EXAMPLES, by_checksums, by_permutation, by_twin, checksum, replay
+from shaketable.locate.probes import layer_probes
+from shaketable.locate.probes.layer_probes import EXAMPLES, by_checksums, by_twin, checksum, replay
 from shaketable.locate.probes.replay import Judgement, Violation
 
 BEFORE = SimpleNamespace(part_before=lambda order: f"the part before {order}")
@@ -94,61 +94,6 @@ def test_coverage_is_of_operators_that_were_asked_for_and_of_all_of_their_rows()
     }
     covered = by_twin(found, SimpleNamespace(outputs=lambda: {"k", "norm"}))
     assert covered == {"k": {"rows": 7, "twin": 7}, "norm": {"rows": 3, "twin": 3}}
-    by_permutation(covered)
-    for counts in covered.values():
-        assert counts["permuted"] == len(range(0, counts["rows"], twins.compared_step(counts["rows"])))
-
-
-def test_moved_scores_are_the_worst_value_or_the_worst_lane_over_its_tolerance(monkeypatch):
-    """Held against the formula, value by value."""
-    torch.manual_seed(0)
-    y = torch.randn(2, 5, 4)
-    value, lane, unit = 8.0, 3.0, 0.001
-    monkeypatch.setattr(layer_probes, "moved_tolerance", lambda precision, dtype, place: (value, lane, unit))
-    for change in (
-        0.01 * torch.randn(2, 5, 4),
-        torch.zeros(2, 5, 4).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(0.3)),
-    ):
-        monkeypatch.setattr(twins, "moved_pairs", lambda *_, other=y + change: [("mlp", y, other)])
-        [(score, path)] = layer_probes._moved_scores(SimpleNamespace(maps=[], norms=[]), None, None, None, None)
-        rows, moved = y.double().reshape(10, 4), change.double().reshape(10, 4)
-        scale = unit * (rows.abs() + rows.square().mean(1, keepdim=True).sqrt())
-        worst = max(float(abs(moved[i, j]) / scale[i, j]) for i in range(10) for j in range(4)) / value
-        lanes = [
-            abs(float((moved[:, j] * rows[:, j]).sum())) / float((scale[:, j] * rows[:, j]).square().sum().sqrt()) / lane
-            for j in range(4)
-        ]
-        assert path == "mlp" and score == pytest.approx(max(worst, *lanes), rel=1e-3)
-
-
-@pytest.mark.parametrize("path", [None, "attn.q", "norm", "mlp.up"])
-def test_a_tolerance_is_that_of_the_place(monkeypatch, path):
-    asked = []
-    monkeypatch.setattr(
-        layer_probes, "moved_tolerance", lambda p, dtype, place: asked.append((p, dtype, place)) or (1.0, 1.0, 1.0)
-    )
-    monkeypatch.setattr(twins, "moved_pairs", lambda *_: [(path, torch.ones(1, 2), torch.ones(1, 2))])
-    circuit = SimpleNamespace(
-        maps=[SimpleNamespace(module="attn.q", reads="n1"), SimpleNamespace(module="mlp.up", reads="n2")],
-        norms=[SimpleNamespace(module="norm", writes="n1"), SimpleNamespace(module="norm2", writes="n2")],
-    )
-    list(layer_probes._moved_scores(circuit, None, None, None, "precise"))
-    place = {None: "layer", "attn.q": "first", "norm": "first", "mlp.up": "later"}[path]
-    assert asked == [("precise", torch.float32, place)]
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [(1.0, torch.float32), (1.0, torch.float16), (1000.0, torch.float16), (60000.0, torch.float16), (0.0, torch.float16)],
-)
-def test_a_companion_is_64_times_as_large_or_as_large_as_fits(size, dtype):
-    factor = layer_probes._companion(torch.full((3,), size, dtype=dtype))
-    room = torch.finfo(dtype).max / 16
-    assert (
-        factor in {2.0**n for n in range(7)}
-        and (factor == 64 or 2 * factor * size > room)
-        and (factor == 1 or factor * size <= room)
-    )
 
 
 # ---- weights, attributes, repeats and links
@@ -295,10 +240,6 @@ def test_a_probe_that_does_not_fit_a_layer_says_why(wiring, status, reason):
     assert layer_probes.causal(None, None, wiring, None) == (Result(status, reason=reason), [])
     if isinstance(wiring, str):
         assert layer_probes.twin(None, None, wiring, None) == ((Result(status, reason=reason), []), False)
-        assert layer_probes.permutation(None, None, wiring, None) == Result(status, reason=reason)
-    elif wiring.routed:
-        why = "another order of summation may send a token to other experts"
-        assert layer_probes.permutation(None, None, wiring, None) == Result("inconclusive", reason=why)
 
 
 def test_how_far_two_results_are_apart_over_what_is_allowed(monkeypatch):

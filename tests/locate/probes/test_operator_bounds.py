@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scipy import special
 
 from shaketable.locate.probes.operator_rounding import BOUNDED, Call, gelu, product, rounded_once, silu
-from shaketable.locate.probes.rounding import Precision
+from shaketable.locate.probes.rounding import Precision, summation
 
 UA, TINY = 2.0**-24, 2.0**-125
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -162,7 +162,7 @@ def test_the_bound_of_a_softmax(dtype, dim):
     for found in (bound("softmax", x, dim, dtype=dtype), bound("_softmax", x, dim=dim, dtype=dtype)):
         p = special.softmax(x.double().numpy(), axis=dim)
         far = np.abs(x.double().numpy() - x.double().numpy().max(dim, keepdims=True))
-        slack = UA * (16 + 2 * far) * p + TINY
+        slack = (UA * (16 + 2 * far) + summation(x.shape[dim])) * p + TINY
         if dim not in (-1, 2) and dtype != torch.float32:
             slack = slack + 4 * UNIT[dtype] * p
         assert close(found.value, p) and close(found.slack, slack)
@@ -420,7 +420,8 @@ def test_rows_that_meet_may_be_added_in_any_order(name, kind, dtype):
     for i, row in zip(index.tolist(), rows.double().numpy(), strict=True):
         value[i] += row
         size[i] += np.abs(row)
-    assert close(found.value, value) and close(found.slack, 4 * UNIT[dtype] * size)
+    terms = np.array([[3], [0], [0]])  # a row that takes one value is right to the last bit
+    assert close(found.value, value) and close(found.slack, 1.5 * terms * UNIT[dtype] * size)
 
 
 @pytest.mark.parametrize("alpha", [1, 0.5, -2.0])
@@ -430,11 +431,11 @@ def test_added_rows_have_a_factor_and_rows_that_do_not_meet_no_slack(alpha):
     value = base.double().clone()
     value[2] += alpha * rows[0].double()
     value[0] += alpha * rows[1].double()
-    assert close(found.value, value) and found.slack == 0.0
+    assert close(found.value, value) and (alpha != 1 or not found.slack.any())
     again = bound("index_add", base, 0, torch.tensor([1, 1]), rows, alpha=alpha)
     sizes = base.double().abs()
     sizes[1] += abs(alpha) * rows.double().abs().sum(0)
-    assert close(again.slack, 2 * UA * sizes)
+    assert close(again.slack[1], (3 + 2 * (alpha != 1)) * UA * sizes[1])
 
 
 def test_columns_are_added_along_their_dimension():

@@ -17,12 +17,12 @@ from shaketable.locate.probes.documented_precision import device_precision
 from shaketable.records.weight_hash import weights_hash
 from shaketable.sites.structure import find_layers
 
-_LOCAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "_attn_implementation"}
-_LOCAL |= {"attn_implementation", "_attn_implementation_internal"}
+LOCAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "_attn_implementation"}
+LOCAL |= {"attn_implementation", "_attn_implementation_internal"}
 """Config keys that say where and how a model was loaded, not which model it is."""
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
+def describe(model: nn.Module, layers: str | None = None) -> dict[str, Any]:
     """The fields of the metadata that a model, its device and this installation give."""
     import shaketable
 
@@ -31,7 +31,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     precision = device_precision(weight.device, weight.dtype)
     return {
         "model_class": type(model).__name__,
-        "num_layers": len(find_layers(model)[0]),
+        "num_layers": len(find_layers(model, layers)[0]),
         "hidden_size": _width(model, config),
         "config_sha256": config_hash(config) if hasattr(config, "to_diff_dict") else _sha256(repr(model)),
         "weights_sha256": weights_hash(model),
@@ -94,5 +94,5 @@ def _sha256(text: str) -> str:
 
 def _without_local(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(k): _without_local(v) for k, v in value.items() if k not in _LOCAL}
+        return {str(k): _without_local(v) for k, v in value.items() if k not in LOCAL}
     return value

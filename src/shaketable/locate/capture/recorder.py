@@ -18,6 +18,7 @@ as correct: the definition has to come from the model's config, and that lives a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Record:
     """Of a leaf: whether it wrote into what it was given."""
     lowered: torch.dtype | None = None
     """The dtype that autocast, which the model's own code put on, gave the arguments."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Of a leaf: tensors that it was called with in the place of its parameters, as `functional_call` does."""
 
     @property
     def function(self) -> str | None:
@@ -114,6 +117,8 @@ class Recorder(TorchFunctionMode):
         self._paths: list[str] = []
         self._known: dict[int, Tensor] = {}
         self._owned: set[int] = set()
+        self._patched = patched_methods()
+        self._resting: dict[int, dict[str, Tensor | None]] = {}
         self._doors: list[tuple[Tensor, ...]] = []
 
     @contextmanager
@@ -121,7 +126,8 @@ class Recorder(TorchFunctionMode):
         """Hook the root and its parts, and watch functions, while the context is open."""
         hooks = [hook for path, module in self._parts() for hook in self._hook(path, module)]
         tensors = [tensor for module in self.root.modules() for tensor in tensors_of(vars(module))]
-        self._owned = {t.untyped_storage().data_ptr() for t in tensors}
+        self._resting = {id(module): dict(module._parameters) for module in self.root.modules()}
+        self._owned = {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
         self._keep = tensors
         try:
             with torch.no_grad(), self:
@@ -131,10 +137,10 @@ class Recorder(TorchFunctionMode):
                 hook.remove()
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules to hook: leaves, and what holds them; nothing inside of a leaf."""
-        leaves: list[str] = []
+        """Modules to hook: leaves, and what holds them; nothing inside of a leaf. Scripted modules take no hooks."""
+        leaves = [path for path, module in self.root.named_modules() if isinstance(module, torch.jit.ScriptModule)]
         for path, module in self.root.named_modules():
-            if any(path.startswith(f"{leaf}.") for leaf in leaves):
+            if any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves):
                 continue
             if path and self.is_leaf(path, module):
                 leaves.append(path)
@@ -159,6 +165,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        func = self._patched.get(id(func), func)
         if self._depth or not self._paths:
             return func(*args, **kwargs)
         if is_composite(func) and not is_defined(function_name(func)):
@@ -209,9 +216,18 @@ class Recorder(TorchFunctionMode):
         inputs = [*enumerate(args), *kwargs.items()]
         return tuple(str(k) for k, v in inputs if any(not self.knows(t) for t in tensors_of(v)))
 
+    def replaced(self, module: nn.Module) -> dict[str, Tensor]:
+        """Tensors that stand in the place of a module's parameters for the time of a call, as `functional_call` puts them."""
+        return {
+            f"{path}.{name}".lstrip("."): tensor
+            for path, part in module.named_modules()
+            for name, tensor in part._parameters.items()
+            if tensor is not None and tensor is not self._resting.get(id(part), part._parameters).get(name)
+        }
+
     def learn(self, value: Any) -> None:
         """These tensors are accounted for."""
-        for tensor in tensors_of(value):
+        for tensor in all_tensors(value):
             self._known[id(tensor)] = tensor
 
     def knows(self, tensor: Tensor) -> bool:
@@ -251,10 +267,12 @@ class _Leaf:
         self.path = path
         self.arguments: list[tuple[Any, _Copies]] = []
         self.strange: tuple[str, ...] = ()
+        self.weights: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.recorder._depth == 0:
             self.strange = self.recorder.strangers(args, kwargs)
+            self.weights = self.recorder.replaced(module)
             with torch._C.DisableTorchFunction():
                 copies = self.recorder.copies((args, kwargs) if _may_overwrite(module) else ())
                 self.arguments.append((snapshot((args, kwargs)), copies))
@@ -270,7 +288,7 @@ class _Leaf:
             if overwrites:
                 self.recorder.put_back(copies)
                 given, named = copies.of(given), copies.of(named)
-            self.recorder.note(Record(self.path, None, given, named, output, self.strange, overwrites))
+            self.recorder.note(Record(self.path, None, given, named, output, self.strange, overwrites, None, self.weights))
 
 
 class _Room:
@@ -367,8 +385,61 @@ def differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def snapshot(value: Any) -> Any:
-    """The same nest in containers of its own: what a layer writes into them does not show here."""
-    return map_tensors(value, lambda tensor: tensor)
+    """The same nest in containers of its own: a layer that writes into them, or into a cache, does not change it."""
+    return copied(value, lambda tensor: tensor)
+
+
+def copied(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest with every tensor changed, also those of caches.
+
+    A cache that grows puts longer tensors in the place of its own; any other writes into them, so these are cloned.
+    """
+    if _is_cache(value):
+        grows = "Dynamic" in type(value).__name__ or hasattr(value, "layers")
+        made = copy.copy(value)
+        made.__dict__.update({k: copied(v, change if grows else torch.clone) for k, v in vars(value).items()})
+        return made
+    if isinstance(value, list | tuple) and any(_is_cache(v) or isinstance(v, list | tuple) for v in value):
+        members = [copied(v, change) for v in value]
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    if isinstance(value, dict) and type(value) is dict:
+        return {k: copied(v, change) for k, v in value.items()}
+    return map_tensors(value, change)
+
+
+def all_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor of a nest, also those of caches."""
+    if _is_cache(value):
+        yield from all_tensors(list(vars(value).values()))
+    elif isinstance(value, list | tuple):
+        for member in value:
+            yield from all_tensors(member)
+    elif type(value) is dict:
+        yield from all_tensors(list(value.values()))
+    else:
+        yield from tensors_of(value)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an object holds the keys and values, or states, of earlier tokens: a cache of transformers, or a layer of one."""
+    return any(kind.__name__ in ("Cache", "CacheLayerMixin", "EncoderDecoderCache") for kind in type(value).__mro__)
+
+
+def main_result(output: Any) -> Tensor:
+    """The hidden states in the result of a layer: its first tensor of numbers that has channels, or else its first tensor."""
+    tensors = list(tensors_of(output))
+    return next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), tensors[0])
+
+
+def patched_methods() -> dict[int, Any]:
+    """Replaced methods of tensors, and torch's own for each: a mode is shown the replacement, which has run already."""
+    own = vars(torch._C.TensorBase)
+    return {id(code): own[name] for name, code in vars(torch.Tensor).items() if name in own and not _is_torch(code)}
+
+
+def _is_torch(code: Any) -> bool:
+    home = getattr(code, "__globals__", {}).get("__name__", "torch")
+    return bool(home == "torch" or home.startswith("torch."))
 
 
 def function_name(func: Any) -> str:
@@ -391,5 +462,6 @@ def _may_overwrite(module: nn.Module) -> bool:
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor has no values of its own to look at: inside of vmap, or on the meta device."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor)) or tensor.device.type == "meta"
+    """Whether a tensor has no memory of its own to look at: inside of vmap, on the meta device, or sparse."""
+    wrapped = bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return wrapped or tensor.device.type == "meta" or tensor.layout != torch.strided

@@ -7,6 +7,7 @@ A model that came without a file is its own reference: then a wrong weight is no
 
 from __future__ import annotations
 
+import copy
 import dis
 import inspect
 import json
@@ -20,8 +21,15 @@ from torch import Tensor, nn
 
 from shaketable.errors import ModelError
 from shaketable.locate.capture.leaf_modules import Leaf, leaf_of
+from shaketable.locate.capture.model_identity import LOCAL
 from shaketable.locate.probes.rounding import UNIT
-from shaketable.sites.structure import find_layers
+from shaketable.sites.structure import canonical, find_layers
+
+_MISSING = object()
+_SWITCHES = {"training", "gradient_checkpointing", "name_or_path", "loss_type"}
+"""Attributes of modules that say how a model is used, and not what it computes."""
+_USAGE = LOCAL | {"use_cache", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id"}
+"""Config keys of the same kind; so are token ids and dropouts."""
 
 
 class Reference:
@@ -30,16 +38,21 @@ class Reference:
     Args:
         model: The model under test.
         source: Its name or folder, when its weights can be read again; None when the model itself has to be believed.
+        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
     """
 
-    def __init__(self, model: nn.Module, source: str | None = None) -> None:
+    def __init__(self, model: nn.Module, source: str | None = None, layers: str | None = None) -> None:
+        self.layers, self.paths = find_layers(model, layers)
         self.source = source
         self.is_rebuilt = False
+        self.other_config: list[str] = []
+        """Keys in which the model's config is not that of its source."""
         self.skeleton = self._build(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._homes = {p.untyped_storage().data_ptr(): name for name, p in self._parameters.items() if _fills(p)}
-        self._files = None if source is None else _open(source, self._parameters)
+        self._files = None if source is None else _open(source, self._parameters, hasattr(model, "peft_config"))
+        self.dtype = _main_dtype(self._parameters.values())
         self._recent: dict[str, Tensor] = {}
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self._wrong_at_first: set[tuple[str, str]] | None = None
@@ -48,14 +61,25 @@ class Reference:
         self.leaves = {path: leaf for path, module in self.skeleton.named_modules() if (leaf := leaf_of(module))}
 
     def _build(self, model: nn.Module) -> nn.Module:
-        """The class built from its config on the meta device; the model itself where that cannot be done."""
+        """The class built from the config of its source, else from its own; the model itself where that cannot be done."""
         try:
             skeleton = rebuilt(model)
         except Exception:  # somebody's constructor, which wants more than a config, or looks at its weights
-            return model
+            skeleton = None
+        if skeleton is not None and _paths(skeleton) != _paths(model):
+            skeleton = None
+        config: Any = getattr(model, "config", None)
+        if self.source is not None and hasattr(config, "to_dict"):
+            given = _config_of(self.source, config)
+            if skeleton is not None and given is not None:
+                skeleton = rebuilt(model, given) or skeleton
+                if _paths(skeleton) != _paths(model):
+                    one = next(iter(sorted(_paths(skeleton) ^ _paths(model))))
+                    side = "no" if one in _paths(skeleton) else "a module"
+                    raise ModelError(f"the model is not the one in {self.source}: it has {side} {one}")
+                given = skeleton.config
+            self.other_config = ["its class is another"] if given is None else list(_unlike_config(config, given))
         if skeleton is None:
-            return model
-        if {n for n, _ in skeleton.named_modules()} != {n for n, _ in model.named_modules()}:
             return model
         self.is_rebuilt = True
         return skeleton.eval()
@@ -69,8 +93,33 @@ class Reference:
         """A parameter by its full name, in the device's dtype, on the host."""
         own = self._parameters[name]
         if name not in self._recent:
-            self._recent[name] = own.detach().cpu() if self._files is None else self._files.read(name).to(own.dtype)
+            given = own.detach().cpu() if self.is_believed(name) else self._files.read(name)  # type: ignore[union-attr]
+            if given.shape != own.shape:
+                shapes = f"has the shape {tuple(own.shape)} where {self.source} holds {tuple(given.shape)}"
+                raise ModelError(f"{name} {shapes}; give the source of this model, or none")
+            self._recent[name] = given.to(own.dtype)
         return self._recent[name]
+
+    def is_believed(self, name: str) -> bool:
+        """Whether a parameter is in no file, and so is its own reference."""
+        return self._files is None or self._files.lacks(name)
+
+    def own(self, name: str) -> Tensor:
+        """The model's parameter."""
+        tensor: Tensor = self._parameters[name]
+        return tensor
+
+    def is_rounded(self, name: str) -> bool:
+        """Whether the file holds more of a parameter than the model does."""
+        if self.is_believed(name):
+            return False
+        given = self._files.read(name)  # type: ignore[union-attr]
+        return not torch.equal(given.to(self.dtype), self.own(name).detach().cpu().to(self.dtype))
+
+    def lowered(self) -> list[str]:
+        """Parameters that are held in a lower dtype than the model's, such as a norm in bfloat16 in a model of float32."""
+        u = UNIT[self.dtype]
+        return [name for name, p in self._parameters.items() if UNIT.get(p.dtype, u) > u]
 
     def wide(self, tensor: Tensor) -> Tensor:
         """A host tensor in float64, made once per layer."""
@@ -111,7 +160,15 @@ class Reference:
 
     def own_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
         """The same, of numbers that the model's own code writes when it runs, or that are saved in a file that is not given."""
-        return ((path, text) for path, _, text, is_own in self._unlike_numbers(module, prefix, skip) if is_own)
+        for path, name, text, is_own in self._unlike_numbers(module, prefix, skip):
+            if is_own and isinstance(getattr(module.get_submodule(path), name), float | Tensor):
+                yield path, text
+
+    def own_switches(self, model: nn.Module) -> Iterator[str]:
+        """Switches and counts that are not the config's and that the code of their module sets when it runs, in words."""
+        for path, name, text, is_own in self._unlike_numbers(model, "", ()):
+            if is_own and not isinstance(getattr(model.get_submodule(path), name), float | Tensor):
+                yield f"{path or 'the model'}: {text}"
 
     def _unlike_numbers(self, module: nn.Module, prefix: str, skip: Collection[str]) -> Iterator[tuple[str, str, str, bool]]:
         """Path, name, what is wrong, and whether nobody can say that it is."""
@@ -127,27 +184,44 @@ class Reference:
 
     def _unlike_numbers_of(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
         expected = self.skeleton.get_submodule(full)
-        for name, value in vars(part).items():
-            given = vars(expected).get(name)
-            if isinstance(value, float) and isinstance(given, float) and value != given and "dropout" not in name:
-                yield name, f"its {name} is {value:g} where the config says {given:g}"
+        for name, value in attributes_of(part).items():
+            given = vars(expected).get(name, getattr(type(expected), name, _MISSING))
+            if _is_plain(given) and value != given:
+                yield name, f"its {name} is {_in_words(value)} where the config says {_in_words(given)}"
         for name, buffer in part._buffers.items():
             given = self._given(part, full, name, expected._buffers.get(name))
-            if buffer is not None and given is not None and self._is_static(part) and not _agree(buffer, given):
+            if buffer is None or given is None or buffer.layout != torch.strided or _agree(buffer, given):
+                continue
+            if self._is_static(expected) or not any(_agree(buffer, other) for other in _rotations(part, expected)):
                 yield name, _unlike(name, buffer, given)
+
+    def odd_ones(self, layers: list[nn.Module], paths: list[str]) -> Iterator[str]:
+        """Attributes of one layer that are otherwise in all the others, in words; only of a model that no config gives."""
+        if self.is_rebuilt or len(layers) < 3:
+            return
+        parts = [{path: attributes_of(part) for path, part in layer.named_modules()} for layer in layers]
+        for path, attributes in parts[0].items():
+            for name in attributes:
+                values = [part[path].get(name, _MISSING) if path in part else _MISSING for part in parts]
+                common = max(values, key=values.count)
+                odd = [i for i, value in enumerate(values) if value != common]
+                if len(odd) == 1 and values[odd[0]] is not _MISSING:
+                    where, value = ".".join(p for p in (paths[odd[0]], path) if p), values[odd[0]]
+                    yield f"{where}: its {name} is {_in_words(value)} where it is {_in_words(common)} in the other layers"
 
     def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
         """What a buffer should hold: one that is saved with the weights is the file's to say, not the config's."""
         if name in part._non_persistent_buffers_set:
             return built
-        return built if self._files is None else self._files.buffer(f"{full}.{name}".lstrip("."), built)
+        return built if self._files is None else self._files.buffer(canonical(f"{full}.{name}".lstrip(".")), built)
 
     def _may_be_right(self, part: nn.Module, name: str) -> bool:
         """Whether a number that is not the config's may have been trained and saved, or written by the model's own code."""
         buffer = part._buffers.get(name)
         is_saved = buffer is not None and name not in part._non_persistent_buffers_set and self._files is None
         is_written = buffer is not None and buffer.untyped_storage().data_ptr() in self.written
-        return is_saved or is_written or sets_attribute(type(part), name)
+        is_followed = buffer is not None and not self._is_static(part)
+        return is_saved or is_written or is_followed or sets_attribute(type(part), name)
 
     def _is_static(self, module: nn.Module) -> bool:
         """Whether a module's buffers stay what they were made: rotations that follow the length do not."""
@@ -158,13 +232,82 @@ class Reference:
         return self.leaves.get(path)
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers, switches and words that a module holds and that may change its results."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if _is_plain(value) and name[0] != "_" and name not in _SWITCHES and "dropout" not in name
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _in_words(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def _paths(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_modules()}
+
+
+def _main_dtype(parameters: Collection[Tensor]) -> torch.dtype:
+    """The dtype of most values."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+
+def _config_of(source: str, own: Any) -> Any:
+    """The config of a source, told to attend as the model does; None when it is for another class."""
+    from shaketable.models import load_config
+
+    file = Path(source).expanduser() / "config.json"
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == own.model_type:
+        config = type(own).from_pretrained(file.parent)  # also where the class came with the checkpoint
+    else:
+        config = load_config(source)
+    if type(config) is not type(own):
+        config = config.get_text_config()
+    if type(config) is not type(own):
+        return None
+    for key in ("_attn_implementation", "_experts_implementation", "dtype"):
+        if hasattr(own, key):
+            setattr(config, key, getattr(own, key))
+    return config
+
+
+def _unlike_config(own: Any, given: Any) -> Iterator[str]:
+    """Keys in which two configs differ that may change what a model computes."""
+    mine, other = own.to_dict(), given.to_dict()
+    for key in sorted({*mine, *other} - _USAGE):
+        if key[0] == "_" or key.endswith("_token_id") or "dropout" in key:
+            continue
+        if json.dumps(mine.get(key), default=str, sort_keys=True) != json.dumps(other.get(key), default=str, sort_keys=True):
+            yield f"{key} is {mine.get(key)!r} where the file says {other.get(key)!r}"
+
+
+def _rotations(part: nn.Module, expected: nn.Module) -> Iterator[Tensor]:
+    """Frequencies that a rotation which follows the length may hold after a longer sequence."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config: Any = getattr(expected, "config", None)
+    yield from expected._buffers.values()  # type: ignore[misc]
+    original = (config.rope_parameters or {}).get("original_max_position_embeddings", 0)
+    for length in (getattr(part, "max_seq_len_cached", 0), original + 1):
+        yield ROPE_INIT_FUNCTIONS[str(expected.rope_type)](config, torch.device("cpu"), seq_len=int(length))[0]
+
+
 def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
     """The model's class built anew from its config, or from another; parameters have no values. None where it has no config."""
     config, build = config or getattr(model, "config", None), getattr(type(model), "_from_config", None)
     if config is None or build is None:
         return None
     with torch.device("cpu"), _parameters_on_meta():
-        skeleton: nn.Module = build(config)
+        skeleton: nn.Module = build(copy.deepcopy(config))
     return skeleton
 
 
@@ -229,6 +372,10 @@ class _Folder:
         self.files = files
         self.keys = keys
 
+    def lacks(self, name: str) -> bool:
+        """Whether the files do not hold a parameter."""
+        return name not in self.keys
+
     def read(self, name: str) -> Tensor:
         return self._read(self.keys[name])
 
@@ -247,12 +394,22 @@ class _Folder:
 class _Loaded:
     """A second copy of the model, for files whose names are not those of the model's parameters."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, names: Collection[str], is_adapted: bool) -> None:
         from shaketable.models import load_model
 
         model, _ = load_model(source)
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        given = dict(model.named_parameters(remove_duplicate=False))
+        given |= {canonical(name): p for name, p in given.items()}
         self.buffers = dict(model.named_buffers())
+        found = {name: given.get(name, given.get(canonical(name))) for name in names}
+        self.parameters = {name: p for name, p in found.items() if p is not None}
+        lacking = [name for name, p in found.items() if p is None]
+        if lacking and not is_adapted:
+            raise ModelError(f"{source} is not the source of this model: it holds no {lacking[0]} ({len(lacking)} missing)")
+
+    def lacks(self, name: str) -> bool:
+        """Whether the copy has no such parameter."""
+        return name not in self.parameters
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self.parameters[name].detach()
@@ -263,16 +420,19 @@ class _Loaded:
         return self.buffers.get(name, built)
 
 
-def _open(source: str, parameters: dict[str, Any]) -> _Folder | _Loaded:
+def _open(source: str, parameters: dict[str, Any], is_adapted: bool) -> _Folder | _Loaded:
     from shaketable.models import BUILT_IN, built_in_path
 
     folder = built_in_path(source) if source in BUILT_IN else Path(source).expanduser()
     if not folder.is_dir():
-        return _Loaded(source)
+        return _Loaded(source, parameters, is_adapted)
     files = _index(folder)
-    tied = {id(p): name for name, p in parameters.items() if name in files}
-    keys = {name: name if name in files else tied.get(id(p), "") for name, p in parameters.items()}
-    return _Folder(files, keys) if all(keys.values()) else _Loaded(source)
+    keys = {name: next((key for key in (name, canonical(name)) if key in files), "") for name in parameters}
+    tied = {id(p): keys[name] for name, p in parameters.items() if keys[name]}
+    keys = {name: keys[name] or tied.get(id(p), "") for name, p in parameters.items()}
+    found = {name: key for name, key in keys.items() if key}
+    is_enough = len(found) == len(keys) or (is_adapted and found)  # an adapter is not in the file of its base
+    return _Folder(files, found) if is_enough else _Loaded(source, parameters, is_adapted)
 
 
 def _index(folder: Path) -> dict[str, Path]:
@@ -293,11 +453,20 @@ def _index(folder: Path) -> dict[str, Path]:
     return found
 
 
-def check_model(model: nn.Module) -> None:
+def _containers(model: nn.Module) -> str:
+    """Modules that could hold the layers, in words."""
+    found = {
+        path: list(m.children()) for path, m in model.named_modules() if path and any(any(c.children()) for c in m.children())
+    }
+    words = [f"{path} ({len(inner)} × {type(inner[0]).__name__})" for path, inner in found.items()]
+    return f"name one as layers=: {', '.join(words[:8])}" if words else "no module in it holds others that have parts"
+
+
+def check_model(model: nn.Module, stack: str | None = None) -> None:
     """Refuse, in one line, what cannot be judged: no layers, no values, values that are no numbers, packed weights."""
-    layers, _ = find_layers(model)
+    layers, _ = find_layers(model, stack)
     if not layers:
-        raise ModelError(f"{type(model).__name__} has no list of decoder layers to look into")
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers to look into; {_containers(model)}")
     packed = getattr(getattr(model, "config", None), "quantization_config", None)
     if packed is not None:
         method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
@@ -305,6 +474,9 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ModelError(f"{name} is on the meta device and has no values; load the model's weights first")
+        if type(parameter.data) is not Tensor or parameter.layout != torch.strided:
+            kind = type(parameter.data).__name__ if parameter.layout == torch.strided else parameter.layout
+            raise ModelError(f"{name} is a {kind}; locate has no host definition for weights that are packed or sparse")
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(f"{name} is {parameter.dtype}; locate judges float32, bfloat16 and float16")
         finite = torch.isfinite(parameter.detach())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from shaketable.errors import ModelError
 from shaketable.locate.capture.model_call import Arguments, call_with_tokens, logits_of
-from shaketable.locate.capture.recorder import Recorder, Recording, snapshot
+from shaketable.locate.capture.recorder import Recorder, Recording, copied, main_result, snapshot
 from shaketable.locate.capture.reference import Reference
-from shaketable.sites.nested_tensors import map_tensors, tensors_of
-from shaketable.sites.structure import find_layers
+from shaketable.sites.nested_tensors import tensors_of
 
 
 @dataclass
@@ -36,7 +35,9 @@ class LayerCall:
     kwargs: dict[str, Any]
     output: Any
     overwrites: bool = False
-    """Whether it writes into what it is given."""
+    """Whether it writes into its arguments."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that it was called with in the place of its parameters."""
 
     @property
     def x(self) -> Tensor:
@@ -46,7 +47,7 @@ class LayerCall:
     @property
     def y(self) -> Tensor:
         """The hidden states it returned."""
-        return next(tensors_of(self.output))
+        return main_result(self.output)
 
     def again(self, x: Tensor | None = None) -> Any:
         """Call the layer with the same arguments, and other hidden states if given.
@@ -55,8 +56,10 @@ class LayerCall:
         themselves: each call gets its own.
         """
         given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, self.x, x)
-        args, kwargs = map_tensors(given, torch.clone) if self.overwrites else snapshot(given)
+        args, kwargs = copied(given, torch.clone) if self.overwrites else snapshot(given)
         with _in_the_open(), torch.inference_mode() if self.x.is_inference() else nullcontext():
+            if self.weights:
+                return torch.func.functional_call(self.module, self.weights, args, kwargs)
             return self.module(*args, **kwargs)
 
 
@@ -67,6 +70,8 @@ class Trace:
     calls: list[LayerCall]
     outside: Recording
     logits: Tensor
+    answer: Any
+    """All that the model returned."""
 
 
 @contextmanager
@@ -93,24 +98,30 @@ def hidden(args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
 def with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, x: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with other hidden states."""
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors((args, kwargs), lambda tensor: x if tensor is old else tensor)
+    """The same arguments with other hidden states, and caches of their own."""
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = copied((args, kwargs), lambda tensor: x if tensor is old else tensor)
     return changed
 
 
 def forward(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Tensor:
     """The logits of a plain forward."""
     with _in_the_open():
-        return logits_of(call_with_tokens(model, ids, arguments), model)
+        return logits_of(_call(model, ids, arguments), model)
+
+
+def _call(model: nn.Module, ids: Tensor, arguments: Arguments | None) -> Any:
+    """The model's answer; a cache among the arguments stays as it is."""
+    return call_with_tokens(model, ids, copied(dict(arguments), torch.clone) if arguments else arguments)
 
 
 def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Arguments | None = None) -> Trace:
     """Run the model once and keep what each layer was given and returned."""
-    layers, paths = find_layers(model)
+    layers, paths = reference.layers, reference.paths
     places = {id(layer): i for i, layer in enumerate(layers)}
     recorder = Recorder(model, lambda path, module: id(module) in places or reference.leaf(path) is not None)
-    with recorder.watching() as recording:
-        logits = forward(model, ids, arguments)
+    with recorder.watching() as recording, _in_the_open():
+        answer = _call(model, ids, arguments)
+        logits = logits_of(answer, model)
     calls: dict[int, LayerCall] = {}
     for record in recording.records:
         module = model.get_submodule(record.path)
@@ -118,11 +129,12 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Argume
             index = places[id(module)]
             if index in calls:
                 raise ModelError(f"{record.path} is called more than once in a forward; locate follows one call per layer")
-            calls[index] = LayerCall(index, record.path, module, record.args, record.kwargs, record.output, record.overwrites)
+            given = (record.args, record.kwargs, record.output, record.overwrites, record.weights)
+            calls[index] = LayerCall(index, record.path, module, *given)
     if len(calls) != len(layers):
         missing = next(path for i, path in enumerate(paths) if i not in calls)
         raise ModelError(f"{missing} was not called in a forward")
-    return Trace([calls[i] for i in range(len(layers))], recording, logits)
+    return Trace([calls[i] for i in range(len(layers))], recording, logits, answer)
 
 
 def record_layer(call: LayerCall, reference: Reference, x: Tensor | None = None) -> Recording:

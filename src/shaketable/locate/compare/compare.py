@@ -23,6 +23,7 @@ only this device is judged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ from torch import Tensor, nn
 
 from shaketable.locate.capture.model_call import Arguments
 from shaketable.locate.capture.model_identity import describe
-from shaketable.locate.capture.recorder import Record, Recording
+from shaketable.locate.capture.recorder import Record, Recording, main_result
 from shaketable.locate.capture.reference import Reference
 from shaketable.locate.capture.trace import LayerCall, record_layer, trace
 from shaketable.locate.compare.fingerprint import Fingerprint, Progress
-from shaketable.locate.compare.fingerprint_file import check_same_model
+from shaketable.locate.compare.fingerprint_file import check_same_model, read_fingerprint
 from shaketable.locate.compare.fit import fit_all
 from shaketable.locate.compare.result import ComparisonRow, DeviceComparison, Difference, LayerRow
 from shaketable.locate.compare.teacher_forcing import Forcing
@@ -50,29 +51,37 @@ SHOWN = ("model", "device", "dtype", "attention", "tokens", "versions", "date", 
 
 
 def compare(
-    fingerprint: Fingerprint, model: nn.Module, *, arguments: Arguments | None = None, progress: Progress | None = None
+    fingerprint: Fingerprint | Path | str,
+    model: nn.Module,
+    *,
+    arguments: Arguments | None = None,
+    layers: str | None = None,
+    progress: Progress | None = None,
 ) -> DeviceComparison:
     """Replay a fingerprint on the device that a model is on.
 
     Args:
-        fingerprint: What a good device made.
+        fingerprint: A good device's results, or the file they are in.
         model: The same model; in the file's dtype, or in another to which the file's tensors are cast.
         arguments: What `forward` needs besides tokens, by name.
+        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
         progress: Called with (layers done, layers in all, what is done).
 
     Raises:
         FingerprintError: The fingerprint is of another model.
     """
-    check_same_model(fingerprint.about, model)
-    return _Replay(fingerprint, model, arguments).run(progress)
+    made = fingerprint if isinstance(fingerprint, Fingerprint) else read_fingerprint(Path(fingerprint))
+    check_same_model(made.about, model, layers)
+    return _Replay(made, model, arguments, layers).run(progress)
 
 
 class _Replay:
-    def __init__(self, fingerprint: Fingerprint, model: nn.Module, arguments: Arguments | None = None) -> None:
+    def __init__(self, fingerprint: Fingerprint, model: nn.Module, arguments: Arguments | None, layers: str | None) -> None:
         self.file = fingerprint
         self.arguments = arguments
         self.model = model
-        self.reference = Reference(model)
+        self.reference = Reference(model, layers=layers)
+        self.layers = layers
         self.parts = {id(p.module): p for p in Anatomy.of(model).parts}
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -83,7 +92,7 @@ class _Replay:
 
     def run(self, progress: Progress | None) -> DeviceComparison:
         about = self.file.about
-        here = describe(self.model) | {"model": about.model, "tokens": about.tokens}
+        here = describe(self.model, self.layers) | {"model": about.model, "tokens": about.tokens}
         self._note_conditions(here)
         with torch.no_grad():
             calls = trace(self.model, self.file.tensor("ids").to(self.device), self.reference, self.arguments).calls
@@ -130,7 +139,7 @@ class _Replay:
     def _layer(self, call: LayerCall) -> LayerRow:
         index = call.index
         x, y = (self.file.tensor(f"layer.{index}.{end}") for end in ("input", "output"))
-        whole = Difference.of(y, next(tensors_of(call.again(self.bring(x)))))
+        whole = Difference.of(y, main_result(call.again(self.bring(x))))
         ops = {label: self.file.op(index, label) for label in self.file.about.layers[index]}
         forcing = Forcing(call.module, {label: (self.bring(a), self.bring(b)) for label, (a, b) in ops.items()})
         with forcing.active():
@@ -144,7 +153,7 @@ class _Replay:
             if (row := between.row(label, a, forcing.arrived[label])) is not None:
                 rows.append(row)
             rows.append(self._operator(index, label, f"{call.name}.{label}", a, b, forcing.made[label]))
-        own = between.row(None, y, next(tensors_of(recording.output)))
+        own = between.row(None, y, main_result(recording.output))
         rows.append(own or ComparisonRow(index, None, "output", f"layer.{index}", Difference.of(y, y)))
         return LayerRow(index, call.name, whole, rows)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from shaketable.errors import ShaketableError
 from shaketable.locate.capture.model_call import Arguments
 from shaketable.locate.capture.model_identity import describe, input_embedding
+from shaketable.locate.capture.prompts import token_batch
 from shaketable.locate.capture.recorder import Record, Recording
 from shaketable.locate.capture.reference import Reference, check_model
 from shaketable.locate.capture.trace import LayerCall, Trace, record_layer, trace
@@ -114,6 +116,12 @@ class Fingerprint:
         """Size of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
+    def save(self, path: Path | str) -> None:
+        """Write it as one safetensors file."""
+        from shaketable.locate.compare.fingerprint_file import write_fingerprint
+
+        write_fingerprint(self, Path(path))
+
 
 def op_name(layer: int | None, label: str) -> str:
     """What an operator is called in the file."""
@@ -123,6 +131,35 @@ def op_name(layer: int | None, label: str) -> str:
 # ---- making
 
 
+def fingerprint(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    prompts: list[str] | None = None,
+    input_ids: Tensor | None = None,
+    tokens: int = 64,
+    name: str = "",
+    arguments: Arguments | None = None,
+    layers: str | None = None,
+    progress: Progress | None = None,
+) -> Fingerprint:
+    """Keep what a device made of a model, so that another device can be compared with it.
+
+    Args:
+        model: The model, on the device whose fingerprint is taken.
+        tokenizer: Its tokenizer; not needed with `input_ids`.
+        prompts: Texts to run; a built-in text by default.
+        input_ids: Token ids of shape (1, n) instead of prompts.
+        tokens: How many tokens to run.
+        name: What the model is called in the file; its class by default.
+        arguments: What `forward` needs besides tokens, by name.
+        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
+        progress: Called with (layers done, layers in all, what is done).
+    """
+    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
+    return make_fingerprint(model, ids, name=name, prompts=prompts, arguments=arguments, layers=layers, progress=progress)
+
+
 def make_fingerprint(
     model: nn.Module,
     ids: Tensor,
@@ -130,6 +167,7 @@ def make_fingerprint(
     name: str = "",
     prompts: list[str] | None = None,
     arguments: Arguments | None = None,
+    layers: str | None = None,
     progress: Progress | None = None,
 ) -> Fingerprint:
     """Run a model once, then every layer once more, and keep what its operators read and made.
@@ -140,10 +178,11 @@ def make_fingerprint(
         name: What the model is called in the file; its class by default.
         prompts: The texts behind the ids, for the record.
         arguments: What `forward` needs besides tokens, by name.
+        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
         progress: Called with (layers done, layers in all, what is done).
     """
-    check_model(model)
-    reference = Reference(model)
+    check_model(model, layers)
+    reference = Reference(model, layers=layers)
     device = next(model.parameters()).device
     with torch.no_grad():
         traced = trace(model, ids.to(device), reference, arguments)
@@ -152,11 +191,11 @@ def make_fingerprint(
         for call in traced.calls:
             store.put(f"layer.{call.index}.input", call.x)
             store.put(f"layer.{call.index}.output", call.y)
-        layers = [_store_layer(store, call, reference, len(traced.calls), progress) for call in traced.calls]
+        stored = [_store_layer(store, call, reference, len(traced.calls), progress) for call in traced.calls]
         before, after = _store_outside(store, traced, model, reference)
         unsteady = _unsteady(traced, model, ids.to(device), reference, arguments)
-    facts = describe(model) | {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
-    facts |= {"layers": layers, "before": before, "after": after, "aliases": store.aliases, "unsteady": unsteady}
+    facts = describe(model, layers) | {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
+    facts |= {"layers": stored, "before": before, "after": after, "aliases": store.aliases, "unsteady": unsteady}
     return Fingerprint(Metadata.model_validate(facts), store.tensors)
 
 

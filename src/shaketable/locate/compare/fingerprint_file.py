@@ -111,10 +111,10 @@ def _names(about: Metadata) -> Iterator[str]:
 # ---- the same model
 
 
-def check_same_model(about: Metadata, model: nn.Module) -> None:
+def check_same_model(about: Metadata, model: nn.Module, layers: str | None = None) -> None:
     """Refuse, in one line, a model that is not the one of the fingerprint. Weights are compared in the file's dtype only."""
-    check_model(model)
-    here = describe(model)
+    check_model(model, layers)
+    here = describe(model, layers)
     for key, what in (("model_class", "class"), ("num_layers", "number of layers"), ("hidden_size", "hidden size")):
         if getattr(about, key) != here[key]:
             raise FingerprintError(f"the fingerprint is of another model: its {what} is {getattr(about, key)}, not {here[key]}")

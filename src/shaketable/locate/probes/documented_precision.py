@@ -12,14 +12,6 @@ from shaketable.locate.probes.rounding import Precision
 
 TOLERANCE = {torch.float32: (128.0, 2.0**-24), torch.bfloat16: (6.0, 2.0**-8), torch.float16: (6.0, 2.0**-11)}
 """κ and unit roundoff: how far two results of one layer may be apart in κ·(u(|x| + |y|) + 4u·rms(y − x))."""
-MOVED = {
-    torch.float32: {"first": (2500.0, 600.0), "later": (12000.0, 5000.0), "layer": (3000.0, 600.0)},
-    torch.bfloat16: {"first": (8.0, 3.0), "later": (70.0, 16.0), "layer": (16.0, 5.0)},
-    torch.float16: {"first": (40.0, 15.0), "later": (300.0, 70.0), "layer": (70.0, 20.0)},
-}
-"""Tolerances of a permuted twin for one value and for one lane, in units of u(|y| + rms(y)): before attention, behind it,
-and for the layer's result. At least twice the largest that healthy texts of SmolLM2-135M showed on a CPU and an
-H200; a text of random words is much worse than prose."""
 
 
 def device_precision(device: torch.device, dtype: torch.dtype) -> Precision:
@@ -37,13 +29,6 @@ def device_precision(device: torch.device, dtype: torch.dtype) -> Precision:
 def tolerance(precision: Precision, dtype: torch.dtype) -> tuple[float, float]:
     """κ and u of the tests with a tolerance."""
     return (6.0, precision.product_input) if precision.product_input else TOLERANCE[dtype]
-
-
-def moved_tolerance(precision: Precision, dtype: torch.dtype, place: str) -> tuple[float, float, float]:
-    """For one value, for one lane, and the unit, of a permuted twin."""
-    if precision.product_input:
-        return (*MOVED[torch.bfloat16][place], precision.product_input)
-    return (*MOVED[dtype][place], TOLERANCE[dtype][1])
 
 
 @contextmanager

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shaketable.locate.capture.recorder import Recording, same
+from shaketable.locate.capture.recorder import Recording, main_result, same
 from shaketable.locate.capture.reference import Reference, sets_attribute
 from shaketable.locate.capture.trace import LayerCall, record_layer
 from shaketable.locate.diagnosis import Evidence, Result
 from shaketable.locate.probes import twins
 from shaketable.locate.probes.classify import fault_class, unstable_class
-from shaketable.locate.probes.documented_precision import moved_tolerance, tolerance
+from shaketable.locate.probes.documented_precision import tolerance
 from shaketable.locate.probes.gauge import Gauge, gauged
 from shaketable.locate.probes.replay import Judgement, Violation, rows_of
 from shaketable.locate.probes.rounding import Precision
@@ -101,7 +101,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def repeat(call: LayerCall, recording: Recording, bench: Bench) -> Finding:
     """The same call again: every bit must come back."""
-    first, second = call.y, next(tensors_of(recording.output))
+    first, second = call.y, main_result(recording.output)
     if same(first, second):
         return Result("pass", 0.0), []
     share = float((first != second).double().mean())
@@ -119,7 +119,7 @@ def repeat(call: LayerCall, recording: Recording, bench: Bench) -> Finding:
 
 def is_within_summation(call: LayerCall, recording: Recording, bench: Bench) -> bool:
     """Whether two results of the same call differ by no more than another order of summation explains."""
-    return _beyond(call.y, next(tensors_of(recording.output)), call.x, bench.precision) <= 1
+    return _beyond(call.y, main_result(recording.output), call.x, bench.precision) <= 1
 
 
 def _first_change(call: LayerCall, one: Recording, bench: Bench, y: Tensor) -> tuple[int | None, Tensor, Tensor]:
@@ -193,47 +193,6 @@ def causal(call: LayerCall, recording: Recording, circuit: Circuit | str, bench:
     return Result("fail", found.share, found.path, text), [evidence]
 
 
-def permutation(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: Bench) -> Result:
-    """Permuted channels and heads, beside a larger companion in the batch: the same values, up to the order of summation."""
-    if isinstance(circuit, str):
-        return Result("inconclusive", reason=circuit)
-    if circuit.routed:
-        return Result("inconclusive", reason="another order of summation may send a token to other experts")
-    shuffle = twins.draw_shuffle(circuit, bench.seed * 1000 + call.index)
-    x = call.x[..., shuffle.spaces["stream"].to(call.x.device)]
-    with twins.shuffled(call.module, circuit, shuffle):
-        other = record_layer(call, bench.reference, torch.cat([x, x * _companion(call.x)]))
-    score, path = max(_moved_scores(circuit, shuffle, recording, other, bench.precision), key=lambda s: s[0])
-    if score <= 1:
-        return Result("pass", score)
-    return Result("suspect", score, path, f"permuted channels give other results, {score:.3g} times the tolerance")
-
-
-def _moved_scores(
-    circuit: Circuit, shuffle: twins.Shuffle, one: Recording, two: Recording, precision: Precision
-) -> Iterator[tuple[float, str | None]]:
-    """Per operator: the worst value and the worst lane, over their tolerances."""
-    first = {m.module for m in circuit.maps if m.reads == "n1"} | {n.module for n in circuit.norms if n.writes == "n1"}
-    for path, a, b in twins.moved_pairs(circuit, shuffle, one, two):
-        place = "layer" if path is None else "first" if path in first else "later"
-        value, lane, unit = moved_tolerance(precision, a.dtype, place)
-        y = a.float().reshape(-1, a.shape[-1])
-        change = b.float().reshape(y.shape) - y
-        scale = unit * (y.abs() + y.square().mean(-1, keepdim=True).sqrt()) + 1e-30
-        worst = (change.abs() / scale).max() / value
-        along = (change * y).sum(0).abs() / ((scale * y).square().sum(0).sqrt() + 1e-30) / lane
-        yield float(torch.maximum(worst, along.max()).nan_to_num(nan=float("inf"))), path
-
-
-def _companion(x: Tensor) -> float:
-    """64, or less where that would overflow."""
-    room = torch.finfo(x.dtype).max / 16 / max(float(x.abs().max()), 1e-30)
-    factor = 64.0
-    while factor > room and factor > 1:
-        factor /= 2
-    return factor
-
-
 def _beyond(a: Tensor, b: Tensor, x: Tensor, precision: Precision) -> float:
     """The largest difference of two results of one layer, over κ·(u(|x| + |y|) + 4u·rms(y − x))."""
     kappa, unit = tolerance(precision, a.dtype)
@@ -269,12 +228,6 @@ def by_twin(recording: Recording, circuit: Circuit) -> dict[str, dict[str, int]]
         for record in recording.records
         if record.func is None and record.path in circuit.outputs() and (rows := rows_of(next(tensors_of(record.output))))
     }
-
-
-def by_permutation(coverage: dict[str, dict[str, int]]) -> None:
-    """Add how many rows a permuted pair compares of the operators that a twin has compared."""
-    for counts in coverage.values():
-        counts["permuted"] = len(range(0, counts["rows"], twins.compared_step(counts["rows"])))
 
 
 def replay(judgement: Judgement, recording: Recording, layer: int | None) -> Finding:

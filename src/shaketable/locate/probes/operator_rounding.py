@@ -8,11 +8,12 @@ is inconclusive.
 Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
 
     product        δ = ua·s(K)·‖x‖·‖w‖, s(K) = min(K, 5√K + K/16)    (‖x‖·‖w‖ ≥ |x||w|ᵀ: no second matmul)
-    softmax        δ = ua·(16 + 2·|x − max|)·p
-    attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale))·(p|v|)     (p may be rounded before it meets v)
+    softmax        δ = ua·(16 + 2·|x − max| + s(n))·p
+    attention      δ = u|o| + (2u + 16ua(4 + ‖q‖·max‖k‖·scale + max|mask|))·(p|v|)     (p may be rounded before it meets v)
     silu           δ = 20ua·|y|
     gelu           δ = 12ua·|y| + 8ua·|x|       (1 + erf cancels for negative x)
     sums           δ = ua·s(n)·Σ|x|
+    index_add      δ = 1.5·u·n·Σ|x| for the n > 1 values of a row
     layer_norm     δ = 12ua·(|x − mean|/σ + rms(x)/σ)·|w| + 4ua·|b|
     einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every result in between that is rounded
     conv1d         as a product, over a window
@@ -48,8 +49,14 @@ _ARITHMETIC = """
     __truediv__ __rtruediv__ __rdiv__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_
 """
 REDUCED = (torch.bfloat16, torch.float16)
+COARSE = 0.125
+"""A relative error of a sum above which nothing is proved by being within it."""
 ARITHMETIC = frozenset(_ARITHMETIC.split())
 ROUNDED_ONCE = ARITHMETIC | frozenset(_MOVING.split())
+
+
+class TooCoarseError(NotImplementedError):
+    """A correct device may return almost anything; only a result that the host makes too is known to be right."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ def _softmax(call: Call) -> Around:
     dim = _dim(call, -1)
     p = x.softmax(dim)
     far = x - x.amax(dim, keepdim=True)
-    slack = UA * (16 + 2 * far.abs().nan_to_num(posinf=0.0)) * p + TINY
+    slack = (UA * (16 + 2 * far.abs().nan_to_num(posinf=0.0)) + summation(x.shape[dim] if x.dim() else 1)) * p + TINY
     if dim not in (-1, x.dim() - 1) and call.dtype != torch.float32:
         slack = slack + 4 * UNIT[call.dtype] * p  # some kernels round between their steps then
     return Around(p, slack, call.dtype)
@@ -163,6 +170,7 @@ def attention(call: Call) -> Around:
         scores.masked_fill_(~torch.ones(queries, keys, dtype=torch.bool).tril(), -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+        reach = reach + _largest(mask)
     p = (scores - scores.amax(-1, keepdim=True)).float().exp_()
     p = p.div_(p.sum(-1, keepdim=True)) if mask is None else p.div_(p.sum(-1, keepdim=True)).nan_to_num_(0.0)
     p = p.view(batch, -1, groups * queries, keys).double()
@@ -173,6 +181,14 @@ def attention(call: Call) -> Around:
         inexact = inexact + 2 * call.precision.product_input * (1 + 2 * reach)
     slack, free = u * value.abs() + inexact * weight + TINY, _unseen(mask, value)
     return Around(value.view(shape), slack.view(shape), call.dtype, None if free is None else free.reshape(shape))
+
+
+def _largest(mask: Tensor) -> Tensor | float:
+    """The largest number that a mask adds to a score of each query; hidden keys have none."""
+    if mask.dtype == torch.bool:
+        return 0.0
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return mask.double().abs().masked_fill(hidden, 0.0).amax(-1, keepdim=True)
 
 
 def _unseen(mask: Tensor | None, value: Tensor) -> Tensor | None:
@@ -333,13 +349,17 @@ def _erf(call: Call) -> Around:
 
 
 def _index_add(call: Call) -> Around:
+    """Each addition into a row may be rounded to the dtype; a row that takes one is right to the last bit."""
     base, dim, index = call.args[0], call.args[1], call.args[2]
-    source = call.get(3, "source").double() * float(call.kwargs.get("alpha", 1))
+    alpha = float(call.kwargs.get("alpha", 1))
+    source, u = call.get(3, "source").double() * alpha, UNIT[call.dtype]
     value = base.double().index_add(dim, index, source)
-    if index.unique().numel() == index.numel():
-        return Around(value, 0.0, call.dtype)
+    terms = torch.bincount(index.flatten().long(), minlength=base.shape[dim]).double()
+    if float(terms.max()) * u > COARSE:
+        raise TooCoarseError(f"{int(terms.max())} values are added into one row in {call.dtype}, rounded each time")
+    terms = torch.where(terms > 1, 1.5 * terms, 0.0).view(-1, *[1] * (base.dim() - 1 - dim % base.dim()))
     size = base.double().abs().index_add(dim, index, source.abs())
-    return Around(value, UNIT[call.dtype] * index.numel() * size, call.dtype)
+    return Around(value, u * (terms + 2 * (alpha != 1)) * size, call.dtype)
 
 
 BOUNDED: dict[str, Callable[[Call], Allowed]] = {
@@ -390,6 +410,8 @@ def rounded_once(call: Call, name: str) -> RoundingInterval:
         raise NotImplementedError("dropout that is on is random")
     overwrites = name.endswith("_")  # a copy may lie in memory otherwise, and a kernel go another way there
     kept = tuple(a.clone() if i == 0 and overwrites and isinstance(a, Tensor) else a for i, a in enumerate(call.args))
+    if name in ADDITIONS and float(alpha := call.kwargs.get("alpha", 1)) != 1 and call.dtype.is_floating_point:
+        return _added(call, float(alpha), name)
     result = call.func(*kept, **call.kwargs)
     exact = RoundingInterval.exactly(kept[0] if result is None else next(tensors_of(result)))
     number = next((a for a in call.args if isinstance(a, float | int) and not isinstance(a, bool)), None)
@@ -406,4 +428,17 @@ def rounded_once(call: Call, name: str) -> RoundingInterval:
     return allowed
 
 
+def _added(call: Call, factor: float, name: str) -> RoundingInterval:
+    """x + factor·y, where factor and product are rounded to the dtype first or not; each kernel has its way."""
+    x, y = (a.double() if isinstance(a, Tensor) else torch.tensor(float(a)) for a in (call.args[0], call.get(1, "other")))
+    sign = 1 if name.startswith("add") else -1
+    allowed = []
+    for scalar in (factor, float(torch.tensor(factor, dtype=call.dtype)), float(torch.tensor(factor))):
+        for product in (y * scalar, (y * scalar).to(call.dtype).double()):
+            allowed.append(Around(x + sign * product, 0.0, call.dtype).interval())
+    return functools.reduce(RoundingInterval.hull, allowed)
+
+
+ADDITIONS = ("add", "add_", "sub", "sub_")
+"""Functions with a factor `alpha`."""
 DIVISIONS = ("div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__")

@@ -15,7 +15,7 @@ from torch import Tensor
 from shaketable.locate.capture.leaf_modules import WIDENED, Leaf, Weight
 from shaketable.locate.capture.recorder import Record, Recording, function_name
 from shaketable.locate.capture.reference import Reference
-from shaketable.locate.probes import complex_ops, operator_rounding
+from shaketable.locate.probes import complex_ops, operator_rounding, selection
 from shaketable.locate.probes.checksums import row_scores
 from shaketable.locate.probes.documented_precision import host_arithmetic
 from shaketable.locate.probes.operator_rounding import Call
@@ -25,6 +25,26 @@ from shaketable.sites.nested_tensors import map_tensors, tensors_of
 ROWS = 128
 """How many tokens of a float32 product are replayed, at least; a quarter of them where there are more channels than HEAD."""
 HEAD = 8192
+PRODUCTS = ("linear", "conv1d")
+LOWERED = frozenset(
+    [
+        "linear",
+        "matmul",
+        "__matmul__",
+        "mm",
+        "bmm",
+        "mv",
+        "addmm",
+        "addbmm",
+        "baddbmm",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "scaled_dot_product_attention",
+    ]
+)
+"""Functions whose arguments autocast gives a lower dtype; others take them as they are."""
 _CANNOT = (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, StopIteration)
 """What a definition raises when it does not fit the call: then nobody can judge it."""
 
@@ -87,10 +107,12 @@ class Expected:
     """A result with what it may be."""
 
     got: Tensor
-    allowed: Allowed
+    allowed: Allowed | selection.Selection
     tokens: list[int] | None = None
     rows: int | None = None
     """How many rows there are, when these are not all."""
+    defined: bool = True
+    """Whether a result that is not allowed is wrong; without a definition nobody can say."""
 
 
 class Host:
@@ -130,24 +152,28 @@ def judge(
 def _judge_record(
     judgement: Judgement, host: Host, record: Record, order: int, reference: Reference, prefix: str, precision: Precision
 ) -> None:
-    if record.func is not None and _is_view(record):
-        return
     label = ":".join(part for part in (record.path, record.function) if part)
+    is_view = record.func is not None and _is_view(record)
+    defined = record.func is None or is_view or _is_defined(record)
     try:
-        expected = [(item, item.allowed.outside(item.got)) for item in _expected(host, record, reference, prefix, precision)]
+        if is_view:
+            made, defined = _viewed(host, record), record.function != "as_strided"  # its strides are those of the device
+        else:
+            made = _expected(host, record, reference, prefix, precision)
+        expected = [(item, item.allowed.outside(item.got)) for item in made]
     except _CANNOT as error:
         judgement.unknown.setdefault(
             label, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         )
         return
-    judgement.judged += 1
-    defined = record.func is None or _is_defined(record)
+    judgement.judged += not is_view
     for item, outside in expected:
         got, wrong = item.got, bool(outside.any())
-        if wrong and not defined:
+        if wrong and not (defined and item.defined):
             judgement.unknown.setdefault(label, f"no host definition of {record.function}, and host and device differ")
             continue
-        judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), defined)
+        if not is_view:  # nothing was computed, so there are no rows to count
+            judgement.cover(label, rows_of(got) if item.rows is None else item.rows, rows_of(got), item.defined and defined)
         if wrong:
             judgement.violations.append(
                 Violation(record.path, record.function, order, outside, got, *item.allowed.ends(outside), item.tokens)
@@ -168,6 +194,19 @@ def _is_view(record: Record) -> bool:
     return bool(inputs) and all(t.untyped_storage().data_ptr() in inputs for t in tensors_of(record.output))
 
 
+def _viewed(host: Host, record: Record) -> list[Expected]:
+    """Views show the values of their input, each in its place."""
+    args, kwargs = map_tensors(record.args, host.near), _on_host(map_tensors(record.kwargs, host.near))
+    results = (record.output, record.func(*args, **kwargs))
+    got, expected = ([complex_ops.parts(t) if t.is_complex() else t for t in tensors_of(value)] for value in results)
+    got = [host.near(t) for t in got]
+    return [
+        Expected(one, RoundingInterval.exactly(other))
+        for one, other in zip(got, expected, strict=True)
+        if (one.data_ptr(), one.shape, one.stride()) != (other.data_ptr(), other.shape, other.stride())
+    ]
+
+
 def _is_defined(record: Record) -> bool:
     name = record.function or ""
     if any(t.is_complex() for t in tensors_of((record.args, record.kwargs, record.output))):
@@ -182,19 +221,23 @@ def _expected(host: Host, record: Record, reference: Reference, prefix: str, pre
     call = Call(record.func, args, kwargs, results[0].dtype, precision, host.wide)
     if record.func is None:
         full = f"{prefix}.{record.path}" if prefix else record.path
-        return [_leaf(call, results[0], full, reference, record.lowered)]
+        return [_leaf(call, results[0], full, reference, record)]
     name = function_name(record.func)
     if name in operator_rounding.BOUNDED and results[0].is_floating_point():
-        return [Expected(results[0], operator_rounding.BOUNDED[name](call))]
-    if name in ("empty", "empty_like", "new_empty", "empty_strided", "argsort"):  # no values yet; ties in any order
+        try:
+            return [Expected(results[0], operator_rounding.BOUNDED[name](call))]
+        except operator_rounding.TooCoarseError:
+            return [Expected(results[0], operator_rounding.rounded_once(call, name), defined=False)]
+    if name in ("empty", "empty_like", "new_empty", "empty_strided"):  # no values yet
         return []
+    if name in selection.SELECTING and (allowed := selection.selected(call, name, results)):
+        return [Expected(got, one) for got, one in zip(results, allowed, strict=True)]
     if len(results) == 1 and results[0].is_complex():
         return [_complex(call, results[0], name)]
     if len(results) == 1:
         return [Expected(results[0], operator_rounding.rounded_once(call, name))]
     pairs = zip(results, tensors_of(record.func(*args, **kwargs)), strict=True)
-    ordered = name in ("topk", "sort", "max", "min", "mode", "kthvalue")
-    return [Expected(got, RoundingInterval.exactly(value)) for got, value in pairs if got.is_floating_point() or not ordered]
+    return [Expected(got, RoundingInterval.exactly(value)) for got, value in pairs]
 
 
 def _complex(call: Call, got: Tensor, name: str) -> Expected:
@@ -205,16 +248,18 @@ def _complex(call: Call, got: Tensor, name: str) -> Expected:
     return Expected(parts(got), RoundingInterval.exactly(parts(operator_rounding.rounded_once(call, name).low)))
 
 
-def _leaf(call: Call, got: Tensor, full: str, reference: Reference, lowered: torch.dtype | None) -> Expected:
+def _leaf(call: Call, got: Tensor, full: str, reference: Reference, record: Record) -> Expected:
     """A leaf by its definition. Of a long float32 product some tokens are replayed, and those whose checksum fires."""
     leaf = reference.leaf(full)
     assert leaf is not None
+    lowered = record.lowered if leaf.kind in PRODUCTS else None
 
     def weight(name: str) -> Tensor:
-        return _lowered(reference.weight(f"{full}.{name}"), lowered)
+        held = record.weights.get(name)
+        return _lowered(reference.weight(f"{full}.{name}") if held is None else held.detach().cpu(), lowered)
 
     rows = rows_of(got)
-    kept = _tokens(call, got, leaf, weight) if leaf.kind in ("linear", "conv1d") and got.dim() == 3 else None
+    kept = _tokens(call, got, leaf, weight) if leaf.kind in PRODUCTS and got.dim() == 3 else None
     if kept is not None:
         x = next(tensors_of((call.args, call.kwargs)))
         call, got = replace(call, args=(x[:, kept],), kwargs={}), got[:, kept]
@@ -244,9 +289,11 @@ def _lowered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments on the host; the model's parameters come from the file."""
 
+    lowered = record.lowered if record.func is None or record.function in LOWERED else None
+
     def bring(tensor: Tensor) -> Tensor:
         known = reference.like(tensor) if tensor.numel() else None
-        return _lowered(host.near(tensor) if known is None else known, record.lowered)
+        return _lowered(host.near(tensor) if known is None else known, lowered)
 
     copies = record.func is not None and record.function is not None and record.function.endswith("_")
     args, kwargs = map_tensors(record.args, bring), map_tensors(record.kwargs, bring)
@@ -254,5 +301,9 @@ def _arguments(host: Host, record: Record, reference: Reference) -> tuple[tuple[
         args = (kwargs.pop("input"),)
     if copies and args and isinstance(args[0], Tensor):
         args = (args[0].clone(), *args[1:])
-    device = kwargs.get("device")
-    return args, ({**kwargs, "device": "cpu"} if device is not None else kwargs)
+    return args, _on_host(kwargs)
+
+
+def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the host as the device where there is one."""
+    return {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs

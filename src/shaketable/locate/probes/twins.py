@@ -2,8 +2,7 @@
 
 Each space of a layer's circuit gets a new basis. Signs and powers of two are exact in IEEE arithmetic: every product,
 sum, rounding and norm of the twin is the original's with a sign or an exponent changed, so a healthy device must return
-the same bits, and the tolerance is zero. A permutation changes the order in which sums are taken, and a larger
-companion in the batch changes how a kernel cuts up its work: those need a tolerance, and only raise a suspicion.
+the same bits, and the tolerance is zero.
 
 Which bases there are is told by `gauge.py`. Powers of two are used only where every value of the call and of its twin stays
 normal, which is checked.
@@ -11,21 +10,17 @@ normal, which is checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shaketable.locate.capture.recorder import Recording, same
-from shaketable.locate.probes.gauge import Gauge, free_spaces, gauge_of, paired, swapped
-from shaketable.locate.probes.wiring import Circuit, Map
+from shaketable.locate.capture.recorder import Recording, main_result, same
+from shaketable.locate.probes.gauge import Gauge, free_spaces, gauge_of, paired
+from shaketable.locate.probes.wiring import Circuit
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 LARGEST_EXPONENT = 3
-ENOUGH = 32
-"""Where a tolerance is needed anyway, about this many tokens of a sequence are compared: enough to see a lane."""
 
 
 def draw_gauge(circuit: Circuit, seed: int, powers: bool) -> Gauge:
@@ -67,80 +62,6 @@ class _TwinDraw:
         return signs * torch.exp2(exponents.float())
 
 
-@dataclass
-class Shuffle:
-    """A permutation of every space: channel i of the twin is channel order[i] of the original."""
-
-    spaces: dict[str, Tensor]
-
-
-def draw_shuffle(circuit: Circuit, seed: int) -> Shuffle:
-    """Random orders of the stream, the MLP's channels, key/value heads with their query heads, and the values' channels.
-
-    Each is one cycle through all channels, so that no channel stays where it was.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    orders = {name: torch.arange(size) for name, size in circuit.sizes.items()}
-    stream = _cycle(circuit.sizes["stream"], generator)
-    for space in ("stream", "n1", "n2", "attended", "fed"):
-        orders[space] = stream
-    for prefix in ("", "shared "):
-        if f"{prefix}hidden" in circuit.sizes:
-            hidden = _cycle(circuit.sizes[f"{prefix}hidden"], generator)
-            orders.update({f"{prefix}{space}": hidden for space in ("gate", "up", "hidden")})
-    head, groups = circuit.head, circuit.groups
-    pairs = _cycle(circuit.sizes["k"] // head, generator)
-    orders["k"] = torch.arange(circuit.sizes["k"]).view(-1, head)[pairs].flatten()
-    orders["q"] = torch.arange(circuit.sizes["q"]).view(-1, groups * head)[pairs].flatten()
-    inner = torch.stack([_cycle(head, generator) for _ in range(len(pairs))])
-    values = inner + head * torch.arange(len(pairs))[:, None]
-    queried = inner[:, None] + head * torch.arange(groups * len(pairs)).view(-1, groups, 1)
-    orders["v"], orders["mixed"] = values[pairs].flatten(), queried[pairs].flatten()
-    return Shuffle(orders)
-
-
-def _cycle(n: int, generator: torch.Generator) -> Tensor:
-    """A random order that is a single cycle."""
-    path = torch.randperm(n, generator=generator)
-    order = torch.empty_like(path)
-    order[path] = path.roll(-1)
-    return order
-
-
-@contextmanager
-def shuffled(layer: nn.Module, circuit: Circuit, shuffle: Shuffle) -> Iterator[None]:
-    """The layer with permuted weights, for as long as the context is open."""
-    changed = {}
-    for m in circuit.maps:
-        rows, columns = _order(m.writes, circuit, shuffle), shuffle.spaces[m.reads]
-        changed[m.parameter] = _reordered(layer.get_parameter(m.parameter), rows, columns, m)
-        if m.bias is not None:
-            changed[m.bias] = layer.get_parameter(m.bias).detach()[rows.to(layer.get_parameter(m.bias).device)]
-    for norm in circuit.norms:
-        order = shuffle.spaces[norm.writes]
-        for name, parameter in layer.get_submodule(norm.module)._parameters.items():
-            if parameter is not None:
-                changed[f"{norm.module}.{name}"] = parameter.detach()[order.to(parameter.device)]
-    with swapped(layer, changed, {}):
-        yield
-
-
-def _order(spaces: tuple[str, ...], circuit: Circuit, shuffle: Shuffle) -> Tensor:
-    """The order of spaces side by side: each is shifted behind the ones before it."""
-    parts, start = [], 0
-    for space in spaces:
-        parts.append(shuffle.spaces[space] + start)
-        start += circuit.sizes[space]
-    return torch.cat(parts)
-
-
-def _reordered(weight: Tensor, rows: Tensor, columns: Tensor, m: Map) -> Tensor:
-    rows, columns = rows.to(weight.device), columns.to(weight.device)
-    if m.layout == "in,out":
-        rows, columns = columns, rows
-    return weight.detach().index_select(-2, rows).index_select(-1, columns)
-
-
 # ---- comparing
 
 
@@ -174,7 +95,7 @@ def first_difference(circuit: Circuit, gauge: Gauge, original: Recording, twin: 
                 return TwinDifference(record.path, *found)
             return TwinDifference(_between(record.path), *earlier, None if _between(record.path) else last)
         last = record.path.partition(".")[0]
-    found = _compare(next(tensors_of(original.output)), next(tensors_of(twin.output)), ("stream",), gauge)
+    found = _compare(main_result(original.output), main_result(twin.output), ("stream",), gauge)
     return None if found is None else TwinDifference(None, *found, last)
 
 
@@ -187,41 +108,6 @@ def until(recording: Recording, token: int) -> Recording:
     leaves = [r for r in recording.records if r.func is None]
     records = [replace(r, args=map_tensors(r.args, cut), kwargs={}, output=map_tensors(r.output, cut)) for r in leaves]
     return Recording(records, [], map_tensors(recording.output, cut))
-
-
-def moved_pairs(
-    circuit: Circuit, shuffle: Shuffle, original: Recording, twin: Recording
-) -> Iterator[tuple[str | None, Tensor, Tensor]]:
-    """Every leaf's result with the twin's in the original order, and the layer's own.
-
-    The twin's first sequence counts; of a long one, some tokens are enough to see a lane.
-    """
-    writes = circuit.outputs()
-    partners = {r.path: r for r in twin.records if r.func is None}
-    for record in original.records:
-        if record.func is None and record.path in writes and record.path in partners:
-            a, b = next(tensors_of(record.output)), next(tensors_of(partners[record.path].output))
-            yield record.path, *_restored(a, b, circuit, shuffle, writes[record.path])
-            if circuit.inputs()[record.path] in ("mixed", "hidden"):
-                other = partners[record.path]
-                a, b = _tensor(record.args, record.kwargs), _tensor(other.args, other.kwargs)
-                yield _between(record.path), *_restored(a, b, circuit, shuffle, (circuit.inputs()[record.path],))
-    a, b = next(tensors_of(original.output)), next(tensors_of(twin.output))
-    yield None, *_restored(a, b, circuit, shuffle, ("stream",))
-
-
-def _restored(a: Tensor, b: Tensor, circuit: Circuit, shuffle: Shuffle, spaces: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    back = _order(spaces, circuit, shuffle).argsort().to(b.device)
-    b = b[: a.shape[0]]
-    if a.dim() == 3:
-        step = compared_step(a.shape[1])
-        a, b = a[:, ::step], b[:, ::step]
-    return a, b.index_select(-1, back)
-
-
-def compared_step(tokens: int) -> int:
-    """Every how many tokens one is compared where a tolerance is needed."""
-    return max(1, tokens // ENOUGH)
 
 
 def _tensor(args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:

@@ -1,0 +1,601 @@
+"""Attacks on locate at its surface: healthy models are never blamed, broken ones are never HEALTHY in silence.
+
+Every case is a few lines that somebody could have in a program of their own. A healthy case must be HEALTHY. A broken one must
+be FAULT or INCONCLUSIVE, or, where no arithmetic can tell, be named in the sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shaketable as st
+from tests.locate.architectures import build, tokens
+
+pytestmark = pytest.mark.attack("locate")
+aten = torch.ops.aten
+
+
+def located(model, **options):
+    return st.locate(model, **({"input_ids": tokens(), "mode": "host"} | options))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved llama, and its path."""
+    build("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def loaded(folder, **options):
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+class Wrong(TorchDispatchMode):
+    """A device on which one operator is wrong."""
+
+    def __init__(self, operator, wrong, when=lambda args: True):
+        super().__init__()
+        self.operator, self.wrong, self.when, self.count = operator, wrong, when, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is self.operator and self.when(args):
+            self.count += 1
+            return self.wrong(result, args)
+        return result
+
+
+class Block(nn.Module):
+    """A block whose step in the middle is given."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.norm, self.up, self.down, self.step = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32), step
+
+    def forward(self, x):
+        return x + self.down(self.step(self.up(self.norm(x))))
+
+
+class GPT(nn.Module):
+    """A model without a config."""
+
+    def __init__(self, step=F.gelu, block=Block):
+        super().__init__()
+        self.wte, self.h = nn.Embedding(100, 32), nn.ModuleList([block(step) for _ in range(3)])
+        self.head = nn.Linear(32, 100, bias=False)
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        for block in self.h:
+            x = block(x)
+        return self.head(x)
+
+
+def gpt(step=F.gelu, block=Block, seed=0):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT(step, block).eval()
+
+
+# ---- a device that selects, moves and views wrongly
+
+
+def shifted_index(result, args):
+    return (result[0], (result[1] + 1) % args[0].shape[-1])
+
+
+SELECTING = {
+    "topk": (aten.topk, shifted_index, lambda u: u * torch.zeros_like(u).scatter(-1, u.topk(4).indices, 1.0)),
+    "sort": (aten.sort, shifted_index, lambda u: u.gather(-1, u.sort(-1).indices)),
+    "argsort": (aten.argsort, lambda y, args: y.flip(-1), lambda u: u.gather(-1, u.argsort(-1))),
+    "argmax": (aten.argmax, lambda y, args: (y + 1) % 64, lambda u: u + u.argmax(-1, keepdim=True)),
+    "max": (aten.max, shifted_index, lambda u: u + u.max(-1, keepdim=True).indices),
+    "greater": (aten.gt, lambda y, args: ~y, lambda u: u * (u > 0)),
+    "nonzero": (aten.nonzero, lambda y, args: y.flip(0), lambda u: u + u.nonzero()[:, -1].sum()),
+}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_a_device_that_selects_wrongly(name):
+    operator, wrong, step = SELECTING[name]
+    model = gpt(step)
+    assert located(model).verdict == "HEALTHY", located(model).sentence
+    with Wrong(operator, wrong) as mode:
+        diagnosis = located(model)
+    assert mode.count or name == "argsort"
+    assert diagnosis.verdict == "FAULT" or not mode.count, diagnosis.sentence
+
+
+def test_ties_may_come_in_any_order():
+    step = lambda u: u.round().gather(-1, u.round().topk(64).indices)  # noqa: E731
+    with Wrong(aten.topk, lambda y, args: (y[0], (64 - 1 - args[0].flip(-1).topk(64).indices))) as mode:
+        assert located(gpt(step)).verdict == "HEALTHY"
+    assert mode.count
+
+
+def moved(result, args):
+    """A view of the same shape that starts elsewhere."""
+    x = args[0]
+    return x.as_strided(result.shape, result.stride(), 0 if result.storage_offset() else x.stride(-1))
+
+
+def test_a_slice_that_reads_the_wrong_half():
+    model = build("llama")
+    is_half = lambda args: args[0].dim() == 4 and args[1] == 3 and args[2] > 0  # noqa: E731
+    with Wrong(aten.slice, moved, is_half) as mode:
+        diagnosis = located(model)
+    assert mode.count
+    assert diagnosis.verdict == "FAULT"
+
+
+def test_repeated_heads_that_all_read_the_first():
+    model = build("llama", attention="eager")
+    first = lambda y, args: args[0][:, :1].expand(y.shape)  # noqa: E731
+    with Wrong(aten.expand, first, lambda args: args[0].dim() == 5 and len(args[1]) == 5) as mode:
+        diagnosis = located(model)
+    assert mode.count
+    assert diagnosis.verdict == "FAULT"
+
+
+def test_routing_to_the_next_expert():
+    model = build("mixtral")
+    wrong = lambda y, args: (y[0], (y[1] + 1) % 4)  # noqa: E731
+    with Wrong(aten.topk, wrong) as mode:
+        diagnosis = located(model)
+    assert mode.count
+    assert (diagnosis.verdict, diagnosis.layer) == ("FAULT", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [8, 1024])
+def test_rows_added_to_one_place(rows, dtype):
+    def step(u):
+        index = torch.arange(rows) % 4
+        source = u.flatten(0, -2)[:1].expand(rows, -1)
+        return u + torch.zeros(4, u.shape[-1], dtype=u.dtype).index_add_(0, index, source).sum(0)
+
+    model = gpt(step).to(dtype)
+    assert located(model).verdict != "FAULT"
+    with Wrong(aten.index_add_, lambda y, args: y.zero_()) as mode:
+        assert located(model).verdict != "HEALTHY"
+    assert mode.count
+
+
+# ---- attributes, config, buffers, dtypes
+
+
+def set_attribute(path, name, value):
+    def change(model):
+        setattr(model.get_submodule(path), name, value)
+
+    return change
+
+
+ATTRIBUTES = {
+    "is_causal": ("llama", set_attribute("model.layers.1.self_attn", "is_causal", False)),
+    "top_k": ("mixtral", set_attribute("model.layers.1.mlp.gate", "top_k", 1)),
+    "norm_topk_prob": ("qwen3_moe", None),
+    "sliding_window": ("gemma3", None),
+}
+
+
+@pytest.mark.parametrize("mode", ["host", "all"])
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_the_config_does_not_give(name, mode):
+    architecture, change = ATTRIBUTES[name]
+    model = build(architecture)
+    if change is None:
+        owner = next(m for p, m in model.named_modules() if ".1." in p and name in vars(m))
+        value = getattr(owner, name)
+        change = lambda model: setattr(owner, name, not value if isinstance(value, bool) else 3)  # noqa: E731
+    change(model)
+    diagnosis = located(model, mode=mode)
+    assert (diagnosis.verdict, diagnosis.layer) == ("FAULT", 1), diagnosis.sentence
+    assert name in diagnosis.sentence
+
+
+def test_an_attribute_that_one_of_the_layers_has_and_no_config_gives_is_named():
+    class Scaled(Block):
+        def __init__(self, step):
+            super().__init__(step)
+            self.causal = True
+
+    model = gpt(block=Scaled)
+    assert "causal" not in located(model).sentence
+    model.h[1].causal = False
+    diagnosis = located(model)
+    assert diagnosis.verdict != "FAULT"
+    assert "h.1: its causal is False where it is True in the other layers" in diagnosis.sentence
+
+
+CONFIG = {"rms_norm_eps": 1e-3, "hidden_act": "gelu", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+
+
+@pytest.mark.parametrize("key", CONFIG)
+def test_a_model_with_another_config_than_its_source(folder, key):
+    import transformers
+
+    assert located(loaded(folder), source=str(folder)).verdict == "HEALTHY"
+    config = transformers.AutoConfig.from_pretrained(folder)
+    setattr(config, key, CONFIG[key])
+    diagnosis = located(loaded(folder, config=config), source=str(folder))
+    assert diagnosis.verdict == "FAULT", diagnosis.sentence
+
+
+def test_a_config_key_that_only_the_forward_reads(tmp_path):
+    import transformers
+
+    build("gemma2", attention="eager").save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert located(loaded(tmp_path), source=str(tmp_path)).verdict == "HEALTHY"
+    config.final_logit_softcapping = 1.0
+    diagnosis = located(loaded(tmp_path, config=config), source=str(tmp_path))
+    assert diagnosis.verdict != "HEALTHY"
+    assert "final_logit_softcapping" in diagnosis.sentence
+
+
+def test_a_norm_weight_held_in_bfloat16(folder):
+    for source in (str(folder), None):
+        model = loaded(folder)
+        norm = model.model.layers[1].input_layernorm
+        norm.weight.data = norm.weight.data.bfloat16()
+        diagnosis = located(model, source=source)
+        assert diagnosis.verdict != "HEALTHY" or "bfloat16" in diagnosis.sentence, diagnosis.sentence
+
+
+def test_frequencies_of_a_rotation_that_follows_the_length():
+    import transformers
+
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = build("llama").config
+    config.rope_parameters = rope
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert located(model).verdict == "HEALTHY"
+    with torch.no_grad():
+        model(tokens(n=200))
+    assert located(model).verdict == "HEALTHY"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.model.rotary_emb.inv_freq *= 1.1
+    assert located(model).verdict != "HEALTHY"
+
+
+# ---- code that is not the model's
+
+
+class CallableSoftmax:
+    def __call__(self, *args, **kwargs):
+        return ORIGINAL(*args, **kwargs)
+
+
+ORIGINAL = F.softmax
+REPLACED = {
+    "object": CallableSoftmax(),
+    "partial": functools.partial(lambda scale, *a, **k: ORIGINAL(*a, **k) * scale, 1.05),
+    "partial of torch": functools.partial(ORIGINAL, _stacklevel=2),
+    "function": lambda *a, **k: ORIGINAL(*a, **k) * 1.05,
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_a_replaced_function_is_named(kind, monkeypatch):
+    monkeypatch.setattr(F, "softmax", REPLACED[kind])
+    diagnosis = located(build("llama", attention="eager"))
+    assert any("torch.nn.functional.softmax" in name for name in diagnosis.foreign), diagnosis.sentence
+    assert located(build("llama", attention="eager"), strict=True).verdict == "INCONCLUSIVE"
+
+
+def test_strict_is_of_use_with_peft():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
+    diagnosis = located(model, strict=True)
+    assert (diagnosis.verdict, diagnosis.foreign) == ("HEALTHY", [])
+
+
+def test_a_swapped_class_is_named_as_a_class(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    class Quiet(modeling_llama.LlamaMLP):
+        def forward(self, x):
+            return super().forward(x) * 0.9
+
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Quiet)
+    diagnosis = located(build("llama"))
+    assert [name for name in diagnosis.foreign if "modeling_llama.LlamaMLP" in name], diagnosis.sentence
+    assert not [name for name in diagnosis.foreign if "pytest" in name or ".build" in name]
+
+
+def test_a_method_of_tensors_that_was_patched_does_not_make_forwards_differ(monkeypatch):
+    real = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda self, *a, **k: real(self, *a, **k) * 1.05)
+    step = lambda u: u + u.softmax(-1)  # noqa: E731
+    diagnosis = located(gpt(step))
+    assert "three forwards" not in diagnosis.sentence
+    assert any("torch.Tensor.softmax" in name for name in diagnosis.foreign)
+
+
+# ---- how a model is used
+
+
+def test_the_sentence_says_what_never_ran():
+    sentence = located(build("llama")).sentence
+    for words in ("compiled graphs", "autocast", "training mode", "backward"):
+        assert words in sentence
+    assert "cached decoding" not in sentence.partition("Not run")[2]
+    sentence = located(gpt()).sentence
+    assert "cached decoding" in sentence.partition("Not run")[2]
+
+
+class WrongFor(TorchDispatchMode):
+    """Products that are wrong where their rows fulfil a condition."""
+
+    def __init__(self, condition):
+        super().__init__()
+        self.condition, self.count = condition, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (aten.mm, aten.addmm) and self.condition(args[-2]):
+            self.count += 1
+            result[-1] *= 1.05
+        return result
+
+
+def test_products_that_are_wrong_for_one_token():
+    with WrongFor(lambda x: x.shape[0] <= 2) as mode:
+        diagnosis = located(build("llama"))
+    assert mode.count
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.evidence[0].probe) == ("FAULT", 0, "decode"), diagnosis.sentence
+    assert "in cached decoding" in diagnosis.sentence
+
+
+def test_products_that_are_wrong_in_a_batch():
+    with WrongFor(lambda x: x.shape[0] > 24) as mode:
+        diagnosis = located(build("llama"))
+    assert mode.count
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.evidence[0].probe) == ("FAULT", 0, "batch"), diagnosis.sentence
+
+
+# ---- healthy models that look odd
+
+
+class Autocast(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(32), nn.Linear(32, 32)
+        with torch.no_grad():
+            self.norm.weight.add_(torch.randn(32) * 0.1)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x + self.up(self.norm(self.up(x)))
+
+
+class AutocastRMS(Autocast):
+    def __init__(self, step):
+        super().__init__(step)
+        self.norm = nn.RMSNorm(32)
+
+
+class LlamaNormAutocast(Autocast):
+    def __init__(self, step):
+        super().__init__(step)
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        self.norm = LlamaRMSNorm(32)
+        with torch.no_grad():
+            self.norm.weight.add_(torch.randn(32) * 0.1)
+
+
+@pytest.mark.parametrize("block", [Autocast, AutocastRMS, LlamaNormAutocast])
+def test_autocast_of_the_model_s_own(block):
+    diagnosis = located(gpt(block=block))
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+@pytest.mark.parametrize("mode", ["host", "all"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_a_cache_that_the_caller_asks_for(name, mode):
+    diagnosis = located(build(name), arguments={"use_cache": True}, mode=mode)
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+def test_a_static_cache_that_is_given():
+    import transformers
+
+    model = build("llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    diagnosis = located(model, arguments={"past_key_values": cache, "use_cache": True})
+    assert diagnosis.verdict != "FAULT", diagnosis.sentence
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_prefix_tuning(strict):
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(build("llama"), config).eval()
+    diagnosis = located(model, strict=strict)
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+class ALiBi(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        n = x.shape[1]
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        slopes = 2.0 ** -torch.arange(0, 8, 2.0)
+        mask = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -torch.inf).to(x.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_float_mask_with_large_numbers(dtype):
+    model = gpt(block=ALiBi).to(dtype)
+    for p in model.parameters():
+        p.data *= 4
+    diagnosis = located(model, input_ids=tokens(n=512))
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+def test_a_softmax_of_many_equal_scores_with_a_sink():
+    def step(u):
+        scores = torch.zeros(*u.shape[:-1], 4000)
+        p = torch.cat([scores, u[..., :1] * 0.01], -1).softmax(-1)[..., :-1]
+        return u * p.sum(-1, keepdim=True) + p[..., : u.shape[-1]]
+
+    diagnosis = located(gpt(step))
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_strided_addition_with_a_factor(dtype):
+    def step(u):
+        y = u.clone()
+        y.transpose(-1, -2)[..., ::2].add_(u.flip(-1).transpose(-1, -2)[..., ::2], alpha=0.3)
+        y[..., ::2].add_(u.flip(-1)[..., 1::2], alpha=0.7)
+        return torch.add(y, u.transpose(-1, -2).contiguous().transpose(-1, -2), alpha=0.1)
+
+    diagnosis = located(gpt(step).to(dtype))
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+class Functional(nn.Module):
+    """A model that is called with other weights than it holds."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, idx):
+        weights = {name: p * 1.5 for name, p in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, weights, (idx,))
+
+
+def test_functional_call():
+    diagnosis = located(Functional(gpt()))
+    assert diagnosis.verdict != "FAULT", diagnosis.sentence
+    assert diagnosis.verdict == "INCONCLUSIVE" or "not its parameter" in diagnosis.sentence
+
+
+class Dicts(Block):
+    """A layer that returns a mapping with a number in front."""
+
+    def forward(self, x):
+        x = x["x"] if isinstance(x, dict) else x
+        y = super().forward(x)
+        return {"loss": y.square().mean(), "x": y}
+
+
+class GPTOfDicts(GPT):
+    def forward(self, idx):
+        x = self.wte(idx)
+        for block in self.h:
+            x = block(x)
+        return self.head(x["x"])
+
+
+@pytest.mark.parametrize("mode", ["host", "all"])
+def test_layers_that_return_a_mapping_with_a_number_first(mode):
+    diagnosis = located(GPTOfDicts(block=Dicts).eval(), mode=mode)
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+# ---- one line instead of a traceback
+
+
+def quantized(folder):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = build("llama")
+    quantize_(model, Int8WeightOnlyConfig())
+    return model, None
+
+
+def scripted(folder):
+    model = gpt()
+    model.h[1].up = torch.jit.script(model.h[1].up)
+    return model, None
+
+
+def sparse_buffer(folder):
+    model = gpt()
+    model.h[1].register_buffer("links", torch.eye(4).to_sparse())
+    return model, None
+
+
+def peft_with_the_base_as_source(folder):
+    import peft
+
+    return peft.get_peft_model(loaded(folder), peft.LoraConfig(target_modules=["q_proj"])).eval(), str(folder)
+
+
+def compiled(folder):
+    return torch.compile(loaded(folder)), str(folder)
+
+
+def compiled_layer(folder):
+    model = loaded(folder)
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    return model, str(folder)
+
+
+def data_parallel(folder):
+    return nn.DataParallel(loaded(folder)), str(folder)
+
+
+def resized(folder):
+    model = loaded(folder)
+    model.resize_token_embeddings(128)
+    return model, str(folder)
+
+
+def another_model(folder):
+    return build("qwen2"), str(folder)
+
+
+def more_layers(folder):
+    import transformers
+
+    config = build("llama").config
+    config.num_hidden_layers = 5
+    return transformers.AutoModelForCausalLM.from_config(config).eval(), str(folder)
+
+
+ODD = [
+    quantized,
+    scripted,
+    sparse_buffer,
+    peft_with_the_base_as_source,
+    compiled,
+    compiled_layer,
+    data_parallel,
+    resized,
+    another_model,
+    more_layers,
+]
+HEALTHY = {scripted, sparse_buffer, peft_with_the_base_as_source, compiled, compiled_layer, data_parallel}
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda f: f.__name__)
+def test_an_odd_model_is_judged_or_refused_in_one_line(make, folder):
+    if make is quantized:
+        pytest.importorskip("torchao")
+    model, source = make(folder)
+    if make in HEALTHY:
+        diagnosis = located(model, source=source)
+        assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+    else:
+        with pytest.raises(st.ModelError, match=r"\A[^\n]+\Z"):
+            located(model, source=source)
