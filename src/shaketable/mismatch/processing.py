@@ -1,6 +1,6 @@
 """What samplers do to logits before they draw: penalties, biases, temperature, top-k, top-p.
 
-In the order of vLLM and of transformers. It is used twice: by the engine that is a Hugging Face model, and by the rung that
+In the order of vLLM and of transformers. It is used twice: by the engine that is a Hugging Face model, and by the stage that
 asks which of these steps are in log-probabilities that somebody returned.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shaketable.mismatch.engines.engine import Sampling
+from shaketable.mismatch.engines.engine import Rollout, Sampling
+from shaketable.mismatch.teacher_forcing import chosen
 
 
 def processed(logits: Tensor, sampling: Sampling, before: Sequence[Sequence[int]]) -> Tensor:
@@ -49,3 +50,16 @@ def _nucleus(x: Tensor, top_p: float) -> Tensor:
     p = ordered.softmax(-1)
     out = p.cumsum(-1) - p >= top_p
     return x.masked_fill(torch.zeros_like(out).scatter(1, places, out), -torch.inf)
+
+
+def expected(logits: Tensor, rollout: Rollout, sampling: Sampling) -> list[float]:
+    """The log-probabilities that the engine should have returned, by the trainer's logits and the way it was asked."""
+    if sampling.logprobs_mode == "raw":
+        return chosen(logits, rollout.completion)
+    return in_terms_of(logits, rollout, sampling)
+
+
+def in_terms_of(logits: Tensor, rollout: Rollout, sampling: Sampling) -> list[float]:
+    """Processed log-probabilities of a completion."""
+    before = [[*rollout.prompt, *rollout.completion[:i]] for i in range(len(rollout.completion))]
+    return chosen(processed(logits.double(), sampling, before), rollout.completion)
