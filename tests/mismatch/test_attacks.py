@@ -105,6 +105,8 @@ FILES = {
     "shifted by two": lambda rs: with_logprobs(rs, lambda x: np.concatenate([x[2:], [-1.0, -1.0]])),
     "shifted back": lambda rs: with_logprobs(rs, lambda x: np.concatenate([[-1.0], x[:-1]])),
     "rows mixed": lambda rs: [replace(r, logprobs=o.logprobs) for r, o in zip(rs, [*rs[1:], rs[0]], strict=True)],
+    "a small factor": lambda rs: with_logprobs(rs, lambda x: x * 1.05),
+    "a small offset": lambda rs: with_logprobs(rs, lambda x: x - 0.02),
     "an offset": lambda rs: with_logprobs(rs, lambda x: x - 0.3),
     "one token wrong": lambda rs: [replace(rs[0], logprobs=[*rs[0].logprobs[:-1], rs[0].logprobs[-1] - 3.0]), *rs[1:]],
     "the last token doubled": lambda rs: with_logprobs(rs, lambda x: np.concatenate([x[:-1], [2 * x[-1] - 3]])),
@@ -158,6 +160,19 @@ def test_sampling_that_was_not_declared_is_a_defect(dtype, name):
     assert alone["verdict"] != "LEGAL"
     if dtype == "float32":
         assert says in found["sentence"] and says in alone["sentence"]
+
+
+def test_raw_numbers_that_are_declared_to_be_of_a_nucleus_are_never_legal():
+    other = pairs.engine(torch.bfloat16)
+    rollouts = other.sample(prompts(), how(top_k=5))
+    assert verdict(other, rollouts, how(top_k=5, logprobs_mode="processed"), recorded=1)["verdict"] != "LEGAL"
+
+
+def test_a_token_that_was_not_drawn_is_a_defect():
+    given = {"top_k": 5, "logprobs_mode": "processed"}
+    other, rollouts = sampled("bfloat16", **given)
+    changed = [replace(rollouts[0], completion=[*rollouts[0].completion[:-1], 90]), *rollouts[1:]]
+    assert verdict(other, changed, how(**given), recorded=1)["verdict"] == "DEFECT"
 
 
 # ---- engines with a fault

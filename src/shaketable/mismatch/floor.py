@@ -77,7 +77,7 @@ def floor(
             "k3": found.k3,
             "wrong": "",
         }
-        if rounding is not None and not (judged := judge(d, rounding.raw)).explained:
+        if rounding is not None and (judged := judge(d, rounding.raw)).too_large:
             how = DEPENDS.get(variant, f"computes otherwise with {variant}")
             row["wrong"] = f"the {side} {how}: {judged.says()}"
         rows.append(row)

@@ -6,13 +6,18 @@ asks which of these steps are in log-probabilities that somebody returned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shaketable.mismatch.engines.engine import Rollout, Sampling
 from shaketable.mismatch.teacher_forcing import chosen
+
+WIDER = 0.05
+"""Of the probability: how much wider a nucleus is made to say that a token lies at its edge."""
 
 
 def processed(logits: Tensor, sampling: Sampling, before: Sequence[Sequence[int]]) -> Tensor:
@@ -57,6 +62,15 @@ def expected(logits: Tensor, rollout: Rollout, sampling: Sampling) -> list[float
     if sampling.logprobs_mode == "raw":
         return chosen(logits, rollout.completion)
     return in_terms_of(logits, rollout, sampling)
+
+
+def at_the_edge(logits: Tensor, rollout: Rollout, sampling: Sampling, own: Sequence[float]) -> list[bool]:
+    """Which tokens lie just outside of a nucleus, where rounding may put them inside: a slightly wider one has them."""
+    if sampling.logprobs_mode == "raw" or all(math.isfinite(x) for x in own):
+        return [False] * len(own)
+    k = sampling.top_k + 2 + sampling.top_k // 4 if sampling.top_k else 0
+    wider = in_terms_of(logits, rollout, replace(sampling, top_p=min(1.0, sampling.top_p + WIDER), top_k=k))
+    return [not math.isfinite(x) and math.isfinite(y) for x, y in zip(own, wider, strict=True)]
 
 
 def in_terms_of(logits: Tensor, rollout: Rollout, sampling: Sampling) -> list[float]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from shaketable.mismatch.engines.engine import DECODE, Rollout, RolloutEngine, Sampling
-from shaketable.mismatch.processing import expected
-from shaketable.mismatch.rounding import Rounding, judge
+from shaketable.mismatch.processing import at_the_edge, expected
+from shaketable.mismatch.rounding import LEAST, SAME_PROGRAM, Rounding, judge
 
 FEW = 0.02
 """Share of tokens that rounding may put on the other side of the edge of a nucleus."""
@@ -32,18 +32,36 @@ def returned(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sampl
     """
     if sampling.logprobs_mode == "raw":
         own = engine.logprobs(rollouts, DECODE if DECODE in engine.variants() else None)
-    else:
-        own = [expected(x, r, sampling) for x, r in zip(engine.logits(rollouts), rollouts, strict=True)]
-    return held(rollouts, own, rounding.scale)
+        return held(rollouts, own, rounding.scale, least=SAME_PROGRAM)
+    own, edges = [], []
+    for logits, rollout in zip(engine.logits(rollouts), rollouts, strict=True):
+        own.append(expected(logits, rollout, sampling))
+        edges.append(at_the_edge(logits, rollout, sampling, own[-1]))
+    return held(rollouts, own, rounding.scale, edges, SAME_PROGRAM)
 
 
-def held(rollouts: Sequence[Rollout], own: Sequence[Sequence[float]], scale: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Returned numbers against others of the same tokens, with the first token that rounding does not explain."""
+def held(
+    rollouts: Sequence[Rollout],
+    own: Sequence[Sequence[float]],
+    scale: Sequence[np.ndarray],
+    edges: Sequence[Sequence[bool]] | None = None,
+    least: float = LEAST,
+) -> dict[str, Any]:
+    """Returned numbers against others of the same tokens, with the first token that rounding does not explain.
+
+    Args:
+        rollouts: With the returned numbers.
+        own: The others.
+        scale: What rounding moves each token by.
+        edges: Tokens at the edge of a nucleus; a few of them may be outside.
+        least: Share of its scale below which a difference has no sign that counts.
+    """
     d = [np.asarray(r.logprobs) - np.asarray(o) for r, o in zip(rollouts, own, strict=True)]
-    total = sum(len(x) for x in d)
-    outside = sum(int((~np.isfinite(x)).sum()) for x in d)
-    few = outside <= max(1, FEW * total)
-    found = judge([np.where(np.isfinite(x), x, 0.0 if few else np.inf) for x in d], scale)
+    at_edge = [np.asarray(e, dtype=bool) for e in edges] if edges is not None else [np.zeros(len(x), dtype=bool) for x in d]
+    total, outside = sum(len(x) for x in d), int(sum(e.sum() for e in at_edge))
+    if outside <= max(1, FEW * total):
+        d = [np.where(edge, 0.0, x) for x, edge in zip(d, at_edge, strict=True)]
+    found = judge(d, scale, least)
     facts = found.to_dict() | {"says": found.says(), "outside_the_nucleus": outside, "example": None}
     if not found.explained:
         at, place = found.worst

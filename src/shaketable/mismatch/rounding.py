@@ -38,6 +38,10 @@ ACCUMULATION = 8.0 * 2.0**-24
 """Of a product's size, its error in float32: partial sums are larger than the sum."""
 BIASED = (0.2, 0.8)
 CERTAIN = 1e-3
+LEAST = 0.05
+"""Of a token's scale: a smaller difference between two programs has no sign that counts."""
+SAME_PROGRAM = 0.002
+"""The same between two passes of one program, whose weights are the same: they do not lean."""
 IMPOSSIBLE = 100.0
 """Nats, of a token to which one side gives no probability."""
 FEWEST = 8
@@ -149,9 +153,14 @@ class Judgement:
     biased: bool
 
     @property
+    def too_large(self) -> bool:
+        """Whether rounding cannot have made differences of this size."""
+        return self.mean_ratio > MEAN or self.worst_ratio > LARGEST
+
+    @property
     def explained(self) -> bool:
         """Whether rounding can have made them."""
-        return self.mean_ratio <= MEAN and self.worst_ratio <= LARGEST and not self.biased
+        return not self.too_large and not self.biased
 
     def says(self) -> str:
         """Why rounding does not explain them; empty where it does."""
@@ -195,7 +204,8 @@ def measure(
     for draw in range(DRAWS):
         for i, logits in enumerate(trainer.logits(rollouts, Dither(coarser, draw))):
             for place, (terms, own) in enumerate(((Sampling(1), raw), (sampling, meant))):
-                moved = np.asarray(expected(logits, rollouts[i], terms)) - np.asarray(own[i])
+                with np.errstate(invalid="ignore"):  # impossible in both
+                    moved = np.asarray(expected(logits, rollouts[i], terms)) - np.asarray(own[i])
                 squares[place][i].append(np.where(np.isfinite(moved), moved, np.nan) ** 2)
     raw_scale, scale = (_scales(part) for part in squares)
     mean = float(np.concatenate(scale).mean() * np.sqrt(2 / np.pi))
@@ -210,8 +220,14 @@ def _scales(squares: list[list[np.ndarray]]) -> list[np.ndarray]:
     return [np.sqrt((np.nansum(e, 0) + PRIOR * pooled**2) / ((~np.isnan(e)).sum(0) + PRIOR)) for e in every]
 
 
-def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray]) -> Judgement:
-    """Hold differences against rounding; a difference that is not finite is as large as can be."""
+def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = LEAST) -> Judgement:
+    """Hold differences against rounding; a difference that is not finite is as large as can be.
+
+    Args:
+        d: By rollout.
+        scale: What rounding moves each token by.
+        least: Share of its scale below which a difference has no sign that counts.
+    """
     flat, sizes = np.concatenate(list(d)), np.concatenate(list(scale))
     flat = np.where(np.isfinite(flat), flat, IMPOSSIBLE)
     ratio = np.abs(flat) / sizes
@@ -219,7 +235,7 @@ def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray]) -> Judgement:
     ends = np.cumsum([len(x) for x in d])
     rollout = int(np.searchsorted(ends, at, side="right"))
     position = at - (int(ends[rollout - 1]) if rollout else 0)
-    low, high = positive_share(d, scale)
+    low, high = positive_share(d, scale, least)
     size = np.abs(flat)
     return Judgement(
         tokens=len(flat),
@@ -233,7 +249,7 @@ def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray]) -> Judgement:
     )
 
 
-def positive_share(d: Sequence[np.ndarray], scale: Sequence[np.ndarray]) -> tuple[float, float]:
+def positive_share(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = LEAST) -> tuple[float, float]:
     """Interval of the share of positive differences, among those that are more than the last digit.
 
     Tokens of one rollout are not independent: the number of observations is divided by what clustering adds to the variance
@@ -241,7 +257,7 @@ def positive_share(d: Sequence[np.ndarray], scale: Sequence[np.ndarray]) -> tupl
     """
     counts = []
     for one, size in zip(d, scale, strict=True):
-        kept = one[np.abs(one) > np.maximum(0.05 * size, 4 * SMALLEST)]
+        kept = one[np.abs(one) > np.maximum(least * size, 4 * SMALLEST)]
         if len(kept):
             counts.append((int((kept > 0).sum()), len(kept)))
     if not counts or sum(n for _, n in counts) < FEWEST:

@@ -80,7 +80,7 @@ def semantics(trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling,
         low, high = gain(base_loss, loss)
         row: dict[str, Any] = {"name": hypothesis.name, "says": hypothesis.says, "mean_abs": _finite(d), "gain": [low, high]}
         row |= _judged(d, case.scale)
-        row["wins"] = bool(low > 0 and row["mean_abs"] <= LEAVES * before)
+        row["wins"] = bool(low > 0 and row["mean_abs"] <= LEAVES * before and _is_no_rounding(hypothesis.name, rounding))
         facts["rows"].append({key: row[key] for key in ("name", "mean_abs", "gain")})
         if high > 0 and (best is None or gain(best[1], loss)[0] > 0):
             best = (row, loss)
@@ -89,7 +89,7 @@ def semantics(trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling,
     facts["best"] = best[0]
     rounds = best[0]["mean_ratio"] <= MEAN and best[0]["explained"]
     near = best[0]["mean_abs"] <= EXPLAINS * before
-    if best[0]["wins"] and (rounds or near) and _is_no_rounding(best[0]["name"], rounding):
+    if best[0]["wins"] and (rounds or near):
         facts["named"] = best[0] | {"at_floor": rounds}
     return facts
 

@@ -33,7 +33,7 @@ from shaketable.mismatch.floor import floor
 from shaketable.mismatch.gap import describe
 from shaketable.mismatch.operators.judge import Judge
 from shaketable.mismatch.operators.observe import record_batch
-from shaketable.mismatch.processing import expected
+from shaketable.mismatch.processing import at_the_edge, expected
 from shaketable.mismatch.returned import held, returned
 from shaketable.mismatch.rounding import Rounding, measure
 from shaketable.mismatch.semantics import semantics
@@ -68,10 +68,11 @@ def run_stages(question: Question, tell: Tell = lambda text, done=None: None) ->
     question = replace(question, rollouts=given)
     trainer, engine, rollouts, sampling = question.trainer, question.engine, question.rollouts, question.sampling
     tell("trainer reads the rollouts", 0.0)
-    raw, meant = [], []
+    raw, meant, edges = [], [], []
     for rollout, logits in zip(rollouts, trainer.logits(rollouts), strict=True):
         raw.append(expected(logits, rollout, Sampling(1)))
         meant.append(expected(logits, rollout, sampling))
+        edges.append(at_the_edge(logits, rollout, sampling, meant[-1]))
     facts: dict[str, Any] = {"schema": SCHEMA, "kind": "mismatch", "trainer": trainer.describe()}
     facts["engine"] = None if engine is None else engine.describe()
     facts["sampling"] = {k: v for k, v in vars(sampling).items() if k != "stop"}
@@ -81,7 +82,7 @@ def run_stages(question: Question, tell: Tell = lambda text, done=None: None) ->
     dtype = torch.bfloat16 if engine is None else engine.dtype  # a file does not say; most engines compute in it
     rounding = measure(trainer, rollouts, sampling, dtype, raw, meant)
     facts["rounding"] = rounding.to_dict()
-    facts["gap"]["judged"] = held(rollouts, meant, rounding.scale)
+    facts["gap"]["judged"] = held(rollouts, meant, rounding.scale, edges)
     facts |= {"died": None, "not_looked_at": [], "unchecked": []}
     facts |= dict.fromkeys(("returned", "weights", "routing", "operators", "shares"))
     try:
@@ -161,7 +162,8 @@ def _operators(
     if engine.together == 1:
         facts["not_looked_at"].append("operators in batches: they were recorded one rollout at a time")
     some = [question.rollouts[i] for i in chosen]
-    own, judged, names = Judge(trainer.model, trainer.dtype), Judge(trainer.model, engine.dtype, held_weights), set()
+    own, judged = Judge(trainer.model, trainer.dtype), Judge(trainer.model, engine.dtype, held_weights)
+    names: set[str] = set()
     for rollout in some:
         calls = record_batch(trainer.model, [rollout], "prefill")[0][0]
         names |= {call.name for call in calls}
@@ -169,7 +171,7 @@ def _operators(
     judged.unjudged = dict(own.unjudged)
     phases, meter = list(PHASES), Shares(trainer.model)
     made: list[list[float]] = []
-    seen: set[str] = set()
+    seen: dict[str, set[str]] = {}
     for start in range(0, len(question.rollouts), engine.together):
         batch = question.rollouts[start : start + engine.together]
         rows = [i - start for i in chosen if start <= i < start + len(batch)]
@@ -190,8 +192,8 @@ def _operators(
                 records["prompt"] = told["decode"][i].prompt or []
             for name, calls in records.items():
                 judged.judge(calls, "decode" if name == "decode" else "prefill")
-                seen |= {call.name for call in calls}
-            if not names - seen:
+                seen.setdefault(name, names.copy()).intersection_update(call.name for call in calls)
+            if all(found == names for found in seen.values()):
                 made.append(meter.add(batch[row], records, batch[row].logprobs, question.sampling))
     facts["shares"] = meter.result() if len(made) == len(some) else None
     if len(made) == len(some):
@@ -204,7 +206,7 @@ def _operators(
         )
     wrong = [row.to_dict() for row in judged.found()]
     tokens = sum(len(r.tokens) for r in some)
-    absent = sorted(names - seen)
+    absent = sorted({name for found in seen.values() for name in names - found})
     return {
         "phases": phases,
         "rollouts": len(some),

@@ -279,6 +279,8 @@ def _by_value(own: Tensor, expected: Tensor, got: Tensor, dtype: torch.dtype) ->
             return "cast", f"was cast to {lower}"
     ratio = y[wrong & (x != 0)] / x[wrong & (x != 0)]
     near = 4 * torch.finfo(dtype).eps
+    if not bool(y[wrong].any()):
+        return "scaled", f"{_where_scaled(wrong)}is zero"
     if (bits := _integer_bits(own, got)) is not None:
         return "quantized", f"was quantized to int{bits[0]}, one scale for each {bits[1]}"
     if (

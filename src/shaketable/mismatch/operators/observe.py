@@ -312,8 +312,12 @@ def _copied(call: OperatorCall) -> OperatorCall:
 def _joined(passes: list[list[OperatorCall]]) -> list[OperatorCall]:
     """Calls of single tokens put together; keys and values are those of the prompt too."""
     joined = []
-    for calls in zip(*passes, strict=True):
-        later, first = calls[1:], calls[0]
+    by_name = [{call.name: call for call in calls} for calls in passes]
+    for first in passes[0]:
+        if not all(first.name in calls for calls in by_name):  # it ran in some passes only
+            continue
+        calls = [one[first.name] for one in by_name]
+        later = calls[1:]
         inputs = {key: torch.cat([c.inputs[key] for c in (calls if key in ("k", "v") else later)]) for key in first.inputs}
         joined.append(OperatorCall(first.name, first.kind, first.layer, inputs, torch.cat([c.output for c in later])))
     return joined
