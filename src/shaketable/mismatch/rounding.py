@@ -36,7 +36,7 @@ SMALLEST = 2.0**-18
 """Log-probabilities of float32 logits are this uncertain whatever the model does: a few units of a logit of 16."""
 ACCUMULATION = 8.0 * 2.0**-24
 """Of a product's size, its error in float32: partial sums are larger than the sum."""
-BIASED = (0.2, 0.8)
+BIASED, SAME_BIASED = (0.2, 0.8), (0.35, 0.65)
 CERTAIN = 1e-3
 LEAST = 0.05
 """Of a token's scale: a smaller difference between two programs has no sign that counts."""
@@ -236,6 +236,7 @@ def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = L
     rollout = int(np.searchsorted(ends, at, side="right"))
     position = at - (int(ends[rollout - 1]) if rollout else 0)
     low, high = positive_share(d, scale, least)
+    limits = SAME_BIASED if least == SAME_PROGRAM else BIASED
     size = np.abs(flat)
     return Judgement(
         tokens=len(flat),
@@ -245,7 +246,7 @@ def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = L
         worst_ratio=float(ratio[at]),
         worst=(rollout, position),
         positive=(low, high),
-        biased=low > BIASED[1] or high < BIASED[0],
+        biased=low > limits[1] or high < limits[0],
     )
 
 
