@@ -3,7 +3,7 @@
     python benchmarks/mismatch.py [--only nano,planted] [--runs 8]    # the python of scripts/framework_env.sh vllm
 
 Every case is a vLLM of its own, in a process of its own, against the same checkpoint in transformers. A healthy run draws
-prompts, lets vLLM sample and climbs the ladder. The planted defects (`tests/frameworks/vllm/planted.py`) are put into the
+prompts, lets vLLM sample and runs all stages. The planted defects (`tests/frameworks/vllm/planted.py`) are put into the
 worker by hand. Writes mismatch.json and mismatch.md beside this file; cases that are not asked for keep what was measured last.
 """
 
@@ -172,15 +172,15 @@ def prompts(tokenizer: Any, model: str, seed: int) -> list[list[int]]:
 
 
 def one(trainer: Any, engine: Any, model: str, seed: int, earlier: Any = None, **sampling: Any) -> dict[str, Any]:
-    """Sample, climb, and keep what the table needs."""
+    """Sample, run the stages, and keep what the table needs."""
     from shaketable.mismatch.engines.engine import Sampling
-    from shaketable.mismatch.ladder import Question, climb
+    from shaketable.mismatch.stages import Question, run_stages
 
     started = time.perf_counter()
     chosen = Sampling(16, seed=seed, **sampling)
     rollouts = engine.sample(prompts(trainer.tokenizer, model, seed), chosen)
-    found = climb(Question(trainer, engine, rollouts, chosen, earlier or {}, recorded=2))
-    keep = {key: found[key] for key in ("verdict", "rung", "sentence", "at_floor", "not_looked_at")}
+    found = run_stages(Question(trainer, engine, rollouts, chosen, earlier or {}, recorded=2))
+    keep = {key: found[key] for key in ("verdict", "stage", "sentence", "at_floor", "not_looked_at")}
     sizes = {"gap": found["gap"]["mean_abs"], "k3": found["gap"]["k3"], "floor": found["floor"]["mean_abs"]}
     floors = {f"{row['side']}, {row['variant']}": row["mean_abs"] for row in found["floor"]["rows"]}
     shares = found["shares"] and [[f["family"], f["share"]] for f in found["shares"]["families"]]
@@ -214,7 +214,7 @@ def planted(trainer: Any, engine: Any, case: Case, names: str) -> dict[str, Any]
         with defect.plant(engine):
             got = one(side, engine, case.model, 0, earlier, **defect.sampling)
         said = all(word in got["sentence"] for word in defect.words)
-        is_right = got["verdict"] == "DEFECT" and got["rung"] == defect.rung and said
+        is_right = got["verdict"] == "DEFECT" and got["stage"] == defect.rung and said
         unseen = defect.unseen if case.dtype == "bfloat16" else ""
         facts = {"says": defect.says, "asked_rung": defect.rung, "named": is_right, "unseen": unseen, "commit": commit()}
         found[name] = facts | got
@@ -231,7 +231,7 @@ def page(record: dict[str, Any]) -> str:
         "# Mismatch: vLLM against transformers",
         "",
         "Written by `benchmarks/mismatch.py`. vLLM's CPU build and transformers hold the same checkpoint in the same dtype;",
-        "vLLM samples, and `shaketable mismatch` climbs its ladder on that. Gap and floor are mean |Δ log p| per token.",
+        "vLLM samples, and `shaketable mismatch` runs its stages on that. Gap and floor are mean |Δ log p| per token.",
         "Commits are those of the code that ran; f36c2c6, ffcb86f and 00bcc52 are those that published the case.",
         "",
         f"**{len(runs)} healthy runs: {legal} LEGAL, {wrong} with a defect named, {len(runs) - legal - wrong} inconclusive.**",
@@ -259,9 +259,9 @@ def _named(row: dict[str, Any]) -> str:
 
 def _planted(rows: dict[str, Any]) -> list[str]:
     named = sum(row["named"] for row in rows.values())
-    head = ["| planted | named | rung | what was said | commit |", "|---|---|---|---|---|"]
+    head = ["| planted | named | stage | what was said | commit |", "|---|---|---|---|---|"]
     body = [
-        f"| {row['says']} | {_named(row)} | {row['rung']} | {row['sentence'].split('. The gap')[0]} | {row['commit']} |"
+        f"| {row['says']} | {_named(row)} | {row['stage']} | {row['sentence'].split('. The gap')[0]} | {row['commit']} |"
         for row in rows.values()
     ]
     return [f"{named} of {len(rows)} named.", "", *head, *body]

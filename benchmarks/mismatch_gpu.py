@@ -3,7 +3,7 @@
     python3 benchmarks/mismatch_gpu.py                                    # with the python3 of a machine with CUDA
     python3 benchmarks/mismatch_gpu.py --model nano --device cpu -n 4     # to see that it runs
 
-Each row is one climb of `shaketable mismatch` with the engine `hf`, on completions that the engine drew. On a GPU
+Each row is one run of `shaketable mismatch` with the engine `hf`, on completions that the engine drew. On a GPU
 the table goes to `results/mismatch-h200.md`.
 """
 
@@ -24,7 +24,7 @@ from shaketable.measure.tasks.load import load_task
 from shaketable.measure.tasks.task import sample
 from shaketable.mismatch.engines.engine import Sampling
 from shaketable.mismatch.engines.hf import HFArguments, HFEngine
-from shaketable.mismatch.ladder import Question, climb
+from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from shaketable.models import load_model, quieten
 
@@ -63,7 +63,7 @@ def climbed(pair: Pair, model: str, device: str, n: int) -> dict[str, Any]:
     task = load_task("arithmetic,level=2")
     prompts = [prompt_tokens(tokenizer, task, problem) for problem in sample(task, "test", n, 0)]
     how = Sampling(48, stop=Decoder.of(loaded, tokenizer, 48).ends)
-    return climb(Question(trainer, engine, engine.sample(prompts, how), how, {}, min(n, 8)))
+    return run_stages(Question(trainer, engine, engine.sample(prompts, how), how, {}, min(n, 8)))
 
 
 def row(pair: Pair, found: dict[str, Any]) -> str:

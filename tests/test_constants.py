@@ -36,9 +36,10 @@ CONSTANTS = {
     "launch.live_json.SHARE": 20,
     "harden.grpo.checkpoints.KEEP": 2,
     # what is called legal between sampler and trainer
-    "mismatch.floor.NEAR": 3.0,
+    "mismatch.rounding.MEAN": 1.5,
+    "mismatch.rounding.LARGEST": 10.0,
     "mismatch.semantics.EXPLAINS": 0.2,
-    "mismatch.semantics.HALF": 0.5,
+    "mismatch.semantics.LEAVES": 0.6,
     "mismatch.verdict.REPRODUCES": 0.5,
     "mismatch.operators.attention.SCALE": 2.0,
     "mismatch.operators.attention.SIGMAS": 6.0,

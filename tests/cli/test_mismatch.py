@@ -1,4 +1,4 @@
-"""`shaketable mismatch` as its user meets it: the ladder, three exit codes, its files, and one line for what is wrong."""
+"""`shaketable mismatch` as its user meets it: the stages, three exit codes, its files, and one line for what is wrong."""
 
 import json
 
@@ -23,12 +23,13 @@ def test_a_legal_pair_with_all_its_files(tmp_path):
     assert done.code == 0, done.stderr + done.stdout
     for word in (
         "1 gap",
-        "2 floor",
-        "3 semantics",
-        "4 weights",
-        "5 routing",
-        "6 operators",
-        "7 shares",
+        "2 returned",
+        "3 floor",
+        "4 semantics",
+        "5 weights",
+        "6 routing",
+        "7 operators",
+        "8 shares",
         "Not looked at",
         "LEGAL",
     ):

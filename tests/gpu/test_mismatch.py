@@ -1,11 +1,11 @@
-"""The ladder on an accelerator: healthy settings are legal, and TF32 is named."""
+"""`mismatch` on an accelerator: healthy settings are legal, and TF32 is named."""
 
 import pytest
 import torch
 
 from shaketable.mismatch.engines.engine import Sampling
 from shaketable.mismatch.engines.hf import HFEngine
-from shaketable.mismatch.ladder import Question, climb
+from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from shaketable.models import load_model
 from tests.mismatch import pairs
@@ -17,7 +17,7 @@ def verdict(dtype, **arguments):
     model, tokenizer = load_model("nano", device="cuda", dtype=getattr(torch, dtype))
     other = HFEngine.open("nano", {"device": "cuda", "dtype": dtype, **arguments})
     how = Sampling(20, stop=(tokenizer.eos_token_id,))
-    return climb(Question(Trainer(model, tokenizer, "nano"), other, other.sample(pairs.prompts(), how), how, {}, 2))
+    return run_stages(Question(Trainer(model, tokenizer, "nano"), other, other.sample(pairs.prompts(), how), how, {}, 2))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -29,5 +29,5 @@ def test_healthy_settings_are_legal(dtype, arguments):
 
 def test_tf32_is_named():
     found = verdict("float32", tf32=True)
-    assert found["rung"] == "operators", found["sentence"]
+    assert found["stage"] == "operators", found["sentence"]
     assert "TF32" in found["operators"]["wrong"][0]["class"]

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from shaketable.mismatch.engines.engine import Rollout, Sampling
+from shaketable.mismatch.engines.engine import OperatorCall, Phase, Rollout, Sampling
 from shaketable.mismatch.engines.hf import HFEngine
-from shaketable.mismatch.ladder import Question, climb
+from shaketable.mismatch.operators.observe import record_batch
+from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from shaketable.models import load_model, quieten
 
@@ -47,7 +48,12 @@ def rollouts(other: HFEngine, how: Sampling | None = None, count: int = 6) -> li
 def verdict(
     other: HFEngine, how: Sampling | None = None, given: list[Rollout] | None = None, recorded: int = 2
 ) -> dict[str, Any]:
-    """The whole ladder."""
+    """Every stage."""
     how = how or sampling()
     found = given if given is not None else rollouts(other, how)
-    return climb(Question(trainer(), other, found, how, {}, recorded))
+    return run_stages(Question(trainer(), other, found, how, {}, recorded))
+
+
+def record(model: Any, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
+    """The operators of a model on one sequence."""
+    return record_batch(model, [Rollout(tokens[:prompt_length], tokens[prompt_length:], [])], phase)[0][0]

@@ -24,6 +24,8 @@ def read(tmp_path, *lines):
         {"prompt_ids": [5, 6], "completion_ids": [7, 8], "logprobs": [-1, -2]},
         {"prompt_ids": [5, 6], "completion_ids": [7, 8], "logprobs": [[-1.0], [-2.0]]},
         {"prompt_ids": [5, 6], "completion_ids": [7, 8], "logprobs": [[-9, -1], [-2, -9]], "logprob_token_ids": [[1, 7], [8, 1]]},
+        {"prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-1.0, -2.0]},
+        {"prompt_token_ids": [5, 6], "outputs": [{"token_ids": [7, 8], "logprobs": [{"7": {"logprob": -1.0, "rank": 1}}, {"8": -2.0}]}]},
         {
             "prompt_ids": [0, 5, 6], "prompt_mask": [0, 1, 1],
             "completion_ids": [7, 8, 0], "completion_mask": [1, 1, 0], "sampling_per_token_logps": [-1.0, -2.0, 0.0],

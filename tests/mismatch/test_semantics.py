@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from shaketable.mismatch.floor import floor
+from shaketable.mismatch.engines.engine import Sampling
+from shaketable.mismatch.processing import expected
+from shaketable.mismatch.rounding import measure
 from shaketable.mismatch.semantics import semantics
 from tests.mismatch import pairs
 
@@ -13,8 +16,12 @@ LIMITS = {"temperature": 0.7, "top_p": 0.9, "top_k": 12}
 
 def named(declared, rollouts):
     trainer = pairs.trainer()
-    low = floor(trainer, None, rollouts, trainer.logprobs(rollouts))
-    return semantics(trainer, rollouts, declared, low)["named"]
+    raw, meant = [], []
+    for rollout, logits in zip(rollouts, trainer.logits(rollouts), strict=True):
+        raw.append(expected(logits, rollout, Sampling(1)))
+        meant.append(expected(logits, rollout, declared))
+    rounding = measure(trainer, rollouts, declared, torch.float32, raw, meant)
+    return semantics(trainer, rollouts, declared, rounding)["named"]
 
 
 def returned(**how):

@@ -8,11 +8,11 @@ import yaml
 from shaketable.inject import inject
 from shaketable.mismatch.engines.hf import HFEngine
 from shaketable.mismatch.fitted_plan import plan_text
-from shaketable.mismatch.operators.observe import record
 from shaketable.mismatch.shares import Shares
 from shaketable.mismatch.teacher_forcing import completion_logits
 from shaketable.plan import Plan
 from tests.mismatch import pairs
+from tests.mismatch.pairs import record
 
 CLAUSES = {"linear": "gain:0.01@module.linear", "lm_head": "gain:0.02@module.lm_head,include=lm_head"}
 

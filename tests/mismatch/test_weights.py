@@ -64,7 +64,25 @@ def test_a_parameter_of_higher_precision_than_the_engine_computes_in_is_no_diffe
 
 def test_an_engine_that_holds_more_bits_than_the_trainer_was_not_synced_from_it():
     assert kind_of(WEIGHT, WEIGHT.bfloat16()) == "finer"
-    assert kind_of(WEIGHT.half(), WEIGHT.bfloat16(), torch.float16) == "finer"
+
+
+def test_float16_and_bfloat16_of_one_source_are_no_difference_and_another_step_is():
+    assert kind_of(WEIGHT.half(), WEIGHT.bfloat16(), torch.float16) is None
+    assert kind_of(WEIGHT.bfloat16(), WEIGHT.half(), torch.bfloat16) is None
+    assert kind_of((WEIGHT + 0.01 * OTHER).bfloat16(), WEIGHT.half(), torch.bfloat16) == "stale"
+
+
+def test_a_weight_that_was_quantized_to_integers_is_named():
+    scale = WEIGHT.abs().amax(-1, keepdim=True) / 127
+    found = compare({"w": WEIGHT}, [("w", (WEIGHT / scale).round() * scale)], torch.float32)["differing"][0]
+    assert (found["kind"], found["says"]) == ("quantized", "was quantized to int8, one scale for each row")
+
+
+def test_one_row_that_is_scaled_is_named_as_one_row():
+    got = WEIGHT.clone()
+    got[7] *= 1.5
+    found = compare({"w": WEIGHT}, [("w", got)], torch.float32)["differing"][0]
+    assert (found["kind"], found["says"]) == ("scaled", "has one row that is not the trainer's: row 7 is multiplied by 1.5")
 
 
 def test_two_experts_that_were_swapped():

@@ -10,10 +10,10 @@ from tests.mismatch import pairs, planted
 EVIL = "<script>alert(1)</script>\"'&"
 
 
-def test_every_rung_is_on_the_page():
+def test_every_stage_is_on_the_page():
     found = json.loads(json.dumps(pairs.verdict(pairs.engine(torch.bfloat16), recorded=1)))
     text = page(found)
-    for word in ("LEGAL", "The ladder", "Gap and floor", "Shares of the KL", "Operators", "Semantics", "Not looked at"):
+    for word in ("LEGAL", "The stages", "Gap and floor", "Shares of the KL", "Operators", "Semantics", "Not looked at"):
         assert word in text
     for row in found["shares"]["families"]:
         assert row["family"] in text
@@ -32,10 +32,10 @@ def test_a_defect_is_on_the_page_and_nothing_of_others_is_code():
 
 
 def test_a_page_without_an_engine():
-    from shaketable.mismatch.ladder import Question, climb
+    from shaketable.mismatch.stages import Question, run_stages
 
     given = pairs.rollouts(pairs.engine(torch.bfloat16), count=3)
-    text = page(climb(Question(pairs.trainer(), None, given, pairs.sampling(), {})))
+    text = page(run_stages(Question(pairs.trainer(), None, given, pairs.sampling(), {})))
     assert "recorded log-probabilities" in text
 
 

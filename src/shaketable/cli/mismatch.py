@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
     from shaketable.mismatch.trainer import Trainer
 
 MODES = ("raw", "processed")
-Tell = Callable[[str], None]
+Tell = Callable[..., None]
+"""What is being done, and the share of the work that is behind."""
 
 
 def mismatch(
@@ -52,8 +56,8 @@ def mismatch(
     ] = None,
     recorded: Annotated[int, typer.Option(min=1, help="Rollouts whose operators are recorded.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Draws prompts and tokens.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every rung as JSON.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write every rung as one page.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every stage as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write every stage as one page.")] = None,
     plan_out: Annotated[
         Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured differences as a plan, YAML.")
     ] = None,
@@ -64,9 +68,10 @@ def mismatch(
 ) -> None:
     """Find out why sampler and trainer give the same tokens different probabilities.
 
-    A ladder, each rung with its numbers: the gap, the floor (each side against itself), semantics (temperature, top-p, BOS, …),
-    weights bit for bit, routing, operators against their rounding intervals, and the share of the KL that each family causes.
-    Exits 0 legal rounding only, 1 a defect was named, 4 inconclusive.
+    Stages, each with its numbers: the gap, the returned numbers against the engine's own logits, the floor (each side against
+    itself), semantics (temperature, top-p, BOS, …), weights bit for bit, routing, operators against their rounding intervals,
+    and the share of the KL that each family causes. Exits 0 legal: every link was checked, and only rounding is left;
+    1 a defect was named; 4 inconclusive: a link could not be checked, and is named.
 
     shaketable mismatch --trainer smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
     """
@@ -75,7 +80,7 @@ def mismatch(
     _check(engine, task, tokens, logprobs)
     arguments = _arguments(engine_args)
     from shaketable.cli.locate import load
-    from shaketable.mismatch.ladder import Question, climb
+    from shaketable.mismatch.stages import Question, run_stages
     from shaketable.mismatch.trainer import Trainer
     from shaketable.models import quieten
 
@@ -102,7 +107,8 @@ def mismatch(
                 from shaketable.mismatch.rollout_file import write_rollouts
 
                 write(tokens_out, write_rollouts(rollouts))
-            found = climb(Question(own, other, rollouts, sampling, older, recorded), tell)
+            found = run_stages(Question(own, other, rollouts, sampling, older, recorded), tell)
+    found |= _made_by()
     _show(found, json_file, html_file, plan_out)
     raise typer.Exit(found["exit_code"])
 
@@ -185,24 +191,36 @@ def _sampled(
 
 @contextmanager
 def _live() -> Iterator[Tell]:
-    """A line on standard error that says what is being done and for how long, gone when done."""
+    """A bar on standard error: the stage, how far the work is, and the time left, gone when done."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        row = bar.add_task("loading", total=None)
-        yield lambda text: bar.update(row, description=text)
+        row = bar.add_task("loading", total=1.0)
+
+        def tell(text: str, done: float | None = None) -> None:
+            bar.update(row, description=text, completed=done)
+
+        yield tell
+
+
+def _made_by() -> dict[str, str]:
+    """What a page and its JSON are of."""
+    from shaketable import __version__
+
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"command": shlex.join(["shaketable", *sys.argv[1:]]), "date": now, "version": __version__}
 
 
 def _show(found: dict[str, Any], json_file: Path | None, html_file: Path | None, plan_out: Path | None) -> None:
     from rich.console import Console
 
-    from shaketable.cli.tables.mismatch import print_ladder
+    from shaketable.cli.tables.mismatch import print_stages
 
-    print_ladder(found, Console(highlight=False))
+    print_stages(found, Console(highlight=False))
     if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        write(json_file, json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if html_file is not None:
         from shaketable.report.mismatch_html import page
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from shaketable.errors import ShaketableError
 from shaketable.io.replacing import replacing
@@ -15,7 +15,9 @@ def check_free(files: list[Path], inputs: list[Path], force: bool) -> None:
     for file in files:
         try:
             problem = _problem(file, taken, force)
-        except (OSError, RuntimeError) as error:  # a folder that may not be read, a name too long, a circle of links
+        except OSError as error:  # a folder that may not be read or written, a name too long
+            problem = error.strerror or str(error)
+        except RuntimeError as error:  # a circle of links
             problem = str(error)
         if problem:
             raise ShaketableError(f"cannot write {file}: {problem}")
@@ -32,7 +34,8 @@ def _problem(file: Path, taken: list[Path], force: bool) -> str:
     folder = file.resolve().parent
     if not folder.is_dir():
         return "its folder does not exist"
-    return "" if os.access(folder, os.W_OK) else "its folder is not writable"
+    with TemporaryFile(dir=folder):  # permissions do not say whether a folder can be written to: a disk may be read-only
+        return ""
 
 
 def write(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ def plan_text(facts: dict[str, Any]) -> str | None:
     """A plan file; None when there is nothing to inject.
 
     Args:
-        facts: The result of a ladder.
+        facts: The result of `run_stages`.
     """
     shares = facts["shares"]
     if shares is None or not shares["plan"]:

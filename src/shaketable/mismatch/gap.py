@@ -39,6 +39,8 @@ class Distance:
     k3: float
     outside: float
     """Share of tokens whose ratio leaves [0.9, 1.1]."""
+    impossible: int = 0
+    """Tokens to which one side gives no probability at all."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -51,12 +53,17 @@ def differences(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[fl
 
 
 def distance(d: Sequence[np.ndarray]) -> Distance:
-    """All tokens of all rollouts."""
-    flat = np.concatenate(list(d))
+    """All tokens of all rollouts; those that one side calls impossible are in `impossible` and in no mean."""
+    every = np.concatenate(list(d)) if len(d) else np.zeros(0)
+    flat = every[np.isfinite(every)]
+    lost = len(every) - len(flat)
+    if not len(flat):
+        return Distance(len(every), 0.0, 0.0, 0.0, 0.0, 1.0 if lost else 0.0, lost)
     ratio = np.exp(-flat)
     size = np.abs(flat)
     outside = float(np.mean((ratio < LOW) | (ratio > HIGH)))
-    return Distance(len(flat), float(size.mean()), float(size.max()), float(flat.mean()), float(k3_of(flat).mean()), outside)
+    k1, k3 = float(flat.mean()), float(k3_of(flat).mean())
+    return Distance(len(every), float(size.mean()), float(size.max()), k1, k3, outside, lost)
 
 
 def k3_of(d: np.ndarray) -> np.ndarray:
@@ -67,7 +74,11 @@ def k3_of(d: np.ndarray) -> np.ndarray:
 
 def interval(d: Sequence[np.ndarray], seed: int = 0) -> dict[str, Any]:
     """95 % of mean k1 and k3."""
-    parts = list(d) if len(d) >= FEWEST else [np.array([x]) for x in np.concatenate(list(d))]
+    kept = [x[np.isfinite(x)] for x in d]
+    kept = [x for x in kept if len(x)]
+    if not kept:
+        return {"over": "tokens", "k1": [0.0, 0.0], "k3": [0.0, 0.0]}
+    parts = kept if len(d) >= FEWEST else [np.array([x]) for x in np.concatenate(kept)]
     sums = np.array([[p.sum(), k3_of(p).sum(), len(p)] for p in parts])
     drawn = np.random.default_rng(seed).integers(0, len(sums), (DRAWS, len(sums)))
     totals = sums[drawn].sum(1)
@@ -78,7 +89,7 @@ def interval(d: Sequence[np.ndarray], seed: int = 0) -> dict[str, Any]:
 
 
 def describe(rollouts: Sequence[Rollout], trainer: Sequence[Sequence[float]], words: Any = None) -> dict[str, Any]:
-    """The first rung: all that is known of the gap.
+    """All that is known of the gap.
 
     Args:
         rollouts: With the engine's own log-probabilities.
@@ -97,7 +108,7 @@ def _worst(rollouts: Sequence[Rollout], d: Sequence[np.ndarray], words: Any) -> 
     for r, t in places[:WORST]:
         token, engine = rollouts[r].completion[t], rollouts[r].logprobs[t]
         text = None if words is None else words(token)
-        trained = engine - float(d[r][t])
+        trained = engine - float(d[r][t]) if np.isfinite(d[r][t]) else None
         found.append({"rollout": r, "position": t, "token": token, "text": text, "engine": engine, "trainer": trained})
     return found
 

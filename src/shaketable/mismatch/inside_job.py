@@ -15,7 +15,7 @@ from shaketable.errors import ShaketableError
 from shaketable.mismatch.engines.engine import NotToldError, Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.floor import floor
 from shaketable.mismatch.gap import differences, distance
-from shaketable.mismatch.semantics import expected
+from shaketable.mismatch.processing import expected
 from shaketable.mismatch.shares import Shares
 from shaketable.mismatch.trainer import Trainer
 
@@ -54,13 +54,17 @@ class Budget:
 
 
 def gap(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]]) -> dict[str, float]:
-    """How far the two sides' log-probabilities of the same tokens are apart."""
+    """How far the two sides' log-probabilities of the same tokens are apart; nothing where there is no token."""
+    if not any(len(x) for x in trainer):
+        return {}
     found = distance(differences(engine, trainer))
     return {"gap": found.mean_abs, "k3": found.k3, "outside": found.outside}
 
 
 def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """How far each side is from itself, and the family of operators that causes most of the divergence, by name."""
+    if not rollouts:
+        return {}
     raw = [expected(logits, r, Sampling(1)) for r, logits in zip(rollouts, side.logits(rollouts), strict=True)]
     found = {"floor": float(floor(side, engine, rollouts, raw)["mean_abs"])}
     return found if engine is None else found | _share(side, engine, min(rollouts, key=lambda r: len(r.tokens)))
@@ -69,9 +73,8 @@ def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Seque
 def _share(side: Trainer, engine: RolloutEngine, rollout: Rollout) -> dict[str, float]:
     meter = Shares(side.model)
     try:
-        told = engine.record(rollout.tokens, len(rollout.prompt), "decode")
-        record = {"prompt": engine.record(rollout.prompt, len(rollout.prompt), "prefill"), "decode": told}
-        meter.add(rollout, record, engine.logprobs([rollout], "decode")[0])
+        (told,) = engine.record([rollout], "decode")
+        meter.add(rollout, {"prompt": told.prompt or [], "decode": told.calls}, engine.logprobs([rollout], "decode")[0])
     except NotToldError:
         return {}
     found = meter.result()

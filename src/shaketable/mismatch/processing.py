@@ -1,17 +1,23 @@
 """What samplers do to logits before they draw: penalties, biases, temperature, top-k, top-p.
 
-In the order of vLLM and of transformers. It is used twice: by the engine that is a Hugging Face model, and by the rung that
+In the order of vLLM and of transformers. It is used twice: by the engine that is a Hugging Face model, and by the stage that
 asks which of these steps are in log-probabilities that somebody returned.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from shaketable.mismatch.engines.engine import Sampling
+from shaketable.mismatch.engines.engine import Rollout, Sampling
+from shaketable.mismatch.teacher_forcing import chosen
+
+WIDER = 0.05
+"""Of the probability: how much wider a nucleus is made to say that a token lies at its edge."""
 
 
 def processed(logits: Tensor, sampling: Sampling, before: Sequence[Sequence[int]]) -> Tensor:
@@ -49,3 +55,25 @@ def _nucleus(x: Tensor, top_p: float) -> Tensor:
     p = ordered.softmax(-1)
     out = p.cumsum(-1) - p >= top_p
     return x.masked_fill(torch.zeros_like(out).scatter(1, places, out), -torch.inf)
+
+
+def expected(logits: Tensor, rollout: Rollout, sampling: Sampling) -> list[float]:
+    """The log-probabilities that the engine should have returned, by the trainer's logits and the way it was asked."""
+    if sampling.logprobs_mode == "raw":
+        return chosen(logits, rollout.completion)
+    return in_terms_of(logits, rollout, sampling)
+
+
+def at_the_edge(logits: Tensor, rollout: Rollout, sampling: Sampling, own: Sequence[float]) -> list[bool]:
+    """Which tokens lie just outside of a nucleus, where rounding may put them inside: a slightly wider one has them."""
+    if sampling.logprobs_mode == "raw" or all(math.isfinite(x) for x in own):
+        return [False] * len(own)
+    k = sampling.top_k + 2 + sampling.top_k // 4 if sampling.top_k else 0
+    wider = in_terms_of(logits, rollout, replace(sampling, top_p=min(1.0, sampling.top_p + WIDER), top_k=k))
+    return [not math.isfinite(x) and math.isfinite(y) for x, y in zip(own, wider, strict=True)]
+
+
+def in_terms_of(logits: Tensor, rollout: Rollout, sampling: Sampling) -> list[float]:
+    """Processed log-probabilities of a completion."""
+    before = [[*rollout.prompt, *rollout.completion[:i]] for i in range(len(rollout.completion))]
+    return chosen(processed(logits.double(), sampling, before), rollout.completion)

@@ -5,6 +5,7 @@ The names of fields are those that trainers have for them, and each may be padde
     ours    prompt          completion        logprobs
     TRL     prompt_ids      completion_ids    logprobs, or sampling_per_token_logps     prompt_mask, completion_mask
     verl    prompts         responses         rollout_log_probs                         attention_mask, response_mask
+    vLLM    prompt_token_ids token_ids        logprobs, as a list or by token           of a request, or in its `outputs`
 
 TRL's `logprobs` may hold a list for each token, the most likely ones of vLLM, with `logprob_token_ids` beside it: then the
 token's own is taken. What TRL writes with `log_completions` and verl into `rollout_data_dir` is text: text does not say which
@@ -21,8 +22,8 @@ from typing import Any
 from shaketable.errors import ShaketableError
 from shaketable.mismatch.engines.engine import Rollout
 
-PROMPT = ("prompt_ids", "prompts", "prompt")
-COMPLETION = ("completion_ids", "responses", "completion")
+PROMPT = ("prompt_ids", "prompts", "prompt_token_ids", "prompt")
+COMPLETION = ("completion_ids", "responses", "token_ids", "completion")
 LOGPROBS = ("sampling_per_token_logps", "rollout_log_probs", "logprobs")
 WANTED = "write prompt_ids, completion_ids and logprobs, a list of each on every line"
 
@@ -62,6 +63,8 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _rollout(line: dict[str, Any], where: str) -> Rollout:
+    if isinstance(outputs := line.get("outputs"), list) and outputs and isinstance(outputs[0], dict):
+        line = line | outputs[0]  # a request of vLLM's: its first completion
     prompt, completion, logprobs = (_field(line, names, where) for names in (PROMPT, COMPLETION, LOGPROBS))
     prompt, completion = _ids(prompt, where, "prompt"), _ids(completion, where, "completion")
     told = _own_logprobs(logprobs, line.get("logprob_token_ids"), completion, where)
@@ -96,7 +99,12 @@ def _own_logprobs(values: list[Any], tokens: Any, completion: list[int], where: 
     found = []
     for i, value in enumerate(values):
         own = value
-        if isinstance(value, list):
+        if isinstance(value, dict):
+            own = value.get(str(completion[i])) if i < len(completion) else None
+            own = own.get("logprob") if isinstance(own, dict) else own
+            if own is None:
+                raise ShaketableError(f"{where}: token {i} has candidates, and it is not among them")
+        elif isinstance(value, list):
             names = (
                 tokens[i] if isinstance(tokens, list) and i < len(tokens) else [completion[i]] if i < len(completion) else []
             )

@@ -1,4 +1,4 @@
-"""The seventh rung: how much of the divergence each family of operators causes.
+"""How much of the divergence each family of operators causes.
 
 For every recorded call the trainer computes the same operator on the engine's inputs; the difference is what this operator,
 and nothing before it, does otherwise. Then the differences of one family are added to the trainer's own results, in an
@@ -9,7 +9,7 @@ what they do not is not covered by the shares.
 The last operator, log_softmax, makes the number that is returned and nothing that a forward could read: its difference d from
 the trainer's, which is in float64, is added to the log-probability of the token itself. An error of the sum over the
 vocabulary shifts all tokens of a row by the same d, so that they no longer sum to one; KL for such numbers,
-Σ p·log(p/q) − p + q, is exp(d) − 1 − d, which is d²/2, as k3 of the first rung is.
+Σ p·log(p/q) − p + q, is exp(d) − 1 − d, which is d²/2, as k3 of the gap is.
 
 A share is KL of the family alone over the sum of that over all families. Errors that are independent add up: KL of all
 together is that sum. Where they cancel or amplify each other it is not, and `together` says how many times the sum it is.
@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from shaketable.locate.compare.fit import NOISE, fit_all
-from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Rollout
+from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Rollout, Sampling
 from shaketable.mismatch.gap import DRAWS, k3_of
 from shaketable.mismatch.operators.observe import observed
 from shaketable.mismatch.operators.recompute import Recompute
-from shaketable.mismatch.teacher_forcing import chosen
+from shaketable.mismatch.processing import expected
 
 SITES = {  # log_softmax has none: nothing in a model reads what it makes
     "embedding": "module.embedding,include=embedding",
@@ -78,10 +78,10 @@ class Differences:
             d[read - len(got) : read] = (got - made).float()  # a head that was asked for the last rows only
             self.by_name[call.name], self.kinds[call.name] = d, call.kind
 
-    def add(self, families: set[str]) -> Callable[[OperatorCall], Tensor | None]:
+    def add(self, families: set[str]) -> Callable[[OperatorCall, int], Tensor | None]:
         """For `observed`: what an operator made, with the difference where its family is among them."""
 
-        def visit(call: OperatorCall) -> Tensor | None:
+        def visit(call: OperatorCall, row: int = 0) -> Tensor | None:
             names = [call.name]
             if call.name.endswith(".self_attn.o_proj"):  # a sum between modules is changed by what is added to it
                 names.append(call.name.replace(".self_attn.o_proj", ".attention_residual"))
@@ -129,7 +129,7 @@ def whole_sequence(records: Records) -> list[OperatorCall]:
 
 
 class Shares:
-    """The seventh rung, one rollout after another: records are large, and only their numbers are kept."""
+    """Shares, one rollout after another: records are large, and only their numbers are kept."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.recompute = model, Recompute(model)
@@ -139,14 +139,19 @@ class Shares:
         self.made: list[np.ndarray] = []
         self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def add(self, rollout: Rollout, records: Records, engine: Sequence[float]) -> None:
+    def add(self, rollout: Rollout, records: Records, engine: Sequence[float], sampling: Sampling | None = None) -> list[float]:
         """Measure one rollout.
 
         Args:
             rollout: One whose operators were recorded.
             records: What the engine recorded, by phase.
-            engine: Its raw log-probabilities of the completion.
+            engine: Its log-probabilities of the completion: those that it returned.
+            sampling: In whose terms they are; raw by default.
+
+        Returns:
+            The log-probabilities that the trainer gives with all of the engine's differences put into it.
         """
+        terms = sampling or Sampling(1)
         found = Differences(self.recompute, rollout, records)
         clean, all_in = _logits(self.model, found, set()), _logits(self.model, found, found.families)
         before = sum(len(kl) for kl in self.together)
@@ -161,9 +166,12 @@ class Shares:
             parts.append(_kl(own, clean))
         for kind, pairs in found.pairs.items():
             self.pairs.setdefault(kind, []).extend(pairs)
-        own_logprobs = np.asarray(chosen(clean, rollout.completion))
-        self.real.append(np.asarray(engine) - own_logprobs)
-        self.made.append(np.asarray(chosen(all_in, rollout.completion)) + found.last - own_logprobs)
+        trained = np.asarray(expected(clean, rollout, terms))
+        put_in = np.asarray(expected(all_in, rollout, terms)) + found.last
+        self.real.append(np.asarray(engine) - trained)
+        with np.errstate(invalid="ignore"):  # impossible in both
+            self.made.append(put_in - trained)
+        return [float(x) for x in put_in]
 
     def result(self) -> dict[str, Any]:
         """All rollouts together."""
@@ -185,6 +193,10 @@ class Shares:
     def _reproduced(self) -> dict[str, float]:
         """How much of the gap, token by token, all differences together give back."""
         d, e = np.concatenate(self.real), np.concatenate(self.made)
+        kept = np.isfinite(d) & np.isfinite(e)
+        if not kept.any():
+            return {"gap_k3": 0.0, "together_k3": 0.0, "explained": 0.0}
+        d, e = d[kept], e[kept]
         left = float(np.abs(d - e).mean() / max(float(np.abs(d).mean()), 1e-300))
         return {"gap_k3": float(k3_of(d).mean()), "together_k3": float(k3_of(e).mean()), "explained": 1 - left}
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from shaketable.errors import ShaketableError
-from shaketable.mismatch.engines.engine import Rollout
+from shaketable.mismatch.engines.engine import NotToldError, Rollout
 from shaketable.mismatch.teacher_forcing import chosen, completion_logits
 
 BATCH = 4
@@ -49,9 +48,9 @@ class Trainer:
         about = {"model": self.name, "dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)}
         return {**about, "attention": self.attention, "batch": self.batch, "versions": versions}
 
-    def logits(self, rollouts: Sequence[Rollout]) -> Iterator[Tensor]:
-        """Of the completions' tokens, rollout by rollout."""
-        return completion_logits(self.model, rollouts, batch=self.batch)
+    def logits(self, rollouts: Sequence[Rollout], mode: AbstractContextManager[Any] | None = None) -> Iterator[Tensor]:
+        """Of the completions' tokens, rollout by rollout; every forward runs inside `mode`."""
+        return completion_logits(self.model, rollouts, batch=self.batch, mode=mode)
 
     def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
         """Of the completions' tokens; computed as by default, or as one of `variants`."""
@@ -80,7 +79,7 @@ class Trainer:
         try:
             self.model.set_attn_implementation(name)
         except (ValueError, ImportError) as error:
-            raise ShaketableError(f"attention {name!r}: {str(error).splitlines()[0]}") from error
+            raise NotToldError(f"this model has no {name} attention: {str(error).splitlines()[0]}") from error
         try:
             yield
         finally:

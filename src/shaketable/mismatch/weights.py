@@ -1,4 +1,4 @@
-"""The fourth rung: every parameter of the engine against the trainer's, bit for bit, and what those that differ look like.
+"""Every parameter of the engine against the trainer's, bit for bit, and what those that differ look like.
 
 A cast of all weights to the dtype that the engine computes in is what was asked for, and no defect. Everything else is. The
 classes are asked in order of how exactly they can be shown: what the trainer's was rounded from, the bits of another
@@ -12,6 +12,7 @@ is sent.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,8 @@ class ParameterDifference:
 
     name: str
     kind: str
-    """finer, shape, other_parameter, transposed, permuted, earlier, scaled, cast, quantized, stale, other_values."""
+    """layer_missing, missing, extra, finer, shape, other_parameter,
+    transposed, permuted, earlier, scaled, cast, quantized, stale, other_values."""
     says: str
     differing: int
     values: int
@@ -52,6 +54,7 @@ def compare(
     engine: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     earlier: Mapping[str, Mapping[str, Tensor]] | None = None,
+    other_source: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Hold all parameters against each other.
 
@@ -60,30 +63,86 @@ def compare(
         engine: Name and values, one after another.
         dtype: In which the engine computes.
         earlier: Parameters of earlier checkpoints by their name: which of them a stale weight is of.
+        other_source: Takes the engine's weights that were not rounded from the trainer's, but from their source.
     """
     found: list[ParameterDifference] = []
     seen: set[str] = set()
     unknown: list[str] = []
+    nonzero: set[str] = set()
     cast = 0
     for name, got in engine:
         if name not in trainer:
             unknown.append(name)
+            nonzero |= {name} if bool(got.any()) else set()
             continue
         seen.add(name)
         own = trainer[name].detach().cpu()
         cast += own.dtype != got.dtype
         difference = _difference(name, own, got, dtype, trainer, earlier or {})
+        if (
+            difference is None
+            and other_source is not None
+            and _of_one_source(own, got)
+            and not _equal(own.to(dtype).to(got.dtype), got)
+        ):
+            other_source[name] = got
         if difference is not None:
             found.append(difference)
     missing = sorted(set(trainer) - seen - _tied(trainer, seen))
+    found = _absent(trainer, missing, found) + found
+    told = {d.name for d in found if d.kind in ("missing", "layer_missing")}
+    missing = [name for name in missing if name not in told and not _under(name, told)]
+    extra = [name for name in unknown if name in nonzero]
+    found += [
+        ParameterDifference(name, "extra", "is a bias that the trainer has not", 0, 0)
+        for name in extra
+        if _is_bias(name, trainer)
+    ]
     return {
         "compared": len(seen),
         "cast": cast if dtype != _dtype(trainer) else 0,
         "engine_dtype": str(dtype).removeprefix("torch."),
         "differing": [d.to_dict() for d in found],
         "not_told": missing,
-        "unknown": unknown,
+        "unknown": [name for name in unknown if name in nonzero],
     }
+
+
+def _absent(trainer: Mapping[str, Tensor], missing: list[str], found: list[ParameterDifference]) -> list[ParameterDifference]:
+    """Layers and biases that the engine has not: it does not tell them, though it tells their neighbours."""
+    rows: list[ParameterDifference] = []
+    layers = {place[1] for name in missing if (place := re.match(r"(.*\blayers?)\.\d+\.", name)) is not None}
+    for above in sorted(layers):
+        counts = {int(n[len(above) + 1 :].split(".")[0]) for n in trainer if n.startswith(f"{above}.")}
+        absent = {i for i in counts if all(n in missing for n in trainer if n.startswith(f"{above}.{i}."))}
+        if not absent:
+            continue
+        shifted = [int(d.name[len(above) + 1 :].split(".")[0]) for d in found if d.name.startswith(f"{above}.")]
+        first = min([*shifted, *absent])
+        says = f"is missing: the engine has {len(counts) - len(absent)} layers, the trainer {len(counts)}"
+        rows += [ParameterDifference(f"{above}.{i}", "layer_missing", says, 0, 0) for i in sorted({first} | absent)]
+    gone = {d.name for d in rows}
+    for name in missing:
+        if (
+            _is_bias(name, trainer)
+            and f"{name[:-5]}.weight" not in missing
+            and not _under(name, gone)
+            and bool(trainer[name].any())
+        ):
+            rows.append(
+                ParameterDifference(
+                    name, "missing", "is missing: the engine computes without it", trainer[name].numel(), trainer[name].numel()
+                )
+            )
+    return rows
+
+
+def _is_bias(name: str, trainer: Mapping[str, Tensor]) -> bool:
+    return name.endswith(".bias") and f"{name[:-5]}.weight" in trainer
+
+
+def _under(name: str, parts: set[str]) -> bool:
+    return any(name.startswith(f"{part}.") for part in parts)
 
 
 def digest(weight: Tensor) -> str:
@@ -164,9 +223,26 @@ def _difference(
         return None
     if got.dtype == own.dtype and _equal(own, got):
         return None
+    if _of_one_source(own, got):
+        return None
     differing = int((expected.double() != got.double()).sum())
     kind, says = _kind(name, own, expected, got, dtype, trainer, earlier)
     return ParameterDifference(name, kind, says, differing, own.numel())
+
+
+def _of_one_source(own: Tensor, got: Tensor) -> bool:
+    """Whether both can be roundings of the same values, in two formats of which neither holds the other: float16, bfloat16."""
+    if {own.dtype, got.dtype} != {torch.float16, torch.bfloat16}:
+        return False
+    a, b = own.double(), got.double()
+    halves = sum(_unit_in_last_place(t) / 2 for t in (own, got))
+    overflows = ~a.isfinite() & (b.abs() > torch.finfo(torch.float16).max)
+    return bool((((a - b).abs() <= halves) | overflows | (a == b)).all())
+
+
+def _unit_in_last_place(x: Tensor) -> Tensor:
+    info = torch.finfo(x.dtype)
+    return torch.exp2(x.double().abs().clamp_min(info.smallest_normal).log2().floor()) * info.eps
 
 
 def _kind(
@@ -203,18 +279,59 @@ def _by_value(own: Tensor, expected: Tensor, got: Tensor, dtype: torch.dtype) ->
             return "cast", f"was cast to {lower}"
     ratio = y[wrong & (x != 0)] / x[wrong & (x != 0)]
     near = 4 * torch.finfo(dtype).eps
+    if not bool(y[wrong].any()):
+        return "scaled", f"{_where_scaled(wrong)}is zero"
+    if (bits := _integer_bits(own, got)) is not None:
+        return "quantized", f"was quantized to int{bits[0]}, one scale for each {bits[1]}"
     if (
         ratio.numel()
         and float(ratio.std(unbiased=False)) < near * abs(float(ratio.mean()))
         and abs(float(ratio.mean()) - 1) > near
     ):
-        return "scaled", f"is multiplied by {float(ratio.mean()):.6g}"
+        return "scaled", f"{_where_scaled(wrong)}is multiplied by {float(ratio.mean()):.6g}"
     relative = float((y - x).norm() / x.norm().clamp_min(1e-300))
     if _levels(y) <= LEVELS and 2 * _levels(y) < _levels(x):
         return "quantized", f"has {_levels(y)} distinct values in a row, relative error {relative:.2g}"
     rows = int(wrong.flatten(1).any(1).sum()) if wrong.dim() > 1 else int(wrong.sum())
     where = f"{rows:,} of {len(wrong):,} rows differ, relative difference {relative:.2g}"
     return ("stale", f"is of another step: {where}") if relative < CLOSE else ("other_values", f"holds other values: {where}")
+
+
+def _where_scaled(wrong: Tensor) -> str:
+    """Which part of a weight is meant: empty for all of it."""
+    if wrong.dim() < 2:
+        places = wrong.nonzero().flatten().tolist()
+        return (
+            ""
+            if len(places) > len(wrong) // 2
+            else f"value {places[0]} "
+            if len(places) == 1
+            else f"{len(places)} values from {places[0]} on: each "
+        )
+    for axis, what in ((0, "row"), (1, "column")):
+        lines = wrong.flatten(2).any(2) if wrong.dim() > 2 else wrong
+        places = lines.any(1 - axis).nonzero().flatten().tolist()
+        if len(places) == 1:
+            return f"has one {what} that is not the trainer's: {what} {places[0]} "
+        if len(places) < lines.shape[axis] // 2:
+            return f"has {len(places)} {what}s that are not the trainer's ({places[0]} to {places[-1]}): each "
+    return ""
+
+
+def _integer_bits(own: Tensor, got: Tensor) -> tuple[int, str] | None:
+    """Whether the engine's are the trainer's, rounded to integers times a scale: the bits, and what shares a scale."""
+    x, y = own.double(), got.double()
+    if x.dim() != 2:
+        return None
+    for bits in (8, 4):
+        for what, top in (("row", x.abs().amax(1, keepdim=True)), ("tensor", x.abs().amax())):
+            for levels in (2 ** (bits - 1) - 1, 2 ** (bits - 1)):
+                scale = (top / levels).clamp_min(1e-300)
+                made = (x / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
+                close = (made - y).abs() <= 2 * torch.finfo(got.dtype).eps * y.abs() + 1e-12
+                if float(close.double().mean()) > 0.99:
+                    return bits, what
+    return None
 
 
 def _moved(expected: Tensor, got: Tensor) -> str | None:

@@ -1,4 +1,4 @@
-"""The page of a mismatch: one HTML file that takes the person who has to act from the verdict down the ladder.
+"""The page of a mismatch: one HTML file that takes the person who has to act from the verdict through the stages.
 
 It is made from the JSON of a run and from nothing else, and loads nothing: style is inline, bars are elements with a width,
 and a content policy in its head forbids the browser to fetch anything. Tokens and names come from models and files of others:
@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-RUNGS = ("gap", "floor", "semantics", "weights", "routing", "operators", "shares")
+STAGES = ("gap", "returned", "floor", "semantics", "weights", "routing", "operators", "shares")
 STATUS_OF = {"DEFECT": "fail", "LEGAL": "pass", "INCONCLUSIVE": "inconclusive"}
 
 
@@ -26,7 +26,7 @@ def page(found: dict[str, Any]) -> str:
         status=STATUS_OF[found["verdict"]],
         says=found["sentence"].partition(": ")[2].split(". ")[0].rstrip("."),
         more=". ".join(found["sentence"].partition(": ")[2].split(". ")[1:]),
-        rungs=[(rung, _status(found, rung), _line(found, rung)) for rung in RUNGS],
+        stages=[(stage, _status(found, stage), _line(found, stage)) for stage in STAGES],
         scale=_scale(found),
         adding_up=_adding_up(found["shares"]),
     )
@@ -54,36 +54,41 @@ def ranges(lanes: list[int]) -> str:
     return shown + (f", … ({len(parts) - 6} more ranges)" if len(parts) > 6 else "")
 
 
-def _status(found: dict[str, Any], rung: str) -> str:
-    if rung == found["rung"] and found["verdict"] == "DEFECT":
+def _status(found: dict[str, Any], stage: str) -> str:
+    if stage == found["stage"] and found["verdict"] == "DEFECT":
         return "fail"
-    if rung == "floor":
-        return "pass" if found["at_floor"] else "above"
-    if rung == "gap":
+    if stage == "floor":
+        return "fail" if any(r["wrong"] for r in found["floor"]["rows"]) else "pass"
+    if stage == "gap":
         return "told"
-    facts = found[rung]
+    facts = found[stage]
     if not facts:
         return "absent"
-    wrong = {"semantics": "named", "weights": "differing", "operators": "wrong"}.get(rung)
+    if stage == "returned":
+        return "pass" if facts["explained"] else "fail"
+    wrong = {"semantics": "named", "weights": "differing", "operators": "wrong"}.get(stage)
     if wrong is not None and facts[wrong]:
         return "fail"
-    return "told" if rung in ("routing", "shares") else "pass"
+    return "told" if stage in ("routing", "shares") else "pass"
 
 
-def _line(found: dict[str, Any], rung: str) -> str:
-    """What one rung says, in a line."""
-    facts = found[rung]
+def _line(found: dict[str, Any], stage: str) -> str:
+    """What one stage says, in a line."""
+    facts = found[stage]
     if not facts:
-        return "no experts, or not looked at" if rung == "routing" else "not looked at"
-    if rung == "gap":
+        return "no experts, or not looked at" if stage == "routing" else "not looked at"
+    if stage == "gap":
         far = f"{facts['outside']:.1%} of ratios outside [0.9, 1.1]"
         return f"mean |Δ log p| {facts['mean_abs']:.3g}, KL (k3) {facts['k3']:.3g}, {far}"
-    if rung == "floor":
-        where = "the gap is at the floor" if found["at_floor"] else "the gap is above the floor"
-        return f"mean |Δ log p| {facts['mean_abs']:.3g} ({facts['largest']}): {where}"
-    if rung == "semantics":
+    if stage == "floor":
+        wrong = [r["wrong"] for r in facts["rows"] if r["wrong"]]
+        held = wrong[0] if wrong else "every way of computing is within rounding"
+        return f"mean |Δ log p| {facts['mean_abs']:.3g} ({facts['largest']}): {held}"
+    if stage == "returned":
+        return "the engine's own logits give the returned numbers" if facts["explained"] else facts["says"]
+    if stage == "semantics":
         return "no hypothesis removes the gap" if facts["named"] is None else facts["named"]["says"]
-    if rung == "weights":
+    if stage == "weights":
         return (
             f"{len(facts['differing'])} of {facts['compared']} parameters differ"
             if facts["differing"]
@@ -92,9 +97,9 @@ def _line(found: dict[str, Any], rung: str) -> str:
                 + (f", cast to {facts['engine_dtype']}" if facts["cast"] else "")
             )
         )
-    if rung == "routing":
+    if stage == "routing":
         return f"up to {max(r['differs'] for r in facts):.2%} of tokens go to other experts in a layer"
-    if rung == "operators":
+    if stage == "operators":
         count = sum(k["operators"] for k in facts["kinds"].values())
         return f"{len(facts['wrong'])} of {count} operators are wrong" if facts["wrong"] else f"{count} operators, all inside"
     return ", ".join(f"{r['family']} {r['share']:.0%}" for r in facts["families"][:3]) or "no operator differs"

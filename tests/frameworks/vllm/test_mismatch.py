@@ -79,7 +79,7 @@ def test_a_value_planted_in_the_worker_is_in_what_comes_back(engine, rollouts):
 
     hook = model_of(engine).model.layers[2].self_attn.o_proj.register_forward_hook(plant)
     try:
-        calls = {call.name: call for call in engine.record(rollouts[2].tokens, 40, "prefill")}
+        calls = {call.name: call for call in engine.record([rollouts[2]], "prefill")[0].calls}
     finally:
         hook.remove()
     assert calls["model.layers.2.self_attn.o_proj"].output[4, 7] == 123.25
@@ -89,7 +89,7 @@ def test_a_value_planted_in_the_worker_is_in_what_comes_back(engine, rollouts):
 
 def test_each_operator_is_told_with_what_the_one_before_it_made(engine, rollouts):
     for phase, count in (("prefill", 48), ("decode", 8)):
-        calls = {call.name: call for call in engine.record(rollouts[2].tokens, 40, phase)}
+        calls = {call.name: call for call in engine.record([rollouts[2]], phase)[0].calls}
         assert len(calls) == 2 + 8 * 15 + 2
         first = calls["model.layers.0.input_layernorm"]
         assert torch.equal(first.inputs["x"], calls["model.embed_tokens"].output)
@@ -141,7 +141,7 @@ def test_a_request_that_does_not_fit_is_one_line(engine):
     with pytest.raises(EngineError, match="vLLM refused"):
         engine.logprobs([Rollout([3] * 120, [4] * 20, [0.0] * 20)])
     with pytest.raises(NotToldError, match="max_model_len=128"):
-        engine.record([3] * 128, 100, "prefill")
+        engine.record([Rollout([3] * 100, [3] * 28, [0.0] * 28)], "prefill")
 
 
 def campaign(tmp_path, *arguments):
@@ -171,7 +171,7 @@ def test_a_healthy_pair_is_legal_with_vllm_in_its_own_process(tmp_path):
 
 
 @pytest.mark.parametrize("only", ["nano float32 eager planted", "nano bfloat16 eager planted", "moe float32 eager planted"])
-def test_planted_defects_are_named_on_their_rung(tmp_path, only):
+def test_planted_defects_are_named_on_their_stage(tmp_path, only):
     (facts,) = campaign(tmp_path, "--only", only, "--runs", "0").values()
     wanted = {name for name, defect in DEFECTS.items() if defect.model == only.split()[0]}
     assert facts["planted"].keys() == wanted

@@ -125,6 +125,21 @@ def test_of_a_server_there_are_the_gap_and_the_trainers_floor():
     assert check.logged() == {}
 
 
+class TruncatingTrainer(ServedTrainer):
+    """Every completion was cut at the limit and is masked (`mask_truncated_completions`)."""
+
+    def _generate_and_score_completions(self, batch):
+        made = super()._generate_and_score_completions(batch)
+        return made | {"completion_mask": torch.zeros_like(made["completion_mask"])}
+
+
+def test_a_batch_in_which_every_completion_is_masked_ends_no_training():
+    trainer = TruncatingTrainer()
+    check = MismatchCheck(trainer, every=5, stop=False)
+    trainer._generate_and_score_completions({})
+    assert list(check.logged()) == ["shaketable/mismatch/seconds"]
+
+
 def test_what_a_sampler_does_not_show_cannot_stop_a_training():
     with pytest.raises(ShaketableError, match="a vLLM server does not show them"):
         MismatchCheck(ServedTrainer(), every=5, stop=True)

@@ -38,7 +38,7 @@ def test_recording_changes_nothing_and_leaves_nothing_behind():
     drawn = pairs.rollouts(other, count=2)
     before = other.logprobs(drawn)
     for phase in ("prefill", "decode"):
-        other.record(drawn[0].tokens, len(drawn[0].prompt), phase)
+        other.record(drawn, phase, [0])
     assert other.logprobs(drawn) == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.model.modules())
 
@@ -47,7 +47,7 @@ def test_decoding_is_recorded_token_by_token():
     other = pairs.engine()
     (drawn,) = pairs.rollouts(other, count=1)
     rows = len(drawn.completion)
-    for call in other.record(drawn.tokens, len(drawn.prompt), "decode"):
+    for call in other.record([drawn], "decode")[0].calls:
         assert len(call.output) == rows, call.name
         if call.kind == "attention":
             assert len(call.inputs["k"]) == len(call.inputs["v"]) == len(drawn.tokens)

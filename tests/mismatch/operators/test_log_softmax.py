@@ -1,5 +1,7 @@
 """The last operator, from logits to the log-probability that is returned: judged, named, and a family of the shares."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,10 +19,10 @@ def call(logits, ids, made):
 def test_an_engine_tells_it_for_every_token_of_the_completion(phase):
     other = pairs.engine()
     (drawn,) = pairs.rollouts(other, count=1)
-    last = other.record(drawn.tokens, len(drawn.prompt), phase)[-1]
+    last = other.record([drawn], phase)[0].calls[-1]
     assert last.inputs["ids"].tolist() == drawn.completion
     assert last.output.flatten().tolist() == pytest.approx(drawn.logprobs, abs=1e-4)
-    assert other.record(drawn.prompt, len(drawn.prompt), "prefill")[-1].kind == "lm_head"
+    assert other.record([Rollout(drawn.prompt, [], [])], "prefill")[0].calls[-1].kind == "lm_head"
 
 
 @pytest.mark.parametrize("size", [64, 49_152])
@@ -44,7 +46,7 @@ def test_a_wrong_log_softmax_is_named(plant, looks):
     other = pairs.engine()
     other.log_softmax = plant
     found = pairs.verdict(other, recorded=1)
-    assert (found["verdict"], found["rung"]) == ("DEFECT", "operators"), found["sentence"]
+    assert (found["verdict"], found["stage"]) == ("DEFECT", "operators"), found["sentence"]
     assert {row["name"] for row in found["operators"]["wrong"]} == {"log_softmax"}
     assert "the engine's log_softmax" in found["sentence"]
     assert looks in (None, found["operators"]["wrong"][0]["class"])
@@ -63,7 +65,7 @@ def test_its_share_is_that_of_its_shift():
     rollout: Rollout = pairs.rollouts(pairs.engine(), count=1)[0]
     other = pairs.engine(torch.bfloat16)
     other.log_softmax = planted.shifted_log_softmax
-    records = {"prefill": other.record(rollout.tokens, len(rollout.prompt), "prefill")}
+    records = {"prefill": other.record([rollout], "prefill")[0].calls}
     meter = Shares(pairs.trainer().model)
     meter.add(rollout, records, other.logprobs([rollout])[0])
     found = meter.result()
@@ -74,8 +76,9 @@ def test_its_share_is_that_of_its_shift():
 
 def test_an_engine_that_does_not_tell_it_is_said_not_to():
     class Silent(type(pairs.engine())):
-        def record(self, tokens, prompt_length, phase):
-            return [c for c in super().record(tokens, prompt_length, phase) if c.kind != "log_softmax"]
+        def record(self, rollouts, phase, rows=None):
+            told = super().record(rollouts, phase, rows)
+            return [replace(one, calls=[c for c in one.calls if c.kind != "log_softmax"]) for one in told]
 
     found = pairs.verdict(Silent(pairs.engine().model), recorded=1)
     assert any(line.startswith("log_softmax, from logits") for line in found["not_looked_at"])

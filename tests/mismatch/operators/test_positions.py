@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from shaketable.mismatch.operators.judge import Judge
-from shaketable.mismatch.operators.observe import record
 from shaketable.models import load_model
+from tests.mismatch.pairs import record
 
 
 def test_a_rotation_by_the_next_position_is_called_that():

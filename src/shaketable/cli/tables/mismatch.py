@@ -1,4 +1,4 @@
-"""The ladder of `shaketable mismatch` for people: one rung after another, each with its numbers, then the verdict."""
+"""The stages of `shaketable mismatch` in the terminal, each with its numbers, then the verdict."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ COLOR = {"LEGAL": "green", "DEFECT": "red", "INCONCLUSIVE": "yellow"}
 SHOWN = 6
 
 
-def print_ladder(found: dict[str, Any], console: Console) -> None:
-    """All rungs and the verdict."""
+def print_stages(found: dict[str, Any], console: Console) -> None:
+    """All stages and the verdict."""
     engine = found["engine"]
     other = "recorded log-probabilities" if engine is None else f"{engine['engine']} {engine['version']}, {engine['dtype']}"
     trainer = found["trainer"]
@@ -23,13 +23,16 @@ def print_ladder(found: dict[str, Any], console: Console) -> None:
         soft_wrap=True,
     )
     _gap(found, console)
+    console.print(f"2 returned   {_returned(found['returned'])}", markup=False, soft_wrap=True)
     _floor(found, console)
     _semantics(found["semantics"], console)
-    for rung, text in (("4 weights", _weights(found["weights"])), ("5 routing", _routing(found["routing"], engine))):
-        console.print(f"{rung:13}{text}", markup=False, soft_wrap=True)
+    for stage, text in (("5 weights", _weights(found["weights"])), ("6 routing", _routing(found["routing"], engine))):
+        console.print(f"{stage:13}{text}", markup=False, soft_wrap=True)
     _operators(found["operators"], console)
     _shares(found["shares"], console)
     console.print("Not looked at:", *(f"\n  - {line}" for line in found["not_looked_at"]), markup=False, style="dim")
+    if found["next"] is not None:
+        console.print(f"Next: {found['next']}", markup=False, soft_wrap=True)
     console.print(found["sentence"], style=f"bold {COLOR[found['verdict']]}", markup=False, soft_wrap=True)
 
 
@@ -51,26 +54,43 @@ def _gap(found: dict[str, Any], console: Console) -> None:
 
 
 def _floor(found: dict[str, Any], console: Console) -> None:
-    floor = found["floor"]
-    where = "the gap is at the floor" if found["at_floor"] else f"the gap is {_times(found)} the floor"
-    console.print(
-        f"2 floor      mean |Δ log p| {floor['mean_abs']:.3g} ({floor['largest']}): {where}", markup=False, soft_wrap=True
-    )
+    floor, rounding = found["floor"], found["rounding"]
+    wrong = sum(bool(r["wrong"]) for r in floor["rows"])
+    held = f"{wrong} ways of computing differ by more than rounding" if wrong else "every way of computing is within rounding"
+    size = f"mean |Δ log p| {floor['mean_abs']:.3g} ({floor['largest']})"
+    times = found["gap"]["judged"]["mean_ratio"]
+    scale = f"rounding in {rounding['dtype']} makes {rounding['mean_abs']:.3g}, and the gap is {times:.3g} times that"
+    console.print(f"3 floor      {size}: {held}; {scale}", markup=False, soft_wrap=True)
     table = _table("side", "variant", "mean |Δ log p|", "largest", "k3")
     for r in floor["rows"]:
         table.add_row(r["side"], r["variant"], f"{r['mean_abs']:.2e}", f"{r['largest']:.2e}", f"{r['k3']:.2e}")
     _indented(table, console)
 
 
-def _times(found: dict[str, Any]) -> str:
-    floor = found["floor"]["mean_abs"]
-    return "above" if not floor else f"{found['gap']['mean_abs'] / floor:.3g} times"
+def _returned(facts: dict[str, Any] | None) -> str:
+    if facts is None:
+        return "not looked at"
+    if facts["explained"]:
+        size = f"mean |Δ log p| {facts['mean_abs']:.3g}, {facts['tokens']:,} tokens"
+        return f"the engine's own logits give the returned numbers: {size}"
+    example = facts["example"]
+    return (
+        f"not those of the engine's own logits: {facts['says']} (token {example['position']} of rollout {example['rollout']})"
+    )
 
 
 def _semantics(facts: dict[str, Any], console: Console) -> None:
-    named = facts["named"]
-    said = "no hypothesis removes the gap" if named is None else f"{named['says']} (leaves {named['mean_abs']:.2e})"
-    console.print(f"3 semantics  {said}; {len(facts['rows'])} tried on {facts['tokens']} tokens", markup=False, soft_wrap=True)
+    named, best = facts["named"], facts["best"]
+    tried = f"{len(facts['rows'])} tried on {facts['tokens']} tokens"
+    if named is not None:
+        said = f"{named['says']} (leaves {named['mean_abs']:.2e} of {facts['mean_abs']:.2e})"
+    elif best is None:
+        said = "no hypothesis is better than what was declared"
+    else:
+        low, high = best["gain"]
+        how = f"leaves {best['mean_abs']:.2e} of {facts['mean_abs']:.2e}; gain {low:.2g} to {high:.2g} a token"
+        said = f"none explains the gap; best: {best['says']} ({how})"
+    console.print(f"4 semantics  {said}; {tried}", markup=False, soft_wrap=True)
 
 
 def _weights(facts: dict[str, Any] | None) -> str:
@@ -91,17 +111,19 @@ def _weights(facts: dict[str, Any] | None) -> str:
 def _routing(rows: list[dict[str, Any]] | None, engine: dict[str, Any] | None) -> str:
     if not rows:
         return "not looked at" if engine is None else "no experts, or the engine does not tell"
-    return "tokens whose experts differ: " + ", ".join(f"layer {r['layer']} {r['differs']:.2%}" for r in rows)
+    weights = [r["weights"] for r in rows if r["weights"] is not None]
+    told = f"; weights of the same experts differ by up to {max(weights):.2g}" if weights else ""
+    return "tokens whose experts differ: " + ", ".join(f"layer {r['layer']} {r['differs']:.2%}" for r in rows) + told
 
 
 def _operators(facts: dict[str, Any] | None, console: Console) -> None:
     if facts is None:
-        console.print("6 operators  not looked at")
+        console.print("7 operators  not looked at")
         return
     wrong = f"{len(facts['wrong'])} are wrong" if facts["wrong"] else "all inside of their rounding intervals"
     count = sum(k["operators"] for k in facts["kinds"].values())
     phases = " and ".join(facts["phases"])
-    console.print(f"6 operators  {count} in {phases} on {facts['tokens']} tokens: {wrong}", markup=False, soft_wrap=True)
+    console.print(f"7 operators  {count} in {phases} on {facts['tokens']} tokens: {wrong}", markup=False, soft_wrap=True)
     for w in facts["wrong"][:SHOWN]:
         console.print(
             f"             {w['name']} ({w['phase']}): {w['text']}, looks like {w['class']}", markup=False, soft_wrap=True
@@ -110,11 +132,11 @@ def _operators(facts: dict[str, Any] | None, console: Console) -> None:
 
 def _shares(facts: dict[str, Any] | None, console: Console) -> None:
     if facts is None or not facts["families"]:
-        console.print("7 shares     " + ("not measured" if facts is None else "no operator differs"))
+        console.print("8 shares     " + ("not measured" if facts is None else "no operator differs"))
         return
     given = facts["reproduced"]["explained"]
     head = f"KL {facts['kl']:.3g} of all differences together; they give back {given:.0%} of the gap, token by token"
-    console.print(f"7 shares     {head}", markup=False, soft_wrap=True)
+    console.print(f"8 shares     {head}", markup=False, soft_wrap=True)
     table = _table("family", "share", "95 %", "KL alone", "relative error")
     for r in facts["families"]:
         ends = f"{r['low']:.0%} to {r['high']:.0%}"

@@ -29,7 +29,7 @@ from shaketable.mismatch import weights as parameters
 from shaketable.mismatch.engines.engine import Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.engines.hf import HFEngine
 from shaketable.mismatch.inside_job import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
-from shaketable.mismatch.semantics import expected
+from shaketable.mismatch.processing import expected
 from shaketable.mismatch.trainer import Trainer
 
 METHOD = "_generate_and_score_completions"
@@ -82,6 +82,8 @@ class MismatchCheck:
     def _look(self, made: dict[str, Any], step: int) -> dict[str, float]:
         side = Trainer(self.trainer.accelerator.unwrap_model(self.trainer.model), None, "trainer")
         rollouts, sampling = self._rollouts(made, side)
+        if not rollouts:  # every completion was truncated and masked
+            return self._weights(side, step)
         meant = [expected(logits, r, sampling) for r, logits in zip(rollouts, side.logits(rollouts), strict=True)]
         found = gap([r.logprobs for r in rollouts], meant) | self._weights(side, step)
         return found | floor_and_share(side, self.engine, rollouts) if self.budget.is_left else found

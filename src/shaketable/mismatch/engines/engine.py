@@ -2,7 +2,7 @@
 
 An engine samples, gives the log-probabilities of tokens it is shown, its weights and, operator by operator, what it read and
 what it made. Everything is told in the trainer's terms: Hugging Face names of modules and parameters, fused ones split into
-their parts, tensors on the CPU. So the ladder knows one engine only; one that cannot tell something raises `NotToldError`.
+their parts, tensors on the CPU. So the stages know one engine only; one that cannot tell something raises `NotToldError`.
 
 An operator call holds rows of tokens and no batch dimension. In `prefill` a row is a token of the whole sequence; in `decode`
 the prompt is read first and a row is a token behind it, one pass each, put together. The kinds, with T rows and S positions
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+ALONE, DECODE, DECODE_ALONE = "batch of one", "decode", "decode, batch of one"
+CACHED, EAGER = "prefix cache", "graphs off"
+"""Variants of an engine."""
 KINDS = (
     *("embedding", "rms_norm", "linear", "rotary", "attention", "activation", "residual", "router", "experts", "lm_head"),
     "log_softmax",
@@ -104,6 +107,25 @@ class OperatorCall:
     output: Tensor
 
 
+@dataclass(frozen=True)
+class Recording:
+    """The operators of one rollout in one phase."""
+
+    calls: list[OperatorCall]
+    prompt: list[OperatorCall] | None = None
+    """In decode, those of reading the prompt, which went before."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where one layer's router sends each token."""
+
+    experts: Tensor
+    """(T, k)."""
+    weights: Tensor | None = None
+    """(T, k), in the same order; None where the engine does not tell."""
+
+
 def log_softmax_call(logits: Tensor, ids: Sequence[int], logprobs: Tensor) -> OperatorCall:
     """The last operator: logits of a completion's tokens, and the log-probabilities that were returned for them."""
     import torch
@@ -120,6 +142,8 @@ class RolloutEngine(Protocol):
     version: str
     dtype: torch.dtype
     """Of its activations."""
+    together: int
+    """Rollouts of one batch; an engine that records one at a time says 1."""
 
     def describe(self) -> dict[str, object]:
         """What it was started with, for the report."""
@@ -130,17 +154,23 @@ class RolloutEngine(Protocol):
     def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
         """Raw log-probabilities of the completions' tokens, teacher-forced; as it does by default, or as one of `variants`."""
 
+    def logits(self, rollouts: Sequence[Rollout]) -> Iterator[Tensor]:
+        """Of the model itself, before each token of the completions, computed as it is when tokens are drawn."""
+
     def variants(self) -> list[str]:
         """Ways of computing the same that may round differently: 'batch of one', 'decode', 'prefix cache', 'graphs off', …"""
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under the trainer's names, fused ones split, on the CPU, in the dtype the engine holds them in."""
 
-    def record(self, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
-        """Every operator on these tokens, with the inputs it had in the engine's own run, in the order of the calls."""
+    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[Recording]:
+        """Every operator on some of these rollouts, with the inputs it had in the engine's own run, in the order of the calls.
 
-    def routing(self, tokens: list[int]) -> dict[int, Tensor] | None:
-        """Chosen experts (T, k) of every layer that has some; None where the model has no experts."""
+        Rollouts that are not among `rows` are computed with the others where the engine batches, and not recorded.
+        """
+
+    def routing(self, tokens: list[int]) -> dict[int, Routed] | None:
+        """What every layer that has experts chose; None where the model has no experts."""
 
     def close(self) -> None:
         """End it. May be called twice."""

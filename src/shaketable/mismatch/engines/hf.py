@@ -17,8 +17,19 @@ from torch import Tensor
 
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.measure.decoding.dynamic import padded, positions
-from shaketable.mismatch.engines.engine import OperatorCall, Phase, Rollout, Sampling, log_softmax_call
-from shaketable.mismatch.operators.observe import record, record_decoding
+from shaketable.mismatch.engines.engine import (
+    ALONE,
+    DECODE,
+    DECODE_ALONE,
+    EAGER,
+    Phase,
+    Recording,
+    Rollout,
+    Routed,
+    Sampling,
+    log_softmax_call,
+)
+from shaketable.mismatch.operators.observe import record_batch
 from shaketable.mismatch.processing import processed
 from shaketable.mismatch.routing import routing
 from shaketable.mismatch.teacher_forcing import completion_logits, decoded_logits
@@ -57,6 +68,7 @@ class HFEngine:
         self.called = torch.compile(model, dynamic=True) if self.arguments.compile else model
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.together = self.arguments.batch
 
     @classmethod
     def open(cls, model: str, arguments: Mapping[str, Any]) -> HFEngine:
@@ -138,33 +150,37 @@ class HFEngine:
             return self._logprobs(rollouts, variant)
 
     def _logprobs(self, rollouts: Sequence[Rollout], variant: str | None) -> list[list[float]]:
-        if variant == "decode":
-            return [self._chosen(decoded_logits(self.called, r), r.completion).tolist() for r in rollouts]
-        batch = 1 if variant == "batch of one" else self.arguments.batch
-        logits = completion_logits(self.model if variant == "graphs off" else self.called, rollouts, batch=batch, side="left")
+        batch = 1 if variant in (ALONE, DECODE_ALONE) else self.arguments.batch
+        if variant in (DECODE, DECODE_ALONE):
+            logits = decoded_logits(self.called, rollouts, batch)
+        else:
+            logits = completion_logits(self.model if variant == EAGER else self.called, rollouts, batch=batch, side="left")
         return [self._chosen(one, r.completion).tolist() for r, one in zip(rollouts, logits, strict=True)]
+
+    def logits(self, rollouts: Sequence[Rollout]) -> Iterator[Tensor]:
+        """Before each token of the completions, as they were when it was drawn."""
+        with self._precision():
+            yield from decoded_logits(self.called, rollouts, self.arguments.batch)
 
     def variants(self) -> list[str]:
         """Ways of computing the same."""
-        return ["batch of one", "decode", *(["graphs off"] if self.arguments.compile else [])]
+        return [ALONE, DECODE, DECODE_ALONE, *([EAGER] if self.arguments.compile else [])]
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Weights, tied ones under each of their names."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach().cpu()
 
-    def record(self, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
-        """Every operator on these tokens."""
-        if phase == "prefill" or prompt_length == len(tokens):
-            with self._precision():
-                calls = record(self.model, tokens, prompt_length, phase)
-            return [*calls, *self._last(calls[-1].output[prompt_length - 1 : -1], tokens[prompt_length:])]
+    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[Recording]:
+        """Every operator on some of these rollouts, all of them in one batch."""
         with self._precision():
-            calls, first = record_decoding(self.model, tokens, prompt_length)
-        return [*calls, *self._last(torch.cat([first, calls[-1].output[:-1]]), tokens[prompt_length:])]
-
-    def _last(self, logits: Tensor, completion: list[int]) -> list[OperatorCall]:
-        return [log_softmax_call(logits, completion, self._chosen(logits, completion))] if completion else []
+            made = record_batch(self.model, rollouts, phase, rows)
+        found = []
+        for row, (calls, prompt, logits) in zip(range(len(rollouts)) if rows is None else rows, made, strict=True):
+            completion = rollouts[row].completion
+            last = [log_softmax_call(logits, completion, self._chosen(logits, completion))] if completion else []
+            found.append(Recording([*calls, *last], prompt))
+        return found
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """Log-probabilities of all tokens, in float64 and by the trainer's formula, so that two equal models have no gap."""
@@ -174,7 +190,7 @@ class HFEngine:
     def _chosen(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
         return self.log_softmax(logits).gather(1, torch.tensor(list(tokens)).unsqueeze(1)).squeeze(1)
 
-    def routing(self, tokens: list[int]) -> dict[int, Tensor] | None:
+    def routing(self, tokens: list[int]) -> dict[int, Routed] | None:
         """Chosen experts of every layer that has some."""
         with self._precision():
             return routing(self.model, tokens)

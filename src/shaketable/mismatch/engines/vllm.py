@@ -24,11 +24,17 @@ from pydantic import ValidationError
 
 from shaketable.errors import first_problem
 from shaketable.mismatch.engines.engine import (
+    ALONE,
+    CACHED,
+    DECODE,
+    EAGER,
     EngineError,
     NotToldError,
     OperatorCall,
     Phase,
+    Recording,
     Rollout,
+    Routed,
     Sampling,
     log_softmax_call,
 )
@@ -42,7 +48,6 @@ FORCED = "shaketable_forced"
 """The key in `SamplingParams.extra_args` that holds the tokens a request is to decode."""
 READ = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
 """A request whose prompt is read and given log-probabilities."""
-ALONE, DECODE, CACHED, EAGER = "batch of one", "decode", "prefix cache", "graphs off"
 USUAL = {"disable_log_stats": True, "seed": 0}
 """Arguments of vLLM's that are ours unless the user gives others."""
 
@@ -64,6 +69,7 @@ class VLLMEngine:
     """A `vllm.LLM` and the one worker behind it."""
 
     name = "vllm"
+    together = 1
 
     def __init__(self, llm: Any, arguments: Mapping[str, Any]) -> None:
         self.llm = llm
@@ -176,20 +182,35 @@ class VLLMEngine:
                     for name in file.keys():  # noqa: SIM118
                         yield name, file.get_tensor(name)
 
-    def record(self, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
-        """Every operator on these tokens."""
+    def logits(self, rollouts: Sequence[Rollout]) -> Iterator[Tensor]:
+        """Of the model itself, before each token of the completions, decoded along them."""
+        for rollout in rollouts:
+            yield self.record([rollout], "decode")[0].calls[-1].inputs["x"]
+
+    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[Recording]:
+        """Every operator on these rollouts, one at a time: a pass of vLLM's mixes tokens of several requests."""
+        found = []
+        for rollout in rollouts if rows is None else [rollouts[i] for i in rows]:
+            calls = self._record(rollout, phase)
+            alone = Rollout(rollout.prompt, [], [])
+            found.append(Recording(calls, self._record(alone, "prefill") if phase == "decode" and rollout.completion else None))
+        return found
+
+    def _record(self, rollout: Rollout, phase: Phase) -> list[OperatorCall]:
+        tokens, prompt_length = rollout.tokens, len(rollout.prompt)
         recording, told = self._recorded(tokens, prompt_length, phase)
         calls = recording.calls(0 if phase == "prefill" else prompt_length)
+        if not rollout.completion:
+            return calls
         import torch
 
-        completion = tokens[prompt_length:]
-        if not completion:
-            return calls
-        return [*calls, log_softmax_call(recording.logits(prompt_length - 1, len(tokens) - 1), completion, torch.tensor(told))]
+        logits = recording.logits(prompt_length - 1, len(tokens) - 1)
+        return [*calls, log_softmax_call(logits, rollout.completion, torch.tensor(told))]
 
-    def routing(self, tokens: list[int]) -> dict[int, Tensor] | None:
+    def routing(self, tokens: list[int]) -> dict[int, Routed] | None:
         """Chosen experts of every layer that has some."""
-        return self._recorded(tokens, len(tokens), "prefill")[0].routing()
+        found = self._recorded(tokens, len(tokens), "prefill")[0].routing()
+        return None if found is None else {layer: Routed(ids) for layer, ids in found.items()}
 
     def _recorded(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[WorkerRecording, list[float]]:
         """What the worker recorded, and the log-probabilities of the completion that came out of the same passes."""

@@ -1,1 +1,1 @@
-"""The sixth rung: what each operator of the engine read and made, judged by the trainer's weights and definitions."""
+"""What each operator of the engine read and made, judged by the trainer's weights and definitions."""

@@ -16,8 +16,9 @@ Attention is in `attention.py`.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,12 @@ from shaketable.locate.probes.rounding import TINY, UNIT, Allowed, Around, Preci
 from shaketable.mismatch.engines.engine import NotToldError, OperatorCall
 from shaketable.mismatch.operators.attention import Attended
 from shaketable.mismatch.operators.observe import DecoderParts
+from shaketable.mismatch.rounding import Dither
 
+DRAWS = 6
+EXPERTS = 8.0
+"""Times the noise of random rounding: what the result of a block of experts may be off by."""
+ROUTERS = ("gate", "router")
 EXACT = Precision()
 TF32 = Precision(2.0**-10)
 
@@ -42,10 +48,11 @@ class Definitions:
     Args:
         model: The trainer's; its weights and numbers are believed, its arithmetic is not used.
         dtype: In which the engine holds its weights: the trainer's are rounded to it.
+        held: Weights that the engine rounded from the source of the trainer's, and not from the trainer's.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        self.decoder, self.dtype = DecoderParts.of(model), dtype
+    def __init__(self, model: Any, dtype: torch.dtype, held: Mapping[str, Tensor] | None = None) -> None:
+        self.decoder, self.dtype, self.held = DecoderParts.of(model), dtype, held or {}
         self.model, self.reference = model, Reference(model)
 
     def allowed(self, call: OperatorCall, precision: Precision = EXACT) -> Allowed:
@@ -60,6 +67,7 @@ class Definitions:
             "attention": self._attention,
             "activation": self._activation,
             "residual": self._residual,
+            "experts": self._experts,
             "log_softmax": lambda call, precision: log_softmax(call),
         }.get(call.kind)
         if define is None:
@@ -68,7 +76,7 @@ class Definitions:
 
     def weight(self, name: str) -> Tensor:
         """A parameter of the trainer as the engine should hold it."""
-        return self.reference.weight(name).to(self.dtype)
+        return self.held[name] if name in self.held else self.reference.weight(name).to(self.dtype)
 
     def _embedding(self, call: OperatorCall, precision: Precision) -> Allowed:
         return RoundingInterval.exactly(self.weight(f"{call.name}.weight")[call.inputs["ids"].long()].to(call.output.dtype))
@@ -138,7 +146,71 @@ class Definitions:
         return once.hull(RoundingInterval(torch.minimum(*sides).to(dtype), torch.maximum(*sides).to(dtype)))
 
     def _residual(self, call: OperatorCall, precision: Precision) -> Allowed:
-        return Around(call.inputs["x"].double() + call.inputs["residual"].double(), 0.0, call.output.dtype)
+        """The sum, of a branch that Granite multiplies by a number first."""
+        factor = float(getattr(self.model.config, "residual_multiplier", 1.0))
+        branch = call.inputs["x"].double() * factor
+        slack = 0.0 if factor == 1.0 else UNIT[call.output.dtype] * branch.abs() + TINY
+        return Around(branch + call.inputs["residual"].double(), slack, call.output.dtype)
+
+    @torch.no_grad()
+    def _experts(self, call: OperatorCall, precision: Precision) -> Allowed:
+        """A block of experts in float64, with the trainer's weights and the engine's own router logits.
+
+        Its slack is what random rounding of its parts does (`Dither`): the root mean square over DRAWS readings, of the value
+        or of its token, whichever is larger, times EXPERTS. Tokens whose last chosen expert ties with the next are free.
+        """
+        if "router" not in call.inputs:
+            raise NotToldError("the engine does not tell the router logits of these experts")
+        block, stored = self._routed_block(call)
+        x = call.inputs["x"].double().unsqueeze(0)
+        value = _first(block(x))[0]
+        unit = call.output.dtype
+        squares = torch.zeros_like(value)
+        for draw in range(DRAWS):
+            with Dither(unit, draw):
+                squares += (_first(block(x))[0] - value).square() / DRAWS
+        noise = torch.maximum(squares.sqrt(), squares.mean(-1, keepdim=True).sqrt())
+        return Around(value, EXPERTS * noise + 4 * UNIT[unit] * value.abs() + TINY, unit, _ties(call.inputs["router"], stored))
+
+    def _routed_block(self, call: OperatorCall) -> tuple[Any, Any]:
+        """The trainer's block in float64, whose router gives what it would for the engine's logits; and that."""
+        source = self.model.get_submodule(call.name)
+        block = copy.deepcopy(source).cpu().to(self.dtype).double()
+        for name, parameter in block.named_parameters():
+            if (own := self.held.get(f"{call.name}.{name}")) is not None:
+                parameter.data = own.double()
+        for module in block.modules():
+            if (config := getattr(module, "config", None)) is not None and hasattr(config, "_experts_implementation"):
+                config._experts_implementation = "eager"
+        name = next((n for n in ROUTERS if n in block._modules), None)
+        if name is None:
+            raise NotToldError(f"{call.name} has no router with a name that is known ({', '.join(ROUTERS)})")
+        router, logits = block.get_submodule(name), call.inputs["router"].double()
+        count = logits.shape[-1]
+        router.weight = torch.nn.Parameter(torch.eye(count, dtype=torch.float64))
+        for size in ("hidden_dim", "hidden_size"):
+            if hasattr(router, size):
+                setattr(router, size, count)
+        if router._parameters.get("bias") is not None:
+            router.bias = torch.nn.Parameter(torch.zeros(count, dtype=torch.float64))
+        stored = router(logits)
+        router.forward = lambda *args, **kwargs: stored
+        return block, stored
+
+
+def _first(made: Any) -> Tensor:
+    """The result of a block that may return its router's choice too."""
+    found: Tensor = made[0] if isinstance(made, tuple) else made
+    return found
+
+
+def _ties(logits: Tensor, stored: Any) -> Tensor | None:
+    """Tokens whose last chosen expert has the logit of the next one: either may be taken."""
+    k = stored[-1].shape[-1] if isinstance(stored, tuple) else 0
+    if not 0 < k < logits.shape[-1]:
+        return None
+    ordered = logits.sort(-1, descending=True).values
+    return (ordered[:, k - 1] == ordered[:, k]).unsqueeze(1)
 
 
 def flat(call: OperatorCall) -> Tensor:

@@ -7,7 +7,7 @@ operator is not judged in the engine either, and the verdict says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,22 +62,22 @@ class Judged:
 class Judge:
     """Judges the calls of one engine."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        self.definitions = Definitions(model, dtype)
+    def __init__(self, model: Any, dtype: torch.dtype, held: Mapping[str, Tensor] | None = None) -> None:
+        self.definitions = Definitions(model, dtype, held or {})
         self.rows: dict[tuple[str, str], Judged] = {}
         self.unjudged: dict[str, str] = {}
         """Operators that nobody can judge, with the reason."""
 
     def leave_out(self, calls: Sequence[OperatorCall]) -> None:
         """Try the definitions on calls of the trainer: what lies outside there is not judged."""
-        for call in calls:
+        for call in _with_routers(calls):
             found = self._outside(call)
             if found is not None and bool(found.any()):
                 self.unjudged[call.name] = "the trainer itself computes it in a way that has no definition here"
 
     def judge(self, calls: Sequence[OperatorCall], phase: str) -> None:
         """Judge what an engine recorded."""
-        for order, call in enumerate(calls):
+        for order, call in enumerate(_with_routers(calls)):
             if call.name in self.unjudged or (outside := self._outside(call)) is None:
                 continue
             new = Judged(call.name, call.kind, call.layer, phase, order)
@@ -108,13 +108,15 @@ class Judge:
         """What it looks like: another precision, the next position, or one of locate's classes."""
         if call.output.dtype == torch.float32 and call.kind in PRODUCTS and self._is_inside(call, call, TF32):
             return "products of factors with 10 bits (TF32)"
-        for lower in LOWER if call.output.dtype not in LOWER else ():
+        for lower in LOWER if call.output.dtype not in LOWER and call.kind != "experts" else ():
             if self._is_inside(call, _lowered(call, lower), EXACT, lower):
                 return f"computed in {str(lower).removeprefix('torch.')}"
         for shift in (1, -1) if call.kind == "rotary" else ():
             inputs = call.inputs | {"positions": (call.inputs["positions"] + shift).clamp_min(0)}
             if self._is_inside(call, replace(call, inputs=inputs), EXACT):
                 return f"positions off by {shift:+d}"
+        if call.kind == "experts":
+            return "wrong experts, or wrong weights of them"
         low, high = self.definitions.allowed(call).ends(outside)
         violation = Violation(call.name, None, 0, outside, flat(call), low, high)
         return fault_class(violation.got, violation.low, violation.high, violation.outside)
@@ -137,6 +139,17 @@ class Judge:
             counts["outside"] += row.outside
             counts["wrong"] += row.is_wrong
         return kinds
+
+
+def _with_routers(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
+    """Calls of experts, with the logits of the router that sent tokens to them."""
+    routers = {call.layer: call.output for call in calls if call.kind == "router"}
+    return [
+        replace(call, inputs=call.inputs | {"router": routers[call.layer]})
+        if call.kind == "experts" and call.layer in routers
+        else call
+        for call in calls
+    ]
 
 
 def _in_dtype(definitions: Definitions, dtype: torch.dtype) -> Definitions:

@@ -12,7 +12,7 @@ kernels has to be told in terms that both sides have.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Phase
+from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Phase, Rollout
+from shaketable.mismatch.teacher_forcing import masked
 from shaketable.sites.structure import find_layers
 
-Visit = Callable[[OperatorCall], Tensor | None]
-"""Given what an operator read and made, without batch dimension; returns what should go on instead, or None."""
+Visit = Callable[[OperatorCall, int], Tensor | None]
+"""Given what an operator made for one row of the batch, and which row; its result goes on instead, in a batch of one."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -64,10 +65,20 @@ class DecoderParts:
         return cls(model, layers, paths, ends[0], norm[0], rotary[0], ends[1])
 
 
+@dataclass(frozen=True)
+class Span:
+    """The part of one row of a batch that is not padding."""
+
+    padding: int = 0
+    """Columns in front that are not looked at."""
+    start: int = 0
+    """Position of the first token behind them."""
+
+
 @contextmanager
-def observed(model: Any, visit: Visit, first_position: int = 0) -> Iterator[None]:
-    """Calls of the model, of one sequence each, with every operator shown to `visit`."""
-    watch = _Watch(DecoderParts.of(model), visit, first_position)
+def observed(model: Any, visit: Visit, spans: Sequence[Span | None] = (Span(),)) -> Iterator[None]:
+    """Calls of the model with every operator shown to `visit`; a span for each row of the batch, None to pass it over."""
+    watch = _Watch(DecoderParts.of(model), visit, spans)
     try:
         with torch.no_grad():
             watch.hook()
@@ -77,8 +88,8 @@ def observed(model: Any, visit: Visit, first_position: int = 0) -> Iterator[None
 
 
 class _Watch:
-    def __init__(self, decoder: DecoderParts, visit: Visit, first_position: int) -> None:
-        self.decoder, self.visit, self.start = decoder, visit, first_position
+    def __init__(self, decoder: DecoderParts, visit: Visit, spans: Sequence[Span | None]) -> None:
+        self.decoder, self.visit, self.spans = decoder, visit, spans
         self.handles: list[Any] = []
         self.made: dict[str, Tensor] = {}
         self.rotating: tuple[int, str] | None = None
@@ -129,9 +140,9 @@ class _Watch:
         block = layer._modules["mlp"]
         assert block is not None
         if not all(name in block._modules for name in MLP):
-            router = block._modules.get("gate")
-            if router is not None and router._parameters.get("weight") is not None:
-                self._module(f"{path}.gate", "router", index)
+            name: str | None = next((n for n in ("gate", "router") if n in block._modules), None)
+            if name is not None and block._modules[name]._parameters.get("weight") is not None:  # type: ignore[union-attr]
+                self._module(f"{path}.{name}", "router", index)
             self._module(path, "experts", index)
             return
         self.handles.append(block.register_forward_hook(lambda m, a, o: self.made.update({path: o})))
@@ -141,27 +152,39 @@ class _Watch:
         self._module(f"{path}.down_proj", "linear", index)
 
     def _attention(self, index: int, path: str, output: Tensor) -> Tensor | None:
+        if not self._ran(*(f"{path}.{n}" for n in ("rotary_q", "rotary_k", "v_proj"))):
+            return None
         q, k, v = (self.made[f"{path}.{n}"] for n in ("rotary_q", "rotary_k", "v_proj"))
         v = v.view(*v.shape[:-1], -1, k.shape[-1])
-        inputs = {"q": q, "k": k, "v": v, "positions": self._positions(q.shape[1])}
+        inputs = {"q": q, "k": k, "v": v}
         return self._show(path, "attention", index, inputs, output)
 
     def _activation(self, index: int, path: str, output: Tensor) -> Tensor | None:
+        if not self._ran(f"{path}.gate_proj", f"{path}.up_proj"):
+            return None
         inputs = {"x": self.made[f"{path}.gate_proj"], "up": self.made[f"{path}.up_proj"]}
         return self._show(f"{path}.act_fn", "activation", index, inputs, output)
 
     def _sum(self, index: int, path: str, output: Tensor) -> None:
         self.made[f"{path}.middle"] = output
+        if not self._ran(f"{path}.self_attn.o_proj", f"{path}.in"):
+            return
         inputs = {"x": self.made[f"{path}.self_attn.o_proj"], "residual": self.made[f"{path}.in"]}
         self._show(f"{path}.attention_residual", "residual", index, inputs, output)
 
     def _end(self, index: int, path: str, output: Any) -> Any:
         made = output[0] if isinstance(output, tuple) else output
+        if not self._ran(f"{path}.mlp", f"{path}.middle"):
+            return None
         inputs = {"x": self.made[f"{path}.mlp"], "residual": self.made[f"{path}.middle"]}
         changed = self._show(f"{path}.mlp_residual", "residual", index, inputs, made)
         if changed is None:
             return None
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    def _ran(self, *names: str) -> bool:
+        """Whether these operators were seen: a layer that is skipped runs none."""
+        return all(name in self.made for name in names)
 
     def _rotation(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
         def rotated(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -170,7 +193,7 @@ class _Watch:
                 return ends[0], ends[1]
             index, path = self.rotating
             for i, (name, x) in enumerate((("rotary_q", q), ("rotary_k", k))):
-                inputs = {"x": x.transpose(1, 2), "positions": self._positions(x.shape[2])}
+                inputs = {"x": x.transpose(1, 2)}
                 changed = self._show(f"{path}.{name}", "rotary", index, inputs, ends[i].transpose(1, 2))
                 ends[i] = ends[i] if changed is None else changed.transpose(1, 2)
                 self.made[f"{path}.{name}"] = ends[i].transpose(1, 2)
@@ -207,46 +230,78 @@ class _Watch:
 
         self.handles.append(module.register_forward_hook(after))
 
-    def _positions(self, rows: int) -> Tensor:
-        return torch.arange(self.start, self.start + rows).unsqueeze(0)
-
     def _show(self, name: str, kind: str, layer: int | None, inputs: dict[str, Tensor], output: Tensor) -> Tensor | None:
-        first = ... if kind == "router" else 0  # a router has no batch dimension any more
-        call = OperatorCall(name, kind, layer, {k: t[first] for k, t in inputs.items()}, output[first])
-        changed = self.visit(call)
+        changed = None
+        for row, span in enumerate(self.spans):
+            if span is None:
+                continue
+            told = {key: self._row(t, row, span) for key, t in inputs.items()}
+            made = self._row(output, row, span)
+            if kind in ("rotary", "attention"):
+                told["positions"] = torch.arange(span.start, span.start + len(made))
+            changed = self.visit(OperatorCall(name, kind, layer, told, made), row)
         if changed is None:
             return None
         wide = kind == "lm_head"  # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
         return changed.reshape(output.shape).to(output.device, changed.dtype if wide else output.dtype)
 
-
-def record(model: Any, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
-    """What every operator reads and makes on these tokens."""
-    if phase == "prefill":
-        device = model.get_input_embeddings().weight.device
-        passes, _ = _passes(model, [torch.tensor([tokens], device=device)])
-        return passes[0]
-    return record_decoding(model, tokens, prompt_length)[0]
+    def _row(self, x: Tensor, row: int, span: Span) -> Tensor:
+        """One row of the batch; a router has flattened it."""
+        flattened = x.dim() == 2 and x.is_floating_point()
+        return (x.reshape(len(self.spans), -1, x.shape[-1]) if flattened else x)[row, span.padding :]
 
 
-def record_decoding(model: Any, tokens: list[int], prompt_length: int) -> tuple[list[OperatorCall], Tensor]:
-    """Calls behind the prompt, one token at a time, and the logits (1, vocabulary) that the prompt ended with."""
+@torch.no_grad()
+def record_batch(
+    model: Any, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None
+) -> list[tuple[list[OperatorCall], list[OperatorCall] | None, Tensor]]:
+    """What every operator reads and makes on these sequences, read together: padded on the left, as a sampler batches them.
+
+    Args:
+        model: A causal language model.
+        rollouts: What it reads; in `decode`, prompts first and completions token by token behind them.
+        phase: prefill or decode.
+        rows: Those of the rollouts that are recorded; the others are read with them. All by default.
+
+    Returns:
+        For each row its calls; in `decode` those of reading the prompt, which went before; and the logits of the completion.
+    """
+    kept = range(len(rollouts)) if rows is None else rows
+    prefill = phase == "prefill" or not any(r.completion for r in rollouts)
+    front = [r.tokens if prefill else r.prompt for r in rollouts]
+    width = max(len(tokens) for tokens in front)
     device = model.get_input_embeddings().weight.device
-    steps = [tokens[:prompt_length], *([t] for t in tokens[prompt_length:])]
-    passes, _ = _passes(model, [torch.tensor([s], device=device) for s in steps])
-    return _joined(passes), passes[0][-1].output[-1:]
+    ids, mask = torch.zeros(len(front), width, dtype=torch.long), torch.zeros(len(front), width, dtype=torch.long)
+    for row, tokens in enumerate(front):
+        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = torch.tensor(tokens), 1
+    ids, mask = ids.to(device), mask.to(device)
+    spans = {row: Span(width - len(front[row])) for row in kept}
+    calls, cache = _pass(model, ids, mask, spans, None)
+    if prefill:
+        return [(calls[i], None, calls[i][-1].output[len(rollouts[i].prompt) - 1 : -1]) for i in kept]
+    passes = {row: [calls[row]] for row in kept}
+    for step in range(max(len(r.completion) for r in rollouts)):
+        tokens = [r.completion[step] if step < len(r.completion) else 0 for r in rollouts]
+        mask = torch.cat([mask, mask.new_ones(len(rollouts), 1)], 1)
+        spans = {i: Span(0, len(rollouts[i].prompt) + step) for i in kept if step < len(rollouts[i].completion)}
+        calls, cache = _pass(model, torch.tensor(tokens, device=device).unsqueeze(1), mask, spans, cache)
+        for row in spans:
+            passes[row].append(calls[row])
+    found: list[tuple[list[OperatorCall], list[OperatorCall] | None, Tensor]] = []
+    for one in passes.values():
+        joined, prompt = _joined(one), one[0]
+        found.append((joined, prompt, torch.cat([prompt[-1].output[-1:], joined[-1].output[:-1]])))
+    return found
 
 
-def _passes(model: Any, steps: list[Tensor]) -> tuple[list[list[OperatorCall]], Any]:
-    """One forward after another with a cache, each with its calls on the CPU."""
-    cache, start, passes = None, 0, []
-    for ids in steps:
-        calls: list[OperatorCall] = []
-        with observed(model, lambda call, calls=calls: calls.append(_copied(call)), start):  # type: ignore[misc]
-            cache = model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
-        passes.append(calls)
-        start += ids.shape[1]
-    return passes, cache
+def _pass(
+    model: Any, ids: Tensor, mask: Tensor, spans: Mapping[int, Span], cache: Any
+) -> tuple[dict[int, list[OperatorCall]], Any]:
+    """One forward with a cache, and the calls of some rows on the CPU."""
+    calls: dict[int, list[OperatorCall]] = {row: [] for row in spans}
+    with observed(model, lambda call, row: calls[row].append(_copied(call)), [spans.get(i) for i in range(len(ids))]):
+        cache = model(input_ids=ids, past_key_values=cache, use_cache=True, **masked(mask, ids.shape[1])).past_key_values
+    return calls, cache
 
 
 def _copied(call: OperatorCall) -> OperatorCall:
@@ -257,8 +312,12 @@ def _copied(call: OperatorCall) -> OperatorCall:
 def _joined(passes: list[list[OperatorCall]]) -> list[OperatorCall]:
     """Calls of single tokens put together; keys and values are those of the prompt too."""
     joined = []
-    for calls in zip(*passes, strict=True):
-        later, first = calls[1:], calls[0]
+    by_name = [{call.name: call for call in calls} for calls in passes]
+    for first in passes[0]:
+        if not all(first.name in calls for calls in by_name):  # it ran in some passes only
+            continue
+        calls = [one[first.name] for one in by_name]
+        later = calls[1:]
         inputs = {key: torch.cat([c.inputs[key] for c in (calls if key in ("k", "v") else later)]) for key in first.inputs}
         joined.append(OperatorCall(first.name, first.kind, first.layer, inputs, torch.cat([c.output for c in later])))
     return joined

@@ -1,4 +1,4 @@
-"""Healthy pairs are legal, planted faults are named on their rung, and a verdict says what it did not look at."""
+"""Healthy pairs are legal, planted faults are named on their stage, and a verdict says what it did not look at."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 from shaketable.errors import ShaketableError
 from shaketable.mismatch.engines.engine import EngineError, NotToldError, Rollout
-from shaketable.mismatch.ladder import Question, check, climb
+from shaketable.mismatch.stages import Question, check, run_stages
 from tests.mismatch import pairs, planted
 
 
@@ -27,7 +27,7 @@ def test_a_healthy_pair_is_legal(dtype, attention):
 def test_a_planted_operator_is_named(name):
     plant, operator = planted.OPERATORS[name]
     found = pairs.verdict(pairs.engine(plant=plant), recorded=1)
-    assert (found["verdict"], found["rung"]) == ("DEFECT", "operators"), found["sentence"]
+    assert (found["verdict"], found["stage"]) == ("DEFECT", "operators"), found["sentence"]
     assert found["operators"]["wrong"][0]["name"] == operator
     assert operator in found["sentence"]
 
@@ -37,14 +37,14 @@ def test_a_planted_operator_is_named(name):
 def test_a_planted_operator_is_named_in_bfloat16(name):
     plant, operator = planted.OPERATORS[name]
     found = pairs.verdict(pairs.engine(torch.bfloat16, plant=plant))
-    assert found["rung"] == "operators", found["sentence"]
+    assert found["stage"] == "operators", found["sentence"]
     assert found["operators"]["wrong"][0]["name"] == operator
 
 
 @pytest.mark.parametrize(("plant", "kind"), [(planted.stale_layer, "stale"), (planted.swapped_heads, "permuted")])
 def test_planted_weights_are_named(plant, kind):
     found = pairs.verdict(pairs.engine(plant=plant), recorded=1)
-    assert (found["verdict"], found["rung"]) == ("DEFECT", "weights")
+    assert (found["verdict"], found["stage"]) == ("DEFECT", "weights")
     assert {d["kind"] for d in found["weights"]["differing"]} == {kind}
     assert all("layers.3." in d["name"] for d in found["weights"]["differing"])
 
@@ -60,20 +60,23 @@ def test_what_is_wrong_is_said_as_locate_says_it():
 
 def test_a_verdict_says_what_it_did_not_look_at():
     class Silent(type(pairs.engine())):
-        def record(self, tokens, prompt_length, phase):
+        def record(self, rollouts, phase, rows=None):
             raise NotToldError("captured graphs call no module")
 
     other = Silent(pairs.engine(torch.bfloat16).model)
     found = pairs.verdict(other)
     assert found["operators"] is None
     assert any("captured graphs" in line for line in found["not_looked_at"])
-    at_floor = found["at_floor"]
-    assert found["verdict"] == ("LEGAL" if at_floor else "INCONCLUSIVE")
+    assert found["at_floor"]
+    assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4), (
+        "a gap at the floor proves nothing of what was not looked at"
+    )
+    assert "captured graphs" in found["sentence"] and "enforce_eager" in found["next"]
 
 
 def test_an_engine_that_dies_takes_nothing_with_it():
     class Dies(type(pairs.engine())):
-        def record(self, tokens, prompt_length, phase):
+        def record(self, rollouts, phase, rows=None):
             raise EngineError("vLLM died: out of memory")
 
         def logprobs(self, rollouts, variant=None):
@@ -92,7 +95,7 @@ def test_an_engine_that_dies_takes_nothing_with_it():
 
 def test_recorded_log_probabilities_alone_are_never_called_legal_above_the_floor():
     given = pairs.rollouts(pairs.engine(plant=planted.rope_base))
-    found = climb(Question(pairs.trainer(), None, given, pairs.sampling(), {}))
+    found = run_stages(Question(pairs.trainer(), None, given, pairs.sampling(), {}))
     assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4)
     assert "there are only its log-probabilities" in found["not_looked_at"][0]
 
@@ -113,9 +116,15 @@ GOOD = Rollout([5, 6], [7, 8], [-1.0, -2.0])
         ([replace(GOOD, prompt=[5] * 300)], "302 tokens, and the context of nano is 256"),
         ([replace(GOOD, logprobs=[-1.0, 0.5])], "log-probability 0.5"),
         ([replace(GOOD, logprobs=[-1.0, float("nan")])], "log-probability nan"),
+        ([replace(GOOD, logprobs=[-1.0, float("-inf")])], "log-probability -inf at token 1"),
         ([replace(GOOD, prompt=[])], "empty prompt"),
+        ([replace(GOOD, completion=[], logprobs=[])], "every completion is empty"),
     ],
 )
 def test_rollouts_that_cannot_be_read_are_refused_in_one_line(rollouts, says):
     with pytest.raises(ShaketableError, match=says):
         check(rollouts, pairs.trainer())
+
+
+def test_empty_completions_are_passed_over():
+    assert check([GOOD, replace(GOOD, completion=[], logprobs=[])], pairs.trainer()) == [GOOD]

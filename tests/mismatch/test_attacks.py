@@ -1,0 +1,377 @@
+"""Attacks on the verdict from outside: healthy pairs are never a defect, and nothing that was tampered with is ever legal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shaketable.mismatch.engines.engine import Rollout, Sampling
+from shaketable.mismatch.engines.hf import HFArguments, HFEngine
+from shaketable.mismatch.stages import Question, run_stages
+from shaketable.mismatch.trainer import Trainer
+from tests.mismatch import pairs
+
+pytestmark = pytest.mark.attack("mismatch")
+DTYPES = ("float32", "bfloat16")
+
+
+def how(**given: Any) -> Sampling:
+    return Sampling(**{"max_new_tokens": 16, **given})
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = pairs.trainer().tokenizer
+    texts = ["12+7=", "What is 3 times 4? Answer:", "9-4=", "what is the sum of 5 and 6", "1+1=2. 2+2=4. 3+3=", "7*8="]
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+@cache
+def sampled(dtype: str, **given: Any) -> tuple[HFEngine, list[Rollout]]:
+    other = pairs.engine(getattr(torch, dtype))
+    return other, other.sample(prompts(), how(**given))
+
+
+def verdict(
+    engine: HFEngine | None, rollouts: list[Rollout], declared: Sampling | None = None, recorded: int = 6
+) -> dict[str, Any]:
+    return run_stages(Question(pairs.trainer(), engine, rollouts, declared or how(), {}, recorded))
+
+
+# ---- healthy
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "raw": {},
+    "hot": {"temperature": 1.3, "logprobs_mode": "processed"},
+    "cold": {"temperature": 0.6, "top_p": 0.9, "logprobs_mode": "processed"},
+    "top_k": {"top_k": 5, "logprobs_mode": "processed"},
+    "penalty": {"repetition_penalty": 1.2, "logprobs_mode": "processed"},
+    "raw of a nucleus": {"temperature": 0.7, "top_p": 0.8},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_healthy_pair_is_legal_however_it_samples(dtype, name):
+    engine, rollouts = sampled(dtype, **SAMPLINGS[name])
+    found = verdict(engine, rollouts, how(**SAMPLINGS[name]), recorded=2)
+    assert found["verdict"] == "LEGAL", found["sentence"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_healthy_file_is_never_a_defect(dtype, name):
+    _, rollouts = sampled(dtype, **SAMPLINGS[name])
+    found = verdict(None, rollouts, how(**SAMPLINGS[name]))
+    assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4), found["sentence"]
+    assert found["next"]
+
+
+@pytest.mark.parametrize("trainer", ["bfloat16", "float16"])
+@pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
+def test_formats_of_one_file_are_never_a_defect(trainer, engine):
+    """The checkpoint is in float32: a trainer with fewer bits than its engine was not what the engine was loaded from."""
+    if engine == "float32":
+        pytest.skip("an engine with more bits than the trainer was not synced from it, which is a defect")
+    own, other = pairs.trainer(getattr(torch, trainer)), pairs.engine(getattr(torch, engine))
+    rollouts = other.sample(prompts(), how())
+    found = run_stages(Question(own, other, rollouts, how(), {}, 2))
+    assert found["verdict"] == "LEGAL", found["sentence"]
+
+
+# ---- files that were tampered with
+
+
+def with_logprobs(rollouts: list[Rollout], change: Any) -> list[Rollout]:
+    return [replace(r, logprobs=[min(float(x), 0.0) for x in change(np.array(r.logprobs))]) for r in rollouts]
+
+
+def noisy(x: np.ndarray) -> np.ndarray:
+    return x - np.abs(np.random.default_rng(len(x)).normal(0, 0.5, len(x)))
+
+
+FILES = {
+    "all minus one": lambda rs: with_logprobs(rs, lambda x: np.full_like(x, -1.0)),
+    "base two": lambda rs: with_logprobs(rs, lambda x: x / np.log(2)),
+    "noise of half a nat": lambda rs: with_logprobs(rs, noisy),
+    "reversed": lambda rs: with_logprobs(rs, lambda x: x[::-1]),
+    "shifted by two": lambda rs: with_logprobs(rs, lambda x: np.concatenate([x[2:], [-1.0, -1.0]])),
+    "shifted back": lambda rs: with_logprobs(rs, lambda x: np.concatenate([[-1.0], x[:-1]])),
+    "rows mixed": lambda rs: [replace(r, logprobs=o.logprobs) for r, o in zip(rs, [*rs[1:], rs[0]], strict=True)],
+    "a small factor": lambda rs: with_logprobs(rs, lambda x: x * 1.05),
+    "a small offset": lambda rs: with_logprobs(rs, lambda x: x - 0.02),
+    "an offset": lambda rs: with_logprobs(rs, lambda x: x - 0.3),
+    "one token wrong": lambda rs: [replace(rs[0], logprobs=[*rs[0].logprobs[:-1], rs[0].logprobs[-1] - 3.0]), *rs[1:]],
+    "the last token doubled": lambda rs: with_logprobs(rs, lambda x: np.concatenate([x[:-1], [2 * x[-1] - 3]])),
+    "rounded to a half": lambda rs: with_logprobs(rs, lambda x: np.round(2 * x) / 2),
+    "prompt not as it was read": lambda rs: [replace(r, prompt=r.prompt[:-2]) for r in rs],
+    "another prompt": lambda rs: [replace(r, prompt=o.prompt) for r, o in zip(rs, [*rs[1:], rs[0]], strict=True)],
+    "one rollout in six wrong": lambda rs: [*rs[:-1], *with_logprobs(rs[-1:], noisy)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_says_something_else_is_a_defect(dtype, name):
+    engine, rollouts = sampled(dtype)
+    found = verdict(engine, FILES[name](rollouts), recorded=1)
+    is_small = (
+        name == "rounded to a half" and dtype == "bfloat16"
+    )  # no more than rounding, but more than the engine from itself
+    assert found["verdict"] == ("INCONCLUSIVE" if is_small else "DEFECT"), found["sentence"]
+    assert verdict(None, FILES[name](rollouts))["verdict"] != "LEGAL"
+
+
+@pytest.mark.parametrize("name", ["base two", "shifted back", "rows mixed"])
+def test_what_was_done_to_a_file_is_named(name):
+    _, rollouts = sampled("float32")
+    says = {"base two": "base of two", "shifted back": "previous token", "rows mixed": "another rollout"}[name]
+    assert says in verdict(None, FILES[name](rollouts))["sentence"]
+
+
+UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": ({"temperature": 0.7}, "divided by 0.7"),
+    "top_p": ({"top_p": 0.7}, "top_p"),
+    "top_k": ({"top_k": 3}, "top_k"),
+    "penalty": ({"repetition_penalty": 1.5}, ""),
+    "bias": ({"logit_bias": {20: 4.0, 21: 3.0}}, ""),
+    "temperature and top_p": ({"temperature": 0.6, "top_p": 0.8}, "divided by 0.6"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_sampling_that_was_not_declared_is_a_defect(dtype, name):
+    given, says = UNDECLARED[name]
+    other = pairs.engine(getattr(torch, dtype))
+    rollouts = other.sample([*prompts(), *prompts()], how(**{"temperature": 1.2, **given}, logprobs_mode="processed"))
+    if "temperature" not in given:
+        rollouts = other.sample([*prompts(), *prompts()], how(**given, logprobs_mode="processed"))
+    found = verdict(other, rollouts, recorded=1)
+    assert found["verdict"] == "DEFECT", found["sentence"]
+    alone = verdict(None, rollouts)
+    assert alone["verdict"] != "LEGAL"
+    if dtype == "float32":
+        assert says in found["sentence"] and says in alone["sentence"]
+
+
+def test_raw_numbers_that_are_declared_to_be_of_a_nucleus_are_never_legal():
+    other = pairs.engine(torch.bfloat16)
+    rollouts = other.sample(prompts(), how(top_k=5))
+    assert verdict(other, rollouts, how(top_k=5, logprobs_mode="processed"), recorded=1)["verdict"] != "LEGAL"
+
+
+def test_a_token_that_was_not_drawn_is_a_defect():
+    given = {"top_k": 5, "logprobs_mode": "processed"}
+    other, rollouts = sampled("bfloat16", **given)
+    changed = [replace(rollouts[0], completion=[*rollouts[0].completion[:-1], 90]), *rollouts[1:]]
+    assert verdict(other, changed, how(**given), recorded=1)["verdict"] == "DEFECT"
+
+
+# ---- engines with a fault
+
+
+def wrap(module: nn.Module, change: Any) -> None:
+    module.register_forward_hook(lambda m, a, y: change(y))
+
+
+def later_rows(y: torch.Tensor, factor: float = 1.3) -> torch.Tensor:
+    y = y.clone()
+    y[1:] *= factor
+    return y
+
+
+def unmasked(model: Any) -> None:
+    """Padding on the left is read as if it were text."""
+    model.register_forward_pre_hook(
+        lambda m, a, k: (a, {n: v for n, v in k.items() if n not in ("attention_mask", "position_ids")}), with_kwargs=True
+    )
+
+
+def decode_only(model: Any) -> None:
+    wrap(model.model.layers[2].mlp.down_proj, lambda y: y * 1.2 if y.shape[1] == 1 else y)
+
+
+def skipped(model: Any) -> None:
+    model.model.layers[3].forward = lambda hidden_states, *a, **k: hidden_states
+
+
+def between(model: Any) -> None:
+    """Between two layers, where no operator is."""
+    model.model.layers[4].register_forward_pre_hook(lambda m, a: (a[0] * 1.1, *a[1:]))
+
+
+def behind_the_head(model: Any) -> None:
+    def cap(m: Any, a: Any, out: Any) -> Any:
+        out.logits = 5 * torch.tanh(out.logits / 5)
+        return out
+
+    model.register_forward_hook(cap)
+
+
+FAULTS = {
+    "rows above the first": lambda m: wrap(m.model.layers[1].self_attn.o_proj, later_rows),
+    "lm_head in batches": lambda m: wrap(m.lm_head, lambda y: y * 1.1 if y.shape[0] > 1 else y),
+    "padding without a mask": unmasked,
+    "decode only": decode_only,
+    "decode of rows above the first": lambda m: wrap(m.model.layers[1].mlp.up_proj, lambda y: later_rows(y) if y.shape[1] == 1 else y),
+    "a layer is skipped": skipped,
+    "between layers": between,
+    "behind the head": behind_the_head,
+    "a value in a hundred": lambda m: wrap(m.model.layers[5].mlp.down_proj, lambda y: y + (torch.arange(y.shape[-1]) % 100 == 0) * y.std() * 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_engine_is_never_legal(dtype, name):
+    other = pairs.engine(getattr(torch, dtype), plant=FAULTS[name])
+    rollouts = other.sample(prompts(), how())
+    found = verdict(other, rollouts, recorded=6 if dtype == "float32" else 1)
+    assert found["verdict"] != "LEGAL", found["sentence"]
+
+
+def test_an_engine_that_depends_on_its_batch_is_a_defect():
+    other = pairs.engine(plant=unmasked)
+    found = verdict(other, other.sample(prompts(), how()))
+    assert found["verdict"] == "DEFECT"
+
+
+def test_a_missing_layer_is_named():
+    def cut(model: Any) -> None:
+        del model.model.layers[3]
+        model.config.num_hidden_layers -= 1
+        for i, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = i
+
+    other = pairs.engine(plant=cut)
+    found = verdict(other, other.sample(prompts(), how()))
+    assert found["verdict"] == "DEFECT" and "model.layers.3 is missing" in found["sentence"], found["sentence"]
+    other = pairs.engine(plant=skipped)
+    found = verdict(other, other.sample(prompts(), how()))
+    assert "model.layers.3 is missing" in found["sentence"], found["sentence"]
+
+
+def test_a_row_that_is_scaled_is_named_as_one_row():
+    def plant(model: Any) -> None:
+        with torch.no_grad():
+            model.model.layers[2].mlp.up_proj.weight[5] *= 1.5
+
+    other = pairs.engine(plant=plant)
+    assert "row 5 is multiplied by 1.5" in verdict(other, other.sample(prompts(), how()), recorded=1)["sentence"]
+
+
+# ---- models of other shapes
+
+
+def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A small model with random weights that give tokens different probabilities."""
+    shape = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    more: dict[str, dict[str, Any]] = {
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3_moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+        },
+        "qwen2": {},
+        "granite": {
+            "residual_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.2,
+        },
+        "gemma2": {"head_dim": 16},
+    }
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(kind, **shape, **more[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 3 / parameter.shape[-1] ** 0.5 if parameter.shape[0] != 99 else 0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(dtype)
+
+
+def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float32, recorded: int = 4) -> dict[str, Any]:
+    model = build(kind, dtype=dtype)
+    if plant is not None:
+        plant(model)
+    engine = HFEngine(model, HFArguments(batch=4))
+    some = [[5 + (i * 7 + j * 3) % 80 for j in range(4 + i)] for i in range(6)]
+    rollouts = engine.sample(some, how(max_new_tokens=10))
+    return run_stages(Question(Trainer(build(kind), None, kind), engine, rollouts, how(max_new_tokens=10), {}, recorded))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_healthy_models_of_other_shapes_are_legal(kind, dtype):
+    found = pair_verdict(kind, dtype=getattr(torch, dtype))
+    assert found["verdict"] == "LEGAL" or (kind != "qwen2" and dtype == "bfloat16" and found["verdict"] == "INCONCLUSIVE"), (
+        found["sentence"]
+    )
+    if "mo" in kind or kind == "mixtral":
+        assert found["operators"]["kinds"]["experts"]["operators"] == 6
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2"])
+def test_models_whose_operators_are_not_all_known_are_judged_as_far_as_can_be(kind):
+    found = pair_verdict(kind)
+    assert found["verdict"] in ("LEGAL", "INCONCLUSIVE"), found["sentence"]
+    assert found["weights"]["compared"] and found["returned"]["explained"]
+
+
+def top_one(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.gate.top_k = 1
+
+
+def not_renormalised(model: Any) -> None:
+    for layer in model.model.layers:
+        gate = layer.mlp.gate
+        gate.register_forward_hook(lambda m, a, y: (y[0], y[0].softmax(-1).gather(1, y[2]).to(y[1].dtype), y[2]))
+
+
+def next_expert(model: Any) -> None:
+    gate = model.model.layers[1].mlp.gate
+    gate.register_forward_hook(lambda m, a, y: (y[0], y[1], (y[2] + 1) % 4))
+
+
+EXPERTS = {
+    "zero": lambda m: wrap(m.model.layers[1].mlp.experts, lambda y: y * 0),
+    "half as much again": lambda m: wrap(m.model.layers[1].mlp.experts, lambda y: y * 1.5),
+    "one in a hundred more": lambda m: wrap(m.model.layers[1].mlp.experts, lambda y: y * 1.01),
+    "one expert in place of two": top_one,
+    "weights not renormalised": not_renormalised,
+    "the next expert": next_expert,
+}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_wrong_experts_are_a_defect(kind, name):
+    found = pair_verdict(kind, EXPERTS[name])
+    assert found["verdict"] == "DEFECT", found["sentence"]
+    if name not in ("one in a hundred more",):
+        assert pair_verdict(kind, EXPERTS[name], torch.bfloat16)["verdict"] != "LEGAL"
+
+
+def test_a_missing_bias_is_found_among_the_weights():
+    def plant(model: Any) -> None:
+        model.model.layers[1].self_attn.q_proj.bias = None
+
+    found = pair_verdict("qwen2", plant)
+    assert (found["verdict"], found["stage"]) == ("DEFECT", "weights")
+    assert "q_proj.bias is missing" in found["sentence"]
