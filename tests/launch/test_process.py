@@ -368,7 +368,7 @@ def test_the_plan_of_the_environment_is_made_active_with_all_that_belongs_to_it(
         assert done == {
             "_in_every_thread": injection, "register_module_forward_pre_hook": injection.on_call, "register": file.flush,
             "_flush_before_exit": file, "_note_rank_before_leaving": file, "_write_before_answers": None,
-            "after_in_child": file.after_fork,
+            "before": process_identity.count_fork, "after_in_child": file.after_fork,
         }  # fmt: skip
         assert process_identity.before_an_answer == file.catch_up
         done.clear()

@@ -59,7 +59,7 @@ def inject(
         plan: A line of the plan language, a YAML file, or a `Plan`.
         seed: Keys all noise; overrides the plan's own.
         step: Where a resumed run goes on; see `Injection.step`.
-        rank: Keys the noise of this process; the distributed rank by default.
+        rank: Keys the noise of this process; by default the distributed rank, as it is when a pass begins.
         allow_inert: Accept a plan that never fires or changes nothing.
 
     Raises:
@@ -113,7 +113,8 @@ class Injection:
         self.hold = hold or sampler
         self.sampler = sampler
         self.rollouts = Rollouts()
-        self.rank = this_rank() if rank is None else rank
+        self._asks_rank = rank is None
+        self.rank = self.rank_now() if rank is None else rank
         self.allow_inert = allow_inert
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
         self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
@@ -241,6 +242,18 @@ class Injection:
             raise PlanError(f"unknown phase {phase!r}; {nearest(phase, PHASES)}")
         self.calls.phase = phase
         self.rewrite()
+
+    def rank_now(self) -> int:
+        """The rank of this process, as far as it is known now."""
+        return this_rank()
+
+    def _follow_rank(self) -> None:
+        """A process may join its group after a plan was attached: key the noise by the rank that it has now."""
+        if self._asks_rank and (rank := self.rank_now()) != self.rank:
+            self.rank = rank
+            for tap in self.taps:
+                tap.make_keys()
+            self.tables.make_keys()
 
     def phase_now(self) -> str:
         """The phase of a forward that would begin now."""
@@ -376,6 +389,7 @@ class Injection:
         """
         captured = capturing()
         if not captured:
+            self._follow_rank()
             self.tables.make()
         self.rollouts.number()
         self.operators.weights.refresh()

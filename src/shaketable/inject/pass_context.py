@@ -195,7 +195,7 @@ class Calls:
     def push(self, frame: Frame) -> None:
         """Make `frame` the innermost one."""
         if not self.stack:
-            frame.caller = sys._getframe(3)
+            frame.caller = _caller()
         self.stack.append(frame)
 
     def _drop_dead(self) -> None:
@@ -212,6 +212,14 @@ class Calls:
     def pop(self) -> None:
         """Close the innermost frame."""
         self.stack.pop()
+
+
+def _caller() -> FrameType | None:
+    """The innermost Python frame that is not ours: that of the call which opens a pass, however the hook was reached."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("shaketable."):
+        frame = frame.f_back
+    return frame
 
 
 def in_backward() -> bool:

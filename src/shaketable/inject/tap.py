@@ -48,11 +48,18 @@ class Tap:
         """Be as before the first fire, under the plan, the seed and the rank that the injection has now."""
         self.spot = spot
         self.site = self.injection.plan.clauses[self.clause].site
-        place = self.injection.plan.seed, self.clause, self.name, self.point
-        self.keys = tuple(key_of(*place, direction, self.injection.rank) for direction in ("forward", "backward"))
-        self._lane_key = key_of(*place, "lanes")
+        self._lane_key = key_of(*self._place, "lanes")
         self._lanes: dict[tuple[int, torch.device, bool], Tensor] = {}
         self._references: dict[tuple[bool, int], Tensor | None] = {}
+        self.make_keys()
+
+    @property
+    def _place(self) -> tuple[object, ...]:
+        return self.injection.plan.seed, self.clause, self.name, self.point
+
+    def make_keys(self) -> None:
+        """The keys of its place in this rank."""
+        self.keys = tuple(key_of(*self._place, direction, self.injection.rank) for direction in ("forward", "backward"))
 
     @property
     def fault(self) -> FaultBase:

@@ -67,12 +67,14 @@ class LedgerFile:
 
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
+        process_identity.note_fork()
         self.injection.ledger.clear()
         self.injection.inert_check.clear()
         self.injection.unmatched_models.clear()
         if self.injection.notices is not None:
             self.injection.notices.after_fork()
         self.distributed, self._inherited = None, _is_in_a_group()
+        self.injection.has_group_of_parent = self._inherited
         self.engines.clear()
         self.injection.calls._lock = threading.Lock()
         self.injection.attaching = threading.RLock()

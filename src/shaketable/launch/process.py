@@ -12,6 +12,7 @@ import functools
 import multiprocessing
 import os
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,8 @@ class ProcessInjection(Injection):
     """An injection on every model of the process."""
 
     calls: ByTask
+    has_group_of_parent = False
+    """Whether the process group that this process seems to be in is that of the process it is a fork of."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, allow_inert=True)
@@ -99,6 +102,11 @@ class ProcessInjection(Injection):
     @property
     def is_training(self) -> bool:
         return any(m.training for m in self.roots) or not len(self.roots)
+
+    def rank_now(self) -> int:
+        is_joined = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if is_joined else process_identity.rank_of_launcher()
+        return rank if is_joined and not self.has_group_of_parent else process_identity.child_rank(rank)
 
     def operator_frame(self) -> Frame | None:
         return None if self.aside or not self.enabled else self.calls.top() or self._loose_frame()
@@ -217,7 +225,7 @@ def activate() -> None:
     injection.notices = Notices(injection, _active.folder)
     atexit.register(_active.flush)
     process_identity.before_an_answer = _active.catch_up
-    os.register_at_fork(after_in_child=_active.after_fork)
+    os.register_at_fork(before=process_identity.count_fork, after_in_child=_active.after_fork)
     _flush_before_exit(_active)
     _note_rank_before_leaving(_active)
     _write_before_answers()
@@ -228,8 +236,12 @@ def _flush_before_exit(file: LedgerFile) -> None:
     leave = os._exit
 
     def flush_and_leave(status: int) -> NoReturn:
-        file.flush()
-        leave(status)
+        try:
+            file.flush()
+        except BaseException:  # who asks to leave must leave: a forked child would run on in the code of its parent
+            traceback.print_exc()
+        finally:
+            leave(status)
 
     os._exit = flush_and_leave
 

@@ -1,6 +1,10 @@
 """Where in a program of many processes this one is: its rank, its place, the task it is busy with.
 
-torchrun says so with RANK. A framework that has actors and tasks instead (Ray) says so here:
+A process group knows its rank; before there is one, launchers say it in RANK, SLURM_PROCID or LOCAL_RANK. Processes that a
+program starts by itself (`multiprocessing`, `os.fork`) have no rank. They are told apart by how they were started: the second
+child of the first child is that in every run of the program.
+
+A framework that has actors and tasks instead (Ray) says so here:
 
 *   An **actor** has a rank of its own, made from whose child it is, its class and its number among those: `Sampler#2` is the
     second Sampler that the driver made, in every run of the program and in every life of the actor. It travels in one
@@ -18,6 +22,7 @@ Standard library only.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +52,42 @@ def number(text: str, size: int = 4) -> int:
 def rank_here() -> int:
     """The rank of the actor that this process is or is a child of, else 0."""
     return int(os.environ.get(PLACE, "0").partition(":")[0])
+
+
+def rank_of_launcher() -> int:
+    """What a launcher of ranks says in the environment, else the actor's rank."""
+    found = next((value for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (value := os.environ.get(name))), None)
+    return rank_here() if found is None else int(found)
+
+
+_forks: list[tuple[tuple[int, ...], int]] = []
+"""The forks between the program's first process and this one: who forked, and the how many-th fork of that process it was."""
+_forked = 0
+
+
+def count_fork() -> None:
+    """This process is about to fork."""
+    global _forked
+    _forked += 1
+
+
+def note_fork() -> None:
+    """This process has just been forked."""
+    global _forked
+    _forks.append((_child_number(), _forked))
+    _forked = 0
+
+
+def _child_number() -> tuple[int, ...]:
+    """Which child of which child of `multiprocessing` this is; empty for none."""
+    return tuple(getattr(multiprocessing.current_process(), "_identity", ()))
+
+
+def child_rank(rank: int) -> int:
+    """The rank of a process that a program has started by itself, given the rank of the program; that of others is `rank`."""
+    child = _child_number()
+    forks = [n for parent, n in _forks if parent == child]  # `multiprocessing` forks too, and then gives the child a number
+    return number(f"{rank} child {child} {forks}") if child or forks else rank
 
 
 def label_here() -> str:

@@ -330,3 +330,11 @@ def test_continuous_batching_is_out_of_reach(tmp_path, fields):
     trainer = grpo(tmp_path, llama(), ShaketableCallback(**fields), use_transformers_continuous_batching=True)
     with pytest.raises(st.PlanError, match="thread of its own"):
         trainer.train()
+
+
+@pytest.mark.parametrize("plan", ["relative_gaussian:0.05@op.matmul", PLAN])
+def test_a_model_that_the_trainer_compiles_is_shaken(tmp_path, plan, fresh_graphs):
+    callback = ShaketableCallback(plan=plan, seed=0)
+    sft(tmp_path, llama(), callback, max_steps=1, torch_compile=True, torch_compile_backend="aot_eager").train()
+    assert fires(callback)["train"]["forward"] >= 14
+    assert torch.overrides._get_current_function_mode_stack() == []

@@ -59,8 +59,8 @@ class DeviceTable:
         self._loaded: set[object] = set()
         self._lock = threading.Lock()
         n = len(taps)
-        keys = [[signed(tap.keys[direction], 64) for tap in taps] for direction in (0, 1)]
-        self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
+        self.keys = torch.zeros(2, n, dtype=torch.int64, device=device)
+        self.make_keys()
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         """The moment of the last pass that a graph began."""
         self.live = torch.zeros(len(PHASES), n, 2, device=device)
@@ -71,6 +71,10 @@ class DeviceTable:
         for moment in (_CLOCK, _OWN):  # nothing can be loaded during a capture
             self._begin(rows, PHASES[0], False, moment, self.clock.clone(), on=False)
         self.update()
+
+    def make_keys(self) -> None:
+        """The keys of the taps, as they are now."""
+        self.keys.copy_(torch.tensor([[signed(tap.keys[direction], 64) for tap in self.taps] for direction in (0, 1)]))
 
     def update(self) -> None:
         """The switch, the magnitudes and the step as they are now; what is there already is not written again."""
@@ -281,6 +285,11 @@ class DeviceTables:
         if table is None or not capturing():
             raise PlanError(f"{what.tap.site.label}: capture the forward pass together with its backward pass")
         return table.pull_back(g, x, what)
+
+    def make_keys(self) -> None:
+        """Copy the keys of the taps to every GPU."""
+        for table in self.all:
+            table.make_keys()
 
     def update(self) -> None:
         """Copy the switch, the magnitudes and the step to every GPU."""

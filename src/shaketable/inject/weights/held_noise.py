@@ -75,10 +75,13 @@ class HeldTap(Tap):
 
     def begin(self, spot: Spot) -> None:
         super().begin(spot)
-        self.place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
         self._kept: tuple[tuple[int, FaultBase, Origin], Tensor] | None = None
         """The noisy weight, and what it was made from."""
         self._counted: dict[str, tuple[int, FaultBase]] = {}
+
+    def make_keys(self) -> None:
+        super().make_keys()
+        self.place = key_of(self.injection.plan.seed, "held", self.name, self.injection.rank)
 
     @property
     def reads_tables(self) -> bool:
@@ -103,7 +106,7 @@ class HeldTap(Tap):
         if not acts or current.phase != "rollout" or (x.requires_grad and torch.is_grad_enabled()):
             self._kept = None
             return super().forward(x, frame) if acts else x
-        made_from = self._draw_number(), self.fault, _identity(x)
+        made_from = self.place ^ self._draw_number(), self.fault, _identity(x)
         if self._kept is None or self._kept[0] != made_from:
             self._kept = made_from, self._renewed(x, frame)
         return self._kept[1]

@@ -91,6 +91,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self._call: FrameType | None = None
         self._evaluates = self.plan is not None and any("eval" in c.site.phase for c in self.plan.clauses)
         self._logged = (0, 0)
+        self._is_compiled = False
         self._is_checked = False
         """Whether the first step is over."""
 
@@ -122,6 +123,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         self.injection = self.noise = self.sampler = self.merged = None
         self._logged, self._is_checked = (0, 0), False
         model, total, step = trainer.model, state.max_steps, state.global_step
+        self._is_compiled = bool(trainer.args.torch_compile)
         if self.plan is not None:
             self.injection = inject(model, self.plan, step=step, allow_inert=True)
         self.sampler = sampler_of(trainer, self.plan, self.aqn, total, step)
@@ -199,7 +201,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             if self.sampler is not None:
                 self.sampler.phase = "eval"
             if self._evaluates and self.injection is not None:
-                self.injection.enable().drop_mode()
+                self._switch_one(self.injection, True)
             yield
             self._switch(False)
             if self.sampler is not None:
@@ -224,12 +226,18 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
                 raise error
 
     def _switch(self, on: bool) -> None:
-        """Everything on, or off; the operator mode is left to the model's own calls."""
+        """Everything on, or off."""
         for injection in self._injections():
-            if on:
-                injection.enable().drop_mode()
-            else:
-                injection.disable()
+            self._switch_one(injection, on)
+
+    def _switch_one(self, injection: Injection, on: bool) -> None:
+        """The operator mode is left to the calls of the model, unless it is compiled: dynamo must see the mode before them."""
+        if on:
+            injection.enable()
+        else:
+            injection.disable()
+        if not (on and self._is_compiled):
+            injection.drop_mode()
 
     def _injections(self) -> list[Injection]:
         noise = None if self.noise is None else self.noise.injection

@@ -1,0 +1,148 @@
+"""Bugs that programs under `shaketable run` met."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from tests import slow
+from tests.launch.shaken_programs import shake
+from tests.launch.test_process_identity import Process, X, model, noise
+
+LINEAR = "relative_gaussian:0.05@module.linear"
+
+
+class Calls(nn.Module):
+    """A model that calls another one, which is no part of it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.own, self.other = nn.Linear(8, 8), [other]
+
+    def forward(self, x):
+        return self.other[0](self.own(x))
+
+
+def test_a_model_that_calls_another_in_its_first_pass_keeps_that_pass():
+    outer, inner = Calls(nn.Sequential(nn.Linear(8, 8))).eval(), None
+    inner = outer.other[0].train()
+    with Process("gain:1@module.linear") as injection:
+        for _ in range(2):
+            outer(X)
+        assert injection.ledger.sites[0].by("phase") == {"eval": {"forward": 4, "backward": 0}}
+        assert dict(injection.inert_check.phases) == {"rollout": 0, "train": 0, "eval": 2}
+    assert inner.training
+
+
+# ---- ranks
+
+
+@pytest.fixture
+def without_rank(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SHAKETABLE_PLACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID", "LOCAL_RANK"])
+def test_ranks_of_any_launcher_have_noise_of_their_own(without_rank, monkeypatch, name):
+    alone = noise()[0]
+    monkeypatch.setenv(name, "0")
+    first = noise()[0]
+    monkeypatch.setenv(name, "1")
+    second = noise()[0]
+    assert torch.equal(alone, first) and not torch.equal(first, second)
+
+
+def test_a_rank_that_joins_its_group_after_torch_was_imported_is_asked_again(without_rank, monkeypatch):
+    found = []
+    for rank in (0, 1):
+        one = model()
+        clean = one(X).detach()
+        with Process() as injection, monkeypatch.context() as patch:
+            patch.setattr(torch.distributed, "is_initialized", lambda: True)
+            patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            found.append(one(X).detach() - clean)
+            assert injection.rank == rank
+    assert not torch.equal(*found)
+
+
+PROGRAM = """
+import multiprocessing, os, sys
+import torch
+from torch import nn
+
+
+def work(number, start):
+    if start == "group":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/group", rank=number, world_size=2)
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    with torch.no_grad():
+        found = model(x)
+    with open(f"{sys.argv[2]}-{os.getpid()}.noise", "w") as file:
+        file.write(repr(float(found.double().sum())))
+    if start == "group":
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    start = sys.argv[1]
+    context = multiprocessing.get_context("spawn" if start == "group" else "fork")
+    children = [context.Process(target=work, args=(number, start)) for number in range(2)]
+    if start != "group":
+        work(-1, start)
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize("start", [slow("group"), "fork"])
+def test_processes_of_one_program_do_not_share_their_noise(without_rank, tmp_path, monkeypatch, start):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for repeat in ("a", "b") if start == "fork" else ("a",):
+        code, ledger, printed = shake(tmp_path / repeat, LINEAR, sys.executable, str(program), start, repeat)
+        assert code == 0, printed
+        found.append(sorted(file.read_text() for file in tmp_path.glob(f"{repeat}-*.noise")))
+        ranks = [worker["rank"] for worker in ledger["workers"] if worker["forward"]]
+        assert len(set(ranks)) == len(ranks) == len(found[-1]) == (2 if start == "group" else 3)
+        assert start == "fork" or sorted(ranks) == [0, 1]
+    assert found[0] == found[-1] and len(set(found[0])) == len(found[0])
+
+
+# ---- forks
+
+
+def test_a_forked_child_whose_ledger_cannot_be_written_ends_all_the_same():
+    script = """
+        import os, sys
+        from types import SimpleNamespace
+        from shaketable.launch import process
+
+        def fail():
+            raise ValueError("a disk that is no disk")
+
+        process._flush_before_exit(SimpleNamespace(flush=fail))
+        if os.fork() == 0:
+            try:
+                os._exit(7)
+            finally:
+                print("the child runs on", flush=True)
+        status = os.wait()[1]
+        print("child ended with", os.waitstatus_to_exitcode(status), flush=True)
+        sys.stdout.flush()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert "the child runs on" not in done.stdout and "child ended with 7" in done.stdout
+    assert "a disk that is no disk" in done.stderr
