@@ -422,7 +422,8 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
 
 def _is_cache(value: Any) -> bool:
     """Whether an object holds the keys and values, or states, of earlier tokens: a cache of transformers, or a layer of one."""
-    return any(kind.__name__ in ("Cache", "CacheLayerMixin", "EncoderDecoderCache") for kind in type(value).__mro__)
+    kinds = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "EncoderDecoderCache")
+    return any(kind.__name__ in kinds for kind in type(value).__mro__)
 
 
 def main_result(output: Any) -> Tensor:
