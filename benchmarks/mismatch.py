@@ -257,11 +257,16 @@ def _named(row: dict[str, Any]) -> str:
     return "yes" if row["named"] else f"no: {row['unseen']}" if row["unseen"] else "no"
 
 
+def _stage(row: dict[str, Any]) -> str:
+    """Records of before November 2026 call it a rung."""
+    return str(row.get("stage", row.get("rung")))
+
+
 def _planted(rows: dict[str, Any]) -> list[str]:
     named = sum(row["named"] for row in rows.values())
     head = ["| planted | named | stage | what was said | commit |", "|---|---|---|---|---|"]
     body = [
-        f"| {row['says']} | {_named(row)} | {row['stage']} | {row['sentence'].split('. The gap')[0]} | {row['commit']} |"
+        f"| {row['says']} | {_named(row)} | {_stage(row)} | {row['sentence'].split('. The gap')[0]} | {row['commit']} |"
         for row in rows.values()
     ]
     return [f"{named} of {len(rows)} named.", "", *head, *body]

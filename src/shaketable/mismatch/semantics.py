@@ -3,10 +3,11 @@
 A log-probability can be of the model's own logits or of what the sampler made of them; with another temperature; renormalised
 over a nucleus; of the next token; of a prompt with or without its first token. None of that is rounding. Every hypothesis is
 computed, and judged by how much better it fits, token by token: its loss is log(1 + z²), with z the difference over what
-rounding makes of that token, so that a few impossible tokens do not decide. A hypothesis **wins** when the lower end of a
-bootstrap over rollouts of the paired improvement is above zero and it leaves at most LEAVES of the mean difference; it is
-**named** when what it leaves is rounding as well, or a small part of the gap. The simplest hypothesis comes first; a later
-one must be better for certain. Fitted values (temperature with top-p or top-k, a repetition penalty) come with a range.
+rounding makes of that token, so that a few impossible tokens do not decide. A hypothesis **wins** when it leaves at most LEAVES
+of the mean difference, and the lower end of a bootstrap over rollouts of the paired improvement is above zero; or when nothing
+in it was fitted and it leaves only rounding of a gap that is more. It is **named** when it leaves only rounding, or a
+small part of the gap. The simplest hypothesis comes first; a later one must be better for certain. Fitted values (temperature
+with top-p or top-k, a repetition penalty) come with a range.
 
 Logits are looked at for the first rollouts only, as many as `TOKENS` tokens: a hypothesis is about all tokens or none.
 """
@@ -57,6 +58,8 @@ class Hypothesis:
     """What is then true of the engine, for the verdict."""
     differences: Callable[[], list[np.ndarray]]
     """Engine minus trainer, of every token; NaN where it says nothing of a token, empty where it says nothing at all."""
+    is_fitted: bool = False
+    """Whether a value in it was chosen to fit; such a hypothesis needs more tokens than the few that it can be fitted to."""
 
 
 def semantics(trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling, rounding: Rounding) -> dict[str, Any]:
@@ -80,9 +83,12 @@ def semantics(trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling,
         low, high = gain(base_loss, loss)
         row: dict[str, Any] = {"name": hypothesis.name, "says": hypothesis.says, "mean_abs": _finite(d), "gain": [low, high]}
         row |= _judged(d, case.scale)
-        row["wins"] = bool(low > 0 and row["mean_abs"] <= LEAVES * before and _is_no_rounding(hypothesis.name, rounding))
+        settles = row["explained"] and not facts["judged"]["explained"] and not hypothesis.is_fitted
+        leaves_little = row["mean_abs"] <= LEAVES * before and _is_no_rounding(hypothesis.name, rounding)
+        row["wins"] = bool((low > 0 or settles) and leaves_little)
         facts["rows"].append({key: row[key] for key in ("name", "mean_abs", "gain")})
-        if high > 0 and (best is None or gain(best[1], loss)[0] > 0):
+        is_better = best is None or gain(best[1], loss)[0] > 0 or (row["wins"] and not best[0]["wins"])
+        if high > 0 and is_better:
             best = (row, loss)
     if best is None:
         return facts
@@ -167,8 +173,8 @@ class _Case:
         found: np.ndarray = np.asarray(rollout.logprobs) - np.asarray(trainer)
         return found
 
-    def _processing(self, name: str, says: str, sampling: Sampling | None) -> Hypothesis:
-        return Hypothesis(name, says, lambda: self.against(sampling))
+    def _processing(self, name: str, says: str, sampling: Sampling | None, is_fitted: bool = False) -> Hypothesis:
+        return Hypothesis(name, says, lambda: self.against(sampling), is_fitted)
 
     def _returned(self) -> Iterator[Hypothesis]:
         """Raw, processed, or processed but for one step."""
@@ -299,7 +305,7 @@ class _Case:
             name.append(f"{kind}={second:g}")
             words.append(f"renormalised over {kind}={second:g} ({ends[1][0]:g} to {ends[1][1]:g})")
         says = f"the engine's logits are {' and '.join(words)}"
-        return self._processing(", ".join(name), says, replace(still, **changed))  # type: ignore[arg-type]
+        return self._processing(", ".join(name), says, replace(still, **changed), True)  # type: ignore[arg-type]
 
     def _range(self, values: list[tuple[float, float]], losses: np.ndarray) -> list[tuple[float, float]]:
         """95 % of the best values, by a bootstrap over rollouts (tokens where there are few)."""
@@ -326,7 +332,7 @@ class _Case:
 
         found = minimize_scalar(left, bounds=(1.0, 2.0), method="bounded", options={"xatol": 2e-3, "maxiter": 12})
         says = f"the engine applies a repetition penalty of {found.x:.3g}"
-        return self._processing(f"repetition penalty {found.x:.3g}", says, at(found.x))
+        return self._processing(f"repetition penalty {found.x:.3g}", says, at(found.x), True)
 
 
 def _ranked(x: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -130,11 +130,11 @@ def _told(facts: dict[str, Any], stage: str, ask: Callable[[], Any]) -> Any:
 
 
 def _some(rollouts: Sequence[Rollout], worst: int, count: int) -> list[int]:
-    """Rollouts at equal distances in the order of their lengths, short and long ones, and the worst one of all."""
+    """Rollouts at equal distances in the order of their lengths, and the worst one of all in place of the shortest."""
     ordered = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].tokens))
     count = min(count, len(ordered))
     found = [ordered[round(i * (len(ordered) - 1) / max(count - 1, 1))] for i in range(count)]
-    return sorted(found if worst in found else [*found[:-1], worst])
+    return sorted(found if worst in found or count == 1 else [worst, *found[1:]])
 
 
 def _routing(question: Question, engine: RolloutEngine) -> list[dict[str, Any]] | None:
