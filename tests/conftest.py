@@ -66,6 +66,7 @@ SLOW = (
     "tests/locate/test_below_the_plan.py",
     "tests/locate/test_plain_models.py",
     "tests/locate/test_remote_code.py",
+    "tests/mismatch/test_attacks.py",
     "tests/project/test_benchmarks.py",
     "tests/project/test_verl_recipes.py",
     "tests/study/test_faulty_disk.py",
