@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from shaketable.locate.probes.documented_precision import device_precision, moved_tolerance, tolerance
+from shaketable.locate.probes.documented_precision import device_precision, tolerance
 from shaketable.locate.probes.rounding import TINY, Around, Precision, Product, RoundingInterval
 
 EXACT = Precision()
@@ -357,10 +357,6 @@ def test_the_switches_of_torch_say_what_products_may_do(matmul_precision, device
 def test_tolerances_grow_with_the_unit_roundoff():
     assert tolerance(EXACT, torch.float32) == (128.0, 2.0**-24) and tolerance(EXACT, torch.bfloat16) == (6.0, 2.0**-8)
     assert tolerance(Precision(product_input=2.0**-10), torch.float32) == (6.0, 2.0**-10)
-    for place in ("first", "later", "layer"):
-        assert moved_tolerance(EXACT, torch.float16, place)[2] == 2.0**-11
-        value, lane, unit = moved_tolerance(Precision(product_input=2.0**-10), torch.float32, place)
-        assert (value, lane) == moved_tolerance(EXACT, torch.bfloat16, place)[:2] and unit == 2.0**-10
 
 
 @pytest.mark.parametrize("bias", [False, True])
