@@ -6,6 +6,7 @@ be FAULT or INCONCLUSIVE, or, where no arithmetic can tell, be named in the sent
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -599,3 +600,106 @@ def test_an_odd_model_is_judged_or_refused_in_one_line(make, folder):
     else:
         with pytest.raises(st.ModelError, match=r"\A[^\n]+\Z"):
             located(model, source=source)
+
+
+# ---- changes between two loads of a model that only a name, a config or an attribute shows
+
+
+def from_another_model(monkeypatch):
+    from transformers.models.cohere import modeling_cohere
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama, "rotate_half", modeling_cohere.rotate_half)
+
+
+def another_mask(monkeypatch):
+    from transformers import masking_utils
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", masking_utils.create_bidirectional_mask)
+
+
+def mask_that_shows_the_next_token(monkeypatch):
+    from transformers import masking_utils
+
+    monkeypatch.setattr(masking_utils, "causal_mask_function", lambda batch, head, q, kv: kv <= q + 1)
+
+
+def table_of_masks(monkeypatch):
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", lambda *args, **kwargs: None)
+
+
+def cache_that_is_off_by_one(monkeypatch):
+    from transformers.cache_utils import DynamicLayer
+
+    real = DynamicLayer.update
+    rolled = lambda *args, **kwargs: tuple(t.roll(1, 2) for t in real(*args, **kwargs))  # noqa: E731
+    monkeypatch.setattr(DynamicLayer, "update", rolled)
+
+
+ELSEWHERE = {
+    "modeling_llama.rotate_half": from_another_model,
+    "modeling_llama.create_causal_mask": another_mask,
+    "masking_utils.causal_mask_function": mask_that_shows_the_next_token,
+    "mask.eager": table_of_masks,
+    "DynamicLayer.update": cache_that_is_off_by_one,
+    "torch.nn.functional.silu": lambda monkeypatch: monkeypatch.setattr(F, "silu", F.gelu),
+    "torch.Tensor.cos": lambda monkeypatch: monkeypatch.setattr(torch.Tensor, "cos", torch.Tensor.sin),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_code_of_the_same_package_in_another_place_is_named(name, monkeypatch):
+    model = build("llama", attention="eager")
+    assert located(model, strict=True).verdict == "HEALTHY"
+    ELSEWHERE[name](monkeypatch)
+    diagnosis = located(model)
+    assert any(code.startswith(f"{name}, which is") for code in diagnosis.foreign), diagnosis.sentence
+    assert located(model, strict=True).verdict != "HEALTHY"
+
+
+def scale_in_a_tensor(model):
+    model.model.layers[1].self_attn.scaling = torch.tensor(0.2)
+
+
+def buffer_made_an_attribute(model):
+    rotation = model.model.rotary_emb
+    del rotation.inv_freq
+    rotation.inv_freq = torch.full((4,), 0.1)
+
+
+def config_of_one_layer(model):
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "sdpa"
+    model.model.layers[1].self_attn.config = config
+
+
+@pytest.mark.parametrize("has_source", [False, True])
+@pytest.mark.parametrize("change", [scale_in_a_tensor, buffer_made_an_attribute, config_of_one_layer], ids=lambda f: f.__name__)
+def test_a_number_kept_in_another_way_than_the_config_makes_it(folder, change, has_source):
+    model = loaded(folder, attn_implementation="eager")
+    change(model)
+    diagnosis = located(model, source=str(folder) if has_source else None)
+    assert diagnosis.verdict == "FAULT", diagnosis.sentence
+
+
+def test_the_sentence_says_that_nothing_was_compared_with_a_file_or_a_config(folder):
+    model = loaded(folder)
+    assert "Not checked" not in located(model, source=str(folder)).sentence
+    assert "the weights and the config against a file" in located(model).sentence
+    model.model.layers[1].extra = nn.Identity()
+    sentence = located(model, source=str(folder)).sentence
+    assert "model.layers.1.extra is not what it gives" in sentence
+    assert "the model cannot be built from one" in located(gpt()).sentence
+
+
+def test_the_default_dtype_of_the_caller_does_not_matter():
+    model = build("gemma3")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        diagnosis = located(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence

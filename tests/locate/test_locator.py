@@ -79,8 +79,9 @@ def test_the_diagnosis_says_what_was_judged_with_what_and_when(found):
             "python": platform.python_version(),
         }  # fmt: skip
         assert diagnosis.detectable_rate["repeats"] == 2 and "1-(1-p)^2" in diagnosis.detectable_rate["text"]
-        unread = ["the weights were not compared with a file: none was given"]
-        assert diagnosis.notes == (unread if mode != "device" else []) and diagnosis.planted is None and diagnosis.foreign == []
+        unread = ["the weights and the config against a file, as no source was given"]
+        assert diagnosis.believed == (unread if mode != "device" else [])
+        assert (diagnosis.notes, diagnosis.planted, diagnosis.foreign) == ([], None, [])
 
 
 def test_a_planted_plan_is_told_with_what_it_changed_and_found(model):

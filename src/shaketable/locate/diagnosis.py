@@ -164,7 +164,7 @@ class Diagnosis:
             )
             self.sentence += self._not_replayed() + "."
             self.sentence += f" Not run: {', '.join(self.not_run)}." if self.not_run else ""
-            self.sentence += f" Not checked: {_first(self.believed)}." if self.believed else ""
+            self.sentence += f" Not checked: {'; '.join(self.believed)}." if self.believed else ""
             self.sentence += f" Code that is not the model's was believed: {_first(self.foreign)}." if self.foreign else ""
 
     def _seen_by(self) -> str:

@@ -486,7 +486,13 @@ class Locator:
     def _believed(self) -> tuple[list[str], list[str]]:
         """What could not be checked and is taken as right, and what may be wrong without a place."""
         reference, main = self.reference, str(self.reference.dtype).removeprefix("torch.")
-        believed = [*reference.odd_ones(reference.layers, reference.paths), *reference.own_switches(self.model)]
+        believed = []
+        if self.on_host and not reference.has_file:
+            believed.append("the weights and the config against a file, as no source was given")
+        if self.on_host and not reference.is_rebuilt:
+            why = f"{reference.odd_part} is not what it gives" if reference.odd_part else "the model cannot be built from one"
+            believed.append(f"classes, attributes and buffers of its modules against the config ({why})")
+        believed += [*reference.odd_ones(reference.layers, reference.paths), *reference.own_switches(self.model)]
         doubts = [f"the model's config is not that of {reference.source}: {text}" for text in reference.other_config]
         for name in reference.lowered():
             text = f"{name} is held in {str(reference.own(name).dtype).removeprefix('torch.')} in a model of {main}"
@@ -497,10 +503,6 @@ class Locator:
 
     def _notes(self) -> list[str]:
         notes = [self.bench.precision.note] if self.bench.precision.note else []
-        if self.on_host and not self.reference.has_file:
-            notes.append("the weights were not compared with a file: none was given")
-        if not self.reference.is_rebuilt:
-            notes.append("the model could not be built anew from its config: its own modules define what is right")
         if any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
             notes.append("the fast path of torch's own attention and encoder layers was off: it was not judged")
         return notes

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shaketable.errors import ModelError
 from shaketable.locate.capture.leaf_modules import Leaf, leaf_of
@@ -45,8 +46,11 @@ class Reference:
         self.layers, self.paths = find_layers(model, layers)
         self.source = source
         self.is_rebuilt = False
+        self._config: Any = getattr(model, "config", None)
         self.other_config: list[str] = []
         """Keys in which the model's config is not that of its source."""
+        self.odd_part = ""
+        """A module that the model has and its config does not give, or the other way round."""
         self.skeleton = self._build(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -67,6 +71,7 @@ class Reference:
         except Exception:  # somebody's constructor, which wants more than a config, or looks at its weights
             skeleton = None
         if skeleton is not None and _paths(skeleton) != _paths(model):
+            self.odd_part = min(_paths(skeleton) ^ _paths(model))
             skeleton = None
         config: Any = getattr(model, "config", None)
         if self.source is not None and hasattr(config, "to_dict"):
@@ -91,6 +96,8 @@ class Reference:
 
     def weight(self, name: str) -> Tensor:
         """A parameter by its full name, in the device's dtype, on the host."""
+        if name not in self._parameters:
+            raise LookupError(f"it has no parameter {name.rpartition('.')[2]}, which the config gives it")
         own = self._parameters[name]
         if name not in self._recent:
             given = own.detach().cpu() if self.is_believed(name) else self._files.read(name)  # type: ignore[union-attr]
@@ -184,16 +191,30 @@ class Reference:
 
     def _unlike_numbers_of(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
         expected = self.skeleton.get_submodule(full)
-        for name, value in attributes_of(part).items():
+        for name in attributes_of(part) | attributes_of(expected):
+            value = vars(part).get(name, getattr(part, name, _MISSING))
             given = vars(expected).get(name, getattr(type(expected), name, _MISSING))
-            if _is_plain(given) and value != given:
+            if _is_plain(given) and not (_is_plain(value) and value == given):
                 yield name, f"its {name} is {_in_words(value)} where the config says {_in_words(given)}"
+        for text in self._unlike_the_model_s(vars(part).get("config"), vars(expected).get("config")):
+            yield "config", f"its own config is another: {text}"
+        for name in sorted(expected._buffers.keys() - part._buffers.keys()):
+            yield name, f"it has no buffer {name}, which the config gives it"
         for name, buffer in part._buffers.items():
             given = self._given(part, full, name, expected._buffers.get(name))
             if buffer is None or given is None or buffer.layout != torch.strided or _agree(buffer, given):
                 continue
             if self._is_static(expected) or not any(_agree(buffer, other) for other in _rotations(part, expected)):
                 yield name, _unlike(name, buffer, given)
+
+    def _unlike_the_model_s(self, own: Any, given: Any) -> Iterator[str]:
+        """Keys of the config that a module holds, where it is not the model's own, that are not what they should be."""
+        if own is self._config or not hasattr(own, "to_dict") or not hasattr(given, "to_dict"):
+            return
+        kinds = [getattr(config, "_attn_implementation", None) for config in (own, given)]
+        if kinds[0] != kinds[1]:
+            yield f"its attention is {kinds[0]!r} where the model's is {kinds[1]!r}"
+        yield from (text for text in _unlike_config(own, given) if text not in self.other_config)
 
     def odd_ones(self, layers: list[nn.Module], paths: list[str]) -> Iterator[str]:
         """Attributes of one layer that are otherwise in all the others, in words; only of a model that no config gives."""
@@ -246,6 +267,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _in_words(value: Any) -> str:
+    if value is _MISSING:
+        return "missing"
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
@@ -306,8 +329,13 @@ def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
     config, build = config or getattr(model, "config", None), getattr(type(model), "_from_config", None)
     if config is None or build is None:
         return None
-    with torch.device("cpu"), _parameters_on_meta():
-        skeleton: nn.Module = build(copy.deepcopy(config))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with _disable_current_modes(), torch.device("cpu"), _parameters_on_meta():
+            skeleton: nn.Module = build(copy.deepcopy(config))
+    finally:
+        torch.set_default_dtype(default)
     return skeleton
 
 
