@@ -129,6 +129,30 @@ def test_a_file_that_says_something_else_is_a_defect(dtype, name):
     assert verdict(None, FILES[name](rollouts))["verdict"] != "LEGAL"
 
 
+BELOW_ROUNDING: dict[str, Any] = {
+    "2 decimals": lambda rs: with_logprobs(rs, lambda x: np.round(x, 2)),
+    "float8": lambda rs: with_logprobs(rs, lambda x: torch.tensor(x).to(torch.float8_e4m3fn).double().numpy()),
+    "float16": lambda rs: with_logprobs(rs, lambda x: torch.tensor(x).half().double().numpy()),
+    "one token": lambda rs: [replace(rs[0], logprobs=[*rs[0].logprobs[:-1], rs[0].logprobs[-1] - 0.3]), *rs[1:]],
+}
+
+
+@pytest.mark.parametrize("name", BELOW_ROUNDING)
+def test_a_file_changed_by_less_than_rounding_in_bfloat16_is_never_legal(name):
+    engine, rollouts = sampled("bfloat16")
+    found = verdict(engine, BELOW_ROUNDING[name](rollouts), recorded=1)
+    assert found["verdict"] != "LEGAL", found["sentence"]
+    if name != "one token":
+        says = {"float8": "float8_e4m3fn"}.get(name, name)
+        assert f"were rounded to {says}" in " ".join([found["sentence"], *found["not_looked_at"]])
+
+
+@pytest.mark.parametrize("given", [{"temperature": 1.02}, {"repetition_penalty": 1.05}], ids=str)
+def test_undeclared_sampling_below_rounding_in_bfloat16_is_never_legal(given):
+    engine, rollouts = sampled("bfloat16", **given, logprobs_mode="processed")
+    assert verdict(engine, rollouts, recorded=1)["verdict"] != "LEGAL"
+
+
 @pytest.mark.parametrize("name", ["base two", "shifted back", "rows mixed"])
 def test_what_was_done_to_a_file_is_named(name):
     _, rollouts = sampled("float32")

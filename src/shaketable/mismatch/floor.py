@@ -45,7 +45,7 @@ def floor(
     rounding: Rounding | None = None,
     tell: Tell = lambda text: None,
 ) -> dict[str, Any]:
-    """Every side in every way that it can be asked for.
+    """Every side in every way that it can be asked for; `ways` holds the engine's log-probabilities in each of them.
 
     Args:
         trainer: One side.
@@ -57,6 +57,7 @@ def floor(
     """
     rows: list[dict[str, Any]] = []
     untold: list[str] = []
+    ways: list[Logprobs] = []
 
     def add(
         side: str, variant: str, one: Sequence[Sequence[float]], ask: Callable[[], Sequence[Sequence[float]]]
@@ -88,11 +89,13 @@ def floor(
     if engine is not None:
         tell("engine reads what it wrote")
         own = engine.logprobs(rollouts)
+        ways.append(own)
         decoded: Logprobs = own
         for variant in engine.variants():
             base_of = decoded if variant == DECODE_ALONE else own
             told = add("engine", variant, base_of, functools.partial(engine.logprobs, rollouts, variant))
+            ways += [] if told is None else [told]
             decoded = told if variant == DECODE and told is not None else decoded
     largest = max(rows, key=lambda r: r["mean_abs"])
     facts: dict[str, Any] = {"mean_abs": largest["mean_abs"], "k3": max(r["k3"] for r in rows), "rows": rows}
-    return facts | {"largest": f"{largest['side']}, {largest['variant']}", "not_told": untold}
+    return facts | {"largest": f"{largest['side']}, {largest['variant']}", "not_told": untold, "ways": ways}

@@ -9,14 +9,22 @@ penalty, a prompt that was read otherwise) breaks here, whatever the trainer say
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from shaketable.mismatch.engines.engine import DECODE, Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.processing import at_the_edge, expected
-from shaketable.mismatch.rounding import LEAST, SAME_PROGRAM, Rounding, judge
+from shaketable.mismatch.rounding import LARGEST, LEAST, SAME_PROGRAM, Rounding, judge, own_spread
+from shaketable.mismatch.semantics import semantics
+from shaketable.mismatch.trainer import Trainer
 
+NEAR_ZERO = 0.05
+"""Nats: differences of float32 logits have few bits below."""
+DISTINCT = 4
+"""Different numbers that do not lie on a coarse grid by chance."""
 FEW = 0.02
 """Share of tokens that rounding may put on the other side of the edge of a nucleus."""
 
@@ -38,6 +46,47 @@ def returned(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sampl
         own.append(expected(logits, rollout, sampling))
         edges.append(at_the_edge(logits, rollout, sampling, own[-1]))
     return held(rollouts, own, rounding.scale, edges, SAME_PROGRAM)
+
+
+def against_itself(
+    trainer: Trainer,
+    engine: RolloutEngine,
+    rollouts: Sequence[Rollout],
+    sampling: Sampling,
+    rounding: Rounding,
+    ways: Sequence[Sequence[Sequence[float]]],
+) -> str:
+    """Why the returned numbers may not be the engine's, by the yardstick of what it differs from itself by; empty if they may.
+
+    Rounding of a whole model in bfloat16 hides a temperature of 1.02 and a token that is off by 0.3; an engine that is shown
+    its own tokens repeats most numbers, and hides neither.
+    """
+    narrow = replace(rounding, scale=own_spread(ways, rounding))
+    logits = list(engine.logits(rollouts))
+    own = [expected(x, r, sampling) for x, r in zip(logits, rollouts, strict=True)]
+    edges = [at_the_edge(x, r, sampling, o) for x, r, o in zip(logits, rollouts, own, strict=True)]
+    found = held(rollouts, own, narrow.scale, edges)
+    if found["worst_ratio"] > LARGEST:
+        rollout, token = found["worst"]
+        times = f"{found['largest']:.2g}, {found['worst_ratio']:.3g} times what the engine differs from itself by"
+        return f"token {token} of rollout {rollout} is off from the engine's own number by {times}"
+    best = semantics(trainer, rollouts, sampling, narrow, logits)["best"]
+    return f"they fit the engine's own logits better if {best['says']}" if best is not None and best["wins"] else ""
+
+
+def rounded_to(rollouts: Sequence[Rollout]) -> str | None:
+    """The coarsest grid that all returned numbers lie on, such as `2 decimals` or `bfloat16`; None for float32 and finer."""
+    x = np.concatenate([np.asarray(r.logprobs, dtype=np.float64) for r in rollouts])
+    x = x[np.abs(x) > NEAR_ZERO]
+    if len(np.unique(x)) < DISTINCT:
+        return None
+    for digits in range(1, 4):
+        if np.array_equal(np.round(x, digits), x):
+            return f"{digits} decimals" if digits > 1 else "1 decimal"
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16):
+        if np.array_equal(torch.from_numpy(x).to(dtype).double().numpy(), x):
+            return str(dtype).removeprefix("torch.")
+    return None
 
 
 def held(

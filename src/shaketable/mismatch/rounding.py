@@ -44,6 +44,7 @@ SAME_PROGRAM = 0.002
 """The same between two passes of one program, whose weights are the same: they do not lean."""
 IMPOSSIBLE = 100.0
 """Nats, of a token to which one side gives no probability."""
+TENTH = 0.1
 FEWEST = 8
 """Differing tokens below which a sign proves nothing."""
 PRIOR = 3.0
@@ -218,6 +219,19 @@ def _scales(squares: list[list[np.ndarray]]) -> list[np.ndarray]:
     pooled = np.sqrt(np.nanmean(np.concatenate([e.ravel() for e in every]))) if any(e.size for e in every) else 0.0
     pooled = max(0.0 if np.isnan(pooled) else float(pooled), SMALLEST)
     return [np.sqrt((np.nansum(e, 0) + PRIOR * pooled**2) / ((~np.isnan(e)).sum(0) + PRIOR)) for e in every]
+
+
+def own_spread(ways: Sequence[Sequence[Sequence[float]]], rounding: Rounding) -> list[np.ndarray]:
+    """By how much an engine's ways of computing differ, token by token, in the terms of the returned numbers.
+
+    It is at least a tenth of what rounding makes, since a few ways may agree by chance.
+    """
+    if len(ways) < 2:
+        return rounding.scale
+    found = [np.stack([np.asarray(way[i]) for way in ways]).var(0, ddof=1) for i in range(len(rounding.raw))]
+    least = TENTH * np.sqrt(np.concatenate([s**2 for s in rounding.raw]).mean())
+    pooled = max(float(np.concatenate(found).mean()), float(least) ** 2, SMALLEST**2)
+    return [np.sqrt((v + pooled) / 2) * s / r for v, s, r in zip(found, rounding.scale, rounding.raw, strict=True)]
 
 
 def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = LEAST) -> Judgement:

@@ -62,10 +62,25 @@ class Hypothesis:
     """Whether a value in it was chosen to fit; such a hypothesis needs more tokens than the few that it can be fitted to."""
 
 
-def semantics(trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling, rounding: Rounding) -> dict[str, Any]:
-    """The best hypothesis, the one that is named, and all that were tried."""
+def semantics(
+    trainer: Trainer,
+    rollouts: Sequence[Rollout],
+    sampling: Sampling,
+    rounding: Rounding,
+    engine_logits: Sequence[Tensor] | None = None,
+) -> dict[str, Any]:
+    """The best hypothesis, the one that is named, and all that were tried.
+
+    Args:
+        trainer: Whose logits the hypotheses are about.
+        rollouts: With the returned numbers.
+        sampling: As it was declared.
+        rounding: What moves each token without a cause.
+        engine_logits: The engine's own, to ask about those instead; other prompts are then not tried.
+    """
     some = _first(rollouts)
-    case = _Case(trainer, some, list(trainer.logits(some)), sampling, rounding.scale[: len(some)])
+    logits = list(trainer.logits(some)) if engine_logits is None else list(engine_logits[: len(some)])
+    case = _Case(trainer, some, logits, sampling, rounding.scale[: len(some)], engine_logits is None)
     base = case.against(sampling if sampling.logprobs_mode == "processed" else None)
     before = _finite(base) if np.isfinite(_finite(base)) else IMPOSSIBLE
     facts: dict[str, Any] = {"mean_abs": before, "tokens": sum(len(r.completion) for r in some), "named": None, "best": None}
@@ -84,7 +99,9 @@ def semantics(trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling,
         row: dict[str, Any] = {"name": hypothesis.name, "says": hypothesis.says, "mean_abs": _finite(d), "gain": [low, high]}
         row |= _judged(d, case.scale)
         settles = row["explained"] and not facts["judged"]["explained"] and not hypothesis.is_fitted
-        leaves_little = row["mean_abs"] <= LEAVES * before and _is_no_rounding(hypothesis.name, rounding)
+        leaves_little = row["mean_abs"] <= LEAVES * before and (
+            engine_logits is not None or _is_no_rounding(hypothesis.name, rounding)
+        )
         row["wins"] = bool((low > 0 or settles) and leaves_little)
         facts["rows"].append({key: row[key] for key in ("name", "mean_abs", "gain")})
         is_better = best is None or gain(best[1], loss)[0] > 0 or (row["wins"] and not best[0]["wins"])
@@ -149,8 +166,15 @@ class _Case:
     """The rollouts of this stage, with the trainer's logits."""
 
     def __init__(
-        self, trainer: Trainer, rollouts: list[Rollout], logits: list[Tensor], sampling: Sampling, scale: list[np.ndarray]
+        self,
+        trainer: Trainer,
+        rollouts: list[Rollout],
+        logits: list[Tensor],
+        sampling: Sampling,
+        scale: list[np.ndarray],
+        tries_prompts: bool = True,
     ) -> None:
+        self.tries_prompts = tries_prompts
         self.trainer, self.rollouts, self.logits, self.sampling, self.scale = trainer, rollouts, logits, sampling, scale
 
     def loss(self, d: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -161,7 +185,8 @@ class _Case:
         """The simplest first."""
         yield from self._returned()
         yield from self._placed()
-        yield from self._prompted()
+        if self.tries_prompts:
+            yield from self._prompted()
         yield from self._tuned()
 
     def against(self, sampling: Sampling | None) -> list[np.ndarray]:

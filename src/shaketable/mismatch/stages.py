@@ -28,13 +28,21 @@ import torch
 from shaketable.errors import ShaketableError
 from shaketable.mismatch import routing as routes
 from shaketable.mismatch import weights as parameters
-from shaketable.mismatch.engines.engine import PHASES, EngineError, NotToldError, Phase, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.engines.engine import (
+    PHASES,
+    EngineError,
+    NotToldError,
+    Phase,
+    Rollout,
+    RolloutEngine,
+    Sampling,
+)
 from shaketable.mismatch.floor import floor
 from shaketable.mismatch.gap import describe
 from shaketable.mismatch.operators.judge import Judge
 from shaketable.mismatch.operators.observe import record_batch
 from shaketable.mismatch.processing import at_the_edge, expected
-from shaketable.mismatch.returned import held, returned
+from shaketable.mismatch.returned import against_itself, held, returned, rounded_to
 from shaketable.mismatch.rounding import Rounding, measure
 from shaketable.mismatch.semantics import semantics
 from shaketable.mismatch.shares import Records, Shares
@@ -92,12 +100,20 @@ def run_stages(question: Question, tell: Tell = lambda text, done=None: None) ->
         facts["floor"] = floor(trainer, engine, rollouts, raw, rounding, tell)
     except EngineError as error:
         facts["died"], facts["floor"] = str(error), floor(trainer, None, rollouts, raw, rounding, tell)
+    ways = facts["floor"].pop("ways")
     tell("semantics", 0.4)
     facts["semantics"] = semantics(trainer, rollouts, sampling, rounding)
+    if (grid := rounded_to(rollouts)) is not None:
+        facts["unchecked"].append(f"returned: the log-probabilities were rounded to {grid}; return them in float32")
     if engine is None:
-        facts["unchecked"].append("the engine's logits, weights, routing and operators: there are only its log-probabilities")
+        facts["unchecked"].insert(
+            0, "the engine's logits, weights, routing and operators: there are only its log-probabilities"
+        )
     elif facts["died"] is None:
         try:
+            if facts["returned"] is not None and facts["returned"]["explained"]:
+                doubt = _told(facts, "returned", lambda: against_itself(trainer, engine, rollouts, sampling, rounding, ways))
+                facts["unchecked"] += [f"returned: {doubt}"] if doubt else []
             _inside(question, engine, rounding, facts, tell)
         except EngineError as error:
             facts["died"] = str(error)
