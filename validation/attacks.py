@@ -20,6 +20,9 @@ SHORT_PROCESSES = 2000
 ABOUT = {
     "faults below the plan language": "locate: a dispatch mode, replaced methods, hooks, buffers, single bits of weights, "
     "faults that come and go, that follow the data or the token; in four architectures",
+    "locate": "healthy models used in ways nobody prepared, and selections, views, attributes, buffers, batches and caches "
+    "that are wrong",
+    "mismatch": "healthy pairs of trainer and sampler, and files, sampling, engines and experts that are not what they say",
     "coverage of locate": "locate: any row of any operator, the head's too, and what it says it did not see",
     "foreign code in a model": "locate: code that is not the model's must be named",
     "layers that share states": "locate: healthy models whose layers write into what others are given",

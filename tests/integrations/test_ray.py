@@ -53,13 +53,9 @@ def cluster():
     ]
     head = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | ENVIRONMENT)
     assert head.stdout is not None
-    said = []
-    for line in head.stdout:
-        said.append(line)
-        if address := re.search(r"--address='(127\.0\.0\.1:\d+)'", line):
-            break
-    assert address, "".join(said)
-    yield address[1]
+    said = iter(head.stdout.readline, "")
+    found = next(found for line in said if (found := re.search(r"--address='[\d.]+:(\d+)'", line)))
+    yield f"127.0.0.1:{found[1]}"
     head.terminate()
     head.wait()
     shutil.rmtree(folder, ignore_errors=True)

@@ -56,4 +56,4 @@ def verdict(
 
 def record(model: Any, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
     """The operators of a model on one sequence."""
-    return record_batch(model, [Rollout(tokens[:prompt_length], tokens[prompt_length:], [])], phase)[0][0]
+    return record_batch(model, [Rollout(tokens[:prompt_length], tokens[prompt_length:], [])], phase)[0].calls

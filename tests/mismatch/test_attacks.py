@@ -232,9 +232,9 @@ def between(model: Any) -> None:
     model.model.layers[4].register_forward_pre_hook(lambda m, a: (a[0] * 1.1, *a[1:]))
 
 
-def behind_the_head(model: Any) -> None:
+def behind_the_head(model: Any, at: float) -> None:
     def cap(m: Any, a: Any, out: Any) -> Any:
-        out.logits = 5 * torch.tanh(out.logits / 5)
+        out.logits = at * torch.tanh(out.logits / at)
         return out
 
     model.register_forward_hook(cap)
@@ -248,7 +248,8 @@ FAULTS = {
     "decode of rows above the first": lambda m: wrap(m.model.layers[1].mlp.up_proj, lambda y: later_rows(y) if y.shape[1] == 1 else y),
     "a layer is skipped": skipped,
     "between layers": between,
-    "behind the head": behind_the_head,
+    "a soft cap behind the head": lambda m: behind_the_head(m, 5),
+    "a mild soft cap behind the head": lambda m: behind_the_head(m, 30),
     "a value in a hundred": lambda m: wrap(m.model.layers[5].mlp.down_proj, lambda y: y + (torch.arange(y.shape[-1]) % 100 == 0) * y.std() * 3),
 }  # fmt: skip
 

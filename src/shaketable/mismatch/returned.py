@@ -18,7 +18,7 @@ import torch
 from shaketable.mismatch.engines.engine import DECODE, Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.processing import at_the_edge, expected
 from shaketable.mismatch.rounding import LARGEST, LEAST, SAME_PROGRAM, Rounding, judge, own_spread
-from shaketable.mismatch.semantics import semantics
+from shaketable.mismatch.semantics import looked_at, semantics
 from shaketable.mismatch.trainer import Trainer
 
 NEAR_ZERO = 0.05
@@ -62,9 +62,12 @@ def against_itself(
     its own tokens repeats most numbers, and hides neither.
     """
     narrow = replace(rounding, scale=own_spread(ways, rounding))
-    logits = list(engine.logits(rollouts))
-    own = [expected(x, r, sampling) for x, r in zip(logits, rollouts, strict=True)]
-    edges = [at_the_edge(x, r, sampling, o) for x, r, o in zip(logits, rollouts, own, strict=True)]
+    kept = len(looked_at(rollouts))
+    logits, own, edges = [], [], []
+    for i, (x, rollout) in enumerate(zip(engine.logits(rollouts), rollouts, strict=True)):
+        own.append(expected(x, rollout, sampling))
+        edges.append(at_the_edge(x, rollout, sampling, own[-1]))
+        logits += [x] if i < kept else []
     found = held(rollouts, own, narrow.scale, edges)
     if found["worst_ratio"] > LARGEST:
         rollout, token = found["worst"]

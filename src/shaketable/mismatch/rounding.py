@@ -137,7 +137,7 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Deviation:
     """A set of differences held against rounding."""
 
     tokens: int
@@ -234,7 +234,7 @@ def own_spread(ways: Sequence[Sequence[Sequence[float]]], rounding: Rounding) ->
     return [np.sqrt((v + pooled) / 2) * s / r for v, s, r in zip(found, rounding.scale, rounding.raw, strict=True)]
 
 
-def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = LEAST) -> Judgement:
+def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = LEAST) -> Deviation:
     """Hold differences against rounding; a difference that is not finite is as large as can be.
 
     Args:
@@ -252,7 +252,7 @@ def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = L
     low, high = positive_share(d, scale, least)
     limits = SAME_BIASED if least == SAME_PROGRAM else BIASED
     size = np.abs(flat)
-    return Judgement(
+    return Deviation(
         tokens=len(flat),
         mean_abs=float(size.mean()),
         largest=float(size[at]),

@@ -78,7 +78,7 @@ def semantics(
         rounding: What moves each token without a cause.
         engine_logits: The engine's own, to ask about those instead; other prompts are then not tried.
     """
-    some = _first(rollouts)
+    some = looked_at(rollouts)
     logits = list(trainer.logits(some)) if engine_logits is None else list(engine_logits[: len(some)])
     case = _Case(trainer, some, logits, sampling, rounding.scale[: len(some)], engine_logits is None)
     base = case.against(sampling if sampling.logprobs_mode == "processed" else None)
@@ -151,7 +151,8 @@ def _finite(d: Sequence[np.ndarray]) -> float:
     return float(np.abs(flat).mean()) if len(flat) else float("inf")
 
 
-def _first(rollouts: Sequence[Rollout]) -> list[Rollout]:
+def looked_at(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The first rollouts, as many as `TOKENS` tokens."""
     kept: list[Rollout] = []
     tokens = 0
     for rollout in rollouts:

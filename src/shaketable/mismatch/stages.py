@@ -181,9 +181,10 @@ def _operators(
     own, judged = Judge(trainer.model, trainer.dtype), Judge(trainer.model, engine.dtype, held_weights)
     names: set[str] = set()
     for rollout in some:
-        calls = record_batch(trainer.model, [rollout], "prefill")[0][0]
-        names |= {call.name for call in calls}
-        own.leave_out(calls)
+        (read,) = record_batch(trainer.model, [rollout], "prefill")
+        names |= {call.name for call in read.calls}
+        own.leave_out(read.calls)
+    changes = not torch.equal(read.logits, read.head)
     judged.unjudged = dict(own.unjudged)
     phases, meter = list(PHASES), Shares(trainer.model)
     made: list[list[float]] = []
@@ -201,6 +202,9 @@ def _operators(
         }
         if not phases:
             raise NotToldError("no phase was recorded")
+        if any(record.changed_behind_head != changes for found in told.values() for record in found):
+            who = "the trainer changes logits behind its head, and the engine does not"
+            raise NotToldError(who if changes else "the engine changes logits behind its head, and the trainer does not")
         for i, row in enumerate(rows):
             tell(f"shares of rollout {start + row + 1}", 0.6 + 0.4 * len(made) / len(chosen))
             records: Records = {phase: told[phase][i].calls for phase in phases}

@@ -108,12 +108,14 @@ class OperatorCall:
 
 
 @dataclass(frozen=True)
-class Recording:
+class OperatorRecord:
     """The operators of one rollout in one phase."""
 
     calls: list[OperatorCall]
     prompt: list[OperatorCall] | None = None
     """In decode, those of reading the prompt, which went before."""
+    changed_behind_head: bool = False
+    """Whether the model changes logits behind its head: a soft cap, a scale, a bias."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class RolloutEngine(Protocol):
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under the trainer's names, fused ones split, on the CPU, in the dtype the engine holds them in."""
 
-    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[Recording]:
+    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[OperatorRecord]:
         """Every operator on some of these rollouts, with the inputs it had in the engine's own run, in the order of the calls.
 
         Rollouts that are not among `rows` are computed with the others where the engine batches, and not recorded.

@@ -22,8 +22,8 @@ from shaketable.mismatch.engines.engine import (
     DECODE,
     DECODE_ALONE,
     EAGER,
+    OperatorRecord,
     Phase,
-    Recording,
     Rollout,
     Routed,
     Sampling,
@@ -171,15 +171,15 @@ class HFEngine:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach().cpu()
 
-    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[Recording]:
+    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[OperatorRecord]:
         """Every operator on some of these rollouts, all of them in one batch."""
         with self._precision():
             made = record_batch(self.model, rollouts, phase, rows)
         found = []
-        for row, (calls, prompt, logits) in zip(range(len(rollouts)) if rows is None else rows, made, strict=True):
+        for row, one in zip(range(len(rollouts)) if rows is None else rows, made, strict=True):
             completion = rollouts[row].completion
-            last = [log_softmax_call(logits, completion, self._chosen(logits, completion))] if completion else []
-            found.append(Recording([*calls, *last], prompt))
+            last = [log_softmax_call(one.logits, completion, self._chosen(one.logits, completion))] if completion else []
+            found.append(OperatorRecord([*one.calls, *last], one.prompt, not torch.equal(one.logits, one.head)))
         return found
 
     def log_softmax(self, logits: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ from shaketable.mismatch.engines.engine import (
     EngineError,
     NotToldError,
     OperatorCall,
+    OperatorRecord,
     Phase,
-    Recording,
     Rollout,
     Routed,
     Sampling,
@@ -187,13 +187,15 @@ class VLLMEngine:
         for rollout in rollouts:
             yield self.record([rollout], "decode")[0].calls[-1].inputs["x"]
 
-    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[Recording]:
+    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[OperatorRecord]:
         """Every operator on these rollouts, one at a time: a pass of vLLM's mixes tokens of several requests."""
         found = []
         for rollout in rollouts if rows is None else [rollouts[i] for i in rows]:
             calls = self._record(rollout, phase)
             alone = Rollout(rollout.prompt, [], [])
-            found.append(Recording(calls, self._record(alone, "prefill") if phase == "decode" and rollout.completion else None))
+            found.append(
+                OperatorRecord(calls, self._record(alone, "prefill") if phase == "decode" and rollout.completion else None)
+            )
         return found
 
     def _record(self, rollout: Rollout, phase: Phase) -> list[OperatorCall]:

@@ -66,7 +66,7 @@ class DecoderParts:
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """The part of one row of a batch that is not padding."""
 
     padding: int = 0
@@ -76,7 +76,7 @@ class Span:
 
 
 @contextmanager
-def observed(model: Any, visit: Visit, spans: Sequence[Span | None] = (Span(),)) -> Iterator[None]:
+def observed(model: Any, visit: Visit, spans: Sequence[RowSpan | None] = (RowSpan(),)) -> Iterator[None]:
     """Calls of the model with every operator shown to `visit`; a span for each row of the batch, None to pass it over."""
     watch = _Watch(DecoderParts.of(model), visit, spans)
     try:
@@ -88,7 +88,7 @@ def observed(model: Any, visit: Visit, spans: Sequence[Span | None] = (Span(),))
 
 
 class _Watch:
-    def __init__(self, decoder: DecoderParts, visit: Visit, spans: Sequence[Span | None]) -> None:
+    def __init__(self, decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None]) -> None:
         self.decoder, self.visit, self.spans = decoder, visit, spans
         self.handles: list[Any] = []
         self.made: dict[str, Tensor] = {}
@@ -245,16 +245,27 @@ class _Watch:
         wide = kind == "lm_head"  # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
         return changed.reshape(output.shape).to(output.device, changed.dtype if wide else output.dtype)
 
-    def _row(self, x: Tensor, row: int, span: Span) -> Tensor:
+    def _row(self, x: Tensor, row: int, span: RowSpan) -> Tensor:
         """One row of the batch; a router has flattened it."""
         flattened = x.dim() == 2 and x.is_floating_point()
         return (x.reshape(len(self.spans), -1, x.shape[-1]) if flattened else x)[row, span.padding :]
 
 
+@dataclass(frozen=True)
+class RecordedRow:
+    """What one sequence of a batch went through."""
+
+    calls: list[OperatorCall]
+    prompt: list[OperatorCall] | None
+    """In `decode`, the calls of reading the prompt, which went before."""
+    logits: Tensor
+    """The model's own, before each token of the completion."""
+    head: Tensor
+    """The result of the head for the same tokens: another one where the model changes logits behind it."""
+
+
 @torch.no_grad()
-def record_batch(
-    model: Any, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None
-) -> list[tuple[list[OperatorCall], list[OperatorCall] | None, Tensor]]:
+def record_batch(model: Any, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[RecordedRow]:
     """What every operator reads and makes on these sequences, read together: padded on the left, as a sampler batches them.
 
     Args:
@@ -263,8 +274,6 @@ def record_batch(
         phase: prefill or decode.
         rows: Those of the rollouts that are recorded; the others are read with them. All by default.
 
-    Returns:
-        For each row its calls; in `decode` those of reading the prompt, which went before; and the logits of the completion.
     """
     kept = range(len(rollouts)) if rows is None else rows
     prefill = phase == "prefill" or not any(r.completion for r in rollouts)
@@ -275,33 +284,38 @@ def record_batch(
     for row, tokens in enumerate(front):
         ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = torch.tensor(tokens), 1
     ids, mask = ids.to(device), mask.to(device)
-    spans = {row: Span(width - len(front[row])) for row in kept}
-    calls, cache = _pass(model, ids, mask, spans, None)
+    spans = {row: RowSpan(width - len(front[row])) for row in kept}
+    calls, logits, cache = _pass(model, ids, mask, spans, None)
     if prefill:
-        return [(calls[i], None, calls[i][-1].output[len(rollouts[i].prompt) - 1 : -1]) for i in kept]
+        ends = {i: slice(len(rollouts[i].prompt) - 1, -1) for i in kept}
+        return [RecordedRow(calls[i], None, logits[i][ends[i]], calls[i][-1].output[ends[i]]) for i in kept]
     passes = {row: [calls[row]] for row in kept}
+    made = {row: [logits[row][-1:]] for row in kept}
     for step in range(max(len(r.completion) for r in rollouts)):
         tokens = [r.completion[step] if step < len(r.completion) else 0 for r in rollouts]
         mask = torch.cat([mask, mask.new_ones(len(rollouts), 1)], 1)
-        spans = {i: Span(0, len(rollouts[i].prompt) + step) for i in kept if step < len(rollouts[i].completion)}
-        calls, cache = _pass(model, torch.tensor(tokens, device=device).unsqueeze(1), mask, spans, cache)
+        spans = {i: RowSpan(0, len(rollouts[i].prompt) + step) for i in kept if step < len(rollouts[i].completion)}
+        calls, logits, cache = _pass(model, torch.tensor(tokens, device=device).unsqueeze(1), mask, spans, cache)
         for row in spans:
             passes[row].append(calls[row])
-    found: list[tuple[list[OperatorCall], list[OperatorCall] | None, Tensor]] = []
-    for one in passes.values():
+            made[row].append(logits[row])
+    found = []
+    for row, one in passes.items():
         joined, prompt = _joined(one), one[0]
-        found.append((joined, prompt, torch.cat([prompt[-1].output[-1:], joined[-1].output[:-1]])))
+        head = torch.cat([prompt[-1].output[-1:], joined[-1].output[:-1]])
+        found.append(RecordedRow(joined, prompt, torch.cat(made[row][:-1]), head))
     return found
 
 
 def _pass(
-    model: Any, ids: Tensor, mask: Tensor, spans: Mapping[int, Span], cache: Any
-) -> tuple[dict[int, list[OperatorCall]], Any]:
-    """One forward with a cache, and the calls of some rows on the CPU."""
+    model: Any, ids: Tensor, mask: Tensor, spans: Mapping[int, RowSpan], cache: Any
+) -> tuple[dict[int, list[OperatorCall]], dict[int, Tensor], Any]:
+    """One forward with a cache: calls and logits of some rows, on the CPU, without the padding."""
     calls: dict[int, list[OperatorCall]] = {row: [] for row in spans}
     with observed(model, lambda call, row: calls[row].append(_copied(call)), [spans.get(i) for i in range(len(ids))]):
-        cache = model(input_ids=ids, past_key_values=cache, use_cache=True, **masked(mask, ids.shape[1])).past_key_values
-    return calls, cache
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, **masked(mask, ids.shape[1]))
+    logits = {row: out.logits[row, span.padding :].detach().cpu() for row, span in spans.items()}
+    return calls, logits, out.past_key_values
 
 
 def _copied(call: OperatorCall) -> OperatorCall:
