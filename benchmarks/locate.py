@@ -35,9 +35,9 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import shaketable as st
-from shaketable.locate.capture.prompts import token_batch
-from shaketable.locate.capture.recorder import Recording, same
-from shaketable.locate.capture.trace import LayerCall, forward, record_layer, trace
+from shaketable.capture.prompts import token_batch
+from shaketable.capture.recorder import Recording, same
+from shaketable.capture.trace import LayerCall, forward, record_layer, trace
 from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport
 from shaketable.locate.locate import Locator
 from shaketable.locate.srdd import srdd_verdict

@@ -13,13 +13,13 @@ from shaketable.faults.rng import key_of, mix64
 
 CONSTANTS = {
     # locate: no false alarm, and what is missed
-    "locate.probes.checksums.THRESHOLD": 6.0,  # six standard deviations: one in 10⁹ sums of a healthy device
-    "locate.probes.rounding.ACCUMULATION": 2.0**-24,  # float32 inside of every kernel
-    "locate.probes.rounding.TINY": 2.0**-125,  # what a device may flush to zero
-    "locate.probes.documented_precision.TOLERANCE": {
+    "locate.checksums.THRESHOLD": 6.0,  # six standard deviations: one in 10⁹ sums of a healthy device
+    "numerics.intervals.ACCUMULATION": 2.0**-24,  # float32 inside of every kernel
+    "numerics.intervals.TINY": 2.0**-125,  # what a device may flush to zero
+    "numerics.precision.TOLERANCE": {
         torch.float32: (128.0, 2.0**-24), torch.bfloat16: (6.0, 2.0**-8), torch.float16: (6.0, 2.0**-11),
     },
-    "locate.probes.twins.LARGEST_EXPONENT": 3,
+    "locate.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
     "faults.inert.ENOUGH": 256,
     "faults.inert.NEVER": 1e-6,
@@ -60,7 +60,7 @@ def test_a_number_that_a_guarantee_rests_on_is_what_it_was(name):
 @pytest.mark.parametrize(("terms", "units"), [(1, 1), (25, 25), (64, 44), (4096, 576)])
 def test_the_slack_of_a_sum_is_the_documented_one(terms, units):
     """In units of float32: all terms where they are few, 5√K + K/16 where they are many."""
-    from shaketable.locate.probes.rounding import summation
+    from shaketable.numerics.intervals import summation
 
     assert summation(terms) == units * 2.0**-24
 

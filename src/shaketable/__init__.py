@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shaketable.compare.compare import compare
+    from shaketable.compare.fingerprint import fingerprint
     from shaketable.errors import InertError, ModelError, NoMatchError, PlanError, ShaketableError
     from shaketable.harden.aqn.schedules import Constant, EpochAware, GlobalDecay
     from shaketable.harden.aqn.spec import AQN
     from shaketable.inject import Injection, Ledger, inject
-    from shaketable.locate.compare.compare import compare
-    from shaketable.locate.compare.fingerprint import fingerprint
     from shaketable.locate.diagnosis import Diagnosis
     from shaketable.locate.locate import locate
     from shaketable.measure.tasks import Problem, Score, Task, load_task
@@ -31,8 +31,8 @@ _HOMES = {
     "Ledger": "shaketable.ledger.ledger",
     "locate": "shaketable.locate.locate",
     "Diagnosis": "shaketable.locate.diagnosis",
-    "fingerprint": "shaketable.locate.compare.fingerprint",
-    "compare": "shaketable.locate.compare.compare",
+    "fingerprint": "shaketable.compare.fingerprint",
+    "compare": "shaketable.compare.compare",
     "phase": "shaketable.sites.phases",
     "AQN": "shaketable.harden.aqn.spec",
     "GlobalDecay": "shaketable.harden.aqn.schedules",

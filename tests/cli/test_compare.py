@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from shaketable.locate.compare.fingerprint import make_fingerprint
-from shaketable.locate.compare.fingerprint_file import write_fingerprint
+from shaketable.compare.fingerprint import make_fingerprint
+from shaketable.compare.fingerprint_file import write_fingerprint
 from shaketable.plan import Plan
 from tests.cli.invoked import shaketable
 

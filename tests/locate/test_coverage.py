@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.locate.probes import operator_rounding
+from shaketable.numerics import operators as operator_rounding
 from tests.locate.architectures import build, tokens
 
 pytestmark = pytest.mark.attack("coverage of locate")

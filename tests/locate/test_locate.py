@@ -10,7 +10,7 @@ import torch
 import shaketable as st
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate.diagnosis import PROBES
-from shaketable.locate.probes import operator_rounding
+from shaketable.numerics import operators as operator_rounding
 from tests.locate.architectures import ARCHITECTURES, UNWIRED, build, tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

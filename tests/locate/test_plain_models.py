@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shaketable as st
-from shaketable.locate.capture.model_call import call_with_tokens, logits_of
-from shaketable.locate.compare.compare import compare
-from shaketable.locate.compare.fingerprint import make_fingerprint
+from shaketable.capture.model_call import call_with_tokens, logits_of
+from shaketable.compare.compare import compare
+from shaketable.compare.fingerprint import make_fingerprint
 from shaketable.sites.structure import Anatomy, find_layers
 from tests.locate.plain_models import ARGUMENTS, LAYERS, MODELS, build, tokens
 

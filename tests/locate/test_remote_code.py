@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shaketable as st
-from shaketable.locate.capture.trace import forward
+from shaketable.capture.trace import forward
 from shaketable.sites.structure import find_layers
 from tests.locate.remote_code import MODELS, VOCABULARY, build
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import shaketable as st
+from shaketable.compare.compare import compare
+from shaketable.compare.fingerprint import make_fingerprint
 from shaketable.faults import Draw
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.grpo.warm_start import warm_start
 from shaketable.harden.ladder.run import Hardening
 from shaketable.harden.ladder.summary import outcome
-from shaketable.locate.compare.compare import compare
-from shaketable.locate.compare.fingerprint import make_fingerprint
 from shaketable.measure.layer_stats import mechanism
 from shaketable.measure.tasks import load_task
 from shaketable.models import load_model

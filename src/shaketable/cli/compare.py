@@ -15,8 +15,8 @@ from shaketable.io.output_files import check_free, write
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shaketable.locate.compare.fingerprint import Fingerprint
-    from shaketable.locate.compare.result import ComparisonRow, DeviceComparison, LayerRow
+    from shaketable.compare.fingerprint import Fingerprint
+    from shaketable.compare.result import ComparisonRow, DeviceComparison, LayerRow
 
 SHOWN = 20
 SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
@@ -50,7 +50,7 @@ def compare(
     check_free([f for f in (plan_out, json_file) if f is not None], [fingerprint], force)
     planted = None if plan is None else Plan.load(plan)
 
-    from shaketable.locate.compare.fingerprint_file import read_fingerprint
+    from shaketable.compare.fingerprint_file import read_fingerprint
 
     file = read_fingerprint(fingerprint)
     _check_text(file, prompts, tokens)
@@ -66,8 +66,8 @@ def compare(
 
 
 def _check_text(file: Fingerprint, prompts: Path | None, tokens: int | None) -> None:
-    from shaketable.locate.capture.prompts import read_prompts
-    from shaketable.locate.compare.fingerprint import FingerprintError
+    from shaketable.capture.prompts import read_prompts
+    from shaketable.compare.fingerprint import FingerprintError
 
     if tokens is not None and tokens != file.about.tokens:
         raise FingerprintError(f"the fingerprint holds {file.about.tokens} tokens, not {tokens}; its own tokens are replayed")
@@ -86,7 +86,7 @@ def _load(
 ) -> Any:
     """The model as the file's, checked; then in the dtype that was asked for."""
     from shaketable.cli.locate import load
-    from shaketable.locate.compare.fingerprint_file import check_same_model
+    from shaketable.compare.fingerprint_file import check_same_model
 
     about = file.about
     loaded, _ = load(model, device, about.dtype, attention or about.attention, allow_code)
@@ -100,8 +100,8 @@ def _compare(file: Fingerprint, model: Any, planted: Any, layers: str | None) ->
     from contextlib import nullcontext
 
     from shaketable.cli.locate import progress_bar
+    from shaketable.compare.compare import compare as replay
     from shaketable.inject import inject
-    from shaketable.locate.compare.compare import compare as replay
 
     with progress_bar() as tell, nullcontext() if planted is None else inject(model, planted):
         return replay(file, model, layers=layers, progress=tell)

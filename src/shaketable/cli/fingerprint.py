@@ -30,15 +30,15 @@ def fingerprint(
     """
     check_free([f for f in (output, json_file) if f is not None], [], force)
 
+    from shaketable.capture.prompts import read_prompts
     from shaketable.cli.locate import load, progress_bar, token_ids
-    from shaketable.locate.capture.prompts import read_prompts
 
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention, allow_code)
     ids = token_ids(loaded, tokenizer, texts, tokens)
 
-    from shaketable.locate.compare.fingerprint import make_fingerprint
-    from shaketable.locate.compare.fingerprint_file import write_fingerprint
+    from shaketable.compare.fingerprint import make_fingerprint
+    from shaketable.compare.fingerprint_file import write_fingerprint
 
     with progress_bar() as tell:
         made = make_fingerprint(loaded, ids, name=model, prompts=texts, layers=layers, progress=tell)

@@ -22,21 +22,20 @@ import torch
 from torch import Tensor, nn
 
 import shaketable
+from shaketable.capture.model_call import Arguments
+from shaketable.capture.model_identity import product_name
+from shaketable.capture.prompts import token_batch
+from shaketable.capture.recorder import Recording, differing, main_result, same
+from shaketable.capture.reference import Reference, check_model
+from shaketable.capture.trace import LayerCall, Trace, forward, record_layer, trace
 from shaketable.errors import InertError, ModelError, ShaketableError
-from shaketable.locate import srdd
-from shaketable.locate.capture.foreign_code import foreign_code, unmade
-from shaketable.locate.capture.model_call import Arguments
-from shaketable.locate.capture.model_identity import product_name
-from shaketable.locate.capture.prompts import token_batch
-from shaketable.locate.capture.recorder import Recording, differing, main_result, same
-from shaketable.locate.capture.reference import Reference, check_model
-from shaketable.locate.capture.trace import LayerCall, Trace, forward, record_layer, trace
+from shaketable.locate import layer_probes, srdd
+from shaketable.locate.checksums import check_products
 from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
-from shaketable.locate.probes import layer_probes
-from shaketable.locate.probes.checksums import check_products
-from shaketable.locate.probes.documented_precision import device_precision
-from shaketable.locate.probes.replay import judge
-from shaketable.locate.probes.wiring import circuit_of
+from shaketable.locate.foreign_code import foreign_code, unmade
+from shaketable.locate.replay import judge
+from shaketable.locate.wiring import circuit_of
+from shaketable.numerics.precision import device_precision
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")

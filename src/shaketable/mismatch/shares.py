@@ -29,12 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shaketable.locate.compare.fit import NOISE, fit_all
 from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Rollout, Sampling
 from shaketable.mismatch.gap import DRAWS, k3_of
 from shaketable.mismatch.operators.observe import observed
 from shaketable.mismatch.operators.recompute import Recompute
 from shaketable.mismatch.processing import expected
+from shaketable.numerics.fit import NOISE, fit_all
 
 SITES = {  # log_softmax has none: nothing in a model reads what it makes
     "embedding": "module.embedding,include=embedding",

@@ -31,12 +31,12 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor
 
+from shaketable.capture.model_identity import device_name
 from shaketable.errors import ShaketableError
 from shaketable.faults.rng import key_of
 from shaketable.io.cache_folder import cache_folder
 from shaketable.io.locks import take
 from shaketable.io.replacing import sync
-from shaketable.locate.capture.model_identity import device_name
 from shaketable.measure.decoding.dynamic import Decoder, padded, positions
 from shaketable.measure.evaluation import arithmetic, prompt_tokens
 from shaketable.measure.tasks import Problem, Task, sample

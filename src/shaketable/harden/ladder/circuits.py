@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from shaketable.locate.capture.reference import rebuilt
-from shaketable.locate.probes.wiring import Circuit, Map, circuit_of
+from shaketable.capture.reference import rebuilt
+from shaketable.locate.wiring import Circuit, Map, circuit_of
 from shaketable.sites.structure import find_layers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shaketable.locate.capture.reference import rebuilt
+from shaketable.capture.reference import rebuilt
 
 FLAGS = ("attention_bias", "mlp_bias")
 """Settings of a config that give products a bias."""

@@ -1,7 +1,7 @@
 """Re-gauge: the same function with numbers that the fault likes better. Powers of two along the exact symmetries of a layer.
 
 The spaces inside of a layer (a norm's output, the values, the keys, the hidden channels of the MLP) may be scaled channel by
-channel if what writes them is multiplied and what reads them is divided (`locate/probes/gauge.py`). With powers of two nothing
+channel if what writes them is multiplied and what reads them is divided (`locate/gauge.py`). With powers of two nothing
 is rounded otherwise, so healthy hardware returns the same bits, and nothing is added to the work. What a fault does to
 the numbers may be very different: a value leaves a saturation or a dead zone, an outlier no longer sets the scale of its block.
 
@@ -37,8 +37,8 @@ from shaketable.harden.ladder.layer_error import BATCH, LOWER, Stream, error_of,
 from shaketable.harden.ladder.sequences import Pair
 from shaketable.harden.ladder.students import Students
 from shaketable.inject import Injection
-from shaketable.locate.probes.gauge import Gauge, free_spaces, gauge_of, gauged, rescaled
-from shaketable.locate.probes.wiring import Circuit, Map
+from shaketable.locate.gauge import Gauge, free_spaces, gauge_of, gauged, rescaled
+from shaketable.locate.wiring import Circuit, Map
 from shaketable.measure.decoding.dynamic import batches
 from shaketable.sites.nested_tensors import tensors_of
 

@@ -21,10 +21,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from shaketable.locate.probes import operator_rounding
-from shaketable.locate.probes.operator_rounding import Call
-from shaketable.locate.probes.rounding import UNIT, Around, Precision
 from shaketable.mismatch.engines.engine import OperatorCall
+from shaketable.numerics import operators as operator_rounding
+from shaketable.numerics.intervals import UNIT, Around, Precision
+from shaketable.numerics.operators import Call
 
 SCALE = 2.0
 """In units of the dtype (2^-8 in bfloat16): scores that were rounded twice can be off by one of them, in one direction

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.locate.capture.leaf_modules import Leaf
-from shaketable.locate.capture.reference import Reference
-from shaketable.locate.probes.operator_rounding import Call
-from shaketable.locate.probes.rounding import ACCUMULATION as UA
-from shaketable.locate.probes.rounding import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
+from shaketable.capture.reference import Reference
 from shaketable.mismatch.engines.engine import NotToldError, OperatorCall
 from shaketable.mismatch.operators.attention import Attended
 from shaketable.mismatch.operators.observe import DecoderParts
 from shaketable.mismatch.rounding import Dither
+from shaketable.numerics.intervals import ACCUMULATION as UA
+from shaketable.numerics.intervals import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
+from shaketable.numerics.leaf_modules import Leaf
+from shaketable.numerics.operators import Call
 
 DRAWS = 6
 EXPERTS = 8.0

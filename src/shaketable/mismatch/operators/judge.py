@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.locate.probes.classify import fault_class
-from shaketable.locate.probes.documented_precision import host_arithmetic
-from shaketable.locate.probes.replay import Violation
+from shaketable.locate.replay import Violation
 from shaketable.mismatch.engines.engine import NotToldError, OperatorCall
 from shaketable.mismatch.operators.definitions import EXACT, TF32, Definitions, flat
+from shaketable.numerics.classify import fault_class
+from shaketable.numerics.precision import host_arithmetic
 
 LOWER = (torch.bfloat16, torch.float16)
 PRODUCTS = ("linear", "lm_head", "router", "attention")

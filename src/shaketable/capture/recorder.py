@@ -1,0 +1,468 @@
+"""What one call of a layer really computed: every operator with its inputs and its output.
+
+Two kinds of operator are recorded. A *leaf* is a module that is one operator by definition (a Linear, an RMSNorm, a SiLU):
+its inputs are taken before anybody else's hooks, its output after them, and nothing inside is looked at, so what the
+device made of it is judged as one. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
+modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function. Of a
+function that torch has written in Python and that has no definition here (multi-head attention), those inside are recorded.
+
+The recorder also follows every tensor from the operator that made it to the operator that takes it. Where hooks put other
+values into a module's door than its code made, or than it was handed, there is a *break*, and that module is named. So
+the identities of a layer (attention's output is the output projection's, and so on) hold for any architecture, with
+nothing to write down per model. What hooks make of the layer's own result counts as the result of its last operator,
+the residual addition: whether that is right is for the other probes to say.
+
+Rejected: TorchDispatchMode. It sees the same arithmetic cut into aten pieces, so that an RMSNorm with another eps replays
+as correct: the definition has to come from the model's config, and that lives at the level of modules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from shaketable.numerics.operators import is_defined
+from shaketable.sites.composite_functions import is_composite, opened
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
+
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"}
+_IN_PLACE |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+
+
+@dataclass
+class Record:
+    """One operator in one call."""
+
+    path: str
+    """Module path inside of the layer: the leaf itself, or the module that calls the function."""
+    func: Any
+    """The torch function; None for a leaf."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    strangers: tuple[str, ...] = ()
+    """Arguments that no operator made."""
+    overwrites: bool = False
+    """Of a leaf: whether it wrote into what it was given."""
+    lowered: torch.dtype | None = None
+    """The dtype that autocast, which the model's own code put on, gave the arguments."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Of a leaf: tensors that it was called with in the place of its parameters, as `functional_call` does."""
+
+    @property
+    def function(self) -> str | None:
+        """The function's name; None for a leaf."""
+        return None if self.func is None else function_name(self.func)
+
+
+@dataclass
+class Break:
+    """A tensor that was changed between two operators, at the door of a module."""
+
+    path: str
+    door: str
+    """`input` or `output`."""
+    after: int
+    """How many operators had been recorded by then."""
+    expected: Tensor
+    got: Tensor
+
+
+@dataclass
+class Recording:
+    """One call of a layer."""
+
+    records: list[Record] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    output: Any = None
+    unmade: list[str] = field(default_factory=list)
+    """Paths of modules whose own code returned a tensor that no recorded operator made."""
+    written: set[int] = field(default_factory=set)
+    """Memory of the module's own parameters and buffers that was overwritten."""
+
+    def leaf(self, path: str) -> Record | None:
+        """The record of a leaf module."""
+        return next((r for r in self.records if r.func is None and r.path == path), None)
+
+    def part_before(self, order: int) -> str | None:
+        """Which part of the layer made what one of the layer's own functions takes: its attention, its MLP, a norm."""
+        given = {id(t) for t in tensors_of((self.records[order].args, self.records[order].kwargs))}
+        inner = [r for r in self.records[:order] if r.path]
+        makers = [r for r in inner if any(id(t) in given for t in tensors_of(r.output))]
+        return next((r.path.partition(".")[0] for r in reversed(makers or inner)), None)
+
+
+class Recorder(TorchFunctionMode):
+    """Records calls of one module (a decoder layer, or the whole model with its layers as leaves).
+
+    Args:
+        root: The module that will be called.
+        is_leaf: Says for a path whether that module is one operator.
+    """
+
+    def __init__(self, root: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
+        super().__init__()
+        self.root = root
+        self.is_leaf = is_leaf
+        self.recording = Recording()
+        self._depth = 0
+        self._paths: list[str] = []
+        self._known: dict[int, Tensor] = {}
+        self._owned: set[int] = set()
+        self._patched = patched_methods()
+        self._resting: dict[int, dict[str, Tensor | None]] = {}
+        self._doors: list[tuple[Tensor, ...]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[Recording]:
+        """Hook the root and its parts, and watch functions, while the context is open."""
+        hooks = [hook for path, module in self._parts() for hook in self._hook(path, module)]
+        tensors = [tensor for module in self.root.modules() for tensor in tensors_of(vars(module))]
+        self._resting = {id(module): dict(module._parameters) for module in self.root.modules()}
+        self._owned = {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
+        self._keep = tensors
+        try:
+            with torch.no_grad(), self:
+                yield self.recording
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules to hook: leaves, and what holds them; nothing inside of a leaf. Scripted modules take no hooks."""
+        leaves = [path for path, module in self.root.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        for path, module in self.root.named_modules():
+            if any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves):
+                continue
+            if path and self.is_leaf(path, module):
+                leaves.append(path)
+            yield path, module
+
+    def _hook(self, path: str, module: nn.Module) -> list[RemovableHandle]:
+        if path and self.is_leaf(path, module):
+            leaf = _Leaf(self, path)
+            before = module.register_forward_pre_hook(leaf.before, with_kwargs=True, prepend=True)
+            return [before, module.register_forward_hook(leaf.after, with_kwargs=True, always_call=True)]
+        room = _Room(self, path)
+        return [
+            module.register_forward_pre_hook(room.arrive, with_kwargs=True, prepend=True),
+            module.register_forward_pre_hook(room.enter, with_kwargs=True),
+            module.register_forward_hook(room.depart, prepend=True),
+            module.register_forward_hook(room.leave, with_kwargs=True, always_call=True),
+        ]
+
+    # ---- functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        func = self._patched.get(id(func), func)
+        if self._depth or not self._paths:
+            return func(*args, **kwargs)
+        if is_composite(func) and not is_defined(function_name(func)):
+            with self:
+                return opened(func)(*args, **kwargs)
+        kept = self.before_overwriting(args, kwargs) if _overwrites(func, kwargs) else (args, kwargs)
+        strangers = self.strangers(args, kwargs)
+        result = func(*args, **kwargs)
+        made = args[0] if result is None and args else result
+        if any(not _is_wrapped(t) for t in tensors_of(made)):
+            self.note(Record(self._paths[-1], func, *kept, made, strangers))
+        return result
+
+    def before_overwriting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies of what is about to be overwritten, for this record and for those before it."""
+        target = kwargs["out"] if kwargs.get("out") is not None else args[:1] or kwargs
+        without = {k: v for k, v in kwargs.items() if k not in ("out", "inplace")}
+        copies = self.copies(target, (args, without))
+        self.recording.written |= copies.memory & self._owned
+        self.put_back(copies)
+        return copies.of(args), copies.of(without)
+
+    def copies(self, target: Any, others: Any = ()) -> _Copies:
+        """Copies of these tensors, and of all that were recorded or are given with them and share their memory."""
+        copies = _Copies({t.untyped_storage().data_ptr() for t in tensors_of(target) if not _is_wrapped(t)})
+        for value in (target, others, *((r.args, r.kwargs, r.output) for r in self.recording.records)):
+            for tensor in tensors_of(value):
+                copies.take(tensor)
+        return copies
+
+    def put_back(self, copies: _Copies) -> None:
+        """Let the records hold copies of what is overwritten."""
+        for record in self.recording.records:
+            record.args, record.kwargs = copies.of(record.args), copies.of(record.kwargs)
+            record.output = copies.of(record.output)
+
+    def note(self, record: Record) -> None:
+        """Keep a record."""
+        first = next(tensors_of(record.output), None)
+        if first is not None and torch.is_autocast_enabled(first.device.type):
+            lower = torch.get_autocast_dtype(first.device.type)
+            record.lowered = lower if first.dtype == lower else None
+        self.learn(record.output)
+        self.recording.records.append(record)
+
+    def strangers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the arguments that hold a tensor nobody made."""
+        inputs = [*enumerate(args), *kwargs.items()]
+        return tuple(str(k) for k, v in inputs if any(not self.knows(t) for t in tensors_of(v)))
+
+    def replaced(self, module: nn.Module) -> dict[str, Tensor]:
+        """Tensors that stand in the place of a module's parameters for the time of a call, as `functional_call` puts them."""
+        return {
+            f"{path}.{name}".lstrip("."): tensor
+            for path, part in module.named_modules()
+            for name, tensor in part._parameters.items()
+            if tensor is not None and tensor is not self._resting.get(id(part), part._parameters).get(name)
+        }
+
+    def learn(self, value: Any) -> None:
+        """These tensors are accounted for."""
+        for tensor in all_tensors(value):
+            self._known[id(tensor)] = tensor
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made by a recorded operator, or belongs to the layer: a parameter, a buffer, an attribute."""
+        if id(tensor) in self._known or _is_wrapped(tensor):
+            return True
+        return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned
+
+
+class _Copies:
+    """What tensors held that share some memory, before it is overwritten."""
+
+    def __init__(self, memory: set[int]) -> None:
+        self.memory = memory
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def take(self, tensor: Tensor) -> None:
+        """Copy a tensor, if it is of this memory."""
+        if id(tensor) in self.pairs or _is_wrapped(tensor) or tensor.untyped_storage().data_ptr() not in self.memory:
+            return
+        self.pairs[id(tensor)] = (tensor, tensor.clone())
+
+    def of(self, value: Any) -> Any:
+        """The same nest with the copies in it."""
+        return map_tensors(value, lambda tensor: self.pairs.get(id(tensor), (tensor, tensor))[1])
+
+    def differ(self) -> bool:
+        """Whether something was overwritten since."""
+        return any(not same(tensor, copy) for tensor, copy in self.pairs.values())
+
+
+class _Leaf:
+    """Hooks of a leaf."""
+
+    def __init__(self, recorder: Recorder, path: str) -> None:
+        self.recorder = recorder
+        self.path = path
+        self.arguments: list[tuple[Any, _Copies]] = []
+        self.strange: tuple[str, ...] = ()
+        self.weights: dict[str, Tensor] = {}
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.recorder._depth == 0:
+            self.strange = self.recorder.strangers(args, kwargs)
+            self.weights = self.recorder.replaced(module)
+            with torch._C.DisableTorchFunction():
+                copies = self.recorder.copies((args, kwargs) if _may_overwrite(module) else ())
+                self.arguments.append((snapshot((args, kwargs)), copies))
+        self.recorder._depth += 1
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.recorder._depth -= 1
+        if self.recorder._depth == 0 and self.arguments:
+            self.recorder.learn((args, kwargs))
+            (given, named), copies = self.arguments.pop()
+            with torch._C.DisableTorchFunction():
+                overwrites = copies.differ()
+            if overwrites:
+                self.recorder.put_back(copies)
+                given, named = copies.of(given), copies.of(named)
+            self.recorder.note(Record(self.path, None, given, named, output, self.strange, overwrites, None, self.weights))
+
+
+class _Room:
+    """Hooks of a module that holds others: what arrives is what enters, what leaves was made inside."""
+
+    def __init__(self, recorder: Recorder, path: str) -> None:
+        self.recorder = recorder
+        self.path = path
+
+    def arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self.recorder
+        if recorder._depth:
+            return
+        if not recorder._paths and self.path == "":
+            recorder.learn((args, kwargs))
+        recorder._doors.append(tuple(tensors_of((args, kwargs))))
+        recorder._paths.append(self.path)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self.recorder
+        if recorder._depth or not recorder._paths:
+            return
+        came = recorder._doors.pop()
+        for old, new in zip(came, tensors_of((args, kwargs)), strict=False):
+            if new is not old and not recorder.knows(new):
+                self._broken("input", old, new)
+
+    def depart(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """What the module's own code returns, before anybody's hooks: a scripted function or a kernel may have made it."""
+        recorder = self.recorder
+        if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
+            return
+        for tensor in tensors_of(output):
+            if not recorder.knows(tensor):
+                record = self._maker(tensor)
+                with torch._C.DisableTorchFunction():
+                    is_copy = record is not None and same(_of_its_kind(record, tensor), tensor)
+                if not is_copy:
+                    recorder.recording.unmade.append(self.path)
+                recorder.learn(tensor)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        recorder = self.recorder
+        if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
+            return
+        recorder._paths.pop()
+        for tensor in tensors_of(output):
+            if not recorder.knows(tensor):
+                self._left(tensor)
+        if self.path == "":
+            recorder.recording.output = output
+
+    def _left(self, got: Tensor) -> None:
+        """A hook has put another tensor there: it stands for the last one of its kind that was made inside."""
+        record = self._maker(got)
+        if record is None:
+            return
+        if self.path == "":
+            record.output = got
+            self.recorder.learn(got)
+        else:
+            self._broken("output", _of_its_kind(record, got), got)
+
+    def _broken(self, door: str, expected: Tensor, got: Tensor) -> None:
+        recording = self.recorder.recording
+        with torch._C.DisableTorchFunction():
+            if not same(expected, got):
+                recording.breaks.append(Break(self.path, door, len(recording.records), expected, got))
+        self.recorder.learn(got)
+
+    def _maker(self, tensor: Tensor) -> Record | None:
+        prefix = f"{self.path}." if self.path else ""
+        for record in reversed(self.recorder.recording.records):
+            if record.path == self.path or record.path.startswith(prefix):
+                for made in tensors_of(record.output):
+                    if made.shape == tensor.shape and made.dtype == tensor.dtype:
+                        return record
+        return None
+
+
+def _of_its_kind(record: Record, tensor: Tensor) -> Tensor:
+    """What a record made of the shape and dtype of another tensor."""
+    return next(t for t in tensors_of(record.output) if t.shape == tensor.shape and t.dtype == tensor.dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal in every value; values that are no numbers are equal to each other."""
+    return torch.equal(a, b) or (a.shape == b.shape and not bool(differing(a, b).any()))
+
+
+def differing(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors differ; values that are no numbers do not differ from each other."""
+    return (a != b) & ~(a.isnan() & b.isnan())
+
+
+def snapshot(value: Any) -> Any:
+    """The same nest in containers of its own: a layer that writes into them, or into a cache, does not change it."""
+    return copied(value, lambda tensor: tensor)
+
+
+def copied(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest with every tensor changed, also those of caches.
+
+    A cache that grows puts longer tensors in the place of its own; any other writes into them, so these are cloned.
+    """
+    if _is_cache(value):
+        grows = "Dynamic" in type(value).__name__ or hasattr(value, "layers")
+        made = copy.copy(value)
+        made.__dict__.update({k: copied(v, change if grows else torch.clone) for k, v in vars(value).items()})
+        return made
+    if isinstance(value, list | tuple) and any(_is_cache(v) or isinstance(v, list | tuple) for v in value):
+        members = [copied(v, change) for v in value]
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    if isinstance(value, dict) and type(value) is dict:
+        return {k: copied(v, change) for k, v in value.items()}
+    return map_tensors(value, change)
+
+
+def all_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor of a nest, also those of caches."""
+    if _is_cache(value):
+        yield from all_tensors(list(vars(value).values()))
+    elif isinstance(value, list | tuple):
+        for member in value:
+            yield from all_tensors(member)
+    elif type(value) is dict:
+        yield from all_tensors(list(value.values()))
+    else:
+        yield from tensors_of(value)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an object holds the keys and values, or states, of earlier tokens: a cache of transformers, or a layer of one."""
+    kinds = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "EncoderDecoderCache")
+    return any(kind.__name__ in kinds for kind in type(value).__mro__)
+
+
+def main_result(output: Any) -> Tensor:
+    """The hidden states in the result of a layer: its first tensor of numbers that has channels, or else its first tensor."""
+    tensors = list(tensors_of(output))
+    return next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), tensors[0])
+
+
+def patched_methods() -> dict[int, Any]:
+    """Replaced methods of tensors, and torch's own for each: a mode is shown the replacement, which has run already."""
+    own = vars(torch._C.TensorBase)
+    return {id(code): own[name] for name, code in vars(torch.Tensor).items() if name in own and not _is_torch(code)}
+
+
+def _is_torch(code: Any) -> bool:
+    home = getattr(code, "__globals__", {}).get("__name__", "torch")
+    return bool(home == "torch" or home.startswith("torch."))
+
+
+def function_name(func: Any) -> str:
+    """The short name of a torch function; a property's getter is named after the property."""
+    name = str(getattr(func, "__name__", func))
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
+
+
+def _overwrites(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = function_name(func)
+    named = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return named or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def _may_overwrite(module: nn.Module) -> bool:
+    """Whether a leaf may write into what it is given: torch's own say so."""
+    return getattr(module, "inplace", False) is True or not type(module).__module__.startswith("torch.nn.")
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory of its own to look at: inside of vmap, on the meta device, or sparse."""
+    wrapped = bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return wrapped or tensor.device.type == "meta" or tensor.layout != torch.strided

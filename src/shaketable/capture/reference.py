@@ -1,0 +1,513 @@
+"""What the device should compute: the model's class built anew from its config, and the weights of its file.
+
+The skeleton has parameters without values and gives definitions (which module is what, with which eps). Weights are read
+from the file when they are asked for, one layer at a time, and cast on the host to the device's dtype, as loading does.
+A model that came without a file is its own reference: then a wrong weight is not seen, and the diagnosis says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shaketable.capture.model_identity import LOCAL
+from shaketable.errors import ModelError
+from shaketable.numerics.intervals import UNIT
+from shaketable.numerics.leaf_modules import Leaf, leaf_of
+from shaketable.sites.structure import canonical, find_layers
+
+_MISSING = object()
+_SWITCHES = {"training", "gradient_checkpointing", "name_or_path", "loss_type"}
+"""Attributes of modules that say how a model is used, and not what it computes."""
+_USAGE = LOCAL | {"use_cache", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id"}
+"""Config keys of the same kind; so are token ids and dropouts."""
+
+
+class Reference:
+    """Definitions and weights to judge a model by.
+
+    Args:
+        model: The model under test.
+        source: Its name or folder, when its weights can be read again; None when the model itself has to be believed.
+        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
+    """
+
+    def __init__(self, model: nn.Module, source: str | None = None, layers: str | None = None) -> None:
+        self.layers, self.paths = find_layers(model, layers)
+        self.source = source
+        self.is_rebuilt = False
+        self._config: Any = getattr(model, "config", None)
+        self.other_config: list[str] = []
+        """Keys in which the model's config is not that of its source."""
+        self.odd_part = ""
+        """A module that the model has and its config does not give, or the other way round."""
+        self.skeleton = self._build(model)
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._homes = {p.untyped_storage().data_ptr(): name for name, p in self._parameters.items() if _fills(p)}
+        self._files = None if source is None else _open(source, self._parameters, hasattr(model, "peft_config"))
+        self.dtype = _main_dtype(self._parameters.values())
+        self._recent: dict[str, Tensor] = {}
+        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+        self._wrong_at_first: set[tuple[str, str]] | None = None
+        self.written: set[int] = set()
+        """Memory of buffers that the model's own code writes into."""
+        self.leaves = {path: leaf for path, module in self.skeleton.named_modules() if (leaf := leaf_of(module))}
+
+    def _build(self, model: nn.Module) -> nn.Module:
+        """The class built from the config of its source, else from its own; the model itself where that cannot be done."""
+        try:
+            skeleton = rebuilt(model)
+        except Exception:  # somebody's constructor, which wants more than a config, or looks at its weights
+            skeleton = None
+        if skeleton is not None and _paths(skeleton) != _paths(model):
+            self.odd_part = min(_paths(skeleton) ^ _paths(model))
+            skeleton = None
+        config: Any = getattr(model, "config", None)
+        if self.source is not None and hasattr(config, "to_dict"):
+            given = _config_of(self.source, config)
+            if skeleton is not None and given is not None:
+                skeleton = rebuilt(model, given) or skeleton
+                if _paths(skeleton) != _paths(model):
+                    one = next(iter(sorted(_paths(skeleton) ^ _paths(model))))
+                    side = "no" if one in _paths(skeleton) else "a module"
+                    raise ModelError(f"the model is not the one in {self.source}: it has {side} {one}")
+                given = skeleton.config
+            self.other_config = ["its class is another"] if given is None else list(_unlike_config(config, given))
+        if skeleton is None:
+            return model
+        self.is_rebuilt = True
+        return skeleton.eval()
+
+    @property
+    def has_file(self) -> bool:
+        """Whether weights come from a file rather than from the device."""
+        return self._files is not None
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter by its full name, in the device's dtype, on the host."""
+        if name not in self._parameters:
+            raise LookupError(f"it has no parameter {name.rpartition('.')[2]}, which the config gives it")
+        own = self._parameters[name]
+        if name not in self._recent:
+            given = own.detach().cpu() if self.is_believed(name) else self._files.read(name)  # type: ignore[union-attr]
+            if given.shape != own.shape:
+                shapes = f"has the shape {tuple(own.shape)} where {self.source} holds {tuple(given.shape)}"
+                raise ModelError(f"{name} {shapes}; give the source of this model, or none")
+            self._recent[name] = given.to(own.dtype)
+        return self._recent[name]
+
+    def is_believed(self, name: str) -> bool:
+        """Whether a parameter is in no file, and so is its own reference."""
+        return self._files is None or self._files.lacks(name)
+
+    def own(self, name: str) -> Tensor:
+        """The model's parameter."""
+        tensor: Tensor = self._parameters[name]
+        return tensor
+
+    def is_rounded(self, name: str) -> bool:
+        """Whether the file holds more of a parameter than the model does."""
+        if self.is_believed(name):
+            return False
+        given = self._files.read(name)  # type: ignore[union-attr]
+        return not torch.equal(given.to(self.dtype), self.own(name).detach().cpu().to(self.dtype))
+
+    def lowered(self) -> list[str]:
+        """Parameters that are held in a lower dtype than the model's, such as a norm in bfloat16 in a model of float32."""
+        u = UNIT[self.dtype]
+        return [name for name, p in self._parameters.items() if UNIT.get(p.dtype, u) > u]
+
+    def wide(self, tensor: Tensor) -> Tensor:
+        """A host tensor in float64, made once per layer."""
+        if id(tensor) not in self._wide:
+            self._wide[id(tensor)] = (tensor, tensor.detach().double())
+        return self._wide[id(tensor)][1]
+
+    def forget(self) -> None:
+        """Let go of the weights that were read, before the next layer."""
+        self._recent.clear()
+        self._wide.clear()
+
+    def like(self, tensor: Tensor) -> Tensor | None:
+        """What a parameter, or a view into one, should hold; None for any other tensor."""
+        name = self._names.get(id(tensor)) or self._homes.get(tensor.untyped_storage().data_ptr())
+        if name is None:
+            return None
+        own, whole = self._parameters[name], self.weight(name)
+        if tensor is own:
+            return whole
+        if not own.is_contiguous() or tensor.dtype != own.dtype:
+            return None
+        return whole.contiguous().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - own.storage_offset())
+
+    def note_numbers(self, model: nn.Module) -> None:
+        """Remember which numbers are wrong before a forward: what is wrong only after one, the model's own code has written."""
+        self._wrong_at_first = {(path, name) for path, name, _, _ in self._unlike_numbers(model, "", ())}
+
+    def other_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+        """Numbers and buffers of a module's parts that are not what the config gives: the path, and what is wrong.
+
+        Args:
+            module: A layer, or the model.
+            prefix: Its path in the model.
+            skip: Paths whose parts are looked at elsewhere.
+        """
+        return ((path, text) for path, _, text, is_own in self._unlike_numbers(module, prefix, skip) if not is_own)
+
+    def own_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+        """The same, of numbers that the model's own code writes when it runs, or that are saved in a file that is not given."""
+        for path, name, text, is_own in self._unlike_numbers(module, prefix, skip):
+            if is_own and isinstance(getattr(module.get_submodule(path), name), float | Tensor):
+                yield path, text
+
+    def own_switches(self, model: nn.Module) -> Iterator[str]:
+        """Switches and counts that are not the config's and that the code of their module sets when it runs, in words."""
+        for path, name, text, is_own in self._unlike_numbers(model, "", ()):
+            if is_own and not isinstance(getattr(model.get_submodule(path), name), float | Tensor):
+                yield f"{path or 'the model'}: {text}"
+
+    def _unlike_numbers(self, module: nn.Module, prefix: str, skip: Collection[str]) -> Iterator[tuple[str, str, str, bool]]:
+        """Path, name, what is wrong, and whether nobody can say that it is."""
+        if not self.is_rebuilt:
+            return
+        for path, part in module.named_modules():
+            if any(path == s or path.startswith(f"{s}.") for s in skip) or isinstance(part, nn.Dropout):
+                continue
+            full = ".".join(p for p in (prefix, path) if p)
+            for name, text in self._unlike_numbers_of(part, full):
+                if self._wrong_at_first is None or (full, name) in self._wrong_at_first:
+                    yield path, name, text, self._may_be_right(part, name)
+
+    def _unlike_numbers_of(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
+        expected = self.skeleton.get_submodule(full)
+        for name in attributes_of(part) | attributes_of(expected):
+            value = vars(part).get(name, getattr(part, name, _MISSING))
+            given = vars(expected).get(name, getattr(type(expected), name, _MISSING))
+            if _is_plain(given) and not (_is_plain(value) and value == given):
+                yield name, f"its {name} is {_in_words(value)} where the config says {_in_words(given)}"
+        for text in self._unlike_the_model_s(vars(part).get("config"), vars(expected).get("config")):
+            yield "config", f"its own config is another: {text}"
+        for name in sorted(expected._buffers.keys() - part._buffers.keys()):
+            yield name, f"it has no buffer {name}, which the config gives it"
+        for name, buffer in part._buffers.items():
+            given = self._given(part, full, name, expected._buffers.get(name))
+            if buffer is None or given is None or buffer.layout != torch.strided or _agree(buffer, given):
+                continue
+            if self._is_static(expected) or not any(_agree(buffer, other) for other in _rotations(part, expected)):
+                yield name, _unlike(name, buffer, given)
+
+    def _unlike_the_model_s(self, own: Any, given: Any) -> Iterator[str]:
+        """Keys of the config that a module holds, where it is not the model's own, that are not what they should be."""
+        if own is self._config or not hasattr(own, "to_dict") or not hasattr(given, "to_dict"):
+            return
+        kinds = [getattr(config, "_attn_implementation", None) for config in (own, given)]
+        if kinds[0] != kinds[1]:
+            yield f"its attention is {kinds[0]!r} where the model's is {kinds[1]!r}"
+        yield from (text for text in _unlike_config(own, given) if text not in self.other_config)
+
+    def odd_ones(self, layers: list[nn.Module], paths: list[str]) -> Iterator[str]:
+        """Attributes of one layer that are otherwise in all the others, in words; only of a model that no config gives."""
+        if self.is_rebuilt or len(layers) < 3:
+            return
+        parts = [{path: attributes_of(part) for path, part in layer.named_modules()} for layer in layers]
+        for path, attributes in parts[0].items():
+            for name in attributes:
+                values = [part[path].get(name, _MISSING) if path in part else _MISSING for part in parts]
+                common = max(values, key=values.count)
+                odd = [i for i, value in enumerate(values) if value != common]
+                if len(odd) == 1 and values[odd[0]] is not _MISSING:
+                    where, value = ".".join(p for p in (paths[odd[0]], path) if p), values[odd[0]]
+                    yield f"{where}: its {name} is {_in_words(value)} where it is {_in_words(common)} in the other layers"
+
+    def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
+        """What a buffer should hold: one that is saved with the weights is the file's to say, not the config's."""
+        if name in part._non_persistent_buffers_set:
+            return built
+        return built if self._files is None else self._files.buffer(canonical(f"{full}.{name}".lstrip(".")), built)
+
+    def _may_be_right(self, part: nn.Module, name: str) -> bool:
+        """Whether a number that is not the config's may have been trained and saved, or written by the model's own code."""
+        buffer = part._buffers.get(name)
+        is_saved = buffer is not None and name not in part._non_persistent_buffers_set and self._files is None
+        is_written = buffer is not None and buffer.untyped_storage().data_ptr() in self.written
+        is_followed = buffer is not None and not self._is_static(part)
+        return is_saved or is_written or is_followed or sets_attribute(type(part), name)
+
+    def _is_static(self, module: nn.Module) -> bool:
+        """Whether a module's buffers stay what they were made: rotations that follow the length do not."""
+        return str(getattr(module, "rope_type", "default")) not in ("dynamic", "longrope")
+
+    def leaf(self, path: str) -> Leaf | None:
+        """The definition of the module at a full path."""
+        return self.leaves.get(path)
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers, switches and words that a module holds and that may change its results."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if _is_plain(value) and name[0] != "_" and name not in _SWITCHES and "dropout" not in name
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _in_words(value: Any) -> str:
+    if value is _MISSING:
+        return "missing"
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def _paths(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_modules()}
+
+
+def _main_dtype(parameters: Collection[Tensor]) -> torch.dtype:
+    """The dtype of most values."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+
+def _config_of(source: str, own: Any) -> Any:
+    """The config of a source, told to attend as the model does; None when it is for another class."""
+    from shaketable.models import load_config
+
+    file = Path(source).expanduser() / "config.json"
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == own.model_type:
+        config = type(own).from_pretrained(file.parent)  # also where the class came with the checkpoint
+    else:
+        config = load_config(source)
+    if type(config) is not type(own):
+        config = config.get_text_config()
+    if type(config) is not type(own):
+        return None
+    for key in ("_attn_implementation", "_experts_implementation", "dtype"):
+        if hasattr(own, key):
+            setattr(config, key, getattr(own, key))
+    return config
+
+
+def _unlike_config(own: Any, given: Any) -> Iterator[str]:
+    """Keys in which two configs differ that may change what a model computes."""
+    mine, other = own.to_dict(), given.to_dict()
+    for key in sorted({*mine, *other} - _USAGE):
+        if key[0] == "_" or key.endswith("_token_id") or "dropout" in key:
+            continue
+        if json.dumps(mine.get(key), default=str, sort_keys=True) != json.dumps(other.get(key), default=str, sort_keys=True):
+            yield f"{key} is {mine.get(key)!r} where the file says {other.get(key)!r}"
+
+
+def _rotations(part: nn.Module, expected: nn.Module) -> Iterator[Tensor]:
+    """Frequencies that a rotation which follows the length may hold after a longer sequence."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config: Any = getattr(expected, "config", None)
+    yield from expected._buffers.values()  # type: ignore[misc]
+    original = (config.rope_parameters or {}).get("original_max_position_embeddings", 0)
+    for length in (getattr(part, "max_seq_len_cached", 0), original + 1):
+        yield ROPE_INIT_FUNCTIONS[str(expected.rope_type)](config, torch.device("cpu"), seq_len=int(length))[0]
+
+
+def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
+    """The model's class built anew from its config, or from another; parameters have no values. None where it has no config."""
+    config, build = config or getattr(model, "config", None), getattr(type(model), "_from_config", None)
+    if config is None or build is None:
+        return None
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with _disable_current_modes(), torch.device("cpu"), _parameters_on_meta():
+            skeleton: nn.Module = build(copy.deepcopy(config))
+    finally:
+        torch.set_default_dtype(default)
+    return skeleton
+
+
+def sets_attribute(kind: type, name: str) -> bool:
+    """Whether a class's own code sets an attribute elsewhere than in its constructor."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for base in own for key, f in vars(base).items() if key != "__init__"]
+    return any(
+        name in code.co_consts or any(i.opname == "STORE_ATTR" and i.argval == name for i in dis.get_instructions(code))
+        for code in codes
+        if code is not None
+    )
+
+
+def _agree(buffer: Tensor, given: Tensor) -> bool:
+    """The same up to a few units in the last place: frequencies may have been computed on another device."""
+    if buffer.shape != given.shape or given.device.type == "meta":
+        return given.device.type == "meta"
+    expected, got = given.to(buffer.dtype), buffer.detach().cpu()
+    if not buffer.is_floating_point():
+        return torch.equal(got, expected)
+    return torch.allclose(got.double(), expected.double(), rtol=8 * UNIT.get(buffer.dtype, 2.0**-24), atol=0.0, equal_nan=True)
+
+
+def _unlike(name: str, buffer: Tensor, given: Tensor) -> str:
+    """In words: how a buffer differs from the one that the config gives."""
+    if buffer.shape != given.shape:
+        return f"its {name} has the shape {tuple(buffer.shape)} where the config gives {tuple(given.shape)}"
+    got, expected = buffer.detach().cpu(), given.to(buffer.dtype)
+    at = tuple(int(i) for i in (got != expected).nonzero()[0])
+    count = f"{int((got != expected).sum()):,} of {got.numel():,} values of its {name} are not what the config gives"
+    return f"{count}, the first is {float(got[at]):g} and should be {float(expected[at]):g}"
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built here have parameters without values, but real buffers: frequencies and scales can be compared."""
+    register = nn.Module.register_parameter
+
+    def without_values(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(self, name, parameter)
+        if parameter is not None:
+            self._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = without_values  # type: ignore[method-assign,assignment]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _fills(parameter: Tensor) -> bool:
+    """Whether a parameter has its memory for itself, so that whatever lies in there is a part of it."""
+    return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+class _Folder:
+    """Safetensors files, read tensor by tensor."""
+
+    def __init__(self, files: dict[str, Path], keys: dict[str, str]) -> None:
+        self.files = files
+        self.keys = keys
+
+    def lacks(self, name: str) -> bool:
+        """Whether the files do not hold a parameter."""
+        return name not in self.keys
+
+    def read(self, name: str) -> Tensor:
+        return self._read(self.keys[name])
+
+    def buffer(self, name: str, built: Tensor | None) -> Tensor | None:
+        """A saved buffer; the built one where the file has none."""
+        return self._read(name) if name in self.files else built
+
+    def _read(self, key: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.files[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+
+class _Loaded:
+    """A second copy of the model, for files whose names are not those of the model's parameters."""
+
+    def __init__(self, source: str, names: Collection[str], is_adapted: bool) -> None:
+        from shaketable.models import load_model
+
+        model, _ = load_model(source)
+        given = dict(model.named_parameters(remove_duplicate=False))
+        given |= {canonical(name): p for name, p in given.items()}
+        self.buffers = dict(model.named_buffers())
+        found = {name: given.get(name, given.get(canonical(name))) for name in names}
+        self.parameters = {name: p for name, p in found.items() if p is not None}
+        lacking = [name for name, p in found.items() if p is None]
+        if lacking and not is_adapted:
+            raise ModelError(f"{source} is not the source of this model: it holds no {lacking[0]} ({len(lacking)} missing)")
+
+    def lacks(self, name: str) -> bool:
+        """Whether the copy has no such parameter."""
+        return name not in self.parameters
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self.parameters[name].detach()
+        return tensor
+
+    def buffer(self, name: str, built: Tensor | None) -> Tensor | None:
+        """A buffer as it was loaded."""
+        return self.buffers.get(name, built)
+
+
+def _open(source: str, parameters: dict[str, Any], is_adapted: bool) -> _Folder | _Loaded:
+    from shaketable.models import BUILT_IN, built_in_path
+
+    folder = built_in_path(source) if source in BUILT_IN else Path(source).expanduser()
+    if not folder.is_dir():
+        return _Loaded(source, parameters, is_adapted)
+    files = _index(folder)
+    keys = {name: next((key for key in (name, canonical(name)) if key in files), "") for name in parameters}
+    tied = {id(p): keys[name] for name, p in parameters.items() if keys[name]}
+    keys = {name: keys[name] or tied.get(id(p), "") for name, p in parameters.items()}
+    found = {name: key for name, key in keys.items() if key}
+    is_enough = len(found) == len(keys) or (is_adapted and found)  # an adapter is not in the file of its base
+    return _Folder(files, found) if is_enough else _Loaded(source, parameters, is_adapted)
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            table: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {key: folder / file for key, file in table.items()}
+        found: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"the weights in {folder} cannot be read again: {error}") from error
+    return found
+
+
+def _containers(model: nn.Module) -> str:
+    """Modules that could hold the layers, in words."""
+    found = {
+        path: list(m.children()) for path, m in model.named_modules() if path and any(any(c.children()) for c in m.children())
+    }
+    words = [f"{path} ({len(inner)} × {type(inner[0]).__name__})" for path, inner in found.items()]
+    return f"name one as layers=: {', '.join(words[:8])}" if words else "no module in it holds others that have parts"
+
+
+def check_model(model: nn.Module, stack: str | None = None) -> None:
+    """Refuse, in one line, what cannot be judged: no layers, no values, values that are no numbers, packed weights."""
+    layers, _ = find_layers(model, stack)
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers to look into; {_containers(model)}")
+    packed = getattr(getattr(model, "config", None), "quantization_config", None)
+    if packed is not None:
+        method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
+        raise ModelError(f"the checkpoint is quantized ({method or 'unknown method'}); locate has no host definition for that")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ModelError(f"{name} is on the meta device and has no values; load the model's weights first")
+        if type(parameter.data) is not Tensor or parameter.layout != torch.strided:
+            kind = type(parameter.data).__name__ if parameter.layout == torch.strided else parameter.layout
+            raise ModelError(f"{name} is a {kind}; locate has no host definition for weights that are packed or sparse")
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"{name} is {parameter.dtype}; locate judges float32, bfloat16 and float16")
+        finite = torch.isfinite(parameter.detach())
+        if not bool(finite.all()):
+            bad = int((~finite).sum())
+            raise ModelError(f"{name} holds {bad} of {parameter.numel()} values that are NaN or infinite")

@@ -1,0 +1,303 @@
+"""A fingerprint: what one device made of one model, in one safetensors file that another device can be held against.
+
+Stored are the inputs and outputs of every decoder layer and of every operator that is a module (Linear, norms, activations),
+so that the other device can be *teacher-forced*: each operator gets the input that it had here, and an error upstream never
+flags a healthy operator downstream. A free-running comparison drowns in propagated rounding in bfloat16.
+
+    ids
+    layer.{i}.input    layer.{i}.output
+    layer.{i}.op.{path}.input    layer.{i}.op.{path}.output        second call of a module: {path}#2
+    outside.op.{path}.input      outside.op.{path}.output          embeddings, the last norm, the head
+
+An activation inside of stacked experts is left out: its rows are in the order in which the device sorts them. A tensor that
+several names stand for is stored once; the metadata holds the table of names. The head has a hundred thousand channels: it
+is called once more on the last 8 tokens alone, and that call is stored. What else a layer is given (position embeddings,
+masks) depends on the tokens and the config only and is made again where the file is replayed; that this is so is checked with
+a second forward, in which the embeddings are stretched and nothing but hidden states may change.
+
+The metadata is one JSON text; a sha256 over it and over every tensor is stored beside it, so one wrong byte is refused.
+Pickle is never loaded: safetensors is the only format that is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from shaketable.capture.model_call import Arguments
+from shaketable.capture.model_identity import describe, input_embedding
+from shaketable.capture.prompts import token_batch
+from shaketable.capture.recorder import Record, Recording
+from shaketable.capture.reference import Reference, check_model
+from shaketable.capture.trace import LayerCall, Trace, record_layer, trace
+from shaketable.errors import ShaketableError
+from shaketable.sites.nested_tensors import tensors_of
+
+FORMAT = "shaketable-fingerprint"
+SCHEMA = 1
+HEAD_TOKENS = 8
+"""Tokens kept of a Linear outside of the layers."""
+
+Progress = Callable[[int, int, str], None]
+
+
+class FingerprintError(ShaketableError, ValueError):
+    """The file is no fingerprint, is damaged, or is that of another model."""
+
+
+class Metadata(BaseModel):
+    """Everything about a fingerprint but its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    format: Literal["shaketable-fingerprint"] = "shaketable-fingerprint"
+    schema_number: int = Field(default=SCHEMA, alias="schema")
+    model: str
+    """The name it was loaded by."""
+    model_class: str
+    num_layers: int
+    hidden_size: int
+    config_sha256: str
+    weights_sha256: str
+    dtype: Literal["float32", "bfloat16", "float16", "float64"]
+    device: str
+    attention: str
+    tokens: int
+    prompts: list[str] | None
+    """None for the built-in text."""
+    versions: dict[str, str]
+    date: str
+    switches: dict[str, str | bool]
+    """What torch was allowed to do to float32 products: TF32 and its like."""
+    product_input: float
+    """Relative rounding of the factors of float32 products that these switches allow."""
+    layers: list[list[str]]
+    """The operators of every layer, in the order of their calls."""
+    before: list[str]
+    """Operators ahead of the layers."""
+    after: list[str]
+    aliases: dict[str, str]
+    unsteady: list[str] = []
+    """Arguments of layers, besides hidden states, that depend on hidden states."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return _DTYPES[self.dtype]
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass
+class Fingerprint:
+    """Metadata and tensors, on the host."""
+
+    about: Metadata
+    tensors: dict[str, Tensor] = field(repr=False)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by any of its names."""
+        return self.tensors[self.about.aliases.get(name, name)]
+
+    def op(self, layer: int | None, label: str) -> tuple[Tensor, Tensor]:
+        """Input and output of an operator."""
+        place = op_name(layer, label)
+        return self.tensor(f"{place}.input"), self.tensor(f"{place}.output")
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def save(self, path: Path | str) -> None:
+        """Write it as one safetensors file."""
+        from shaketable.compare.fingerprint_file import write_fingerprint
+
+        write_fingerprint(self, Path(path))
+
+
+def op_name(layer: int | None, label: str) -> str:
+    """What an operator is called in the file."""
+    return f"outside.op.{label}" if layer is None else f"layer.{layer}.op.{label}"
+
+
+# ---- making
+
+
+def fingerprint(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    prompts: list[str] | None = None,
+    input_ids: Tensor | None = None,
+    tokens: int = 64,
+    name: str = "",
+    arguments: Arguments | None = None,
+    layers: str | None = None,
+    progress: Progress | None = None,
+) -> Fingerprint:
+    """Keep what a device made of a model, so that another device can be compared with it.
+
+    Args:
+        model: The model, on the device whose fingerprint is taken.
+        tokenizer: Its tokenizer; not needed with `input_ids`.
+        prompts: Texts to run; a built-in text by default.
+        input_ids: Token ids of shape (1, n) instead of prompts.
+        tokens: How many tokens to run.
+        name: What the model is called in the file; its class by default.
+        arguments: What `forward` needs besides tokens, by name.
+        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
+        progress: Called with (layers done, layers in all, what is done).
+    """
+    ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
+    return make_fingerprint(model, ids, name=name, prompts=prompts, arguments=arguments, layers=layers, progress=progress)
+
+
+def make_fingerprint(
+    model: nn.Module,
+    ids: Tensor,
+    *,
+    name: str = "",
+    prompts: list[str] | None = None,
+    arguments: Arguments | None = None,
+    layers: str | None = None,
+    progress: Progress | None = None,
+) -> Fingerprint:
+    """Run a model once, then every layer once more, and keep what its operators read and made.
+
+    Args:
+        model: The model, on the device whose fingerprint is taken.
+        ids: Token ids of shape (1, tokens).
+        name: What the model is called in the file; its class by default.
+        prompts: The texts behind the ids, for the record.
+        arguments: What `forward` needs besides tokens, by name.
+        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
+        progress: Called with (layers done, layers in all, what is done).
+    """
+    check_model(model, layers)
+    reference = Reference(model, layers=layers)
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        traced = trace(model, ids.to(device), reference, arguments)
+        store = _Tensors()
+        store.put("ids", ids)
+        for call in traced.calls:
+            store.put(f"layer.{call.index}.input", call.x)
+            store.put(f"layer.{call.index}.output", call.y)
+        stored = [_store_layer(store, call, reference, len(traced.calls), progress) for call in traced.calls]
+        before, after = _store_outside(store, traced, model, reference)
+        unsteady = _unsteady(traced, model, ids.to(device), reference, arguments)
+    facts = describe(model, layers) | {"model": name or type(model).__name__, "tokens": ids.shape[-1], "prompts": prompts}
+    facts |= {"layers": stored, "before": before, "after": after, "aliases": store.aliases, "unsteady": unsteady}
+    return Fingerprint(Metadata.model_validate(facts), store.tensors)
+
+
+class _Tensors:
+    """Host copies by name; a tensor object that was stored before becomes an alias."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self._seen: dict[int, tuple[Tensor, str]] = {}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        if id(tensor) in self._seen:
+            self.aliases[name] = self._seen[id(tensor)][1]
+            return
+        self._seen[id(tensor)] = (tensor, name)
+        self.tensors[name] = tensor.detach().cpu().contiguous().clone()
+
+    def release(self) -> None:
+        """Let go of a layer's tensors on the device; those of `layer.{i}.input` and `.output` stay known."""
+        self._seen = {key: kept for key, kept in self._seen.items() if ".op." not in kept[1]}
+
+
+def _store_layer(store: _Tensors, call: LayerCall, reference: Reference, total: int, progress: Progress | None) -> list[str]:
+    if progress is not None:
+        progress(call.index, total, f"layer {call.index}")
+    recording = record_layer(call, reference)
+    labels = []
+    for label, record in labelled(recording):
+        if is_routed(call.module, record.path):
+            continue
+        store.put(f"{op_name(call.index, label)}.input", first_tensor(record))
+        store.put(f"{op_name(call.index, label)}.output", next(tensors_of(record.output)))
+        labels.append(label)
+    store.release()
+    return labels
+
+
+def is_routed(layer: nn.Module, path: str) -> bool:
+    """Whether a module lies inside of stacked experts: the order of their rows is the device's own, and cannot be forced."""
+    above = [path.rsplit(".", n)[0] for n in range(1, path.count(".") + 1)]
+    return any(p.dim() == 3 for name in above for p in layer.get_submodule(name).parameters(recurse=False))
+
+
+def labelled(recording: Recording) -> Iterator[tuple[str, Record]]:
+    """The leaf operators of a call with their labels: the path, and #2, #3 … for further calls of the same module."""
+    counts: dict[str, int] = {}
+    for record in recording.records:
+        if record.func is None:
+            counts[record.path] = counts.get(record.path, 0) + 1
+            n = counts[record.path]
+            yield (record.path if n == 1 else f"{record.path}#{n}"), record
+
+
+def first_tensor(record: Record) -> Tensor:
+    """What an operator read."""
+    return next(tensors_of((record.args, record.kwargs)))
+
+
+def _store_outside(store: _Tensors, traced: Trace, model: nn.Module, reference: Reference) -> tuple[list[str], list[str]]:
+    inner = {call.name for call in traced.calls}
+    before: list[str] = []
+    after: list[str] = []
+    chosen = before
+    for label, record in labelled(traced.outside):
+        if record.path in inner:
+            chosen = after
+            continue
+        x, y = first_tensor(record), next(tensors_of(record.output))
+        leaf = reference.leaf(record.path)
+        if leaf is not None and leaf.kind in ("linear", "conv1d"):
+            x = x[..., -HEAD_TOKENS:, :].contiguous()
+            y = model.get_submodule(record.path)(x)
+        store.put(f"{op_name(None, label)}.input", x)
+        store.put(f"{op_name(None, label)}.output", y)
+        chosen.append(label)
+    return before, after
+
+
+def _unsteady(
+    traced: Trace, model: nn.Module, ids: Tensor, reference: Reference, arguments: Arguments | None = None
+) -> list[str]:
+    """Names of layer arguments that change when the embeddings are stretched, hidden states aside."""
+    hook = input_embedding(model).register_forward_hook(lambda module, args, output: output * 1.5)
+    try:
+        other = trace(model, ids, reference, arguments)
+    finally:
+        hook.remove()
+    names = set()
+    for a, b in zip(traced.calls, other.calls, strict=True):
+        theirs = dict(_arguments(b))
+        names |= {name for name, value in _arguments(a) if not _equal(value, theirs.get(name))}
+    return sorted(names)
+
+
+def _arguments(call: LayerCall) -> Iterator[tuple[str, Any]]:
+    """Everything a layer is given but hidden states."""
+    for name, value in (*enumerate(call.args), *call.kwargs.items()):
+        if value is not call.x:
+            yield str(name), value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    ours, theirs = list(tensors_of(a)), list(tensors_of(b))
+    return len(ours) == len(theirs) and all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))

@@ -1,1 +1,0 @@
-"""What a model computed, recorded; and what it should be made of."""

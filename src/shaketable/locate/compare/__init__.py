@@ -1,1 +1,0 @@
-"""One device against another: fingerprints, teacher forcing, and the error model that fits."""

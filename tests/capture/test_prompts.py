@@ -1,0 +1,71 @@
+"""The tokens a model is asked about."""
+
+import pytest
+import torch
+
+from shaketable.capture.prompts import TEXT, read_prompts, token_batch
+from shaketable.errors import ShaketableError
+
+
+class Words:
+    """A tokenizer that numbers words."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, text):
+        self.asked.append(text)
+        return {"input_ids": list(range(100, 100 + len(text.split())))}
+
+
+@pytest.mark.parametrize("tokens", [2, 64, 256, 2000])
+def test_the_built_in_text_is_long_enough(tokens):
+    ids = token_batch(Words(), None, tokens)
+    assert ids.shape == (1, tokens) and ids.dtype == torch.int64
+
+
+def test_the_built_in_text_mixes_prose_numbers_code_and_scripts():
+    assert "def " in TEXT and "1995" in TEXT and any(ord(c) > 0x3000 for c in TEXT)
+
+
+def test_prompts_are_joined_and_cut():
+    tokenizer = Words()
+    ids = token_batch(tokenizer, ["one two", "  ", "three four five"], 4)
+    assert tokenizer.asked == ["one two\nthree four five"]
+    assert ids.tolist() == [[100, 101, 102, 103]]
+
+
+def test_short_prompts_are_taken_as_they_are():
+    assert token_batch(Words(), ["one two three"], 50).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompts", "tokens", "message"),
+    [
+        (None, ["a b"], 8, "there is no tokenizer to make tokens with; give one, or token ids"),
+        (Words(), [], 8, "the prompts are empty; give at least one line of text"),
+        (Words(), ["  ", ""], 8, "the prompts are empty; give at least one line of text"),
+        (Words(), ["one"], 8, "the prompts make 1 tokens; at least 2 are needed"),
+        (Words(), ["one two"], 1, "the prompts make 1 tokens; at least 2 are needed"),
+        (Words(), None, 0, "the prompts make 0 tokens; at least 2 are needed"),
+    ],
+)
+def test_what_makes_no_sequence_is_refused_in_one_line(tokenizer, prompts, tokens, message):
+    with pytest.raises(ShaketableError) as error:
+        token_batch(tokenizer, prompts, tokens)
+    assert str(error.value) == message
+
+
+def test_prompts_from_a_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("first line\n\n   \nzweite Zeile: ä 建\n", encoding="utf-8")
+    assert read_prompts(path) == ["first line", "zweite Zeile: ä 建"]
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ShaketableError, match=r"cannot be read from .*none\.txt"):
+        read_prompts(tmp_path / "none.txt")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00a")
+    with pytest.raises(ShaketableError, match="cannot be read") as error:
+        read_prompts(tmp_path / "bytes")
+    assert "\n" not in str(error.value)

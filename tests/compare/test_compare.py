@@ -1,0 +1,279 @@
+"""A device compared with a fingerprint: the circle from a planted error to a plan that makes it again."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import shaketable as st
+from shaketable.compare.compare import compare
+from shaketable.compare.fingerprint import FingerprintError, make_fingerprint
+from shaketable.compare.result import ComparisonRow, Difference, LayerRow
+from shaketable.numerics.fit import Fit
+from shaketable.plan import Plan
+from tests.locate.architectures import ARCHITECTURES, ROUTED, build, tokens
+
+IDS = torch.arange(48)[None] * 7 % 64
+
+PLANTED = [
+    ("relative_gaussian:0.05@module.mlp.down_proj,layers=2", 2, "mlp.down_proj", 0.06),
+    ("relative_gaussian:1e-4@module.self_attn.k_proj,layers=0", 0, "self_attn.k_proj", 0.06),
+    ("absolute_gaussian:0.02@module.input_layernorm,layers=3", 3, "input_layernorm", 0.06),
+    ("gain:0.01@module.self_attn.q_proj,layers=1", 1, "self_attn.q_proj", 1e-3),
+    ("systematic_bias:1e-3@module.mlp.act_fn,layers=0", 0, "mlp.act_fn", 1e-3),
+    ("bias:0.1@module.mlp.up_proj,layers=1", 1, "mlp.up_proj", 1e-3),
+    ("dead_zone:0.05,scope=token@module.mlp.gate_proj,layers=3", 3, "mlp.gate_proj", 0.02),
+    ("dead_zone:0.05@layer.2", 2, None, 0.02),
+    ("saturation:0.5,scope=token@layer.1", 1, None, 1e-3),
+    ("saturation:0.5@module.model.norm", None, "model.norm", 1e-3),
+    ("gain:0.1@module.embed_tokens,include=embedding", None, "model.embed_tokens", 1e-3),
+    ("relative_gaussian:0.05@module.lm_head", None, "lm_head", 0.1),
+    ("gain:0.03,sparsity=0.25@module.mlp.up_proj,layers=2", 2, "mlp.up_proj", 1e-3),
+]
+"""Plan, layer, operator, and the relative error of the magnitude that is allowed (noise is estimated from 512 to 3072 values)."""
+
+
+@pytest.fixture
+def good(tiny_llama):
+    return make_fingerprint(tiny_llama, IDS)
+
+
+def under(plan, good, model):
+    with st.inject(model, plan):
+        return compare(good, model)
+
+
+def row_of(found, layer, op):
+    return next(r for r in found.rows if (r.layer, r.op, r.point) == (layer, op, "output"))
+
+
+def test_the_same_device_agrees_bit_for_bit(good, tiny_llama):
+    found = compare(good, tiny_llama)
+    assert found.exit_code == 0
+    assert all(r.difference.differing == 0 for r in found.rows)
+    assert all(layer.whole.differing == 0 for layer in found.layers)
+    assert found.plan_text() is None
+    assert found.notes == []
+    assert found.sentence.startswith("SAME: 47 operators in 4 layers agree bit for bit")
+
+
+@pytest.mark.parametrize(("plan", "layer", "op", "tolerance"), PLANTED)
+def test_the_circle_closes(good, tiny_llama, tmp_path, plan, layer, op, tolerance):
+    planted = Plan.load(plan).clauses[0].fault
+    first = under(plan, good, tiny_llama)
+    assert first.exit_code == 1
+    assert [(r.layer, r.op) for r in first.rows if r.difference.differing] == [(layer, op)]
+    row = row_of(first, layer, op)
+    assert row.beyond == "here"
+    assert first.first is row
+    assert row.fit.kind == planted.kind
+    assert row.fit.magnitude == pytest.approx(planted.magnitude, rel=tolerance)
+    assert row.fit.params == planted.params()
+    assert row.fit.is_good
+
+    (tmp_path / "measured.yaml").write_text(first.plan_text())
+    measured = Plan.load(str(tmp_path / "measured.yaml"))
+    assert len(measured.clauses) == 1
+    second = under(measured, good, tiny_llama)
+    again = row_of(second, layer, op)
+    assert again.fit.kind == planted.kind
+    # Two draws of noise differ; a sparse fault hits as many channels, but not the same ones.
+    close = 0.3 if planted.sparsity < 1 else 0.1 if planted.random else 0.01
+    assert again.difference.relative == pytest.approx(row.difference.relative, rel=close)
+    if layer is not None:
+        wholes = [found.layers[layer].whole.relative for found in (first, second)]
+        assert wholes[1] == pytest.approx(wholes[0], rel=close)
+
+
+def test_noise_of_the_engine_is_reproduced_to_a_few_percent(good, tiny_llama):
+    measured = Plan.from_data({"plan": ["relative_gaussian:0.05@module.linear"]})
+    first = under(measured, good, tiny_llama)
+    lines = [line.strip().removeprefix("- ").strip('"') for line in first.plan_text().splitlines() if line.startswith("  - ")]
+    second = under(";".join(lines), good, tiny_llama)
+    rows = [[r.difference.relative for r in found.rows if r.difference.differing] for found in (first, second)]
+    assert len(rows[0]) == len(rows[1]) == 28
+    sizes = [torch.tensor(r).square().mean().sqrt().item() for r in rows]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.03)
+
+
+def test_an_error_in_attention_is_found_where_it_arrives(good, tiny_llama):
+    found = under("relative_gaussian:0.05@op.sdpa,layers=2", good, tiny_llama)
+    row = found.first
+    assert (row.layer, row.op, row.point) == (2, "self_attn.o_proj", "input")
+    assert row.remark == "self_attn:scaled_dot_product_attention"
+    assert row.fit.kind == "relative_gaussian"
+    assert row.site == "module.model.layers.2.self_attn.o_proj,point=input"
+    assert sum(1 for r in found.rows if r.difference.differing) == 1
+    again = under(found.plan_text().splitlines()[-1].removeprefix("  - ").strip('"'), good, tiny_llama)
+    sizes = [f.layers[2].whole.relative for f in (found, again)]
+    # The first tokens attend to few others and carry most of the size: two draws differ by more than their number suggests.
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.2)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_every_architecture_agrees_with_itself_and_shows_its_faults(name):
+    model = build(name, attention="eager")
+    good = make_fingerprint(model, tokens())
+    assert compare(good, model).sentence.startswith("SAME")
+    row = under("gain:0.05@layer.1", good, model).first
+    assert (row.layer, row.op, row.beyond, row.fit.kind) == (1, None, "here", "gain")
+    assert row.fit.magnitude == pytest.approx(0.05, rel=1e-3)
+    if name in ROUTED:
+        found = under("gain:0.05@module.mlp.experts,layers=1", good, model)
+        sides = {(r.layer, r.op, r.beyond, r.remark) for r in found.rows if r.difference.differing}
+        assert sides == {(1, None, "here", "changed at the output of mlp.experts")}
+
+
+def test_an_error_of_a_block_s_output_is_here_wherever_it_arrives(good, tiny_llama):
+    found = under("gain:0.01@module.attention,layers=1", good, tiny_llama)
+    rows = [r for r in found.rows if r.difference.differing]
+    assert [(r.layer, r.op, r.point, r.beyond) for r in rows] == [
+        (1, "post_attention_layernorm", "input", "here"),
+        (1, None, "output", "here"),
+    ]
+    assert {r.remark for r in rows} == {"changed at the output of self_attn"}
+
+
+def test_a_faulty_fingerprint_is_told_from_a_faulty_device(tiny_llama):
+    for plan, place in [
+        ("gain:0.01@module.mlp.up_proj,layers=1", (1, "mlp.up_proj", "output")),
+        ("dead_zone:0.05@layer.2", (2, None, "output")),
+        ("gain:0.01@op.sdpa,layers=3", (3, "self_attn.o_proj", "input")),
+    ]:
+        with st.inject(tiny_llama, plan):
+            bad = make_fingerprint(tiny_llama, IDS)
+        row = compare(bad, tiny_llama).first
+        assert (row.layer, row.op, row.point) == place
+        assert row.beyond == "stored"
+        assert (row.here, row.stored > 0) == (0, True)
+
+
+def test_the_first_of_two_faults_is_named(good, tiny_llama):
+    found = under("gain:0.5@layer.3;gain:1e-4@module.v_proj,layers=1", good, tiny_llama)
+    assert "layer 1 is the first, self_attn.v_proj" in found.sentence
+    assert [layer.layer for layer in found.layers if layer.beyond] == [1, 3]
+    assert [layer.whole.differing > 0 for layer in found.layers] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_attention_kernel_is_explained_by_rounding(tiny_llama, dtype):
+    model = tiny_llama.to(dtype)
+    good = make_fingerprint(model, IDS)
+    model.set_attn_implementation("eager")
+    found = compare(good, model)
+    assert found.exit_code == 0
+    differing = [(r.op, r.point) for r in found.rows if r.difference.differing]
+    assert set(differing) == {("self_attn.o_proj", "input")}
+    assert found.sentence.startswith("EXPLAINED")
+    assert any("attention is eager here and was sdpa" in note for note in found.notes)
+
+
+def test_another_dtype_casts_the_file_and_judges_this_device(good, tiny_llama):
+    narrow = copy.deepcopy(tiny_llama).to(torch.bfloat16)
+    found = compare(good, narrow)
+    assert found.exit_code == 0
+    assert any("was cast to bfloat16" in note for note in found.notes)
+    row = row_of(found, 1, "mlp.up_proj")
+    assert (row.here, row.stored) == (0, None)
+    assert 1e-3 < row.difference.relative < 1e-2
+    assert under("gain:0.05@module.up_proj,layers=1", good, narrow).first.op == "mlp.up_proj"
+
+
+def test_a_fault_in_bfloat16_is_named(tiny_llama):
+    model = tiny_llama.to(torch.bfloat16)
+    good = make_fingerprint(model, IDS)
+    assert compare(good, model).exit_code == 0
+    found = under("relative_gaussian:0.05@module.up_proj,layers=2", good, model)
+    assert (found.first.layer, found.first.op, found.first.fit.kind) == (2, "mlp.up_proj", "relative_gaussian")
+    assert found.first.fit.magnitude == pytest.approx(0.05, rel=0.06)
+
+
+def test_an_error_of_the_size_of_rounding_is_seen_and_not_written(tiny_llama):
+    model = tiny_llama.to(torch.bfloat16)
+    good = make_fingerprint(model, IDS)
+    found = under("relative_gaussian:1e-3@module.up_proj,layers=2", good, model)
+    assert (found.first.op, found.first.fit.kind) == ("mlp.up_proj", "rounding")
+    assert found.plan_text() is None
+
+
+def test_a_model_that_rounding_beats_is_not_written():
+    facts = {"params": {}, "values": 9, "log_gain": 1.0, "bic": 0.0, "explained": 0.0, "ks": 0.0}
+    rounding, noise = Fit("rounding", 0.0, **facts), Fit("relative_gaussian", 1e-3, **facts)
+    same = Difference(9, 1, 0.1, 0.1, 0)
+    assert ComparisonRow(0, "x", "output", "module.x", same, fits=[noise, rounding]).injectable is noise
+    assert ComparisonRow(0, "x", "output", "module.x", same, fits=[rounding, noise]).injectable is None
+
+
+def test_nan_on_this_device_is_beyond_and_stays_json(good, tiny_llama):
+    hook = tiny_llama.model.layers[1].mlp.down_proj.register_forward_hook(lambda m, a, out: out * float("nan"))
+    found = compare(good, tiny_llama)
+    hook.remove()
+    assert found.exit_code == 1
+    assert found.first.difference.not_finite == found.first.difference.values
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_json_holds_every_layer_and_operator(good, tiny_llama):
+    facts = json.loads(json.dumps(under("gain:0.01@module.q_proj,layers=1", good, tiny_llama).to_dict(), allow_nan=False))
+    assert (facts["schema"], facts["kind"], facts["beyond"]) == (1, "comparison", True)
+    assert [len(layer["ops"]) for layer in facts["layers"]] == [11] * 4
+    op = facts["layers"][1]["ops"][1]
+    assert (op["op"], op["beyond"], op["differing"], op["fit"]["kind"]) == ("self_attn.q_proj", "here", 1536, "gain")
+    assert [clause.partition("@")[2] for clause in facts["plan"]] == ["module.model.layers.1.self_attn.q_proj"]
+    assert facts["fingerprint"]["device"] == "cpu"
+
+
+def test_an_error_no_plan_can_say_is_written_as_the_next_best(good, tiny_llama):
+    hook = tiny_llama.model.layers[1].mlp.down_proj.register_forward_hook(lambda m, a, out: out * 0.9)
+    found = compare(good, tiny_llama)
+    hook.remove()
+    assert found.first.fit.kind == "gain"
+    assert found.first.fit.magnitude == pytest.approx(-0.1, rel=1e-3)
+    assert "no plan can say it" in found.plan_text()
+    assert found.first.injectable.fault is not None
+
+
+def test_hooks_are_gone_afterwards(good, tiny_llama):
+    compare(good, tiny_llama)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny_llama.modules())
+
+
+def test_another_model_is_refused(good, tinier_llama):
+    with pytest.raises(FingerprintError, match="another model"):
+        compare(good, tinier_llama)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("there", "here"), [("sdpa", "eager"), ("eager", "sdpa")])
+def test_what_the_dtype_explains_is_no_clause(dtype, there, here):
+    """Another attention kernel differs, noise describes it best, and it is no error to train against."""
+    found = compare(make_fingerprint(build("llama", dtype, there), tokens(n=64)), build("llama", dtype, here))
+    assert found.sentence.startswith("EXPLAINED")
+    assert any(row.injectable is not None for row in found.rows)
+    assert found.plan_text() is None
+    assert found.to_dict()["plan"] == []
+
+
+def test_products_of_rounded_factors_are_a_clause_though_they_are_documented(good, tiny_llama):
+    """TF32 is no dtype: whoever trains in float32 has to learn of it."""
+    found = under("gain:0.01@module.q_proj,layers=1", good, tiny_llama)
+    for row in found.rows:
+        row.here = row.stored = 0
+    assert found.plan_text() is None
+    found.rounds_factors = True
+    assert "q_proj" in found.plan_text()
+
+
+def test_a_layer_names_its_first_operator_beyond_the_dtype():
+    same = Difference.of(torch.zeros(2), torch.zeros(2))
+    rows = [ComparisonRow(0, op, "output", f"module.{op}", same, here=here) for op, here in (("q", 0), ("k", 1), ("v", 2))]
+    assert LayerRow(0, "layers.0", same, rows).beyond is rows[1]
+    assert LayerRow(0, "layers.0", same, rows[:1]).beyond is None
+
+
+def test_both_sides_are_described_alike(good, tiny_llama):
+    found = compare(good, tiny_llama)
+    assert found.stored.keys() == found.here.keys()
+    alike = ("model", "device", "dtype", "attention", "tokens", "versions")
+    assert {k: found.here[k] for k in alike} == {k: found.stored[k] for k in alike} and found.here["tokens"] > 0

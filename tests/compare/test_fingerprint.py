@@ -1,0 +1,215 @@
+"""Fingerprints: what is in them, and what is refused."""
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from shaketable.compare.fingerprint import HEAD_TOKENS, FingerprintError, make_fingerprint
+from shaketable.compare.fingerprint_file import check_same_model, read_fingerprint, write_fingerprint
+from shaketable.errors import ModelError
+from tests.locate.architectures import build, tokens
+
+IDS = torch.arange(24)[None] * 7 % 64
+
+
+@pytest.fixture
+def made(tiny_llama):
+    return make_fingerprint(tiny_llama, IDS, name="tiny", prompts=["a", "b"])
+
+
+@pytest.fixture
+def path(made, tmp_path):
+    write_fingerprint(made, tmp_path / "good.safetensors")
+    return tmp_path / "good.safetensors"
+
+
+def header(path):
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + size])["__metadata__"]
+
+
+def rewrite(path, change):
+    """The same file with other metadata or tensors, and an honest container."""
+    head, tensors = header(path), load_file(path)
+    about = json.loads(head["shaketable"])
+    change(about, tensors)
+    save_file(tensors, path, metadata=head | {"shaketable": json.dumps(about)})
+
+
+def test_a_file_gives_back_what_was_made(made, path):
+    read = read_fingerprint(path)
+    assert read.about == made.about
+    assert read.tensors.keys() == made.tensors.keys()
+    assert all(torch.equal(read.tensors[name], made.tensors[name]) for name in made.tensors)
+
+
+def test_a_file_has_the_rights_of_any_new_file(path, tmp_path):
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good.safetensors", "plain"]
+
+
+def test_metadata_says_what_was_run_and_on_what(made):
+    about = made.about
+    assert (about.model, about.model_class, about.num_layers, about.hidden_size) == ("tiny", "LlamaForCausalLM", 4, 32)
+    assert (about.dtype, about.device, about.attention, about.tokens) == ("float32", "cpu", "sdpa", 24)
+    assert about.prompts == ["a", "b"]
+    assert about.versions["torch"] == str(torch.__version__)
+    assert set(about.switches) == {"float32_matmul_precision", "cuda_tf32"}
+    assert about.unsteady == []
+
+
+def test_every_operator_s_input_and_output_is_there(made, tiny_llama):
+    assert made.about.layers[2][:5] == ["input_layernorm", *(f"self_attn.{n}_proj" for n in "qkvo")]
+    assert (made.about.before, made.about.after) == (["model.embed_tokens"], ["model.norm", "lm_head"])
+    x, y = made.op(2, "mlp.down_proj")
+    assert torch.equal(tiny_llama.model.layers[2].mlp.down_proj(x), y)
+    x, y = made.op(None, "lm_head")
+    assert (x.shape, y.shape) == ((1, HEAD_TOKENS, 32), (1, HEAD_TOKENS, 64))
+    assert torch.equal(tiny_llama.lm_head(x), y)
+    logits = tiny_llama(input_ids=IDS).logits[:, -HEAD_TOKENS:]
+    assert torch.allclose(logits, y, atol=1e-6)
+
+
+def test_a_tensor_with_several_names_is_stored_once(made):
+    aliases = made.about.aliases
+    assert aliases["layer.1.input"] == "layer.0.output"
+    for name in "qkv":
+        assert aliases[f"layer.1.op.self_attn.{name}_proj.input"] == "layer.1.op.input_layernorm.output"
+    assert made.tensor("layer.1.input") is made.tensor("layer.0.output")
+
+
+def test_operators_inside_of_stacked_experts_are_left_out():
+    made = make_fingerprint(build("qwen2_moe"), tokens())
+    assert "mlp.shared_expert.act_fn" in made.about.layers[0]
+    assert not any("mlp.experts" in label for label in made.about.layers[0])
+
+
+def test_two_fingerprints_of_one_device_hold_the_same_bits(made, tiny_llama):
+    again = make_fingerprint(tiny_llama, IDS)
+    assert all(torch.equal(again.tensors[name], made.tensors[name]) for name in made.tensors)
+
+
+def test_an_argument_made_from_hidden_states_is_named(tiny_llama):
+    model = tiny_llama.model
+    original = model.rotary_emb.forward
+    model.rotary_emb.forward = lambda x, *rest, **more: tuple(part + x.mean() for part in original(x, *rest, **more))
+    assert make_fingerprint(tiny_llama, IDS).about.unsteady == ["position_embeddings"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 0.999])
+def test_a_truncated_file_is_refused(path, share):
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(len(raw) * share)])
+    with pytest.raises(FingerprintError, match="truncated, damaged or no safetensors"):
+        read_fingerprint(path)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9999])
+def test_a_flipped_byte_is_refused(path, share):
+    raw = bytearray(path.read_bytes())
+    raw[int(len(raw) * share)] ^= 0x40
+    path.write_bytes(raw)
+    with pytest.raises(FingerprintError, match="damaged"):
+        read_fingerprint(path)
+
+
+def test_a_flipped_bit_anywhere_in_the_head_is_refused(path):
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    for at in range(0, 8 + size, 97):
+        broken = bytearray(raw)
+        broken[at] ^= 0x01
+        path.write_bytes(broken)
+        with pytest.raises(FingerprintError):
+            read_fingerprint(path)
+
+
+def test_changed_metadata_is_refused(path):
+    rewrite(path, lambda about, tensors: about.update(device="cuda (another)"))
+    with pytest.raises(FingerprintError, match="sha256"):
+        read_fingerprint(path)
+
+
+def test_a_text_file_is_refused(tmp_path):
+    (tmp_path / "x.safetensors").write_text("this is no tensor file at all, only words\n" * 10)
+    with pytest.raises(FingerprintError, match="no safetensors file"):
+        read_fingerprint(tmp_path / "x.safetensors")
+
+
+class Bomb:
+    """Goes off when it is unpickled."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was loaded",)
+
+
+@pytest.mark.parametrize("archive", [True, False])
+@pytest.mark.attack("hostile inputs")
+def test_a_pickle_is_named_and_never_opened(tmp_path, archive):
+    torch.save({"x": Bomb()}, tmp_path / "x.pt", _use_new_zipfile_serialization=archive)
+    with pytest.raises(FingerprintError, match="never loaded"):
+        read_fingerprint(tmp_path / "x.pt")
+
+
+def test_a_safetensors_file_of_another_program_is_refused(tmp_path):
+    for metadata in (None, {"format": "pt"}):
+        save_file({"x": torch.zeros(3)}, tmp_path / "x.safetensors", metadata=metadata)
+        with pytest.raises(FingerprintError, match="not one of shaketable fingerprint"):
+            read_fingerprint(tmp_path / "x.safetensors")
+    save_file({"x": torch.zeros(3)}, tmp_path / "x.safetensors", metadata={"shaketable": json.dumps({"format": "weights"})})
+    with pytest.raises(FingerprintError, match="not a file of shaketable fingerprint"):
+        read_fingerprint(tmp_path / "x.safetensors")
+
+
+def test_another_schema_is_refused(path):
+    rewrite(path, lambda about, tensors: about.update(schema=2))
+    with pytest.raises(FingerprintError, match="has schema 2; this version of shaketable reads schema 1"):
+        read_fingerprint(path)
+
+
+def test_a_missing_tensor_is_refused_by_name(path):
+    rewrite(path, lambda about, tensors: tensors.pop("layer.2.op.mlp.down_proj.output"))
+    with pytest.raises(FingerprintError, match=r"the tensor layer\.2\.op\.mlp\.down_proj\.output is missing"):
+        read_fingerprint(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(FingerprintError, match="does not exist"):
+        read_fingerprint(tmp_path / "none.safetensors")
+
+
+def test_another_model_is_refused(made, tiny_llama, tinier_llama):
+    check_same_model(made.about, tiny_llama)
+    with pytest.raises(FingerprintError, match="number of layers is 4, not 2"):
+        check_same_model(made.about, tinier_llama)
+    tiny_llama.config.rms_norm_eps *= 2
+    with pytest.raises(FingerprintError, match="config"):
+        check_same_model(made.about, tiny_llama)
+    tiny_llama.config.rms_norm_eps /= 2
+    with torch.no_grad():
+        tiny_llama.model.layers[3].mlp.up_proj.weight[5, 7] += 1e-6
+    with pytest.raises(FingerprintError, match="weights"):
+        check_same_model(made.about, tiny_llama)
+
+
+def test_how_a_model_was_loaded_does_not_make_it_another(made, tiny_llama, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    tiny_llama.save_pretrained(tmp_path / "model")
+    check_same_model(made.about, AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval())
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ModelError, match="no list of decoder layers"):
+        make_fingerprint(nn.Linear(3, 3), IDS)
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_told_in_one_line(tmp_path):
+    with pytest.raises(FingerprintError, match="cannot write"):
+        write_fingerprint(make_fingerprint(build("llama"), tokens(n=4)), tmp_path / "none" / "f")

@@ -1,0 +1,184 @@
+"""What a comparison of two devices says, from rows made up by hand."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from shaketable.compare.result import ComparisonRow, DeviceComparison, Difference, LayerRow
+from shaketable.numerics.fit import ROUNDING, Fit
+from shaketable.plan import Plan
+
+NAN, INF = float("nan"), float("inf")
+SAME, APART = Difference(8, 0, 0.0, 0.0, 0), Difference(8, 3, 0.5, 0.25, 0)
+GOOD = {"model": "nano", "dtype": "float32", "device": "cpu", "date": "2026-01-01"}
+HERE = {"model": "nano", "dtype": "bfloat16", "device": "npu", "date": "2026-01-02"}
+
+
+def row(layer=1, op="mlp", difference=SAME, **more):
+    return ComparisonRow(layer, op, more.pop("point", "output"), f"module.{op},layers={layer}", difference, **more)
+
+
+def fit(kind="gain", magnitude=0.25, **more):
+    return Fit(
+        kind, magnitude, **{"params": {}, "values": 64, "log_gain": 9.0, "bic": 1.0, "explained": 0.9, "ks": 0.05} | more
+    )
+
+
+def comparison(*rows, before=(), after=(), **more):
+    return DeviceComparison(GOOD, HERE, list(before), [LayerRow(1, "layers.1", SAME, list(rows))], list(after), **more)
+
+
+def test_a_difference_is_measured_over_what_both_devices_have():
+    stored = torch.tensor([1.0, 2.0, 3.0, NAN, NAN, INF, 4.0])
+    here = torch.tensor([1.0, 4.0, 3.0, NAN, 1.0, INF, INF])
+    found = Difference.of(stored, here)
+    assert (found.values, found.differing, found.max_abs, found.not_finite) == (7, 3, 2.0, 2)
+    assert found.relative == pytest.approx((4 / 3) ** 0.5 / (14 / 3) ** 0.5) and found.share == 3 / 7
+    assert found.to_dict() == {
+        "values": 7, "differing": 3, "max_abs": 2.0, "relative": found.relative, "not_finite": 2, "share": 3 / 7,
+    }  # fmt: skip
+
+
+def test_a_difference_from_zeros_is_itself_and_of_nothing_is_nothing():
+    assert Difference.of(torch.zeros(4), torch.full((4,), 0.5)).relative == 0.5
+    nothing = Difference.of(torch.zeros(0), torch.zeros(0))
+    assert (nothing.share, nothing.max_abs, nothing.relative, nothing.values) == (0.0, 0.0, 0.0, 0)
+    mixed = Difference.of(torch.tensor([1.0]).bfloat16(), torch.tensor([1.001]))
+    assert mixed.differing == 1 and mixed.max_abs == pytest.approx(0.001, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("here", "stored", "beyond"),
+    [(0, 0, ""), (2, 0, "here"), (0, 2, "stored"), (1, 1, "both"), (None, 0, ""), (None, 3, "stored")],
+)
+def test_a_row_says_whose_result_the_dtype_does_not_explain(here, stored, beyond):
+    found = row(here=here, stored=stored)
+    assert found.beyond == beyond
+    assert found.to_dict()["beyond"] == (beyond or None)
+    assert (found.to_dict()["outside_here"], found.to_dict()["outside_stored"]) == (here, stored)
+
+
+@pytest.mark.parametrize(
+    ("op", "point", "place"),
+    [("mlp", "output", "mlp"), ("mlp", "input", "what reaches mlp"), (None, "output", "the layer's own output")],
+)
+def test_a_place_in_words(op, point, place):
+    assert row(op=op, point=point).place == place
+
+
+def test_the_best_error_model_that_a_plan_can_hold():
+    bare, gain, rounding = fit("gain", -0.5), fit(), fit(ROUNDING)
+    assert row().fit is None and row().injectable is None
+    assert row(fits=[gain, bare]).injectable is gain and row(fits=[bare, gain]).injectable is gain
+    assert row(fits=[bare, gain]).fit is bare and row(fits=[bare]).injectable is None
+    assert row(fits=[rounding, gain]).injectable is None, "rounding is the best"
+
+
+def test_rows_are_in_the_order_of_computation_and_the_first_beyond_decides():
+    rows = [row(op=name) for name in "abc"]
+    found = comparison(rows[1], before=rows[:1], after=rows[2:])
+    assert [r.op for r in found.rows] == ["a", "b", "c"] and found.first is None and found.exit_code == 0
+    for at in (2, 1, 0):
+        rows[at].here = 1
+        assert found.first is rows[at] and found.exit_code == 1
+    assert found.layers[0].beyond is rows[1] and comparison(row()).layers[0].beyond is None
+
+
+PAIR = "float32 on cpu and bfloat16 on npu"
+SENTENCES = [
+    ([row(), row()], f"SAME: 2 operators in 1 layers agree bit for bit, {PAIR}."),
+    ([row(), row(difference=APART)], f"EXPLAINED: 1 of 2 operators differ, none beyond what rounding explains, {PAIR}."),
+    (
+        [row(), row(difference=APART, here=2)],
+        "BEYOND: layer 1 is the first, mlp: 2 of 8 values on this device are not what rounding allows (relative error 2.50e-01).",
+    ),
+    (
+        [row(layer=None, op="lm_head", point="input", difference=APART, here=2, stored=3, fits=[fit()])],
+        "BEYOND: the first is outside of the layers, what reaches lm_head: 3 of 8 values on both devices are not what rounding "
+        "allows (relative error 2.50e-01, best described as gain:0.25).",
+    ),
+    (
+        [row(difference=APART, stored=1, fits=[fit(ROUNDING)])],
+        "BEYOND: layer 1 is the first, mlp: 1 of 8 values in the fingerprint are not what rounding allows (relative error 2.50e-01).",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "sentence"), SENTENCES)
+def test_the_sentence_says_exactly_this(rows, sentence):
+    assert comparison(*rows).sentence == sentence
+
+
+def test_what_is_written_as_json_is_all_of_it():
+    beyond = row(difference=APART, here=2, fits=[fit()])
+    found = comparison(row(op="a"), beyond, before=[row(None, "embed")], after=[row(None, "head")], notes=["a note"])
+    told = json.loads(json.dumps(found.to_dict()))
+    assert (told["schema"], told["kind"], told["beyond"], told["sentence"]) == (1, "comparison", True, found.sentence)
+    assert (told["fingerprint"], told["here"], told["notes"]) == (GOOD, HERE, ["a note"])
+    assert told["first"] == json.loads(json.dumps(beyond.to_dict())) and told["plan"] == ["gain:0.25@module.mlp,layers=1"]
+    [layer] = told["layers"]
+    assert (layer["layer"], layer["name"], layer["beyond"]) == (1, "layers.1", True) and len(layer["ops"]) == 2
+    assert [r["op"] for r in told["before"] + told["after"]] == ["embed", "head"]
+    assert layer["ops"][1]["fit"]["kind"] == "gain" and layer["ops"][0]["fit"] is None and layer["whole"]["values"] == 8
+    healthy = comparison(row()).to_dict()
+    assert (healthy["beyond"], healthy["first"], healthy["plan"]) == (False, None, [])
+
+
+@pytest.mark.parametrize(
+    ("here", "rounds", "written"), [(2, False, True), (0, False, False), (None, False, True), (0, True, True)]
+)
+def test_a_clause_is_written_for_what_the_dtype_does_not_explain(here, rounds, written):
+    found = comparison(row(difference=APART, here=here, fits=[fit()]), rounds_factors=rounds)
+    assert [(r.op, f.kind) for r, f in found.clauses()] == ([("mlp", "gain")] if written else [])
+    assert (found.plan_text() is None) is not written
+
+
+def test_a_plan_of_measured_errors_can_be_read_and_says_what_it_leaves_out():
+    bare = fit("gain", -0.125)
+    found = comparison(
+        row(difference=APART, here=1, fits=[fit()]), row(op="attn", difference=APART, here=1, fits=[bare, fit("bias")])
+    )
+    text = found.plan_text()
+    assert text.splitlines()[:5] == [
+        "# Errors measured by shaketable compare, one clause per site.",
+        "# good: nano, float32 on cpu, 2026-01-01",
+        "# here: nano, bfloat16 on npu, 2026-01-02",
+        "seed: 0",
+        "plan:",
+    ]
+    assert Plan.from_data(yaml.safe_load(text)) == Plan.parse("gain:0.25@module.mlp,layers=1;bias:0.25@module.attn,layers=1")
+    assert text.count("# measured relative error 2.500e-01; ") == 2
+    assert text.count("  # next best: gain:-0.125 fits better, and no plan can say it") == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "good", "words"),
+    [
+        (fit(explained=0.81), True, "81.0% of the error's variance explained"),
+        (fit(explained=0.8), False, "80.0% of the error's variance explained"),
+        (fit("relative_gaussian", ks=0.0999, explained=0.0), True, "KS 0.100"),
+        (fit("absolute_gaussian", ks=0.1, explained=0.9), False, "KS 0.100"),
+        (fit(ROUNDING, 0.0, explained=0.0), True, "0.0% of the error's variance explained"),
+    ],
+)
+def test_a_fit_is_good_if_noise_is_normal_or_the_error_is_explained(found, good, words):
+    assert found.is_good is good
+    assert found.goodness() == f"{words}, log-likelihood +9 over rounding, 64 values" + ("" if good else ", a poor fit")
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        (fit(ROUNDING, 1.0), None), (fit("gain", 0.0), None), (fit("gain", -1.0), None), (fit("gain", 0.12345678), "gain:0.123457"),
+        (fit("dead_zone", 0.5, params={"scope": "token"}), "dead_zone:0.5,scope=token"),
+    ],
+)  # fmt: skip
+def test_a_fit_is_a_fault_where_the_language_can_say_it(found, fault):
+    assert found.to_dict()["fault"] == fault and (found.fault is None) is (fault is None)
+    told = found.to_dict()
+    assert {k: told[k] for k in ("kind", "magnitude", "params", "values", "log_gain", "bic", "explained", "ks", "good")} == {
+        "kind": found.kind, "magnitude": found.magnitude, "params": found.params, "values": 64, "log_gain": 9.0, "bic": 1.0,
+        "explained": 0.9, "ks": 0.05, "good": True,
+    }  # fmt: skip

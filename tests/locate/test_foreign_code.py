@@ -1,0 +1,197 @@
+"""Code that is not the model's: it is named in the verdict, and with `strict` it is no longer believed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import shaketable as st
+from tests.locate.architectures import ARCHITECTURES, build, tokens
+
+pytestmark = pytest.mark.attack("foreign code in a model")
+
+
+def found(model, mode="all", **options):
+    return st.locate(model, mode=mode, input_ids=tokens(), **options)
+
+
+def louder(module, args, output):
+    return (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+
+
+def quieter(module, args):
+    return (args[0] * 0.5, *args[1:])
+
+
+def hooked():
+    model = build("llama")
+    model.model.layers[1].self_attn.register_forward_hook(louder)
+    return model
+
+
+def hooked_before():
+    model = build("llama")
+    model.model.layers[1].mlp.register_forward_pre_hook(quieter)
+    return model
+
+
+def replaced_forward():
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    mlp.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 1.5, mlp)
+    return model
+
+
+def another_class():
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    class Tampered(LlamaMLP):
+        def forward(self, x):
+            return super().forward(x) * 1.5
+
+    model = build("llama")
+    model.model.layers[1].mlp.__class__ = Tampered
+    return model
+
+
+def values_from_nowhere():
+    """What numpy makes is no operator's result, and nothing of its shape is made by one."""
+    model = build("llama")
+
+    def forward(x):
+        return torch.from_numpy(np.tanh(x.numpy()))
+
+    model.model.layers[1].mlp.forward = forward
+    return model
+
+
+CASES = {
+    hooked: "the hook louder of model.layers.1.self_attn",
+    hooked_before: "the hook quieter of model.layers.1.mlp",
+    replaced_forward: "a forward of its own in model.layers.1.mlp",
+    another_class: "model.layers.1.mlp is a Tampered where the config makes a LlamaMLP",
+    values_from_nowhere: "a forward of its own in model.layers.1.mlp",
+}
+
+
+@pytest.mark.parametrize("mode", ["host", "device", "all"])
+@pytest.mark.parametrize("case", CASES)
+def test_foreign_code_is_named(case, mode):
+    diagnosis = found(case(), mode)
+    assert CASES[case] in diagnosis.foreign
+    assert CASES[case] in diagnosis.as_dict()["foreign"]
+    if diagnosis.verdict == "HEALTHY":
+        assert diagnosis.foreign[0] in diagnosis.sentence
+        assert "believed" in diagnosis.sentence
+
+
+@pytest.mark.parametrize("mode", ["host", "device", "all"])
+@pytest.mark.parametrize("case", CASES)
+def test_strict_does_not_believe_it(case, mode):
+    diagnosis = found(case(), mode, strict=True)
+    assert diagnosis.verdict in ("INCONCLUSIVE", "FAULT")
+    assert diagnosis.exit_code in (4, 1)
+    if diagnosis.verdict == "INCONCLUSIVE" and mode != "device":
+        assert CASES[case] in diagnosis.sentence
+
+
+def test_values_that_no_operator_made_are_named():
+    diagnosis = found(values_from_nowhere(), "host")
+    assert any("that no operator made" in line for line in diagnosis.foreign), diagnosis.foreign
+
+
+def test_a_method_put_on_the_class_is_named_once(monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    own = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x) * 1.5)
+    diagnosis = found(build("llama"), "host")
+    assert [line for line in diagnosis.foreign if "LlamaMLP.forward" in line] == diagnosis.foreign
+    assert len(diagnosis.foreign) == 1
+
+
+def times(own, by=1.5):
+    """A function whose result is another one, and which looks like its own."""
+
+    @functools.wraps(own)
+    def wrapped(*given, **named):
+        y = own(*given, **named)
+        return (y[0] * by, *y[1:]) if isinstance(y, tuple) else y * by
+
+    return wrapped
+
+
+def patched(place, name):
+    return lambda patch: patch.setattr(place, name, times(getattr(place, name)))
+
+
+def patched_attention(patch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", times(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+
+
+LLAMA = "transformers.models.llama.modeling_llama"
+FUNCTIONS = {
+    "modeling_llama.apply_rotary_pos_emb": lambda patch: patched(importlib.import_module(LLAMA), "apply_rotary_pos_emb")(patch),
+    "torch.nn.functional.scaled_dot_product_attention": patched(torch.nn.functional, "scaled_dot_product_attention"),
+    "attention.sdpa": patched_attention,
+    "LlamaMLP.forward": lambda patch: patched(importlib.import_module(LLAMA).LlamaMLP, "forward")(patch),
+    "GradientCheckpointingLayer.__call__": lambda patch: patched(
+        importlib.import_module(LLAMA).GradientCheckpointingLayer, "__call__"
+    )(patch),
+    "torch.Tensor.transpose": patched(torch.Tensor, "transpose"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_the_model_calls_by_name_is_named_when_it_was_replaced(monkeypatch, name):
+    model = build("llama")
+    FUNCTIONS[name](monkeypatch)
+    diagnosis = found(model, "host", strict=True)
+    assert f"{name}, which is from {__name__}" in diagnosis.foreign
+    assert diagnosis.verdict != "HEALTHY"
+
+
+@pytest.mark.parametrize("path", ["model.layers.1.mlp", "model.layers.1.mlp.down_proj"])
+def test_what_is_put_around_the_call_of_one_module_is_named(path):
+    model = build("llama")
+    module = model.get_submodule(path)
+    module._call_impl = times(module._call_impl)
+    diagnosis = found(model, "host", strict=True)
+    assert diagnosis.foreign == [f"a _call_impl of its own in {path}"]
+    assert diagnosis.verdict == "INCONCLUSIVE"
+
+
+def test_a_hook_that_says_it_is_from_transformers_is_named():
+    model = build("llama")
+    hook = types.FunctionType(louder.__code__, louder.__globals__)
+    hook.__module__ = "transformers.utils.output_capturing"
+    model.model.layers[1].mlp.register_forward_hook(hook)
+    assert found(model, "host").foreign == ["the hook louder of model.layers.1.mlp"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_fresh_model_has_no_foreign_code(name):
+    from shaketable.capture.reference import Reference
+    from shaketable.locate.foreign_code import foreign_code
+
+    model = build(name, attention="eager")
+    assert foreign_code(model, Reference(model)) == []
+
+
+def test_a_hook_on_an_operator_needs_no_naming_because_the_operator_is_judged():
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, a, y: y)
+    diagnosis = found(model, "host", strict=True)
+    assert (diagnosis.verdict, diagnosis.foreign) == ("HEALTHY", [])
+
+
+def test_a_planted_plan_is_not_foreign():
+    diagnosis = found(build("llama"), "host", plan="gain:0.1@layer.1", strict=True)
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.foreign) == ("FAULT", 1, [])

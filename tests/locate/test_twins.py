@@ -1,0 +1,119 @@
+"""Twins: exact where they must be, and the layer is what it was before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shaketable.capture.recorder import same
+from shaketable.capture.reference import Reference
+from shaketable.capture.trace import record_layer, trace
+from shaketable.locate import twins
+from shaketable.locate.gauge import gauged
+from shaketable.locate.wiring import circuit_of
+from shaketable.sites.nested_tensors import tensors_of
+from tests.locate.architectures import ARCHITECTURES, UNWIRED, build, tokens
+
+WIRED = [name for name in ARCHITECTURES if name not in UNWIRED]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def prepared(name, dtype=torch.float32, attention="eager", seed=0):
+    model = build(name, dtype, attention, seed)
+    reference = Reference(model)
+    calls = trace(model, tokens(seed), reference).calls
+    return model, reference, [(c, circuit_of(reference.skeleton.get_submodule(c.name), model.config)) for c in calls]
+
+
+def twin_of(call, circuit, reference, gauge):
+    with gauged(call.module, circuit, gauge):
+        return record_layer(call, reference, call.x * gauge.spaces["stream"].to(call.x))
+
+
+@pytest.mark.parametrize("name", WIRED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gauge_changes_no_bit(name, dtype):
+    """Signs everywhere, powers of two where the dtype has room for them."""
+    _, reference, layers = prepared(name, dtype)
+    for call, circuit in layers:
+        original = record_layer(call, reference)
+        for powers in (False, True) if dtype != torch.float16 else (False,):
+            gauge = twins.draw_gauge(circuit, call.index, powers)
+            twin = twin_of(call, circuit, reference, gauge)
+            assert twins.first_difference(circuit, gauge, original, twin) is None
+            factor = gauge.spaces["stream"].to(call.x)
+            assert same(next(tensors_of(original.output)) * factor, next(tensors_of(twin.output)))
+
+
+@pytest.mark.parametrize("name", WIRED)
+def test_every_matrix_is_really_changed_by_a_gauge(name):
+    """Else the twin would prove nothing."""
+    _, _, layers = prepared(name)
+    call, circuit = layers[0]
+    before = {n: p.detach().clone() for n, p in call.module.named_parameters()}
+    with gauged(call.module, circuit, twins.draw_gauge(circuit, 0, True)):
+        changed = {n for n, p in call.module.named_parameters() if not torch.equal(p, before[n])}
+    matrices = {m.parameter for m in circuit.maps}
+    assert matrices <= changed
+    assert {n: torch.equal(p, before[n]) for n, p in call.module.named_parameters()} == dict.fromkeys(before, True)
+
+
+def test_weights_and_eps_come_back_after_an_exception():
+    _, _, layers = prepared("llama")
+    call, circuit = layers[0]
+    before = dict(call.module.named_parameters())
+    eps = call.module.input_layernorm.variance_epsilon
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        gauged(call.module, circuit, twins.draw_gauge(circuit, 0, True)),
+    ):
+        assert call.module.input_layernorm.variance_epsilon != eps
+        raise RuntimeError("on purpose")
+    assert call.module.input_layernorm.variance_epsilon == eps
+    assert all(p is before[n] for n, p in call.module.named_parameters())
+
+
+def test_the_first_difference_names_the_leaf():
+    _, reference, layers = prepared("llama")
+    call, circuit = layers[1]
+    for path in ("input_layernorm", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        hook = call.module.get_submodule(path).register_forward_hook(lambda m, a, y: y + 0.01)
+        gauge = twins.draw_gauge(circuit, 0, True)
+        found = twins.first_difference(circuit, gauge, record_layer(call, reference), twin_of(call, circuit, reference, gauge))
+        hook.remove()
+        assert found is not None
+        assert found.path == path
+
+
+def test_the_first_difference_names_attention_between_the_leaves(monkeypatch):
+    _, reference, layers = prepared("llama", attention="sdpa")
+    call, circuit = layers[0]
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: real(*a, **k) + 0.01)
+    gauge = twins.draw_gauge(circuit, 0, True)
+    found = twins.first_difference(circuit, gauge, record_layer(call, reference), twin_of(call, circuit, reference, gauge))
+    assert found is not None
+    assert found.path == "self_attn"
+
+
+@pytest.mark.parametrize("name", UNWIRED)
+def test_an_unknown_architecture_has_a_reason_and_no_gauge(name):
+    _, _, layers = prepared(name)
+    assert all(isinstance(circuit, str) and name in circuit for _, circuit in layers)
+
+
+def test_a_parameter_that_the_wiring_does_not_explain_is_a_reason():
+    model = build("llama")
+    reference = Reference(model)
+    layer = reference.skeleton.get_submodule("model.layers.0")
+    layer.self_attn.extra = torch.nn.Linear(4, 4, device="meta")
+    reason = circuit_of(layer, model.config)
+    assert isinstance(reason, str)
+    assert "self_attn.extra.weight is not explained" in reason
+
+
+def test_values_near_the_ends_of_the_range_leave_no_room_for_powers_of_two():
+    _, reference, layers = prepared("llama")
+    call, _ = layers[0]
+    assert twins.stays_normal(record_layer(call, reference))
+    assert not twins.stays_normal(record_layer(call, reference, call.x * 1e-30))

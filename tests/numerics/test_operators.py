@@ -1,0 +1,531 @@
+"""What torch's functions return on this machine is inside of their bounds, and clearly wrong results are not."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from scipy import special
+
+from shaketable.capture.recorder import function_name
+from shaketable.numerics.intervals import Precision
+from shaketable.numerics.operators import ARITHMETIC, BOUNDED, ROUNDED_ONCE, Call, rounded_once
+from shaketable.sites.nested_tensors import map_tensors
+from tests.numerics.test_norms_and_sums import CALLS as NORMS_AND_SUMS
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EXACT = Precision()
+
+
+def host_call(func, args, kwargs, dtype, precision=EXACT):
+    """A recorded call with copies of its arguments."""
+    args, kwargs = map_tensors(args, torch.clone), map_tensors(kwargs, torch.clone)
+    return Call(func, args, kwargs, dtype, precision, lambda t: t.double())
+
+
+def allowed(func, args, kwargs, dtype, name=None, precision=EXACT):
+    return BOUNDED[name or function_name(func)](host_call(func, args, kwargs, dtype, precision))
+
+
+def draw(*shape, seed=0, scale=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def nasty(dtype, positive=False):
+    """Zeros, tiny and large values of either sign."""
+    largest = 6e4 if dtype == torch.float16 else 1e30
+    sizes = [0.0, 1e-40, 1e-30, 1e-7, 1e-3, 0.1, 0.5, 1.0, 3.0, 10.0, 20.0, 80.0, 100.0, 1000.0, largest]
+    values = torch.tensor(sizes if positive else [s * v for v in sizes for s in (1, -1)])
+    return values.to(dtype)
+
+
+def elementwise(func, positive=False, **kwargs):
+    def cases(dtype):
+        x = draw(200, scale=3.0)
+        yield func, ((x.abs() + 0.1 if positive else x).to(dtype),), kwargs
+        yield func, (nasty(dtype, positive),), kwargs
+
+    return cases
+
+
+def of_linear(dtype):
+    x, w, b = draw(2, 5, 48).to(dtype), draw(33, 48, seed=1).to(dtype), draw(33, seed=2).to(dtype)
+    yield F.linear, (x, w), {}
+    yield F.linear, (x, w, b), {}
+    yield F.linear, (x,), {"weight": w, "bias": b}
+    yield F.linear, (x * 1e-2, w), {}
+
+
+def of_matmul(func):
+    def cases(dtype):
+        batch = (3,) if func is torch.bmm else () if func is torch.mm else (2, 3)
+        x, w = draw(*batch, 7, 40).to(dtype), draw(*batch, 40, 9, seed=1).to(dtype)
+        yield func, (x, w), {}
+        yield func, (x * 100, w * 0), {}
+        if func is not torch.Tensor.__matmul__:
+            yield func, (x,), {"other" if func is torch.matmul else "mat2": w}
+
+    return cases
+
+
+def of_addmm(func):
+    def cases(dtype):
+        batch = (3,) if func is torch.baddbmm else ()
+        added, x, w = draw(*batch, 7, 9).to(dtype), draw(*batch, 7, 40, seed=1).to(dtype), draw(*batch, 40, 9, seed=2).to(dtype)
+        yield func, (added, x, w), {}
+        yield func, (added * 50, x, w), {"beta": 0.5, "alpha": 2.0}
+        yield func, (torch.full_like(added, math.nan), x, w), {"beta": 0, "alpha": 0.125}
+
+    return cases
+
+
+def of_grouped(dtype):
+    from torch.nn.functional import grouped_mm
+
+    if dtype == torch.bfloat16:
+        x, w = draw(24, 16).to(dtype), draw(3, 16, 8, seed=1).to(dtype)
+        ends = torch.tensor([8, 8, 24], dtype=torch.int32)
+        yield grouped_mm, (x, w), {"offs": ends}
+
+
+def of_softmax(dtype):
+    x = draw(4, 3, 30, scale=4.0).to(dtype)
+    masked = x.clone()
+    masked[..., 10:] = -math.inf
+    yield F.softmax, (x,), {"dim": -1}
+    yield torch.softmax, (x, 1), {}
+    yield F.softmax, (masked,), {"dim": -1}
+    yield F.softmax, (x * 20,), {"dim": -1, "dtype": torch.float32}
+    masked[0, 0] = -math.inf
+    yield F.softmax, (masked,), {"dim": -1}
+    yield F.softmax, (torch.full_like(x, torch.finfo(dtype).min),), {"dim": -1}
+
+
+def of_attention(dtype):
+    q, k, v = (draw(2, 4, 12, 16, seed=s).to(dtype) for s in range(3))
+    seen = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(3)) < 0.6
+    blind = seen.clone()
+    blind[0, :, 3] = False
+    sdpa = F.scaled_dot_product_attention
+    yield sdpa, (q, k, v), {}
+    yield sdpa, (q, k, v), {"is_causal": True}
+    yield sdpa, (q, k, v, None, 0.0, True), {}
+    yield sdpa, (q[:, :, :5], k, v), {"is_causal": True, "scale": 0.7}
+    yield sdpa, (q, k, v), {"attn_mask": seen}
+    yield sdpa, (q, k, v), {"attn_mask": blind}
+    yield sdpa, (q, k, v), {"attn_mask": torch.zeros(seen.shape).masked_fill(~blind, -math.inf).to(dtype)}
+    yield sdpa, (q, k, v), {"attn_mask": torch.zeros(seen.shape).masked_fill(~blind, torch.finfo(dtype).min).to(dtype)}
+    yield sdpa, (q, k, v), {"attn_mask": draw(1, 4, 12, 12, seed=4).to(dtype), "scale": 0.1}
+    yield sdpa, (q * 10, k * 3, v), {"is_causal": True}
+    yield sdpa, (q * 0, k, v * 100), {}
+    yield sdpa, (q, k[:, :2], v[:, :2]), {"is_causal": True, "enable_gqa": True}
+    yield sdpa, (q[:, :, -1:], k[:, :1], v[:, :1]), {"enable_gqa": True, "attn_mask": seen[:, :, -1:]}
+    yield sdpa, (q, k, v[..., :8]), {}
+
+
+def of_pow(func):
+    def cases(dtype):
+        x = draw(200).abs().to(dtype) + 0.1
+        for exponent in (2, 3, 0.5, -0.5, 2.5):
+            yield func, (x, exponent), {}
+        yield func, (x, x), {}
+        yield func, (nasty(dtype), 2), {}
+
+    return cases
+
+
+def of_reduction(func):
+    def cases(dtype):
+        x = draw(6, 5, 64).to(dtype)
+        yield func, (x,), {}
+        yield func, (x, -1), {}
+        yield func, (x, -1, True), {}
+        yield func, (x,), {"dim": (0, 2), "keepdim": True}
+        yield func, (x * 0.01,), {"dim": 1, "dtype": torch.float32}
+
+    return cases
+
+
+def of_index_add(func):
+    def cases(dtype):
+        base, rows = draw(8, 5).to(dtype), draw(4, 5, seed=1).to(dtype)
+        yield func, (base, 0, torch.tensor([1, 7, 3, 0]), rows), {}
+        yield func, (base, 0, torch.tensor([1, 1, 3, 1]), rows), {}
+        yield func, (base.T.contiguous(), 1, torch.tensor([2, 5, 2, 0])), {"source": rows.T.contiguous()}
+
+    return cases
+
+
+CASES = {
+    "linear": of_linear,
+    "matmul": of_matmul(torch.matmul),
+    "__matmul__": of_matmul(torch.Tensor.__matmul__),
+    "mm": of_matmul(torch.mm),
+    "bmm": of_matmul(torch.bmm),
+    "addmm": of_addmm(torch.addmm),
+    "baddbmm": of_addmm(torch.baddbmm),
+    "grouped_mm": of_grouped,
+    "softmax": of_softmax,
+    "scaled_dot_product_attention": of_attention,
+    "silu": elementwise(F.silu),
+    "gelu": elementwise(F.gelu),
+    "gelu tanh": elementwise(F.gelu, approximate="tanh"),
+    "tanh": elementwise(torch.tanh),
+    "sigmoid": elementwise(torch.sigmoid),
+    "rsqrt": elementwise(torch.rsqrt, positive=True),
+    "sqrt": elementwise(torch.sqrt, positive=True),
+    "reciprocal": elementwise(torch.reciprocal),
+    "cos": elementwise(torch.cos),
+    "sin": elementwise(torch.sin),
+    "erf": elementwise(torch.erf),
+    "exp": elementwise(torch.exp),
+    "log": elementwise(torch.log, positive=True),
+    "pow": of_pow(torch.pow),
+    "__pow__": of_pow(torch.Tensor.__pow__),
+    "square": elementwise(torch.square),
+    "mean": of_reduction(torch.mean),
+    "sum": of_reduction(torch.sum),
+    "index_add": of_index_add(torch.index_add),
+    "index_add_": of_index_add(torch.Tensor.index_add_),
+}
+ALIASES = {"_softmax": "softmax", "_grouped_mm": "grouped_mm", "grouped_mm_fallback": "grouped_mm"}
+LOOSE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Functions whose reduced-precision results have a bound wider than their rounding."""
+STEPS = {torch.float32: 1e-3, torch.bfloat16: 3 * 2.0**-7, torch.float16: 3 * 2.0**-10}
+"""Clearly wrong: a thousandth in float32, three units in the last place elsewhere."""
+WIDE = ("softmax", "rsqrt", "scaled_dot_product_attention", "addmm", "baddbmm", "index_add", "index_add_", "pow", "__pow__")
+
+
+def test_every_bounded_function_is_tried():
+    assert {name.split()[0] for name in (*CASES, *NORMS_AND_SUMS)} | set(ALIASES) == set(BOUNDED)
+    assert all(BOUNDED[alias] is BOUNDED[name] for alias, name in ALIASES.items())
+
+
+def run(func, args, kwargs):
+    return func(*map_tensors(args, torch.clone), **map_tensors(kwargs, torch.clone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_what_torch_returns_is_inside(name, dtype):
+    for number, (func, args, kwargs) in enumerate(CASES[name](dtype)):
+        got = run(func, args, kwargs)
+        outside = allowed(func, args, kwargs, got.dtype).outside(got)
+        assert not outside.any(), f"case {number}: {int(outside.sum())} of {got.numel()} outside, {got[outside][:4]}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_clearly_wrong_results_are_outside(name, dtype):
+    for number, (func, args, kwargs) in enumerate(CASES[name](dtype)):
+        got = run(func, args, kwargs)
+        expected = allowed(func, args, kwargs, got.dtype)
+        by = (LOOSE if name in WIDE else STEPS)[got.dtype]
+        sized = torch.isfinite(got * 2) & (got.abs() > 1e-2 * got.abs().nan_to_num(0, 0, 0).max().clamp(1e-5, 1.0))
+        if not sized.any() or (name == "erf" and got.dtype != torch.float32):
+            continue  # torch itself is several units off there
+        for wrong in (got * (1 + by), got * (1 - by)):
+            seen = expected.outside(wrong)[sized].double().mean()
+            least = 0.4 if name in ("scaled_dot_product_attention", "sum", "mean", "index_add", "index_add_") else 0.75
+            assert seen > least, f"case {number}: only {seen:.2f} of the wrong values are seen"
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"gelu tanh"}))
+def test_a_value_that_is_no_number_is_outside(name):
+    dtype = torch.bfloat16 if name == "grouped_mm" else torch.float32
+    func, args, kwargs = next(CASES[name](dtype))
+    got = run(func, args, kwargs)
+    got.view(-1)[0] = math.nan
+    assert allowed(func, args, kwargs, got.dtype).outside(got).flatten().nonzero().flatten().tolist() == [0]
+
+
+# ---- oracles that are not torch
+
+
+@pytest.mark.parametrize(
+    ("name", "func", "oracle"),
+    [
+        ("silu", F.silu, lambda x: x * special.expit(x)),
+        ("gelu", F.gelu, lambda x: x * special.ndtr(x)),
+        ("tanh", torch.tanh, np.tanh),
+        ("sigmoid", torch.sigmoid, special.expit),
+        ("erf", torch.erf, special.erf),
+        ("exp", torch.exp, np.exp),
+        ("cos", torch.cos, np.cos),
+        ("sin", torch.sin, np.sin),
+        ("softmax", torch.softmax, lambda x: special.softmax(x, -1)),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_true_value_rounded_is_inside(name, func, oracle, dtype):
+    x = draw(20, 50, scale=3.0).to(dtype)
+    got = torch.from_numpy(oracle(x.double().numpy())).to(dtype)
+    args = (x, -1) if name == "softmax" else (x,)
+    assert not allowed(func, args, {}, dtype).outside(got).any()
+
+
+def plain_attention(q, k, v, mask=None, scale=None):
+    """Attention in longdouble, head by head and query by query."""
+    q, k, v = (t.double().numpy().astype(np.longdouble) for t in (q, k, v))
+    out = np.zeros((*q.shape[:3], v.shape[-1]), np.longdouble)
+    for b, h, i in np.ndindex(*q.shape[:3]):
+        group = h // (q.shape[1] // k.shape[1])
+        scores = k[b, group] @ q[b, h, i] * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores if mask is None else scores + np.broadcast_to(mask, (*q.shape[:3], k.shape[2]))[b, h, i]
+        p = np.exp(scores - scores.max())
+        out[b, h, i] = (p / p.sum()) @ v[b, group]
+    return torch.from_numpy(out.astype(np.float64))
+
+
+@settings(max_examples=25)
+@given(
+    seed=some.integers(0, 2**31),
+    groups=some.sampled_from([(4, 4), (4, 2), (4, 1), (3, 3)]),
+    lengths=some.sampled_from([(6, 6), (1, 9), (5, 3)]),
+    kind=some.sampled_from(["none", "causal", "float"]),
+    scale=some.sampled_from([None, 0.05, 1.0, -0.5]),
+    size=some.sampled_from([0.1, 1.0, 6.0]),
+    dtype=some.sampled_from(DTYPES),
+)
+def test_attention_is_what_its_formula_says(seed, groups, lengths, kind, scale, size, dtype):
+    (heads, shared), (queries, keys) = groups, lengths
+    q = draw(1, heads, queries, 8, seed=seed, scale=size).to(dtype)
+    k, v = draw(1, shared, keys, 8, seed=seed + 1).to(dtype), draw(1, shared, keys, 8, seed=seed + 2).to(dtype)
+    mask, kwargs = None, {"scale": scale, "enable_gqa": heads != shared}
+    if kind == "causal":
+        mask, kwargs["is_causal"] = np.where(np.tri(queries, keys, dtype=bool), 0, -np.inf), True
+    elif kind == "float":
+        kwargs["attn_mask"] = draw(1, 1, queries, keys, seed=seed + 3).to(dtype)
+        mask = kwargs["attn_mask"].double().numpy()
+    true = plain_attention(q, k, v, mask, scale)
+    bound = allowed(F.scaled_dot_product_attention, (q, k, v), kwargs, dtype)
+    assert torch.allclose(bound.value, true, rtol=1e-5, atol=1e-6)
+    assert not bound.outside(true.to(dtype)).any()
+
+
+@pytest.mark.parametrize("wrong", ["scale", "causal", "head", "mask"])
+def test_attention_with_another_argument_is_outside(wrong):
+    q, k, v = (draw(1, 4, 12, 16, seed=s) for s in range(3))
+    got = {
+        "scale": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.251),
+        "causal": lambda: F.scaled_dot_product_attention(q, k, v),
+        "head": lambda: F.scaled_dot_product_attention(q, k.roll(1, 1), v, is_causal=True),
+        "mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(12, 12, dtype=torch.bool).tril(-1)),
+    }[wrong]()
+    assert (
+        allowed(F.scaled_dot_product_attention, (q, k, v), {"is_causal": True}, torch.float32).outside(got).double().mean()
+        > 0.5
+    )
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_what_a_query_that_sees_nothing_gets_is_not_judged(kind):
+    q, k, v = (draw(1, 1, 4, 8, seed=s) for s in range(3))
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[2] = False
+    if kind == "float":
+        mask = torch.zeros(4, 4).masked_fill(~mask, torch.finfo(torch.float32).min)
+    got = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    bound = allowed(F.scaled_dot_product_attention, (q, k, v), {"attn_mask": mask}, torch.float32)
+    assert not bound.outside(got).any()
+    got += 1
+    assert bound.outside(got)[0, 0].all(1).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs"),
+    [
+        (torch.matmul, (draw(4, 32), draw(32, 5)), {}),
+        (torch.addmm, (draw(5), draw(4, 32), draw(32, 5)), {}),
+        (F.linear, (draw(4, 32), draw(5, 32)), {}),
+        (F.scaled_dot_product_attention, tuple(draw(1, 2, 6, 16, seed=s) for s in range(3)), {}),
+    ],
+)
+def test_products_of_rounded_factors_are_allowed_where_documented(func, args, kwargs):
+    """Factors of ten mantissa bits, as tensor cores read float32."""
+    short = tuple((a.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32) for a in args)
+    short = (args[0], *short[1:]) if func is torch.addmm else short
+    got = func(*short, **kwargs)
+    assert allowed(func, args, kwargs, torch.float32).outside(got).double().mean() > 0.5
+    assert not allowed(func, args, kwargs, torch.float32, precision=Precision(product_input=2.0**-10)).outside(got).any()
+
+
+def test_a_product_with_a_vector_is_one_with_a_column():
+    x, w = draw(3, 4), draw(4, seed=1)
+    interval = allowed(torch.matmul, (x, w), {}, torch.float32)
+    assert not interval.outside(x @ w).any() and interval.outside((x @ w) * 1.001).all()
+
+
+def test_grouped_products_use_the_matrix_of_their_expert():
+    x, w, ends = draw(6, 4).bfloat16(), draw(3, 4, 5, seed=1).bfloat16(), torch.tensor([2, 2, 6], dtype=torch.int32)
+    right = torch.cat([x[:2] @ w[0], x[2:] @ w[2]])
+    bound = allowed(F.grouped_mm, (x, w, ends), {}, torch.bfloat16)
+    assert not bound.outside(right).any()
+    assert bound.outside(torch.cat([x[:2] @ w[0], x[2:] @ w[1]])).any(1).tolist() == [False] * 2 + [True] * 4
+
+
+def test_added_rows_may_meet_in_any_order_only_where_they_meet():
+    base, rows = torch.zeros(3, 4).bfloat16(), draw(6, 4).bfloat16()
+    index = torch.tensor([0, 0, 0, 0, 0, 1])
+    backwards = torch.zeros(3, 4).bfloat16()
+    for i in range(5, -1, -1):
+        backwards[index[i]] += rows[i]
+    assert not allowed(torch.index_add, (base, 0, index, rows), {}, torch.bfloat16).outside(backwards).any()
+    once = torch.tensor([2, 0, 1])
+    got = torch.index_add(base, 0, once, rows[:3])
+    bound = allowed(torch.index_add, (base, 0, once, rows[:3]), {}, torch.bfloat16)
+    assert not bound.outside(got).any()
+    assert bound.outside(got * (1 + 2.0**-7)).double().mean() > 0.9
+
+
+def test_added_rows_may_have_a_factor():
+    args = (draw(3, 4), 0, torch.tensor([0, 2]), draw(2, 4, seed=1))
+    got = torch.index_add(*args, alpha=2.0)
+    assert not allowed(torch.index_add, args, {"alpha": 2.0}, torch.float32).outside(got).any()
+
+
+def test_the_exponential_of_minus_infinity_is_zero():
+    x = torch.tensor([-math.inf, 0.0])
+    bound = allowed(torch.exp, (x,), {}, torch.float32)
+    assert not bound.outside(torch.tensor([0.0, 1.0])).any()
+    assert bound.outside(torch.tensor([7.0, 1.0])).tolist() == [True, False]
+
+
+KNOWN = [
+    (torch.softmax, lambda: (draw(4, 3, 30, scale=4.0).bfloat16(), 1), "rounds between its steps when dim is not the last"),
+    (torch.rsqrt, lambda: (draw(2000).abs().half(),), "rounds the square root before it is inverted"),
+    (torch.erf, lambda: (nasty(torch.bfloat16),), "gives 0 for small values"),
+    (F.scaled_dot_product_attention, lambda: fully_masked(torch.float16), "loses the scores beside a mask of -65504"),
+]
+
+
+def fully_masked(dtype):
+    q, k, v = (draw(2, 4, 12, 16, seed=s).to(dtype) for s in range(3))
+    return q, k, v, torch.full((12, 12), torch.finfo(dtype).min).to(dtype)
+
+
+@pytest.mark.parametrize(("func", "arguments", "why"), KNOWN, ids=[function_name(k[0]) for k in KNOWN])
+def test_what_this_machine_computes_less_well(func, arguments, why):
+    args = arguments()
+    got = run(func, args, {})
+    assert not allowed(func, args, {}, got.dtype).outside(got).any(), why
+
+
+# ---- functions that are rounded once
+
+
+def judged(func, args, kwargs=None):
+    kwargs = kwargs or {}
+    got = run(func, args, kwargs)
+    made = args[0] if got is None else got
+    return rounded_once(host_call(func, args, kwargs, made.dtype), function_name(func)), made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("func", [torch.add, torch.sub, torch.mul, torch.div, torch.maximum])
+def test_two_tensors_are_rounded_once(func, dtype):
+    x, y = draw(50).to(dtype), draw(50, seed=1).to(dtype)
+    expected, got = judged(func, (x, y))
+    assert not expected.outside(got).any()
+    step = torch.finfo(dtype).eps
+    assert expected.outside(got + got.abs() * step).all()
+
+
+def test_adding_rounds_as_ieee_does():
+    """float32 sums against the exact ones, rounded by numpy."""
+    x, y = draw(500), draw(500, seed=1, scale=1e3)
+    expected, _ = judged(torch.add, (x, y))
+    exact = (x.double().numpy() + y.double().numpy()).astype(np.float32)
+    assert not expected.outside(torch.from_numpy(exact)).any()
+
+
+def every(dtype):
+    """Every finite value of a 16-bit dtype."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return values[values.isfinite()]
+
+
+@pytest.mark.parametrize("number", [0.1, 1 / 3, 8**-0.5, 1e-5, 50.0])
+@pytest.mark.parametrize("func", [torch.mul, torch.add, torch.sub, torch.div, torch.rsub, torch.Tensor.__rtruediv__])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_number_may_be_rounded_before_it_meets_a_reduced_dtype(dtype, func, number):
+    x = every(dtype)
+    expected, got = judged(func, (x, number))
+    assert not expected.outside(got).any()
+    rounded = func(x, torch.tensor(number, dtype=dtype))
+    assert func is torch.Tensor.__rtruediv__ or not expected.outside(rounded).any()
+    usual = (got.abs() > 1e-3) & (got.abs() < 1e3)
+    assert expected.outside(got * (1 + 6 * torch.finfo(dtype).eps))[usual].double().mean() > 0.9
+
+
+def test_the_host_agrees_with_itself():
+    x = every(torch.float16)
+    expected, got = judged(torch.mul, (x, 0.5237520594022435))
+    assert not expected.outside(got).any()
+
+
+def test_a_number_meets_float32_as_it_is():
+    expected, got = judged(torch.mul, (draw(50), 0.1))
+    assert expected.low is expected.high
+    assert not expected.outside(got).any()
+
+
+IN_PLACE = [torch.Tensor.add_, torch.Tensor.mul_, torch.Tensor.__imul__, torch.Tensor.div_, torch.Tensor.__isub__]
+
+
+@pytest.mark.parametrize("func", IN_PLACE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_with_a_tensor(func, dtype):
+    expected, got = judged(func, (draw(40).to(dtype), draw(40, seed=1).to(dtype)))
+    assert not expected.outside(got).any()
+    assert expected.outside(got * 1.05).all()
+
+
+@pytest.mark.parametrize("func", IN_PLACE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_with_a_number(func, dtype):
+    expected, got = judged(func, (draw(40).to(dtype), 0.3))
+    assert not expected.outside(got).any()
+
+
+@pytest.mark.parametrize("func", IN_PLACE)
+def test_in_place_with_a_number_is_as_sharp_as_without(func):
+    expected, got = judged(func, (draw(40).bfloat16(), 0.3))
+    assert expected.outside(got * 1.06).double().mean() > 0.9
+    assert expected.outside(got * 0.94).double().mean() > 0.9
+
+
+def test_a_division_may_be_a_product_with_the_inverse():
+    x = draw(2000)
+    expected, got = judged(torch.div, (x, 3.0))
+    inverse = x * torch.tensor(1 / 3, dtype=torch.float32)
+    assert (inverse != got).any(), "the test needs values where the two differ"
+    assert not expected.outside(inverse).any()
+    assert expected.outside(got * (1 + 2.0**-22)).double().mean() > 0.9
+
+
+def test_in_place_without_a_result():
+    x = draw(4, 4)
+    args = (x, (slice(None), 1), draw(4, seed=1))
+    call = host_call(torch.Tensor.__setitem__, args, {}, x.dtype)
+    expected = rounded_once(call, "__setitem__")
+    x[:, 1] = draw(4, seed=1)
+    assert not expected.outside(x).any()
+    x[0, 0] += 1
+    assert expected.outside(x).sum() == 1
+
+
+def test_names_belong_to_one_kind():
+    assert ARITHMETIC < ROUNDED_ONCE
+    assert not ROUNDED_ONCE & set(BOUNDED)
+
+
+def test_whole_numbers_are_computed_as_whole_numbers():
+    """A float64 has no 2⁵³ + 1: by way of one, a wrong index would be allowed."""
+    x = torch.tensor([2**53 + 1, 5])
+    found = rounded_once(host_call(torch.add, (x, 0), {}, torch.int64), "add")
+    assert not found.outside(x).any()
+    assert found.outside(x - 1).tolist() == [True, True]
