@@ -85,6 +85,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         for mark in item.iter_markers("covers"):
             item.user_properties.append(("covers", [*mark.args]))
+    # Files with slow tests start first: a worker that got one last would keep the others waiting.
+    late = {item.path: 0 for item in items} | {item.path: -1 for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: late[item.path])
 
 
 def pytest_runtest_logreport(report):
