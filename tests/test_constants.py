@@ -21,8 +21,8 @@ CONSTANTS = {
     },
     "locate.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
-    "faults.inert.ENOUGH": 256,
-    "faults.inert.NEVER": 1e-6,
+    "ledger.inert.ENOUGH": 256,
+    "ledger.inert.NEVER": 1e-6,
     "launch.inert_notices.PASSES": 2,
     # measured equals asked
     "ledger.ledger.TOLERANCE": 0.1,

@@ -8,7 +8,7 @@ Where a model was called it is wrong, if the plan did something in other process
 *   Or it is a rank of a process group, other ranks were shaken, and no pass of a model was seen in it. Workers of a sampling
     engine are left out: they wait for requests, and there may be few.
 
-A process in which clauses fired and changed nothing is one of these if enough values were seen (`inject/inert.py`). One whose
+A process in which clauses fired and changed nothing is one of these if enough values were seen (`ledger/inert.py`). One whose
 passes were all of other phases is not, nor is one whose ledger was written before all this was noted in it.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shaketable.faults.inert import changes_nothing
+from shaketable.ledger.inert import why_inert
 from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Clause, Plan
 
@@ -52,11 +52,11 @@ def _clauses(process: dict[str, Any]) -> tuple[Clause, ...]:
 
 def _did_something(process: dict[str, Any]) -> bool:
     """Whether a clause changed a value, or fired too rarely to say that it did not."""
-    fired = [i for i, site in enumerate(process["ledger"]["sites"]) if site["forward"] + site["backward"]]
-    if any(process["ledger"]["sites"][i]["changed_fraction"] for i in fired):
-        return True
-    clauses, sites = _clauses(process), Ledger.from_dict(process["ledger"]).sites if fired else []
-    return any(not changes_nothing(clauses[i].fault, sites[i].measured().alive) for i in fired)
+    fired = [site["forward"] + site["backward"] for site in process["ledger"]["sites"]]
+    if not any(fired):
+        return False
+    rows = zip(_clauses(process), Ledger.from_dict(process["ledger"]).sites, fired, strict=True)
+    return any(fires and why_inert(site, clause.fault) is None for clause, site, fires in rows)
 
 
 def _why(process: dict[str, Any], shaken: list[dict[str, Any]]) -> str | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaketable.errors import InertError
+from shaketable.ledger.inert import why_inert
 from shaketable.ledger.spot import Measured, Spot
 
 if TYPE_CHECKING:
@@ -200,15 +201,8 @@ class Ledger:
         return sum(s.measured().changed for s in self.sites)
 
     def inert(self) -> list[str]:
-        """One line per clause that did nothing."""
-        lines = []
-        for site in self.sites:
-            if site.forward + site.backward == 0:
-                why = f" ({'; '.join(site.notes)})" if site.notes else ""
-                lines.append(f"{site.fault}@{site.site} matched {site.matched} spots and never fired{why}")
-            elif site.measured().changed == 0:
-                lines.append(f"{site.fault}@{site.site} fired {site.forward + site.backward} times and changed no value")
-        return lines
+        """One line per clause that did nothing, now that the run is over."""
+        return [line for site in self.sites if (line := why_inert(site)) is not None]
 
     def check(self) -> None:
         """Raise `InertError` when a clause never fired or changed nothing."""
