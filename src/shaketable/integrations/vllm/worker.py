@@ -156,11 +156,11 @@ class Shaker:
 
     def _keep_ledger(self, instructions: Instructions) -> None:
         """Write what is done here to the folder of ledgers; under `shaketable run`, to the ledger of the process."""
-        process = active()
-        if process is not None:
-            process.injection.leave_alone(self.model)
+        file = active()
+        if file is not None:
+            file.process.leave_alone(self.model)
             if self.plan is not None:
-                process.engines.append((type(self.model).__name__, self.plan, self.plan.ledger))
+                file.engines.append((type(self.model).__name__, self.plan, self.plan.ledger))
         if instructions.ledger is not None:
             self.file = Report(Path(instructions.ledger), "sampler", self.report)
 
