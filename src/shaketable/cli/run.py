@@ -59,7 +59,7 @@ def run(
 
 
 def _run_with_keys(command: list[str], options: tuple[object, ...]) -> int:
-    from shaketable.launch.job_keys import keys_of, run_with_keys
+    from shaketable.integrations.job_keys import keys_of, run_with_keys
 
     keys = keys_of(command, os.environ)
     if not keys:
@@ -70,7 +70,7 @@ def _run_with_keys(command: list[str], options: tuple[object, ...]) -> int:
 
 
 def _refuse_two_plans(command: list[str]) -> None:
-    from shaketable.launch.job_keys import keys_of
+    from shaketable.integrations.job_keys import keys_of
 
     if keys := keys_of(command, os.environ):
         raise PlanError(f"--plan and {keys[0]} both ask for faults; leave one out")

@@ -26,10 +26,10 @@ from shaketable.inject.pass_context import Entry
 from shaketable.inject.tap import Tap
 from shaketable.inject.weights import on_read
 from shaketable.inject.weights.in_place import Written
+from shaketable.sites.engine_modules import shard_of
 from shaketable.sites.match import Target, check_layers, targets
 from shaketable.sites.phases import mark_generate, unmark_generate
 from shaketable.sites.structure import Anatomy, Part, class_name, is_rotary
-from shaketable.sites.vllm_modules import shard_of
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection

@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 from shaketable.errors import NoMatchError, PlanError, nearest
 from shaketable.layer_ranges import Layers, parse_layers
 from shaketable.plan import Clause, Site
+from shaketable.sites.engine_modules import FUSED, is_engine_module, is_packed, reads_weight_of, why_not_experts
 from shaketable.sites.structure import ROLES, Anatomy, Part, class_name
-from shaketable.sites.vllm_fused_names import FUSED
-from shaketable.sites.vllm_modules import is_engine_module, is_packed, reads_weight_of, why_not_experts
 
 ALL_ROLES = ("linear", "rmsnorm", "layernorm")
 

@@ -12,7 +12,7 @@ from torch import nn
 from shaketable.inject.hooks.math_attention import only_math
 from shaketable.inject.hooks.operator_taps import families
 from shaketable.plan import Site
-from shaketable.sites.vllm_modules import is_engine_module
+from shaketable.sites.engine_modules import is_engine_module
 
 OPEN = ("eager", "eager_paged")
 """Implementations of transformers that call one operator after the other."""

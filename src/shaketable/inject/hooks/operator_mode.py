@@ -31,8 +31,8 @@ from shaketable.inject.hooks.base import Hook, never_compiled_alone
 from shaketable.inject.hooks.math_attention import attention_in_the_open, only_math, open_multi_head
 from shaketable.inject.hooks.module_tensors import change_first, change_input
 from shaketable.inject.hooks.operator_taps import Here, Traced
+from shaketable.sites.engine_modules import is_engine_experts, is_engine_linear, is_engine_module
 from shaketable.sites.structure import Part
-from shaketable.sites.vllm_modules import is_engine_experts, is_engine_linear, is_engine_module
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection

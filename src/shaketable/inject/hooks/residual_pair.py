@@ -26,7 +26,7 @@ from shaketable.inject.compile import custom_ops
 from shaketable.inject.hooks.modules import ModuleTaps
 from shaketable.inject.pass_context import Frame
 from shaketable.inject.tap import Tap
-from shaketable.sites.vllm_modules import is_engine_module
+from shaketable.sites.engine_modules import is_engine_module
 
 _HIDDEN = ("hidden_states", "x")
 

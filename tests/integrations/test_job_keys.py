@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shaketable.cli import app
-from shaketable.launch.job_keys import READ, keys_of, run_with_keys
+from shaketable.integrations.job_keys import READ, keys_of, run_with_keys
 
 READS = f"import os; open(os.environ[{READ!r}], 'w').write('read')"
 
