@@ -53,7 +53,7 @@ class KeptFile:
     def __init__(self, path: Path, ask: Callable[[], dict[str, Any]], news: Callable[[], object] | None = None) -> None:
         """Args:
         path: The file.
-        ask: What goes into it, as plain data.
+        ask: Makes its content, as plain data.
         news: Differs whenever the content does; compared instead of it, where that is cheaper.
         """
         self.path = path
@@ -224,7 +224,7 @@ class LedgerFile:
         return self.distributed
 
     def _whole(self) -> Ledger:
-        """What the plan did in this process."""
+        """The ledger of all injections of this process."""
         mine = self.process.injection.ledger
         return Ledger.merge([mine, *(ledger for _, _, ledger in self.engines)]) if self.engines else mine
 

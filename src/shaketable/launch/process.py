@@ -229,7 +229,7 @@ class Reports:
 
     A clause that matches nothing is reported when the model is called for the first time. The others are judged whenever the
     ledger of the process is written, a twentieth of a second after it has changed. Rejected: to judge when a pass ends, because
-    compiled models and replayed graphs do not tell when that is.
+    compiled models and replayed graphs run no Python then.
 
     A clause that acts backward only needs a backward pass to be judged. The first step of an optimizer shows that there was
     one, because the models have gradients then. That hook is set for such plans alone, and removed after its first use.

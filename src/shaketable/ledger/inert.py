@@ -34,9 +34,9 @@ def why_inert(site: SiteLedger, fault: FaultBase | None = None, passes: int | No
     """One line about a clause that did nothing; None if it did something, or may still.
 
     Args:
-        site: What it did.
-        fault: What it does, while the run goes on; None when the run is over.
-        passes: Passes in which it was on, while the run goes on; None where nobody counted them.
+        site: Its counts and measurements.
+        fault: Its fault, while the run goes on; None when the run is over.
+        passes: Passes in which it was on, while the run goes on; None where they were not counted.
         least: Passes in which it must have been on to be called inert.
     """
     fires, sums = site.forward + site.backward, site.measured()

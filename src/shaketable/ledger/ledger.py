@@ -1,8 +1,8 @@
-"""The ledger: what really happened, per site, and the error that was measured there.
+"""The ledger: how often each fault of a plan fired, and the error that was measured there.
 
 A plan's clause is a site; a site has spots (a module at a point, or an operator of a layer). Each spot counts its
-fires per phase and direction, and some of its fires are measured by comparing the tensor before and after: which, is the rule
-of `inject/counters.py`.
+fires per phase and direction, and some of its fires are measured by comparing the tensor before and after
+(`inject/counters.py` says which).
 
 Spots hold sums, not averages: ledgers of many processes are merged by adding them.
 """
@@ -30,7 +30,7 @@ TOLERANCE = 0.1
 
 @dataclass
 class SiteLedger:
-    """What happened at one clause of the plan."""
+    """The record of one clause of the plan."""
 
     site: str
     fault: str
@@ -166,13 +166,13 @@ class SiteLedger:
 
 @dataclass
 class Ledger:
-    """What a plan did: one `SiteLedger` per clause."""
+    """The record of a plan: one `SiteLedger` per clause."""
 
     plan: str
     seed: int
     sites: list[SiteLedger]
     kernel: str = "torch"
-    """Who drew the noise: the compiled kernels (`native`) or plain `torch`."""
+    """The code that drew the noise: the compiled kernels (`native`) or plain `torch`."""
     processes: int = 1
     settle: Callable[[], None] | None = field(default=None, repr=False, compare=False)
     """Called before the ledger of a live plan is read: it brings what was counted on every device."""
@@ -270,11 +270,11 @@ class Ledger:
 
 
 class LiveLedger(Ledger):
-    """The ledger of a plan that is active: brought up to date whenever someone looks."""
+    """The ledger of a plan that is active: brought up to date whenever it is read."""
 
     @property
     def sites(self) -> list[SiteLedger]:
-        """What happened, per clause."""
+        """The record of each clause, brought up to date."""
         if self.settle is not None:
             self.settle()
         return self._sites

@@ -1,4 +1,4 @@
-"""The anatomy of a model: its decoder layers, the role of every module, dense or mixture of experts.
+"""The structure of a model: its decoder layers, the role of every module, dense or mixture of experts.
 
 Roles are read from class names and weight shapes, never with isinstance on one library's class: Hugging Face, vLLM
 and others each have their own RMSNorm, and matching one of them was how the study we come from injected nothing.
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass
 class Anatomy:
-    """What a model is made of."""
+    """The structure of a model."""
 
     model: nn.Module
     parts: list[Part] = field(default_factory=list)
