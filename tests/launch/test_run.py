@@ -257,6 +257,6 @@ def test_without_the_plan_python_starts_as_ever():
 
 def test_the_command_itself_imports_no_torch():
     """It waits for a program and adds up what it wrote: seconds of every run, and a torch on a machine that need not have one."""
-    code = "import sys, shaketable.launch.run, shaketable.ledger.table; print('torch' in sys.modules)"
+    code = "import sys, shaketable.launch.run, shaketable.ledger.table, shaketable.launch.ledger_file; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]

@@ -351,9 +351,9 @@ class Injection:
 
     @property
     def is_training(self) -> bool:
-        """Whether any of the models is in training mode, or there is none."""
+        """Whether any of the models is in training mode; a whole process that has no models is."""
         models = self.models
-        return not models or any(attached.model.training for attached in models)
+        return any(attached.model.training for attached in models) or (not models and self.operators.loose is not None)
 
     # ---- what hooks and the operator mode ask for
 
