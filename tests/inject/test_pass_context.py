@@ -10,12 +10,11 @@ from torch import nn
 import shaketable as st
 from shaketable.errors import InertError, PlanError
 from shaketable.faults.rng import key_of, lanes, mix64
-from shaketable.inject import pass_context
-from shaketable.inject.fault_operator import Application
+from shaketable.inject import passes, weights
 from shaketable.inject.injection import Injection, this_rank
-from shaketable.inject.pass_context import Calls, Entry, Frame, Pass, _address
-from shaketable.inject.weights import on_read
-from shaketable.inject.weights.held_noise import HeldTap
+from shaketable.inject.op import Application
+from shaketable.inject.passes import Calls, Entry, Frame, Pass, _address
+from shaketable.inject.weights import HeldTap
 from shaketable.plan import Plan
 
 X = torch.ones(2, 4)
@@ -36,13 +35,13 @@ def opened(injection, entry=None, **options):
 
 def test_a_moment_is_made_of_step_entry_phase_and_number():
     calls = Calls(SimpleNamespace(), step=7)
-    found = [calls.new_moment(3, phase) for phase in ("rollout", "train", "eval", "train")]
+    found = [calls.new_key(3, phase) for phase in ("rollout", "train", "eval", "train")]
     wanted = [mix64(mix64(mix64(7) ^ (3 << 8 | i)) + n) for i, n in ((0, 0), (1, 0), (2, 0), (1, 1))]
-    assert found == wanted and calls.new_moment(4, "train") == mix64(mix64(mix64(7) ^ (4 << 8 | 1)))
+    assert found == wanted and calls.new_key(4, "train") == mix64(mix64(mix64(7) ^ (4 << 8 | 1)))
     calls.set_step(8)
-    assert calls.step == 8 and calls.new_moment(3, "train") == mix64(mix64(mix64(8) ^ (3 << 8 | 1)))
+    assert calls.step == 8 and calls.new_key(3, "train") == mix64(mix64(mix64(8) ^ (3 << 8 | 1)))
     calls.set_step(7)
-    assert calls.new_moment(3, "train") == wanted[1], "a step that begins again counts from zero"
+    assert calls.new_key(3, "train") == wanted[1], "a step that begins again counts from zero"
 
 
 def test_a_use_of_a_tap_is_keyed_by_its_place_its_pass_and_its_number():
@@ -75,7 +74,7 @@ def test_what_is_counted_is_counted_in_the_outermost_frame():
 
 
 def test_a_module_remembers_its_last_calls_and_forgets_the_oldest(monkeypatch):
-    monkeypatch.setattr(pass_context, "_REMEMBERED", 3)
+    monkeypatch.setattr(passes, "_REMEMBERED", 3)
     entry, frames = Entry(0, nn.Identity(), None), [opened(made()) for _ in range(4)]
     for address, frame in zip((1, 2, 1, 3), frames, strict=True):
         entry.remember(address, frame, address * 10)
@@ -143,7 +142,7 @@ def test_a_pass_has_the_faults_of_when_it_began_and_a_plan_that_is_switched_off_
     current = injection.begin_pass(entry, "eval")
     tap = injection.make_tap(0, "a", "output", None)
     assert (current.phase, current.acts, current.captured, current.with_gradients) == ("eval", (True,), False, True)
-    assert current.moment == mix64(mix64(mix64(0) ^ (4 << 8 | 2))) and current.acts_on(tap)
+    assert current.key == mix64(mix64(mix64(0) ^ (4 << 8 | 2))) and current.acts_on(tap)
     injection.set_magnitude(0.25)
     assert current.faults[0].magnitude == 1 and injection.faults[0].magnitude == 0.25 == injection.sites[0].asked
     injection.enabled = False
@@ -159,7 +158,7 @@ def test_a_pass_that_is_spared_is_left_alone_and_is_counted_all_the_same(skipped
     injection.skip_pass = lambda: skipped
     entry = Entry(0, nn.Identity(), None)
     first, second = (injection.begin_pass(entry, "train") for _ in range(2))
-    assert first.acts == (not skipped,) and first.moment != second.moment
+    assert first.acts == (not skipped,) and first.key != second.key
 
 
 # ---- taps
@@ -332,9 +331,9 @@ def test_a_weight_that_is_still_sharded_is_refused(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor", SimpleNamespace(DTensor=DTensor))
     own = SimpleNamespace(tap=SimpleNamespace(site=SimpleNamespace(label="module.linear"), name="a.weight"))
-    assert on_read._whole(X, own) is X
+    assert weights._whole(X, own) is X
     with pytest.raises(PlanError) as refused:
-        on_read._whole(X.as_subclass(DTensor), own)
+        weights._whole(X.as_subclass(DTensor), own)
     assert str(refused.value) == (
         "module.linear: a.weight is still sharded when it is used (tensor parallel, or called past FSDP2's root); "
         "weight faults act on whole weights"

@@ -32,7 +32,7 @@ def in_task(monkeypatch, number):
 
 
 def moments(calls, n=2):
-    return [calls.new_moment(1, "train") for _ in range(n)]
+    return [calls.new_key(1, "train") for _ in range(n)]
 
 
 def test_moments_of_a_task_are_its_own_and_begin_anew(monkeypatch):

@@ -28,11 +28,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shaketable.faults.rng import mix64
 from shaketable.inject.attach import Attached
-from shaketable.inject.hooks.base import Hook
-from shaketable.inject.hooks.module_tensors import change_input
-from shaketable.inject.hooks.modules import ModuleTaps
 from shaketable.inject.injection import Injection
-from shaketable.inject.pass_context import Calls, Entry, Frame
+from shaketable.inject.modules import Hook, ModuleTaps, change_input
+from shaketable.inject.passes import Calls, Entry, Frame
 from shaketable.launch import process_identity
 from shaketable.launch.inert_notices import Notices
 from shaketable.launch.ledger_file import LedgerFile
@@ -66,9 +64,9 @@ class ByTask(Calls):
             self.task, self.models = task, 0
             self.set_step(self.step)
 
-    def new_moment(self, who: int, phase: str) -> int:
+    def new_key(self, who: int, phase: str) -> int:
         self.follow()
-        moment = super().new_moment(who, phase)
+        moment = super().new_key(who, phase)
         return mix64(moment ^ self.task) if self.task else moment
 
 

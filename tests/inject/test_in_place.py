@@ -1,0 +1,243 @@
+"""Faulty weights of a sampling engine, which are written into the parameters: shown here on a plain model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shaketable as st
+from shaketable.errors import PlanError
+from shaketable.inject.injection import Injection
+from shaketable.inject.weights_in_place import checksum
+from shaketable.plan import Plan
+
+NORMS = "relative_gaussian:0.1@module.rmsnorm,point=weight"
+
+
+def put_on(model, plan, **kwargs):
+    """A plan on a model that plays the model of an engine."""
+    injection = Injection(Plan.parse(plan), sampler=True, **kwargs)
+    injection.attach(model)
+    return injection.enable()
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def changed(before, model):
+    """Names of the parameters whose bits are others."""
+    return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+
+def is_norm(name):
+    return "norm" in name
+
+
+def test_only_the_named_weights_are_written_and_come_back_bit_for_bit(tiny_llama):
+    clean = weights(tiny_llama)
+    injection = put_on(tiny_llama, NORMS)
+    assert changed(clean, tiny_llama) == {name for name in clean if is_norm(name)}
+    injection.close()
+    assert not changed(clean, tiny_llama)
+
+
+def test_switched_off_is_clean_and_on_again_is_the_same_noise(tiny_llama):
+    clean = weights(tiny_llama)
+    injection = put_on(tiny_llama, NORMS)
+    noisy = weights(tiny_llama)
+    injection.disable()
+    assert not changed(clean, tiny_llama)
+    injection.enable()
+    assert not changed(noisy, tiny_llama)
+
+
+def test_a_model_whose_weights_alone_are_faulty_is_not_hooked(tiny_llama):
+    put_on(tiny_llama, NORMS)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny_llama.modules())
+
+
+def test_noise_does_not_accumulate_over_steps(tiny_llama):
+    clean = weights(tiny_llama)
+    injection = put_on(tiny_llama, NORMS)
+    first = weights(tiny_llama)
+    for step in range(1, 21):
+        injection.step = step
+    noisy = torch.cat([p.detach() - clean[n] for n, p in tiny_llama.named_parameters() if is_norm(n)])
+    assert 0.08 < noisy.std() < 0.12
+    injection.step = 0
+    assert not changed(first, tiny_llama)
+
+
+def test_each_step_has_noise_of_its_own(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    first = weights(tiny_llama)
+    injection.step = 1
+    assert changed(first, tiny_llama) == {name for name in first if is_norm(name)}
+
+
+def test_it_is_the_noise_that_a_trainer_would_see_at_the_same_step(tiny_llama):
+    aqn = st.AQN.load("constant:0.1,seed=5")
+    aqn.attach(tiny_llama, 10, step=3, sampler=True).enable()
+    written = {name: p.detach().clone() for name, p in tiny_llama.named_parameters() if is_norm(name)}
+    aqn_of_trainer = {}
+    other = type(tiny_llama)(tiny_llama.config).eval()
+    other.load_state_dict(tiny_llama.state_dict() | {k: torch.ones_like(v) for k, v in written.items()})
+    for name, module in other.named_modules():
+        if is_norm(name):
+            module.register_forward_hook(
+                lambda m, _, __, name=name: aqn_of_trainer.update({f"{name}.weight": m.weight.clone()})
+            )
+    with aqn.attach(other, 10, step=3), st.phase("rollout"):
+        other(torch.tensor([[1, 2, 3]]))
+    assert aqn_of_trainer.keys() == written.keys()
+    assert all(torch.equal(aqn_of_trainer[name], value) for name, value in written.items())
+
+
+def test_weights_that_came_from_outside_are_the_clean_ones_from_then_on(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    new = {name: torch.full_like(p, 3.0) for name, p in tiny_llama.named_parameters() if is_norm(name)}
+    with torch.no_grad():
+        for name, value in new.items():
+            tiny_llama.get_parameter(name).data.copy_(value)
+    injection.rewrite()
+    spread = torch.cat([tiny_llama.get_parameter(name).detach() - 3.0 for name in new]).std()
+    assert 0.24 < spread < 0.36
+    injection.close()
+    assert all(torch.equal(tiny_llama.get_parameter(name), value) for name, value in new.items())
+
+
+def test_new_weights_that_nobody_spoke_of_are_noticed_at_the_next_change(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    name = "model.norm.weight"
+    with torch.no_grad():
+        tiny_llama.get_parameter(name).data.fill_(2.0)
+    injection.disable()
+    assert torch.equal(tiny_llama.get_parameter(name), torch.full_like(tiny_llama.get_parameter(name), 2.0))
+
+
+def test_a_draw_is_counted_once_and_again_for_new_weights(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    matched = injection.ledger.sites[0].matched
+    assert injection.ledger.forward == matched
+    injection.disable().enable()
+    assert injection.ledger.forward == matched
+    injection.step = 1
+    assert injection.ledger.forward == 2 * matched
+    with torch.no_grad():
+        tiny_llama.get_parameter("model.norm.weight").data.fill_(2.0)
+    injection.rewrite()
+    assert injection.ledger.forward == 2 * matched + 1
+
+
+def test_what_was_measured_is_what_was_asked_for(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    for step in range(1, 9):
+        injection.step = step
+    site = injection.ledger.sites[0]
+    assert site.remark() is None
+    assert 0.09 < site.magnitude < 0.11
+
+
+def test_phases_switch_the_weights(tiny_llama):
+    clean = weights(tiny_llama)
+    injection = put_on(tiny_llama, f"{NORMS},phase=rollout")
+    noisy = weights(tiny_llama)
+    injection.phase = "eval"
+    assert not changed(clean, tiny_llama)
+    injection.phase = "rollout"
+    assert changed(clean, tiny_llama) and not changed(noisy, tiny_llama)
+
+
+def test_magnitude_zero_is_off_bit_for_bit(tiny_llama):
+    clean = weights(tiny_llama)
+    injection = put_on(tiny_llama, NORMS)
+    injection.set_magnitude(0.0)
+    assert not changed(clean, tiny_llama)
+
+
+def test_several_changes_are_written_once(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    before = weights(tiny_llama)
+    fires = injection.ledger.forward
+    with injection.changing():
+        injection.step = 7
+        injection.set_magnitude(0.2)
+        assert not changed(before, tiny_llama)
+    assert changed(before, tiny_llama)
+    assert injection.ledger.forward == fires + injection.ledger.sites[0].matched
+
+
+def test_a_format_on_linears_is_written_and_taken_out(tiny_llama):
+    clean = weights(tiny_llama)
+    injection = put_on(tiny_llama, "mxfp4@module.linear,point=weight")
+    hit = changed(clean, tiny_llama)
+    assert hit == {name for name in clean if name.endswith("_proj.weight")}
+    for name in hit:
+        assert tiny_llama.get_parameter(name).unique().numel() < clean[name].numel() / 4
+    injection.close()
+    assert not changed(clean, tiny_llama)
+
+
+@pytest.mark.parametrize("first_off", [0, 1])
+def test_two_injections_on_one_weight_do_not_take_each_other_for_new_weights(tiny_llama, first_off):
+    clean = weights(tiny_llama)
+    both = [put_on(tiny_llama, NORMS), put_on(tiny_llama, "gain:0.5@module.rmsnorm,point=weight")]
+    together = weights(tiny_llama)
+    both[0].step = 1
+    assert changed(together, tiny_llama)
+    both[0].step = 0
+    assert not changed(together, tiny_llama)
+    both[first_off].close()
+    left = weights(tiny_llama)
+    assert changed(clean, tiny_llama) and changed(together, tiny_llama)
+    both[1 - first_off].disable().enable()
+    assert not changed(left, tiny_llama)
+    both[1 - first_off].close()
+    assert not changed(clean, tiny_llama)
+
+
+def test_a_second_injection_begins_from_the_clean_weights(tiny_llama):
+    put_on(tiny_llama, NORMS).close()
+    clean = weights(tiny_llama)
+    gained = put_on(tiny_llama, "gain:0.5@module.rmsnorm,point=weight")
+    name = "model.norm.weight"
+    assert torch.allclose(tiny_llama.get_parameter(name), clean[name] * 1.5)
+    gained.close()
+
+
+def test_an_explicit_phase_wins_over_what_the_engine_was_told(tiny_llama):
+    injection = put_on(tiny_llama, "gain:0.1@layer.0,phase=rollout;gain:0.1@layer.1,phase=eval", allow_inert=True)
+    ids = torch.arange(6)[None]
+    tiny_llama(ids)
+    with st.phase("eval"):
+        assert injection.phase_now() == "eval"
+        tiny_llama(ids)
+        tiny_llama(ids)
+    assert injection.phase_now() == "rollout"
+    injection.close()
+    assert [site.by("phase") for site in injection.ledger.sites] == [
+        {"rollout": {"forward": 1, "backward": 0}},
+        {"eval": {"forward": 2, "backward": 0}},
+    ]
+
+
+def test_only_a_sampler_is_told_its_phase(tiny_llama):
+    injection = st.inject(tiny_llama, NORMS, allow_inert=True)
+    with pytest.raises(PlanError, match="sampling engine"):
+        injection.phase = "eval"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_checksum_tells_contents_apart(dtype):
+    x = torch.randn(33, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    swapped = x.clone()
+    swapped[0, 0], swapped[0, 1] = x[0, 1], x[0, 0]
+    flipped = x.clone()
+    flipped[3, 3] = torch.nextafter(x[3, 3], torch.tensor(99.0, dtype=dtype))
+    minus = x.clone()
+    minus[5, 5] = -0.0
+    zero = x.clone()
+    zero[5, 5] = 0.0
+    assert len({checksum(v) for v in (x, swapped, flipped, minus, zero)}) == 5
+    assert checksum(x) == checksum(x.clone())
