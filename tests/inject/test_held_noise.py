@@ -156,16 +156,6 @@ def test_a_magnitude_that_changes_in_a_rollout_is_seen(held):
 
 
 @torch.no_grad()
-def test_the_noisy_weight_is_let_go_after_the_rollout(held):
-    model, injection = held
-    model.generate()
-    tap = injection.models[0].weights[0][1].tap
-    assert tap._kept is not None
-    model.eval()(torch.eye(8))
-    assert tap._kept is None
-
-
-@torch.no_grad()
 def test_a_compiled_model_holds_too():
     model, injection = Sampler(), Injection(Plan.parse(PLAN), hold=True)
     eager = Sampler()
