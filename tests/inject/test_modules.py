@@ -1,20 +1,23 @@
-"""Module and layer sites, their points, their order, and what contains the tensor."""
+"""Module and layer sites: which tensor of a module is hit, when, and what hooks leave alone."""
 
 import collections
 import copy
 import functools
 import pickle
 import threading
+from collections import namedtuple
 
 import pytest
 import torch
 from torch import nn
 
 import shaketable as st
+from shaketable.errors import PlanError
 from shaketable.inject.injection import Injection
-from shaketable.inject.modules import change_first
+from shaketable.inject.modules import as_multiplied, change_first, change_input, is_product
 from shaketable.launch.process import Seen
 from shaketable.plan import Plan
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
 from tests.tensors import ids
 
 
@@ -427,3 +430,193 @@ def test_a_copy_of_a_hook_does_nothing(tiny_llama):
             assert twin is not hook and twin(tiny_llama.lm_head, (), torch.ones(2)) is None
         tiny_llama(ids())
     assert ledger.forward == 1
+
+
+X = torch.ones(2, 4)
+
+
+class Thing(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function=lambda x: x):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def model_of(function=lambda x: x):
+    return nn.ModuleDict({"thing": Thing(function)})
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+@pytest.mark.parametrize("value", [None, "text", (1, 2)])
+def test_a_module_without_a_tensor_there_is_named(point, value):
+    model = model_of(lambda x: value)
+    with pytest.raises(PlanError) as refused, st.inject(model, f"gain:1@module.thing,point={point}"):
+        model["thing"](value)
+    said = "was called without a tensor to change" if point == "input" else "returned no tensor to change"
+    assert str(refused.value) == f"module.thing: thing {said}"
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+def test_a_plan_that_is_off_looks_at_nothing(point):
+    model = model_of(lambda x: None)
+    injection = st.inject(model, f"gain:1@module.thing,point={point}", allow_inert=True).enable().disable()
+    assert model["thing"]("text") is None
+    injection.close()
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+def test_a_plan_whose_phase_is_another_hands_on_the_tensor_itself(point):
+    model = model_of()
+    with st.inject(model, f"gain:1@module.thing,point={point},phase=rollout", allow_inert=True) as ledger:
+        assert model["thing"](X) is X
+        with st.phase("rollout"):
+            assert torch.equal(model["thing"](X), 2 * X)
+    assert ledger.forward == 1
+
+
+def test_the_taps_of_several_clauses_act_one_after_the_other_at_each_point():
+    seen = []
+    model = model_of(lambda x, k=0.0: seen.append(x) or x + k)
+    plan = "systematic_bias:1@module.thing,point=input+output;gain:1@module.thing,point=input+output"
+    with st.inject(model, plan) as ledger:
+        found = model["thing"](torch.ones(2), k=3.0)
+    assert seen[0].tolist() == [4.0, 4.0] and found.tolist() == [16.0, 16.0]
+    assert [site.forward for site in ledger.sites] == [2, 2]
+    assert list(ledger.sites[0].spots) == ["thing:input", "thing"]
+
+
+def test_calls_of_one_pass_have_noise_of_their_own_and_repeat_with_the_seed():
+    layer = nn.Linear(4, 4)
+    model = Thing(lambda x: torch.stack([model.layer(x), model.layer(x)]))
+    model.layer = layer
+    found = []
+    for _ in range(2):
+        with st.inject(model, "relative_gaussian:0.5@module.linear", seed=2):
+            found.append(model(X))
+    assert torch.equal(*found) and not torch.equal(found[0][0], found[0][1])
+
+
+def test_a_module_that_is_called_by_keywords_is_hit_there():
+    model = model_of(lambda mask=None, hidden_states=None: hidden_states)
+    with st.inject(model, "gain:1@module.thing,point=input"):
+        assert torch.equal(model["thing"](mask=X, hidden_states=X), 2 * X)
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [
+        ("gain:1@module.linear,point=input", torch.bfloat16),
+        ("gain:1@module.linear,point=input,phase=rollout", torch.float32),
+        ("gain:0@module.linear,point=input", torch.float32),
+        ("gain:0@module.linear,point=input;gain:1@module.linear,point=input", torch.bfloat16),
+    ],
+)
+def test_what_a_product_is_given_is_cast_before_the_fault_where_one_acts(plan, wanted):
+    layer, seen = nn.Linear(4, 4), []
+    model = nn.Sequential(layer)
+    with torch.autocast("cpu", torch.bfloat16), st.inject(model, plan, allow_inert=True):
+        layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+        model(X)
+    assert seen == [wanted]
+
+
+def test_what_a_norm_is_given_is_not_cast():
+    norm, seen = nn.LayerNorm(4), []
+    with torch.autocast("cpu", torch.bfloat16), st.inject(nn.Sequential(norm), "gain:1@module.0,point=input"):
+        norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+        norm(X)
+    assert seen == [torch.float32]
+
+
+ONES, THREES = torch.ones(2), torch.full((2,), 3.0)
+IDS = torch.arange(2)
+Pair = namedtuple("Pair", "a b")
+
+
+def doubled(x):
+    return 2 * x
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.parametrize(
+    ("value", "changed"),
+    [
+        (ONES, 2 * ONES), ((ONES, THREES), (2 * ONES, THREES)), ([None, ONES, THREES], [None, 2 * ONES, THREES]), (Pair(None, ONES), Pair(None, 2 * ONES)), (Pair(ONES, THREES), Pair(2 * ONES, THREES)),
+        ({"a": 1, "b": ONES, "c": THREES}, {"a": 1, "b": 2 * ONES, "c": THREES}), ((), ()), ((1, [ONES]), (1, [ONES])), (None, None), ({}, {}), ("x", "x"),
+    ],
+)  # fmt: skip
+def test_the_first_tensor_of_what_a_module_returns_is_changed_and_nothing_else(value, changed):
+    found, there = change_first(value, doubled)
+    assert same(found, changed) and there is not same(value, changed)
+    assert torch.equal(ONES, torch.ones(2)), "what was returned is left alone"
+
+
+def test_a_mapping_is_copied_before_it_is_changed():
+    given = {"a": ONES}
+    change_first(given, doubled)
+    assert given["a"] is ONES
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "found"),
+    [
+        ((ONES, THREES), {}, ((2 * ONES, THREES), {}, True)),
+        ((IDS, ONES), {}, ((IDS, 2 * ONES), {}, True)),
+        ((IDS,), {"x": ONES}, ((IDS,), {"x": 2 * ONES}, True)),
+        ((), {"mask": THREES, "hidden_states": ONES}, ((), {"mask": THREES, "hidden_states": 2 * ONES}, True)),
+        ((), {"mask": THREES, "input": ONES}, ((), {"mask": THREES, "input": 2 * ONES}, True)),
+        ((), {"mask": THREES, "x": ONES, "input": ONES}, ((), {"mask": THREES, "x": ONES, "input": 2 * ONES}, True)),
+        ((), {"other": ONES}, ((), {"other": 2 * ONES}, True)),
+        ((None,), {"ids": IDS}, ((None,), {"ids": 2 * IDS}, True)),
+        ((None, 3), {"flag": True}, ((None, 3), {"flag": True}, False)),
+    ],
+)
+def test_the_input_is_the_first_floating_tensor_and_hidden_states_come_before_other_keywords(args, kwargs, found):
+    given = dict(kwargs)
+    assert same(list(change_input(args, kwargs, doubled)), list(found))
+    assert same(given, kwargs)
+
+
+class Conv1D(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(("module", "product"), [(nn.Linear(2, 2), True), (Conv1D(), True), (nn.LayerNorm(2), False), (nn.Conv1d(2, 2, 1), False)])  # fmt: skip
+def test_linears_are_products(module, product):
+    assert is_product(module) is product
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inside"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.int64),
+    ],
+)
+def test_autocast_casts_what_is_multiplied_where_it_is_on(dtype, inside):
+    x = torch.ones(2).to(dtype)
+    assert as_multiplied(x) is x
+    with torch.autocast("cpu", torch.bfloat16):
+        assert as_multiplied(x).dtype == inside
+
+
+def test_every_tensor_of_a_nest_is_found_in_order_and_changed():
+    nest = {"a": (ONES, [THREES, "text"]), "b": Pair(ONES + 1, None), "c": 3}
+    assert [float(t[0]) for t in tensors_of(nest)] == [1.0, 3.0, 2.0]
+    assert same(map_tensors(nest, doubled), {"a": (2 * ONES, [2 * THREES, "text"]), "b": Pair(2 * ONES + 2, None), "c": 3})
+    assert nest["a"][0] is ONES and list(tensors_of("text")) == []

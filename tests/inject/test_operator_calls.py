@@ -1,7 +1,6 @@
-"""Operators as they are called: every name of them, every way to hand over arguments, and what is handed back."""
+"""Covered operators under every name, in place, with a place for their result, with gradients, and as modules."""
 
 import copy
-import sys
 import threading
 import warnings
 from types import SimpleNamespace
@@ -13,9 +12,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import shaketable as st
-from shaketable.inject import op, operators
+from shaketable.inject import operators
 from shaketable.inject.injection import Injection
-from shaketable.inject.operators import COVERED, OperatorModule, _elsewhere, _is_inductor, _mark, _mark_gradients
+from shaketable.inject.operators import COVERED, OperatorModule, _mark_gradients
 from shaketable.plan import Plan
 from tests.inject.code_paths import Body
 
@@ -35,9 +34,6 @@ def noisy(function, *given, plan=FORWARD):
 
 def spots(ledger):
     return {name: s.fires(False) for name, s in ledger.sites[0].spots.items() if s.counts}
-
-
-# ---- names
 
 
 CALLS = {
@@ -105,15 +101,6 @@ def test_what_is_no_covered_operator_is_left_as_it_is(name):
     assert torch.equal(clean, found) and clean.dtype == found.dtype and ledger.forward == 0
 
 
-def test_only_functions_of_a_family_or_casts_are_looked_at():
-    every = {"matmul", "softmax", "silu", "gelu", "layer_norm", "rms_norm", "sdpa", ""}
-    assert {family for family, _ in COVERED.values()} == every
-    assert COVERED[torch.matmul] == ("matmul", "matmul") and COVERED[torch.Tensor.__matmul__] == ("matmul", "__matmul__")
-    assert COVERED[F.silu] == ("silu", "silu") and COVERED[aten.mm] == ("matmul", "mm") and aten.mm.default not in COVERED
-    for cast in (torch.Tensor.to, torch.Tensor.float, torch.Tensor.type_as):
-        assert COVERED[cast] == ("", "to")
-
-
 def test_the_experts_of_transformers_are_covered_once_they_are_there(monkeypatch):
     monkeypatch.setattr(operators, "COVERED", dict(COVERED))
     packet = object()
@@ -124,9 +111,6 @@ def test_the_experts_of_transformers_are_covered_once_they_are_there(monkeypatch
     monkeypatch.setattr(operators, "torch", SimpleNamespace(ops=ops))
     operators.cover_transformers()
     assert operators.COVERED[packet] == ("matmul", "grouped_mm_fallback")
-
-
-# ---- into what is given
 
 
 IN_PLACE = {
@@ -171,11 +155,6 @@ def test_an_operator_with_a_place_for_its_result_leaves_it_there(function):
     assert found is kept[1] and torch.allclose(found, 2 * clean, atol=1e-6) and ledger.forward == 1
 
 
-def test_a_place_that_is_none_is_no_place():
-    clean, found, ledger = noisy(lambda a: torch.mm(a, a, out=None), A)
-    assert torch.equal(found, 2 * clean) and ledger.forward == 1
-
-
 @pytest.mark.parametrize(("args", "kwargs", "in_place"), [((), {}, False), ((False,), {}, False), ((True,), {}, True), ((), {"inplace": True}, True), ((), {"inplace": False}, False)])  # fmt: skip
 def test_silu_writes_where_it_is_asked_to(args, kwargs, in_place):
     given = A.clone()
@@ -184,16 +163,6 @@ def test_silu_writes_where_it_is_asked_to(args, kwargs, in_place):
         found = model(given)
     assert (found is given) is in_place and torch.allclose(found, 2 * F.silu(A))
     assert in_place or torch.equal(given, A)
-
-
-def test_an_operator_that_writes_nowhere_keeps_its_arguments():
-    kwargs = {"alpha": 2}
-    assert _elsewhere(torch.addmm, "addmm", (A, A, A), kwargs) == (torch.addmm, (A, A, A), kwargs, None)
-    func, args, left, target = _elsewhere(torch.mm, "mm", (A, A), {"out": A, "other": 1})
-    assert func is torch.mm and args == (A, A) and left == {"other": 1} and target is A
-    func, args, left, target = _elsewhere(torch.Tensor.addmm_, "addmm_", (A, A, A), kwargs)
-    assert func is torch.addmm and target is A and left is kwargs
-    assert _elsewhere(F.gelu, "gelu", (A, True), {})[3] is None
 
 
 def test_a_result_in_place_is_differentiable():
@@ -217,9 +186,6 @@ def test_silu_in_place_keeps_what_its_gradient_needs():
     assert torch.allclose(found, 2 * clean, atol=1e-6)
 
 
-# ---- gradients of arguments
-
-
 def marked(args, kwargs, grad=True):
     """Which arguments were marked, with their positions."""
     told = []
@@ -231,35 +197,6 @@ def marked(args, kwargs, grad=True):
 
 
 W = A.clone().requires_grad_()
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "positions"),
-    [
-        ((W, W), {}, [1, 2]),
-        ((A, W), {}, [2]),
-        (("ij,jk->ik", W, W), {}, [2, 3]),
-        (([W, A, W], W), {}, [1, 3, 4]),
-        (((W, W),), {"beta": 1, "weight": W}, [1, 2, 4]),
-        ((), {"input": W, "weight": W, "bias": None}, [1, 2]),
-        ((None, 3, A), {}, []),
-        (([[W], W],), {}, [1, 2]),
-    ],
-    ids=range(8),
-)
-def test_every_argument_that_wants_a_gradient_is_marked_at_its_place(args, kwargs, positions):
-    told, found = marked(args, kwargs)
-    assert told == [(name, p, 9) for p in positions for name in ("b", "fb")], "by the taps that act backward"
-    assert found == (args, kwargs) and [type(a) for a in found[0]] == [type(a) for a in args]
-    told, found = marked(args, kwargs, grad=False)
-    assert told == [] and found[0] is args and found[1] is kwargs
-
-
-def test_the_place_of_an_argument_goes_on_after_a_list():
-    where = SimpleNamespace(gradient=lambda *how: A)
-    assert _mark(where, [], [A, [A, None]], 4, 0)[1] == 7 and _mark(where, [], 3, 4, 0) == (3, 5)
-    members, _ = _mark(where, [SimpleNamespace()], (W, A), 0, 0)
-    assert type(members) is tuple and members[0] is A and members[1] is A
 
 
 @pytest.mark.parametrize(
@@ -302,9 +239,6 @@ def test_where_no_gradient_is_wanted_none_is_marked():
     with torch.no_grad(), st.inject(model, "gain:1@op.matmul") as ledger:
         found = model(W, W)
     assert found.grad_fn is None and torch.equal(found, 2 * (A @ A)) and ledger.backward == 0
-
-
-# ---- modules that are one operator
 
 
 class GELUActivation(nn.Module):
@@ -377,48 +311,8 @@ def test_only_the_first_tensor_that_such_a_module_returns_is_faulty_and_an_outpu
     assert ledger.forward == 1
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_while_a_graph_is_traced_such_a_module_leaves_its_operators_where_the_plan_is_there(monkeypatch, there):
-    injection = Injection(Plan.parse("gain:1@op.silu"), allow_inert=True)
-    injection.operators.make(0, "", range(0))
-    hook, said = OperatorModule(injection, injection.taps), []
-    op.present[injection.handle] = there
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(op, "trace_forward", lambda x, *how: said.append(how) or x + 1)
-    monkeypatch.setattr(op, "trace_gradient", lambda x, *how: said.append(how) or x + 2)
-    module, handle = nn.SiLU(), injection.taps[0].handle
-    before, after = hook(module, (A,), {}), hook(module, (A,), {}, A)
-    if there:
-        assert torch.equal(before[0][0], A + 2) and before[1] == {} and torch.equal(after, A + 1)
-        assert said == [(handle, 0, None, False), (handle,)]
-    else:
-        assert before is None and after is None and said == []
-
-
-# ---- the mode
-
-
-class Theirs(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def stack():
     return torch.overrides._get_current_function_mode_stack()
-
-
-def test_the_mode_is_put_on_once_and_taken_off_from_wherever_it_is():
-    mode = Injection(Plan.parse("gain:1@op.matmul"))._mode
-    mode.take_off()
-    assert mode.put_on() is True and mode.put_on() is False and stack() == [mode]
-    with Theirs() as theirs:
-        assert mode.put_on() is False
-        mode.take_off()
-        assert stack() == [theirs]
-        assert mode.put_on() is True and stack() == [theirs, mode]
-        mode.take_off()
-    mode.take_off()
-    assert stack() == []
 
 
 def test_operators_outside_of_a_pass_are_nobodys_business():
@@ -445,53 +339,6 @@ def test_functions_that_are_called_without_keywords_and_with_are_called_as_they_
     assert torch.equal(found, torch.clamp(torch.add(A, A, alpha=2), min=0.0)) and len(seen) >= 2
 
 
-def test_operators_of_a_graph_that_is_made_of_what_was_traced_are_left_alone(monkeypatch):
-    model = Body(torch.mm)
-    with st.inject(model, FORWARD, allow_inert=True) as ledger:
-        monkeypatch.setattr(torch._guards.TracingContext, "try_get", staticmethod(object))
-        assert torch.equal(model(A, A), A @ A) and ledger.forward == 0
-        monkeypatch.undo()
-        model(A, A)
-        assert ledger.forward == 1
-
-
-@pytest.mark.parametrize(("folder", "mine"), [("/cache/", True), ("/elsewhere/", False)])
-def test_a_file_that_inductor_wrote_is_known_by_its_folder(monkeypatch, folder, mine):
-    caller = SimpleNamespace(f_code=SimpleNamespace(co_filename=f"{folder}ab/code.py"))
-    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.cache_dir_utils", SimpleNamespace(cache_dir=lambda: "/cache"))
-    assert _is_inductor(caller) is mine
-    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.cache_dir_utils", None)
-    assert _is_inductor(caller) is False
-
-
-@pytest.mark.parametrize(("folder", "fires"), [(__file__, 0), ("/elsewhere", 1)])
-def test_products_with_a_place_for_their_result_that_inductor_calls_were_met_before(monkeypatch, folder, fires):
-    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.cache_dir_utils", SimpleNamespace(cache_dir=lambda: folder))
-    model = Body(lambda a: torch.mm(a, a, out=torch.empty(4, 4)))
-    with st.inject(model, FORWARD, allow_inert=True) as ledger:
-        model(A)
-    assert ledger.forward == fires
-    with st.inject(Body(lambda a: torch.mm(a, a)), FORWARD) as ledger:
-        ledger.settle.__self__.models[0].model(A)
-    assert ledger.forward == 1, "without such a place they are somebody else's"
-
-
-@pytest.mark.parametrize(
-    ("there", "entry", "atomic", "met"),
-    [(True, True, None, True), (False, True, None, False), (True, False, None, False), (True, True, "matmul", False), (True, True, "silu", True)],
-)  # fmt: skip
-def test_an_operator_of_a_graph_that_is_being_traced_is_met_where_a_module_of_the_plan_calls_it(
-    monkeypatch, there, entry, atomic, met
-):
-    injection = Injection(Plan.parse("gain:1@op.matmul"), allow_inert=True)
-    op.present[injection.handle] = there
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    found = SimpleNamespace(atomic=atomic) if entry else None
-    monkeypatch.setattr(injection.operators, "tracing_entry", lambda: found)
-    where = injection._mode._where("matmul", {})
-    assert (where is not None) is met and (where is None or where.entry is found)
-
-
 def test_modes_of_two_plans_each_act_once():
     model = Body(torch.mm)
     with st.inject(model, FORWARD) as outer, st.inject(model, FORWARD) as inner:
@@ -513,9 +360,6 @@ def test_a_pass_in_another_thread_has_the_mode_for_itself_and_a_backward_there_i
         thread.join()
     assert found["stack"] == [] and ledger.backward == 1
     assert torch.allclose(found["grad"], 2 * torch.ones(4, 4) @ A.T)
-
-
-# ---- which module is which operator
 
 
 class Engine(nn.Module):
