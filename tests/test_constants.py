@@ -21,9 +21,9 @@ CONSTANTS = {
     },
     "locate.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
-    "faults.inert.ENOUGH": 256,
-    "faults.inert.NEVER": 1e-6,
-    "launch.inert_notices.PASSES": 2,
+    "ledger.inert.ENOUGH": 256,
+    "ledger.inert.NEVER": 1e-6,
+    "launch.process.PASSES": 2,
     # measured equals asked
     "ledger.ledger.TOLERANCE": 0.1,
     "faults.sums.SAMPLE": 2**14,
@@ -32,8 +32,8 @@ CONSTANTS = {
     # recomputed micro-batches find their noise
     "inject.passes._REMEMBERED": 256,
     # what a killed process loses
-    "launch.live_json.PAUSE": 0.05,
-    "launch.live_json.SHARE": 20,
+    "launch.ledger_file.PAUSE": 0.05,
+    "launch.ledger_file.SHARE": 20,
     "harden.grpo.checkpoints.KEEP": 2,
     # what is called legal between sampler and trainer
     "mismatch.rounding.MEAN": 1.5,

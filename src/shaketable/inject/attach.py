@@ -23,10 +23,10 @@ from shaketable.inject.operators import families, hidden_by_attention
 from shaketable.inject.passes import Entry
 from shaketable.inject.residual_pair import PairTaps, carries_pair
 from shaketable.inject.weights_in_place import Written
+from shaketable.sites.engine_modules import shard_of
 from shaketable.sites.match import Target, check_layers, targets
 from shaketable.sites.phases import mark_generate, unmark_generate
 from shaketable.sites.structure import Anatomy, Part, class_name, is_rotary
-from shaketable.sites.vllm_modules import shard_of
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,8 +66,8 @@ def inject(
     """
     injection = Injection(Plan.load(plan, seed=seed), step=step, rank=rank, allow_inert=allow_inert)
     if (other := open_injection(model)) is not None:
-        line = f"this model already has an open injection ({other.plan.text()}), and its faults stay on: close() it first if "
-        warnings.warn(f"{line}this plan is to take its place", RuntimeWarning, stacklevel=2)
+        line = f"this model already has an open injection ({other.plan.text()}), and its faults stay on"
+        warnings.warn(f"{line}: {other.how_to_end} if this plan is to take its place", RuntimeWarning, stacklevel=2)
     injection.attach(model)
     for clause, hidden in zip(injection.plan.clauses, injection.models[0].hidden, strict=True):
         if "softmax" in clause.site.names and hidden:
@@ -91,17 +92,20 @@ def this_rank() -> int:
 class Injection:
     """A plan on one or several models. Make it with `inject`."""
 
+    how_to_end = "close() it first"
+
     def __init__(
         self,
         plan: Plan,
         *,
         step: int = 0,
-        rank: int | None = None,
+        rank: int | Callable[[], int] | None = None,
         allow_inert: bool = False,
         hold: bool = False,
         sampler: bool = False,
     ) -> None:
         """Args:
+        rank: Keys the noise of this process; a function is asked whenever a pass begins, `this_rank` by default.
         hold: Draw the noise of weights once per rollout instead of once per call.
         sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
             weights are written into them (`weights_in_place.py`), once per step. Engines trace once, without guards: taps
@@ -111,8 +115,8 @@ class Injection:
         self.hold = hold or sampler
         self.sampler = sampler
         self.rollouts = Rollouts()
-        self._asks_rank = rank is None
-        self.rank = self.rank_now() if rank is None else rank
+        self._ask_rank = None if isinstance(rank, int) else rank or this_rank
+        self.rank = rank if isinstance(rank, int) else (rank or this_rank)()
         self.allow_inert = allow_inert
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
         self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
@@ -136,7 +140,7 @@ class Injection:
         """Statistics that faults of another process of this run took at their first use, by tap."""
         self.fires = 0
         """Grows after every fire, when it is counted; tells whoever keeps a copy of the ledger that it is out of date."""
-        self.models: list[Attached] = []
+        self._models: list[Callable[[], Attached | None]] = []
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self.operators = OperatorTaps(self)
         self._mode = operators.Operators(self) if self.has_operators else None
@@ -150,9 +154,19 @@ class Injection:
     def attach(self, model: nn.Module) -> None:
         """Match the plan on a model, and hook it if the injection is enabled."""
         attached = Attached(self, model, len(self.models))
-        self.models.append(attached)
+        self.add(attached)
         if self.enabled:
             attached.hook()
+
+    @property
+    def models(self) -> list[Attached]:
+        """The models that it is on, in the order in which it met them."""
+        return [attached for known in self._models if (attached := known()) is not None]
+
+    def add(self, attached: Attached, *, weakly: bool = False) -> None:
+        """Count a model among its own. `weakly` does not keep the model alive, which then has to hold `attached` itself."""
+        alive = [known for known in self._models if known() is not None]
+        self._models = [*alive, weakref.ref(attached) if weakly else lambda: attached]
 
     def enable(self) -> Self:
         """Switch on. Hooks are set the first time and stay until `close`."""
@@ -241,13 +255,9 @@ class Injection:
         self.calls.phase = phase
         self.rewrite()
 
-    def rank_now(self) -> int:
-        """The rank of this process, as far as it is known now."""
-        return this_rank()
-
     def _follow_rank(self) -> None:
         """A process may join its group after a plan was attached: key the noise by the rank that it has now."""
-        if self._asks_rank and (rank := self.rank_now()) != self.rank:
+        if self._ask_rank is not None and (rank := self._ask_rank()) != self.rank:
             self.rank = rank
             for tap in self.taps:
                 tap.make_keys()
@@ -339,8 +349,9 @@ class Injection:
 
     @property
     def is_training(self) -> bool:
-        """Whether any of the models is in training mode."""
-        return any(m.model.training for m in self.models)
+        """Whether any of the models is in training mode, or there is none."""
+        models = self.models
+        return not models or any(attached.model.training for attached in models)
 
     # ---- what hooks and the operator mode ask for
 
@@ -356,8 +367,17 @@ class Injection:
         return tap
 
     def operator_frame(self) -> Frame | None:
-        """The frame an operator belongs to; None outside the models of this injection, and when it is off."""
-        return self.calls.top() if self.enabled else None
+        """The frame an operator belongs to; None when the injection is off, and where no model of it is called.
+
+        Under `shaketable run` operators outside of all modules are met too, each in a pass of its own.
+        """
+        if not self.enabled:
+            return None
+        frame, loose = self.calls.top(), self.operators.loose
+        if frame is None and loose is not None:
+            current = self.begin_pass(loose, current_phase(training=torch.is_grad_enabled()))
+            frame = Frame(loose, current, None, None, recomputing=False)
+        return frame
 
     def frame_between_graphs(self) -> Frame | None:
         """The frame of code that runs between the graphs of a compiled pass, where hooks are in graphs of their own."""

@@ -35,8 +35,8 @@ from shaketable.inject import op
 from shaketable.inject.modules import Hook, change_first, change_input, never_compiled_alone
 from shaketable.plan import OPS, Site
 from shaketable.sites.composite_functions import opened
+from shaketable.sites.engine_modules import is_engine_experts, is_engine_linear, is_engine_module
 from shaketable.sites.structure import Part
-from shaketable.sites.vllm_modules import is_engine_experts, is_engine_linear, is_engine_module
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection

@@ -25,7 +25,7 @@ from shaketable.inject import op
 from shaketable.inject.modules import ModuleTaps
 from shaketable.inject.op import Tap
 from shaketable.inject.passes import Frame
-from shaketable.sites.vllm_modules import is_engine_module
+from shaketable.sites.engine_modules import is_engine_module
 
 _HIDDEN = ("hidden_states", "x")
 

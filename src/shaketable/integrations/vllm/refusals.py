@@ -58,9 +58,9 @@ def tell(error: ShaketableError) -> None:
     sys.stderr.flush()
     if file := os.environ.get(WHY):
         Path(file).write_text(str(error), encoding="utf-8")
-    if (process := active()) is not None:
-        process.refused = str(error)
-        process.flush()
+    if (ledger := active()) is not None:
+        ledger.refused = str(error)
+        ledger.flush()
 
 
 def refuse_idle(plan: Plan) -> None:

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shaketable.cli import app
-from shaketable.launch.job_keys import READ, keys_of, run_with_keys
+from shaketable.integrations.job_keys import READ, keys_of, run_with_keys
 
 READS = f"import os; open(os.environ[{READ!r}], 'w').write('read')"
 
@@ -61,7 +61,7 @@ def test_a_python_without_the_package_is_stopped_at_once(tmp_path, monkeypatch, 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert run_with_keys([sys.executable, "-c", "print('trained')"], ["shaketable.plan"]) == 2
     out, err = capfd.readouterr()
-    assert "cannot shake" in err and "Install shaketable there" in err
+    assert "cannot inject into" in err and "Install shaketable there" in err
     assert "trained" not in out
 
 

@@ -1,15 +1,29 @@
-"""Models of sampling engines: what is different in vLLM's own modules.
+"""Models of sampling engines: how vLLM's own modules differ from others.
 
-An engine's classes are told by the package they were defined in. vLLM's linears are one matrix product each, of several
+An engine's classes are known by the package they were defined in. vLLM's linears are one matrix product each, of several
 projections at once (`qkv_proj`, `gate_up_proj`); on a CPU it packs their weights after loading and leaves an empty parameter
-behind, so a linear is not to be told by the shape of its weight. Its attention is a leaf, of which no product can be reached.
+behind, so a linear cannot be recognised by the shape of its weight. Its attention is a leaf, of which no product can be
+reached.
+
+Imports no torch: configs are checked with `FUSED` where there may be none.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ENGINES = ("vllm",)
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""The module that an engine has in place of a projection of the checkpoint."""
 
 _WHOLE = {
     "output": ("rowparallel", "replicated"),
@@ -55,11 +69,11 @@ def why_not_experts(module: nn.Module, point: str) -> str | None:
 
 
 def shard_of(module: nn.Module, point: str) -> str:
-    """What tells the shards of a tensor apart in the keys of its noise; empty where all ranks hold the same tensor.
+    """A suffix that keys the noise of each shard of a tensor; empty where all ranks hold the same tensor.
 
-    Under tensor parallelism each rank holds some columns of what a column-parallel linear returns, or of what a row-parallel
-    one takes: those need noise of their own. What every rank holds whole (norms, layers, the sum that a row-parallel linear
-    returns) must be the same everywhere, so its noise is.
+    Under tensor parallelism each rank holds some columns of the output of a column-parallel linear, or of the input of a
+    row-parallel one: those need noise of their own. Tensors that every rank holds whole (norms, layers, the sum that a
+    row-parallel linear returns) must be the same everywhere, and so must their noise.
     """
     size, kind = getattr(module, "tp_size", 1), type(module).__name__.lower()
     if not is_engine_module(module) or size == 1:
@@ -68,7 +82,7 @@ def shard_of(module: nn.Module, point: str) -> str:
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
-    """Whether a parameter is what is left of a weight that an engine packed away."""
+    """Whether a parameter is the empty remainder of a weight that an engine packed away."""
     parameter = module._parameters.get(name)
     return is_engine_module(module) and parameter is not None and parameter.numel() == 0
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from shaketable.sites import flops
+from shaketable.cli import flops
 from shaketable.sites.structure import Anatomy
 
 

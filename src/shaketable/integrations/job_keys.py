@@ -1,9 +1,15 @@
-"""A job of verl that asks for faults which nobody would inject is stopped before it starts Ray. Imports neither torch nor verl.
+"""Jobs of verl that ask for faults among their own arguments: `+shaketable.plan=…`, or the origin's keys.
 
-verl reads our keys by a plugin, and only where it has plugins: `verl.trainer.main_ppo` of the releases in `RELEASES`.
-Elsewhere (earlier releases, SFT trainers, `VERL_USE_EXTERNAL_PLUGINS=none`) Hydra accepts `+shaketable.plan=…` and the run is
-clean. Hydra has plugins too, so `hydra_plugins/shaketable_guard.py` is there in all of verl's programs, and calls `watch`. It
-looks at
+Hydra accepts such keys whether or not anything reads them. verl reads ours by a plugin, and only where it has plugins:
+`verl.trainer.main_ppo` of the releases in `RELEASES`. Elsewhere (earlier releases, SFT trainers,
+`VERL_USE_EXTERNAL_PLUGINS=none`) the run would be clean. Two things stand against that; neither imports torch or verl.
+
+**`shaketable run --` around the job** (`run_with_keys`) injects nothing. It puts our plugin in front of verl, whatever verl's
+own settings for plugins are; stops at once where this package cannot be imported (`launch/startup/`); and looks in the end
+for the line that the reader of the keys has written.
+
+**A guard in Hydra** (`watch`) stops the job before it starts Ray. Hydra has plugins too, so `hydra_plugins/shaketable_guard.py`
+is there in all of verl's programs. It looks at
 
     the arguments   a plan that Hydra's grammar would cut, because the quotes around it were the shell's
     the config      faults are asked for, and this program of this verl does not read them
@@ -12,8 +18,8 @@ looks at
 Each ends the program with one line and 2. The origin's keys are judged like ours, but for a verl that is the origin's own: it
 has the modules that read them, and is left to itself with a line that says so.
 
-Rejected: a list of release numbers to accept. Forks and development versions have numbers that say little; what counts is
-whether the config has the trainers that our plugin replaces.
+Rejected: a list of release numbers to accept. Forks and development versions have numbers that say little; the test is whether
+the config has the trainers that our plugin replaces.
 """
 
 from __future__ import annotations
@@ -21,15 +27,23 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shaketable.errors import ShaketableError
 from shaketable.integrations.origin_configs.translate import translate
-from shaketable.launch.job_keys import READ
 
+READ = "SHAKETABLE_KEYS_READ"
+"""The file that is written to when the keys were read."""
+MODULES = "VERL_USE_EXTERNAL_MODULES"
+_GROUP = r"shaketable|deadzone|aqn|trainer\.(?:noisy_ops|hw_error_injection|noise_injection)"
+_KEY = re.compile(rf"\+{{0,2}}((?:(?:{_GROUP})(?:\.[\w.]+)?)|(?:deadzone|aqn)_\w+)=")
+_VARIABLE, _VERL = "VERL_NOISY_OPS_ENABLED", "verl.trainer"
 RELEASES = "0.9.0 and 0.9.1"
 """Releases of verl whose `main_ppo` reads our keys, as far as they were tested."""
 PLUGIN = "shaketable.integrations.verl"
@@ -38,6 +52,44 @@ OF_THE_ORIGIN = tuple(f"verl.utils.{name}" for name in ("noisy_ops", "hw_error_i
 """Modules of the origin's own verl, which read its keys."""
 
 _read = False
+
+
+# ---- around the job
+
+
+def keys_of(command: list[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    """The keys among a command's arguments that ask for faults, and, for a job of verl, the origin's variable that does."""
+    keys = [found[1] for argument in command if (found := _KEY.match(argument))]
+    is_on = (environ or {}).get(_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
+    return [*keys, _VARIABLE] if is_on and any(_VERL in word for word in command) else keys
+
+
+def run_with_keys(command: list[str], keys: list[str]) -> int:
+    """Run a command that asks for faults by itself; its exit code, or 3 when it succeeded and nothing read the keys."""
+    from shaketable.launch.run import NOTHING_INJECTED, run_command
+
+    with tempfile.TemporaryDirectory(prefix="shaketable-") as folder:
+        read = Path(folder) / "read"
+        code = run_command(command, _environment(read))
+        if code == 0 and not read.exists():
+            sys.stderr.write(f"shaketable: nothing was injected: no process of this command has read {', '.join(keys)}\n")
+            return NOTHING_INJECTED
+    return code if code >= 0 else 128 - code
+
+
+def _environment(read: Path) -> dict[str, str]:
+    from shaketable.launch.run import STARTUP
+
+    path, modules = os.environ.get("PYTHONPATH"), os.environ.get(MODULES)
+    chosen = [*(modules.split(",") if modules else []), PLUGIN]
+    return os.environ | {
+        READ: str(read),
+        MODULES: ",".join(dict.fromkeys(chosen)),
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), *([path] if path else [])]),
+    }
+
+
+# ---- inside of the job
 
 
 def keys_were_read(what: str) -> None:

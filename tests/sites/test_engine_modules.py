@@ -7,9 +7,10 @@ from torch import nn
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject.injection import Injection
 from shaketable.plan import Plan
+from shaketable.sites.engine_modules import shard_of
 from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy
-from shaketable.sites.vllm_modules import shard_of
+from tests.sites.role_counts import role_counts
 
 
 def engine_class(name: str, base: type = nn.Module, **body) -> type:
@@ -45,7 +46,7 @@ def model(rank: int = 0, ranks: int = 1, packed: bool = False) -> nn.Module:
 
 
 def test_linears_are_found_after_their_weights_were_packed_away():
-    assert Anatomy.of(model(packed=True)).role_counts()["linear"] == 2
+    assert role_counts(Anatomy.of(model(packed=True)))["linear"] == 2
 
 
 def test_a_fault_on_packed_weights_is_refused():
