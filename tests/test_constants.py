@@ -30,7 +30,7 @@ CONSTANTS = {
     "faults.sums.ROWS": 2**16,
     "inject.counters._PATIENCE": 7,
     # recomputed micro-batches find their noise
-    "inject.pass_context._REMEMBERED": 256,
+    "inject.passes._REMEMBERED": 256,
     # what a killed process loses
     "launch.ledger_file.PAUSE": 0.05,
     "launch.ledger_file.SHARE": 20,

@@ -89,8 +89,7 @@ def _target(anatomy: Anatomy, names: tuple[str, ...], flops: float) -> dict[str,
 def _hits(anatomy: Anatomy, plan: Plan, index: int, flops: float) -> dict[str, Any]:
     """What one clause would hit. Operators are met at run time: only their families can be named."""
     from shaketable.cli.flops import part_flops
-    from shaketable.inject.hooks.fused_attention import hidden_by_attention
-    from shaketable.inject.hooks.operator_taps import families
+    from shaketable.inject.operators import families, hidden_by_attention
     from shaketable.sites.match import check_layers, targets
 
     clause = plan.clauses[index]

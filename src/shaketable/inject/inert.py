@@ -29,7 +29,7 @@ from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
-    from shaketable.inject.pass_context import Frame
+    from shaketable.inject.passes import Frame
     from shaketable.ledger.ledger import SiteLedger
 
 

@@ -21,20 +21,18 @@ from torch import nn
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault
 from shaketable.faults.cpu import native
+from shaketable.inject import cuda_graphs, op, operators, passes
 from shaketable.inject.attach import Attached
-from shaketable.inject.compile import custom_ops
 from shaketable.inject.counters import HostTable, capturing
-from shaketable.inject.device import graph_key
-from shaketable.inject.device.table import DeviceTables
-from shaketable.inject.hooks import checkpointing, operator_mode
-from shaketable.inject.hooks.operator_taps import OperatorTaps
+from shaketable.inject.cuda_graphs import DeviceTables
 from shaketable.inject.inert import InertCheck
-from shaketable.inject.pass_context import Calls, Entry, Frame, Pass
-from shaketable.inject.tap import Tap
-from shaketable.inject.weights.held_noise import HeldTap, Rollouts
+from shaketable.inject.op import Tap
+from shaketable.inject.operators import OperatorTaps
+from shaketable.inject.passes import Calls, Entry, Frame, Pass
+from shaketable.inject.weights import HeldTap, Rollouts
 from shaketable.ledger.ledger import Ledger, LiveLedger
 from shaketable.ledger.spot import Spot
-from shaketable.plan import PHASES, Plan
+from shaketable.plan import PHASES, Clause, Plan
 from shaketable.sites.phases import current_phase
 
 
@@ -79,7 +77,7 @@ def inject(
 
 def open_injection(model: nn.Module) -> Injection | None:
     """An injection that is on, on this very model."""
-    on = (injection for injection in graph_key.injections() if injection.enabled and not injection.closed)
+    on = (injection for injection in cuda_graphs.injections() if injection.enabled and not injection.closed)
     return next((injection for injection in on if any(attached.model is model for attached in injection.models)), None)
 
 
@@ -110,7 +108,7 @@ class Injection:
         rank: Keys the noise of this process; a function is asked whenever a pass begins, `this_rank` by default.
         hold: Draw the noise of weights once per rollout instead of once per call.
         sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
-            weights are written into them (`weights/in_place.py`), once per step. Engines trace once, without guards: taps
+            weights are written into them (`weights_in_place.py`), once per step. Engines trace once, without guards: taps
             are in the graph also when it is traced while the plan is off. Elsewhere such a graph is the clean one.
         """
         self.plan = plan
@@ -128,10 +126,10 @@ class Injection:
         self.counters = HostTable()
         self.tables = DeviceTables(self)
         self.ledger.settle, self.ledger.forget = self.settle, self.forget
-        self.handle = custom_ops.know(self)
+        self.handle = op.know(self)
         self.compiled_pass: Pass | None = None
         """The pass that compiled code ran last."""
-        graph_key.watch(self)
+        cuda_graphs.watch(self)
         self.calls = Calls(self, step)
         self.calls.phase = "rollout" if sampler else None
         self.enabled = False
@@ -145,7 +143,7 @@ class Injection:
         self._models: list[Callable[[], Attached | None]] = []
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self.operators = OperatorTaps(self)
-        self._mode = operator_mode.Operators(self) if self.has_operators else None
+        self._mode = operators.Operators(self) if self.has_operators else None
         self._depth = 0
         self._changing = 0
         self.inert_check = InertCheck(self)
@@ -174,7 +172,7 @@ class Injection:
         """Switch on. Hooks are set the first time and stay until `close`."""
         if self.closed:
             raise PlanError("this injection is closed; make a new one with inject()")
-        operator_mode.take_off_closed()
+        operators.take_off_closed()
         for model in self.models:
             model.hook()
         self.tables.make()
@@ -207,7 +205,7 @@ class Injection:
         self.drop_mode()
         for model in self.models:
             model.unhook()
-        checkpointing.unwatch(self)
+        passes.unwatch(self)
         if check and not self.allow_inert:
             self.ledger.check()
 
@@ -296,7 +294,7 @@ class Injection:
     def _announce(self) -> None:
         """Tell those who trace whether the plan is there at all."""
         on = self.enabled and not all(fault.is_off for fault in self.faults)
-        custom_ops.present[self.handle] = on or self.sampler
+        op.present[self.handle] = on or self.sampler
 
     def settle(self) -> None:
         """Tell the ledger what happened. Nobody else writes to it."""
@@ -363,7 +361,7 @@ class Injection:
         label = shown or (name if point == "output" else f"{name}:{point}")
         kind = HeldTap if self.hold and point == "weight" else Tap
         tap = kind(self, clause, spots.setdefault(label, Spot(label, layer)), name, point)
-        custom_ops.register(tap)
+        op.register(tap)
         self.taps.append(tap)
         self.counters.add_tap()
         return tap
@@ -383,13 +381,13 @@ class Injection:
 
     def frame_between_graphs(self) -> Frame | None:
         """The frame of code that runs between the graphs of a compiled pass, where hooks are in graphs of their own."""
-        tracing = custom_ops.traces[self.handle]
+        tracing = op.traces[self.handle]
         if not tracing.entries:
             return None
         first, entry = tracing.entries[0], tracing.entries[-1]
         if tracing.frame is None:
             known = tracing.known
-            current = self.begin_compiled_pass(first.index) if known is None else custom_ops.read(self, known)[0]
+            current = self.begin_compiled_pass(first.index) if known is None else op.unpack(self, known)[0]
             tracing.frame = Frame(first, current, first.layer, first.excluded, recomputing=False)
         if entry is first:
             return tracing.frame
@@ -415,8 +413,8 @@ class Injection:
         self.operators.weights.refresh()
         skipped = self.skip_pass is not None and self.skip_pass()
         acts = (False,) * len(self.faults) if skipped else self.acting(phase, captured)
-        moment = self.calls.new_moment(entry.index, phase)
-        current = Pass(self, phase, moment, acts, tuple(self.faults), captured, torch.is_grad_enabled())
+        key = self.calls.new_key(entry.index, phase)
+        current = Pass(self, phase, key, acts, tuple(self.faults), captured, torch.is_grad_enabled())
         if captured:
             self.tables.begin(current)
         return current
@@ -448,7 +446,7 @@ class Injection:
 
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
-        tracing = custom_ops.traces[self.handle]
+        tracing = op.traces[self.handle]
         if entry.is_root and tracing.entries and tracing.entries[0] is entry:
             tracing.forget()  # a compiled pass of several graphs has raised between them, where nobody closes it
         if torch.compiler.is_compiling():
@@ -468,7 +466,7 @@ class Injection:
     def leave(self, entry: Entry) -> None:
         """A module returns, or raises. Its frame is open unless the injection was off when it was called."""
         if torch.compiler.is_compiling():
-            tracing = custom_ops.traces[self.handle]
+            tracing = op.traces[self.handle]
             tracing.entries.pop()
             if not tracing.entries:
                 tracing.begin()
@@ -485,3 +483,45 @@ class Injection:
 
 _NO_MODULE = nn.Identity()
 """Stands for the module of a compiled graph that is no module of a model."""
+
+
+# ---- another plan at the same sites
+
+
+def has_same_sites(plan: Plan, other: Plan) -> bool:
+    """Whether two plans hit the same places, clause by clause; when they do is theirs."""
+    return [_place(clause) for clause in plan.clauses] == [_place(clause) for clause in other.clauses]
+
+
+def _place(clause: Clause) -> object:
+    return clause.site.model_copy(update={"phase": (), "point": ()}), clause.points
+
+
+def exchange(injection: Injection, plan: Plan, rank: int) -> None:
+    """Put a plan with the same sites in place of the present one. The injection is off afterwards.
+
+    Hooks, taps and compiled graphs stay: a graph asks its taps, when it runs, what they are to do, so fault, magnitude,
+    phase and seed may change while a compiled model lives. What was counted stays in the ledger of the old plan. On a GPU
+    captured kernels are those of one fault, and only magnitudes can change. (Rejected: a second injection whose taps take
+    over the numbers of the first. Modules that an engine does not compile would go on calling the hooks of the first.)
+    """
+    assert has_same_sites(plan, injection.plan)
+    assert not injection.tables.all
+    injection.disable()
+    injection.settle()
+    injection.ledger.settle = injection.ledger.forget = None
+    injection.plan, injection.rank = plan, rank
+    injection.faults = [clause.fault for clause in plan.clauses]
+    injection.ledger = LiveLedger.for_plan(plan, native.name())
+    injection.sites = injection.ledger.sites
+    injection.ledger.settle, injection.ledger.forget = injection.settle, injection.forget
+    injection.counters = HostTable()
+    for tap in injection.taps:
+        spot = Spot(tap.spot.name, tap.spot.layer)
+        tap.begin(injection.sites[tap.clause].spots.setdefault(spot.name, spot))
+        injection.counters.add_tap()
+    for attached in injection.models:
+        attached.note_hidden()
+    injection.references, injection.compiled_pass = {}, None
+    injection.inert_check = InertCheck(injection)
+    injection.calls.set_step(injection.calls.step)

@@ -31,11 +31,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shaketable.faults.rng import mix64
 from shaketable.inject.attach import Attached
-from shaketable.inject.hooks.base import Hook
-from shaketable.inject.hooks.module_tensors import change_input
-from shaketable.inject.hooks.modules import ModuleTaps
 from shaketable.inject.injection import Injection
-from shaketable.inject.pass_context import Calls, Entry
+from shaketable.inject.modules import Hook, ModuleTaps, change_input
+from shaketable.inject.passes import Calls, Entry
 from shaketable.launch import process_identity
 from shaketable.launch.ledger_file import LedgerFile
 from shaketable.plan import Plan
@@ -73,9 +71,9 @@ class CallsByTask(Calls):
             self.task, self.models = task, 0
             self.set_step(self.step)
 
-    def new_moment(self, who: int, phase: str) -> int:
+    def new_key(self, who: int, phase: str) -> int:
         self.follow()
-        moment = super().new_moment(who, phase)
+        moment = super().new_key(who, phase)
         return mix64(moment ^ self.task) if self.task else moment
 
     def after_fork(self) -> None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.inject.injection import Injection
-from shaketable.inject.other_plan import has_same_sites
+from shaketable.inject.injection import Injection, has_same_sites
 from shaketable.launch.process import active
 from shaketable.plan import Clause, Plan
 from shaketable.sites.match import check_range

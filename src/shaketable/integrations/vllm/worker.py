@@ -32,9 +32,8 @@ from shaketable.errors import InertError, PlanError, ShaketableError, nearest
 from shaketable.faults import MagnitudeFault
 from shaketable.harden.aqn.attach import AttachedAQN
 from shaketable.harden.aqn.spec import AQN
-from shaketable.inject.compile import custom_ops
-from shaketable.inject.injection import Injection
-from shaketable.inject.other_plan import exchange
+from shaketable.inject import op
+from shaketable.inject.injection import Injection, exchange
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report
 from shaketable.integrations.vllm.entry_points import (
@@ -211,7 +210,7 @@ class Shaker:
         """Keep graphs that carry taps apart from all others, in vLLM's cache on disk."""
         injections = [i for i in self.injections if i.models[0].hooks]
         if injections and isinstance(self.config.additional_config, dict):
-            parts = [__version__, str(custom_ops.newest()), *(i.plan.text() for i in injections)]
+            parts = [__version__, str(op.newest()), *(i.plan.text() for i in injections)]
             self.config.additional_config[GRAPHS] = "|".join(parts)
 
     def go_live(self) -> None:
