@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests import slow
-from tests.launch.shaken_programs import shake
 from tests.launch.test_process import Process, X, model, noise
+from tests.launch.under_run import under_plan
 
 LINEAR = "relative_gaussian:0.05@module.linear"
 
@@ -112,7 +112,7 @@ def test_processes_of_one_program_do_not_share_their_noise(without_rank, tmp_pat
     monkeypatch.chdir(tmp_path)
     found = []
     for repeat in ("a", "b") if start == "fork" else ("a",):
-        code, ledger, printed = shake(tmp_path / repeat, LINEAR, sys.executable, str(program), start, repeat)
+        code, ledger, printed = under_plan(tmp_path / repeat, LINEAR, sys.executable, str(program), start, repeat)
         assert code == 0, printed
         found.append(sorted(file.read_text() for file in tmp_path.glob(f"{repeat}-*.noise")))
         ranks = [worker["rank"] for worker in ledger["workers"] if worker["forward"]]
