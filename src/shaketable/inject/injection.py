@@ -408,7 +408,7 @@ class Injection:
         captured = capturing()
         if not captured:
             self._follow_rank()
-            self.tables.make()
+            self.tables.make(entry.module)
         self.rollouts.number()
         self.operators.weights.refresh()
         skipped = self.skip_pass is not None and self.skip_pass()
