@@ -35,9 +35,8 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import shaketable as st
-from shaketable.capture.prompts import token_batch
 from shaketable.capture.recorder import Recording, same
-from shaketable.capture.trace import LayerCall, forward, record_layer, trace
+from shaketable.capture.trace import LayerCall, forward, record_layer, token_batch, trace
 from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport
 from shaketable.locate.locate import Locator
 from shaketable.locate.srdd import srdd_verdict

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from shaketable.compare.fingerprint import make_fingerprint
-from shaketable.compare.fingerprint_file import write_fingerprint
+from shaketable.compare.fingerprint import make_fingerprint, write_fingerprint
 from shaketable.plan import Plan
 from tests.cli.invoked import shaketable
 

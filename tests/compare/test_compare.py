@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.compare.compare import compare
+from shaketable.compare.compare import ComparisonRow, Difference, LayerRow, compare
 from shaketable.compare.fingerprint import FingerprintError, make_fingerprint
-from shaketable.compare.result import ComparisonRow, Difference, LayerRow
 from shaketable.numerics.fit import Fit
 from shaketable.plan import Plan
 from tests.locate.architectures import ARCHITECTURES, ROUTED, build, tokens

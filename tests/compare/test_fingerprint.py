@@ -8,8 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shaketable.compare.fingerprint import HEAD_TOKENS, FingerprintError, make_fingerprint
-from shaketable.compare.fingerprint_file import check_same_model, read_fingerprint, write_fingerprint
+from shaketable.compare.fingerprint import (
+    HEAD_TOKENS,
+    FingerprintError,
+    check_same_model,
+    make_fingerprint,
+    read_fingerprint,
+    write_fingerprint,
+)
 from shaketable.errors import ModelError
 from tests.locate.architectures import build, tokens
 

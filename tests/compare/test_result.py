@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from shaketable.compare.result import ComparisonRow, DeviceComparison, Difference, LayerRow
+from shaketable.compare.compare import ComparisonRow, DeviceComparison, Difference, LayerRow
 from shaketable.numerics.fit import ROUNDING, Fit
 from shaketable.plan import Plan
 

@@ -10,7 +10,7 @@ from torch import nn
 from shaketable.capture.recorder import Recorder
 from shaketable.capture.reference import Reference
 from shaketable.capture.trace import record_layer, trace
-from shaketable.locate.checksums import _columns, check_products
+from shaketable.locate.replay import _columns, check_products
 from shaketable.numerics.intervals import Precision
 from shaketable.sites.nested_tensors import tensors_of
 from tests.locate.architectures import build, tokens

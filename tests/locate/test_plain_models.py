@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shaketable as st
-from shaketable.capture.model_call import call_with_tokens, logits_of
+from shaketable.capture.trace import call_with_tokens, logits_of
 from shaketable.compare.compare import compare
 from shaketable.compare.fingerprint import make_fingerprint
 from shaketable.sites.structure import Anatomy, find_layers

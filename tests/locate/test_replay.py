@@ -13,8 +13,7 @@ from shaketable.capture.recorder import Recorder
 from shaketable.capture.reference import Reference
 from shaketable.capture.trace import record_layer, trace
 from shaketable.locate import replay
-from shaketable.locate.checksums import row_scores
-from shaketable.locate.replay import judge
+from shaketable.locate.replay import judge, row_scores
 from shaketable.sites.nested_tensors import tensors_of
 from tests.locate.architectures import ARCHITECTURES, build, tokens
 from tests.numerics.replayed_functions import EXACT, Root, judged

@@ -9,8 +9,7 @@ from shaketable.capture.recorder import same
 from shaketable.capture.reference import Reference
 from shaketable.capture.trace import record_layer, trace
 from shaketable.locate import twins
-from shaketable.locate.gauge import gauged
-from shaketable.locate.wiring import circuit_of
+from shaketable.locate.twins import circuit_of, gauged
 from shaketable.sites.nested_tensors import tensors_of
 from tests.locate.architectures import ARCHITECTURES, UNWIRED, build, tokens
 

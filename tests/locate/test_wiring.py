@@ -4,8 +4,7 @@ import pytest
 import torch
 import transformers
 
-from shaketable.locate.gauge import free_spaces, gauge_of, paired
-from shaketable.locate.wiring import WIRINGS, Circuit, circuit_of
+from shaketable.locate.twins import WIRINGS, Circuit, circuit_of, free_spaces, gauge_of, paired
 from tests.locate.architectures import ARCHITECTURES, ROUTED, SIZES, UNWIRED
 
 WIRED = [name for name in ARCHITECTURES if name not in UNWIRED]

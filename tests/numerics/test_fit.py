@@ -8,8 +8,7 @@ from hypothesis import strategies as some
 from scipy import special, stats
 
 from shaketable.faults import Draw, make_fault
-from shaketable.numerics.fit import LIMIT, ROUNDING, _Pair, distance, fit, fit_all
-from shaketable.numerics.threshold_fit import dead_zone, saturation
+from shaketable.numerics.fit import LIMIT, ROUNDING, _Pair, dead_zone, distance, fit, fit_all, saturation
 
 PLANTED = [
     ("relative_gaussian", 0.05, {}, 0.03),

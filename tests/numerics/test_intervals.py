@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from shaketable.numerics.intervals import TINY, Around, Precision, Product, RoundingInterval
-from shaketable.numerics.precision import device_precision, tolerance
+from shaketable.numerics.intervals import TINY, Around, Precision, Product, RoundingInterval, device_precision, tolerance
 
 EXACT = Precision()
 NUMPY = {torch.float32: np.float32, torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shaketable.numerics import leaf_modules
+from shaketable.numerics import operators as leaf_modules
 from shaketable.numerics.intervals import Precision
-from shaketable.numerics.leaf_modules import Leaf, leaf_of
-from shaketable.numerics.operators import Call
+from shaketable.numerics.operators import Call, Leaf, leaf_of
 from tests.tensors import draw
 
 UNIT = 2.0**-24

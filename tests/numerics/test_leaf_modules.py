@@ -14,10 +14,9 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from shaketable.numerics import leaf_modules
+from shaketable.numerics import operators as leaf_modules
 from shaketable.numerics.intervals import Precision
-from shaketable.numerics.leaf_modules import leaf_of
-from shaketable.numerics.operators import Call
+from shaketable.numerics.operators import Call, leaf_of
 from tests.tensors import draw
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -5,8 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shaketable.numerics.intervals import Precision
-from shaketable.numerics.precision import device_precision, host_arithmetic, tolerance
+from shaketable.numerics.intervals import Precision, device_precision, host_arithmetic, tolerance
 
 EXACT = Precision()
 TF32 = Precision(2.0**-10, 0.0, "float32 products may use TF32: their factors are taken as rounded to 10 bits")

@@ -13,12 +13,10 @@ from shaketable.capture.reference import Reference, sets_attribute
 from shaketable.capture.trace import LayerCall, record_layer
 from shaketable.locate import twins
 from shaketable.locate.diagnosis import Evidence, Result
-from shaketable.locate.gauge import Gauge, gauged
 from shaketable.locate.replay import Judgement, Violation, rows_of
-from shaketable.locate.wiring import Circuit
+from shaketable.locate.twins import Circuit, Gauge, gauged
 from shaketable.numerics.classify import fault_class, unstable_class
-from shaketable.numerics.intervals import Precision
-from shaketable.numerics.precision import tolerance
+from shaketable.numerics.intervals import Precision, tolerance
 from shaketable.sites.nested_tensors import tensors_of
 
 Finding = tuple[Result, list[Evidence]]

@@ -22,20 +22,16 @@ import torch
 from torch import Tensor, nn
 
 import shaketable
-from shaketable.capture.model_call import Arguments
-from shaketable.capture.model_identity import product_name
-from shaketable.capture.prompts import token_batch
 from shaketable.capture.recorder import Recording, differing, main_result, same
-from shaketable.capture.reference import Reference, check_model
-from shaketable.capture.trace import LayerCall, Trace, forward, record_layer, trace
+from shaketable.capture.reference import Reference, check_model, product_name
+from shaketable.capture.trace import Arguments, LayerCall, Trace, forward, record_layer, token_batch, trace
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate import layer_probes, srdd
-from shaketable.locate.checksums import check_products
 from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
 from shaketable.locate.foreign_code import foreign_code, unmade
-from shaketable.locate.replay import judge
-from shaketable.locate.wiring import circuit_of
-from shaketable.numerics.precision import device_precision
+from shaketable.locate.replay import check_products, judge
+from shaketable.locate.twins import circuit_of
+from shaketable.numerics.intervals import device_precision
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")

@@ -17,11 +17,34 @@ Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
     layer_norm     δ = 12ua·(|x − mean|/σ + rms(x)/σ)·|w| + 4ua·|b|
     einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every result in between that is rounded
     conv1d         as a product, over a window
+
+Complex numbers, judged part by part: rotary embeddings of some models (DeepSeek-V2, Llama 4) multiply by them.
+
+A complex product is not one IEEE operation. Its real part ac − bd is two products and a sum, and a kernel may contract a
+product and the sum to one rounding or not; torch's own does for contiguous numbers and does not for others. With the two
+products within ua of themselves and the sum rounded to the dtype:
+
+    product        δ = ua·(|ac| + |bd|),  ua·(|ad| + |bc|)        (doubled here: products of the bound are rounded too)
+    polar          δ = ua·(6·|y| + 4·|r|)                          (as cos and sin, times the radius r)
+
+Sums and negation are rounded once in either part. Division, absolute value and all other functions have no definition.
+
+Operators that select values: where an index points must be the value that the operator selects.
+
+Equal values may be selected in any order, unless the call asks for a stable one. No place may be selected twice.
+
+Modules that are one operator by definition, judged by the definition that the model's config gives.
+
+The modules come from the *reference*: the model's class built anew from its config, so that an eps, an activation or a
+scale that was changed on the device is not believed. Which of the known RMSNorms a module is is not read from its name:
+its code is run on the host, and only a module whose results the formula allows is a leaf. Whatever is not a leaf is
+recorded function by function.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +52,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shaketable.numerics.intervals import ACCUMULATION as UA
 from shaketable.numerics.intervals import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
@@ -442,3 +465,289 @@ def _added(call: Call, factor: float, name: str) -> RoundingInterval:
 ADDITIONS = ("add", "add_", "sub", "sub_")
 """Functions with a factor `alpha`."""
 DIVISIONS = ("div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__")
+
+
+# ---- complex numbers
+
+
+_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_")
+_SUMS = {name for name in ARITHMETIC if name.strip("_") in ("add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg")}
+
+
+def parts(z: Tensor) -> Tensor:
+    """Real and imaginary parts as neighbouring channels."""
+    return torch.view_as_real(z.resolve_conj()).flatten(-2)
+
+
+def is_defined_for_complex(name: str) -> bool:
+    """Whether a function of complex numbers is judged, and not only compared with the host's."""
+    return name in COMPLEX_BOUNDED or name in _SUMS or name in ROUNDED_ONCE - ARITHMETIC
+
+
+def _product(call: Call) -> Around:
+    a, b = (_wide(factor, call.dtype) for factor in (call.args[0], call.get(1, "other")))
+    size = torch.complex((a.real * b.real).abs() + (a.imag * b.imag).abs(), (a.real * b.imag).abs() + (a.imag * b.real).abs())
+    return Around(parts(a * b), parts(size).mul_(2 * UA).add_(TINY), _part(call.dtype))
+
+
+def _polar(call: Call) -> Around:
+    radius, angle = call.wide(call.get(0, "abs")), call.wide(call.get(1, "angle"))
+    y = parts(torch.polar(radius, angle))
+    return Around(y, UA * (6 * y.abs() + 4 * radius.abs().repeat_interleave(2, -1)) + TINY, _part(call.dtype))
+
+
+def _wide(factor: Any, dtype: torch.dtype) -> Tensor:
+    """In complex128; a Python number meets the others in their dtype."""
+    return torch.as_tensor(factor, dtype=None if isinstance(factor, Tensor) else dtype).to(torch.complex128)
+
+
+def _part(dtype: torch.dtype) -> torch.dtype:
+    return torch.empty(0, dtype=dtype).real.dtype
+
+
+COMPLEX_BOUNDED: dict[str, Callable[[Call], Around]] = {**dict.fromkeys(_PRODUCTS, _product), "polar": _polar}
+
+
+# ---- selecting values
+
+
+SORTING = ("topk", "sort", "argsort")
+SELECTING = (*SORTING, "argmax", "argmin", "max", "min", "mode", "kthvalue")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Indices along a dimension that point to given values."""
+
+    x: Tensor
+    dim: int
+    index: Tensor
+    """As the host selects."""
+    values: Tensor
+    distinct: bool
+    """Whether a place may be selected only once."""
+
+    def outside(self, got: Tensor) -> Tensor:
+        """Where an index points to another value, to no value, or to a place that was selected before."""
+        size = self.x.shape[self.dim]
+        index = got.view(self.values.shape)
+        pointed = self.x.gather(self.dim, index.clamp(0, size - 1))
+        wrong = (
+            (index < 0) | (index >= size) | ((pointed != self.values) & ~((pointed != pointed) & (self.values != self.values)))
+        )
+        if self.distinct and index.shape[self.dim] > 1:
+            ordered, order = index.sort(self.dim)
+            again = ordered.diff(dim=self.dim) == 0
+            wrong = wrong | torch.zeros_like(wrong).scatter(self.dim, order.narrow(self.dim, 1, again.shape[self.dim]), again)
+        return wrong.view(got.shape)
+
+    def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """The host's indices at some places, as the lowest and the highest."""
+        index = self.index.view(where.shape)[where]
+        return index, index
+
+
+def selected(call: Call, name: str, results: list[Tensor]) -> list[Allowed | Selection] | None:
+    """What the results of one call may be; None where they hold no indices."""
+    x = call.args[0]
+    has_indices = len(results) == 2 or name.startswith("arg")  # the maximum of whole numbers has none
+    if not has_indices or not isinstance(x, Tensor) or not x.dim():
+        return None
+    expected = list(tensors_of(call.func(*call.args, **call.kwargs)))
+    if call.kwargs.get("stable"):
+        return [RoundingInterval.exactly(t) for t in expected]
+    index = expected[-1]
+    if name in ("argmax", "argmin") and call.get(1, "dim", call.kwargs.get("axis")) is None:
+        x, dim = x.flatten(), 0
+        index = index.view(1)
+    else:
+        place = 2 if name in ("topk", "kthvalue") else 1
+        dim = int(call.get(place, "dim", call.kwargs.get("axis", -1))) % x.dim()
+        index = index if index.dim() == x.dim() else index.unsqueeze(dim)
+    values = x.gather(dim, index)
+    first: list[Allowed | Selection] = [RoundingInterval.exactly(t) for t in expected[:-1]]
+    if name == "topk" and not call.get(4, "sorted", True):
+        order = results[0].argsort(dim, descending=True)  # in any order, so the host's are put into the device's
+        back = order.argsort(dim)
+        values, index = values.sort(dim, descending=True).values.gather(dim, back), index.gather(dim, back)
+        first = [RoundingInterval.exactly(values)]
+    return [*first, Selection(x, dim, index, values, name in SORTING)]
+
+
+# ---- modules that are one operator
+
+
+WIDENED = 1 << 24
+"""float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
+Weight = Callable[[str], Tensor]
+"""A parameter of the module, from the file, in the device's dtype, on the host."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module with a definition."""
+
+    kind: str
+    module: nn.Module
+    """The reference's module: attributes are read from it, never weights."""
+
+    def allowed(self, call: Call, weight: Weight) -> Allowed:
+        """What a correct device returns for this input."""
+        return _DEFINITIONS[self.kind](self.module, call, weight)
+
+
+def leaf_of(module: nn.Module) -> Leaf | None:
+    """The definition of a reference's module, or None when it has to be looked into."""
+    kind = _kind(module)
+    return None if kind is None else Leaf(kind, module)
+
+
+def _kind(module: nn.Module) -> str | None:
+    name = type(module).__name__
+    is_known = type(module).__module__.startswith("transformers.")  # people write a Conv1D or a GELUActivation of their own
+    if type(module) is nn.Linear or (is_known and name == "Conv1D"):
+        return name.lower() if module._parameters.get("weight") is not None else None
+    if type(module) in _PLAIN:
+        return _PLAIN[type(module)]
+    if is_known and name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
+        return _activation(type(module), name, str(module.__dict__.get("act", "")))
+    if "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
+        return _norm_kind(module)
+    return None
+
+
+_PLAIN: dict[type, str] = {
+    nn.Embedding: "embedding",
+    nn.LayerNorm: "layernorm",
+    nn.SiLU: "silu",
+    nn.Dropout: "identity",
+    nn.Identity: "identity",
+}
+
+
+def _activation(kind: type, name: str, function: str) -> str | None:
+    """Activations that call one fused function; the ones written out in Python are looked into."""
+    if "_python" in function:
+        return None
+    return {"SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}[name]
+
+
+def _norm_kind(module: nn.Module) -> str | None:
+    """Which formula an RMSNorm follows; one that takes a gate, or has parameters besides its weight, follows none.
+
+    It is this module that is run, not its class: one of Qwen 4 takes its mean over groups of channels where it is told to.
+    """
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if own not in ([], ["weight"]) or len(inspect.signature(type(module).forward).parameters) > 2:
+        return None
+    kinds = ("rmsnorm_late", "rmsnorm", "rmsnorm_one") if own else ("rmsnorm_bare",)
+    return next(
+        (kind for kind in kinds if all(_follows(module, kind, dtype) for dtype in (torch.float32, torch.bfloat16))), None
+    )
+
+
+def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
+    """Whether the formula allows what a norm makes on the host: its roundings too, at values so small that eps counts."""
+    try:
+        return _makes(module, kind, dtype)
+    except Exception:  # somebody's code, called otherwise than in its model
+        return False
+
+
+def _makes(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
+    weight, eps = module._parameters.get("weight"), float(getattr(module, _eps_name(module) or ""))
+    shape = (int(getattr(module, "normalized_shape", (8,))[-1]),) if weight is None else tuple(weight.shape)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(max(4, 512 // shape[-1]), *shape, generator=generator).mul_(math.sqrt(eps or 1.0)).to(dtype)
+    w = None if weight is None else torch.randn(shape, generator=generator).to(dtype)
+    got = _run(module, x, w)
+    call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
+    return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())  # type: ignore[arg-type,return-value]
+
+
+def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
+    """What the code of a norm makes of another weight: on a copy, and without hooks."""
+    probe = type(module).__new__(type(module))
+    probe.__dict__.update(module.__dict__, _parameters={"weight": weight})
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        got: Tensor = type(module).forward(probe, x)
+    return got
+
+
+def _eps_name(module: nn.Module) -> str | None:
+    return next((name for name in ("variance_epsilon", "eps") if isinstance(module.__dict__.get(name), float)), None)
+
+
+def _input(call: Call) -> Tensor:
+    return next(a for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor))
+
+
+def _linear_module(module: nn.Module, call: Call, weight: Weight) -> Product:
+    w = weight("weight")
+    w = call.wide(w) if w.numel() <= WIDENED and w.dtype == torch.float32 else w
+    bias = weight("bias") if module._parameters.get("bias") is not None else None
+    return Product(call.wide(_input(call)), w if isinstance(module, nn.Linear) else w.T, bias, call.dtype, call.precision)
+
+
+def _rmsnorm(module: nn.Module, call: Call, weight: Weight) -> Allowed:
+    """The normalised value is rounded to the dtype before the weight multiplies: both roundings are followed.
+
+    In float32 the two are of a size with the error of the square root, and one bound covers all.
+    """
+    normed, dtype = _normalised(module, call), _input(call).dtype
+    if dtype == torch.float32:
+        return Around.relative(normed.mul_(weight("weight").double()), 16, call.dtype)
+    inner = Around.relative(normed, 12, dtype).interval()
+    w = weight("weight").double()
+    ends = inner.low.double() * w, inner.high.double() * w
+    return RoundingInterval(torch.minimum(*ends).to(call.dtype), torch.maximum(*ends).to(call.dtype))
+
+
+def _rmsnorm_late(module: nn.Module, call: Call, weight: Weight) -> Around:
+    """Weight and all in float32, rounded once."""
+    return Around.relative(_normalised(module, call).mul_(weight("weight").double()), 16, call.dtype)
+
+
+def _rmsnorm_one(module: nn.Module, call: Call, weight: Weight) -> Around:
+    """Gemma's: times 1 + weight, in float32, rounded once."""
+    y = _normalised(module, call) * (1 + weight("weight").double())
+    return Around.relative(y, 16, call.dtype)
+
+
+def _rmsnorm_bare(module: nn.Module, call: Call, weight: Weight) -> Around:
+    """No weight: rounded once."""
+    return Around.relative(_normalised(module, call), 12, call.dtype)
+
+
+def _normalised(module: nn.Module, call: Call) -> Tensor:
+    x = call.wide(_input(call))
+    name = _eps_name(module)
+    assert name is not None
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(getattr(module, name)))
+
+
+def _layernorm(module: nn.Module, call: Call, weight: Weight) -> Around:
+    assert isinstance(module, nn.LayerNorm)
+    w = weight("weight").double() if module.weight is not None else None
+    b = weight("bias").double() if module.bias is not None else None
+    return layer_norm(call.wide(_input(call)), module.normalized_shape, w, b, module.eps, call.dtype)
+
+
+def _embedding(module: nn.Module, call: Call, weight: Weight) -> RoundingInterval:
+    return RoundingInterval.exactly(F.embedding(_input(call), weight("weight")))
+
+
+_DEFINITIONS: dict[str, Callable[[Any, Call, Weight], Allowed]] = {
+    "linear": _linear_module,
+    "conv1d": _linear_module,
+    "rmsnorm": _rmsnorm,
+    "rmsnorm_late": _rmsnorm_late,
+    "rmsnorm_one": _rmsnorm_one,
+    "rmsnorm_bare": _rmsnorm_bare,
+    "layernorm": _layernorm,
+    "embedding": _embedding,
+    "silu": lambda module, call, weight: silu(call.wide(_input(call)), call.dtype),
+    "gelu": lambda module, call, weight: gelu(call.wide(_input(call)), call.dtype, "none"),
+    "gelu_tanh": lambda module, call, weight: gelu(call.wide(_input(call)), call.dtype, "tanh"),
+    "identity": lambda module, call, weight: RoundingInterval.exactly(_input(call)),
+}

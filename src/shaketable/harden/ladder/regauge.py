@@ -37,8 +37,7 @@ from shaketable.harden.ladder.layer_error import BATCH, LOWER, Stream, error_of,
 from shaketable.harden.ladder.sequences import Pair
 from shaketable.harden.ladder.students import Students
 from shaketable.inject import Injection
-from shaketable.locate.gauge import Gauge, free_spaces, gauge_of, gauged, rescaled
-from shaketable.locate.wiring import Circuit, Map
+from shaketable.locate.twins import Circuit, Gauge, Map, free_spaces, gauge_of, gauged, rescaled
 from shaketable.measure.decoding.dynamic import batches
 from shaketable.sites.nested_tensors import tensors_of
 
