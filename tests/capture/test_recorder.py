@@ -299,7 +299,7 @@ def test_other_values_behind_a_module_are_a_break_at_its_output(path):
     root.get_submodule(path).register_forward_hook(silent(lambda args, out: out + 1))
     recording = record(root, x=x)
     (found,) = recording.breaks
-    assert (found.path, found.door) == (path, "output")
+    assert (found.path, found.side) == (path, "output")
     assert torch.equal(found.got, found.expected + 1)
     assert found.expected is recording.records[found.after - 1].output
 
@@ -310,7 +310,7 @@ def test_other_values_before_a_module_are_a_break_at_its_input(path):
     change = silent(lambda args, kwargs: (tuple(a + 1 for a in args), {k: v + 1 for k, v in kwargs.items()}))
     root.get_submodule(path).register_forward_pre_hook(change, with_kwargs=True)
     recording = record(root, x=x)
-    assert {(b.path, b.door) for b in recording.breaks} == {(path, "input")}
+    assert {(b.path, b.side) for b in recording.breaks} == {(path, "input")}
     assert len(recording.breaks) == (2 if path == "inner" else 1), "every argument is looked at"
     assert all(torch.equal(b.got, b.expected + 1) for b in recording.breaks)
     assert recording.breaks[0].after == (0 if path == "mlp" else 1)
@@ -354,7 +354,7 @@ def test_the_door_of_the_layer_itself_is_watched_too():
     layer = made(Layer)
     layer.register_forward_pre_hook(silent(lambda args: (args[0] + 1,)))
     recording = record(layer, draw(3, 4))
-    assert [(b.path, b.door) for b in recording.breaks] == [("", "input")]
+    assert [(b.path, b.side) for b in recording.breaks] == [("", "input")]
 
 
 def test_several_results_keep_their_kinds():
@@ -373,7 +373,7 @@ def test_several_results_keep_their_kinds():
     root = Root()
     root.both.register_forward_hook(silent(lambda args, out: (out[0] + 1, {"ids": out[1]["ids"] + 1})))
     breaks = record(root, draw(3, 4)).breaks
-    assert [(b.path, b.door, b.got.dtype) for b in breaks] == [
+    assert [(b.path, b.side, b.got.dtype) for b in breaks] == [
         ("both", "output", torch.float32),
         ("both", "output", torch.int64),
     ]
@@ -443,13 +443,13 @@ def test_planted_faults_are_not_seen_as_operators(llama, plan, hit):
 
 
 @pytest.mark.parametrize(
-    ("plan", "door"), [("gain:0.5@module.self_attn", "output"), ("gain:0.5@module.mlp,point=input", "input")]
+    ("plan", "side"), [("gain:0.5@module.self_attn", "output"), ("gain:0.5@module.mlp,point=input", "input")]
 )
-def test_planted_faults_at_doors_are_breaks(llama, plan, door):
+def test_planted_faults_at_doors_are_breaks(llama, plan, side):
     args, kwargs = layer_inputs(llama)
     with st.inject(llama, plan, seed=0):
         recording = record(llama.model.layers[0], *args, leaf=llama_leaf, **kwargs)
-    assert [(b.path, b.door) for b in recording.breaks] == [(plan.split("module.")[1].split(",")[0], door)]
+    assert [(b.path, b.side) for b in recording.breaks] == [(plan.split("module.")[1].split(",")[0], side)]
 
 
 # ---- what is left behind

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shaketable.capture.reference import Reference, _agree, _unlike
+from shaketable.capture.reference import Reference
 from shaketable.capture.trace import LayerCall, forward, hidden, record_layer, trace, with_hidden
 from shaketable.errors import ModelError
 from tests.locate.architectures import build, tokens
@@ -67,45 +67,3 @@ def test_a_layer_that_is_called_twice_or_never_is_named():
         trace(shared, IDS, Reference(shared))
     said = "model.layers.0 is called more than once in a forward; locate follows one call per layer"
     assert str(refused.value) == said
-
-
-BUFFER = torch.tensor([1.0, 2.0, 4.0])
-
-
-@pytest.mark.parametrize(
-    ("buffer", "given", "agree"),
-    [
-        (BUFFER, BUFFER.clone(), True), (BUFFER, BUFFER * (1 + 2**-23), True), (BUFFER, BUFFER * 1.001, False), (BUFFER, BUFFER[:2], False),
-        (BUFFER, BUFFER.to("meta"), True), (BUFFER, BUFFER[:2].to("meta"), True), (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
-        (torch.tensor([1, 2]), torch.tensor([1, 2]), True), (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
-        (torch.zeros(2), torch.full((2,), 1e-30), False),
-    ],
-)  # fmt: skip
-def test_buffers_agree_up_to_a_few_units_in_the_last_place(buffer, given, agree):
-    assert _agree(buffer, given) is agree
-
-
-def test_what_differs_in_a_buffer_is_told():
-    assert _unlike("scale", BUFFER, BUFFER[:2]) == "its scale has the shape (3,) where the config gives (2,)"
-    other = torch.tensor([1.0, 3.0, 5.0])
-    wanted = "2 of 3 values of its scale are not what the config gives, the first is 2 and should be 3"
-    assert _unlike("scale", BUFFER, other) == wanted
-
-
-def test_numbers_that_the_config_does_not_give_are_named_with_their_place():
-    model = build("llama")
-    reference = Reference(model)
-    assert list(reference.other_numbers(model, "")) == []
-    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
-    model.model.layers[1].self_attn.attention_dropout = 0.5
-    eps = model.model.layers[0].input_layernorm.variance_epsilon
-    said = f"its variance_epsilon is 0.5 where the config says {eps:g}"
-    assert list(reference.other_numbers(model, "")) == [("model.layers.1.input_layernorm", said)]
-    assert list(reference.other_numbers(model.model.layers[1], "model.layers.1")) == [("input_layernorm", said)]
-    assert (
-        list(reference.other_numbers(model, "", {"model.layers.1"}))
-        == []
-        != list(reference.other_numbers(model, "", {"model.layers"[:-1]}))
-    )
-    reference.is_rebuilt = False
-    assert list(reference.other_numbers(model, "")) == []

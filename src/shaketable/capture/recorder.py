@@ -65,10 +65,10 @@ class Record:
 
 @dataclass
 class Break:
-    """A tensor that was changed between two operators, at the door of a module."""
+    """A tensor that was changed between two operators, where a module takes or returns it."""
 
     path: str
-    door: str
+    side: str
     """`input` or `output`."""
     after: int
     """How many operators had been recorded by then."""
@@ -352,11 +352,11 @@ class _Room:
         else:
             self._broken("output", _of_its_kind(record, got), got)
 
-    def _broken(self, door: str, expected: Tensor, got: Tensor) -> None:
+    def _broken(self, side: str, expected: Tensor, got: Tensor) -> None:
         recording = self.recorder.recording
         with torch._C.DisableTorchFunction():
             if not same(expected, got):
-                recording.breaks.append(Break(self.path, door, len(recording.records), expected, got))
+                recording.breaks.append(Break(self.path, side, len(recording.records), expected, got))
         self.recorder.learn(got)
 
     def _maker(self, tensor: Tensor) -> Record | None:

@@ -4,7 +4,7 @@ The skeleton has parameters without values and gives definitions (which module i
 from the file when they are asked for, one layer at a time, and cast on the host to the device's dtype, as loading does.
 A model that came without a file is its own reference: then a wrong weight is not seen, and the diagnosis says so.
 
-Which model, on which device, under which installation: what has to agree before two devices are compared.
+`describe` names a model, its device and this installation: the facts that must agree before two devices are compared.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import platform
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata as packages
 from pathlib import Path
@@ -37,85 +38,6 @@ LOCAL |= {"attn_implementation", "_attn_implementation_internal"}
 """Config keys that say where and how a model was loaded, not which model it is."""
 
 
-def describe(model: nn.Module, layers: str | None = None) -> dict[str, Any]:
-    """The fields of the metadata that a model, its device and this installation give."""
-    import shaketable
-
-    weight = next(model.parameters())
-    config: Any = getattr(model, "config", None)
-    precision = device_precision(weight.device, weight.dtype)
-    return {
-        "model_class": type(model).__name__,
-        "num_layers": len(find_layers(model, layers)[0]),
-        "hidden_size": _width(model, config),
-        "config_sha256": config_hash(config) if hasattr(config, "to_diff_dict") else _sha256(repr(model)),
-        "weights_sha256": weights_hash(model),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": device_name(weight.device),
-        "attention": str(getattr(config, "_attn_implementation", None) or "unknown"),
-        "versions": {
-            "shaketable": shaketable.__version__,
-            "torch": str(torch.__version__),
-            "transformers": packages.version("transformers"),
-            "python": platform.python_version(),
-        },
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "switches": {
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "cuda_tf32": torch.backends.cuda.matmul.allow_tf32,
-        },
-        "product_input": precision.product_input,
-    }
-
-
-def _width(model: nn.Module, config: Any) -> int:
-    """The size of hidden states: what the config says; of a model of somebody's own, the width of its first embedding."""
-    if hasattr(config, "get_text_config"):
-        return int(config.get_text_config().hidden_size)
-    return input_embedding(model).embedding_dim
-
-
-def input_embedding(model: nn.Module) -> nn.Embedding:
-    """The embedding of tokens, as the model names it; else the first one there is."""
-    if callable(ask := getattr(model, "get_input_embeddings", None)):
-        named: nn.Embedding = ask()
-        return named
-    found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if found is None:
-        raise ModelError(f"{type(model).__name__} has no embedding of tokens to take a fingerprint of")
-    return found
-
-
-def device_name(device: torch.device) -> str:
-    """The device as a person knows it."""
-    name = product_name(device)
-    return device.type if name is None else f"{device.type} ({name})"
-
-
-def product_name(device: torch.device) -> str | None:
-    """What an accelerator is sold as; None for a CPU, and where torch cannot tell."""
-    ask = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
-    return None if ask is None else str(ask(device))
-
-
-def config_hash(config: Any) -> str:
-    """sha256 of what a config says of the model, wherever and however it was loaded."""
-    return _sha256(json.dumps(_without_local(config.to_diff_dict()), sort_keys=True, default=str))
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _without_local(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _without_local(v) for k, v in value.items() if k not in LOCAL}
-    return value
-
-
-# ---- reference
-
-
 _MISSING = object()
 _SWITCHES = {"training", "gradient_checkpointing", "name_or_path", "loss_type"}
 """Attributes of modules that say how a model is used, and not what it computes."""
@@ -123,12 +45,26 @@ _USAGE = LOCAL | {"use_cache", "return_dict", "output_attentions", "output_hidde
 """Config keys of the same kind; so are token ids and dropouts."""
 
 
+@dataclass(frozen=True)
+class Deviation:
+    """An attribute or buffer of a module that is not what the config gives."""
+
+    path: str
+    name: str
+    text: str
+    """In words."""
+    is_own: bool
+    """Whether it may be right: trained and saved, or written by the model's own code when it runs."""
+    is_switch: bool
+    """Whether it is neither a real number nor a buffer."""
+
+
 class Reference:
     """Definitions and weights to judge a model by.
 
     Args:
         model: The model under test.
-        source: Its name or folder, when its weights can be read again; None when the model itself has to be believed.
+        source: Its name or folder, when its weights can be read again; None when the model itself has to be trusted.
         layers: Path of the module that holds the decoder layers, where they are not found by themselves.
     """
 
@@ -139,7 +75,7 @@ class Reference:
         self._config: Any = getattr(model, "config", None)
         self.other_config: list[str] = []
         """Keys in which the model's config is not that of its source."""
-        self.odd_part = ""
+        self.unexplained = ""
         """A module that the model has and its config does not give, or the other way round."""
         self.skeleton = self._build(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -148,6 +84,7 @@ class Reference:
         self._files = None if source is None else _open(source, self._parameters, hasattr(model, "peft_config"))
         self.dtype = _main_dtype(self._parameters.values())
         self._recent: dict[str, Tensor] = {}
+        self._near: dict[int, tuple[Tensor, Tensor]] = {}
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self._wrong_at_first: set[tuple[str, str]] | None = None
         self.written: set[int] = set()
@@ -161,7 +98,7 @@ class Reference:
         except Exception:  # somebody's constructor, which wants more than a config, or looks at its weights
             skeleton = None
         if skeleton is not None and _paths(skeleton) != _paths(model):
-            self.odd_part = min(_paths(skeleton) ^ _paths(model))
+            self.unexplained = min(_paths(skeleton) ^ _paths(model))
             skeleton = None
         config: Any = getattr(model, "config", None)
         if self.source is not None and hasattr(config, "to_dict"):
@@ -190,14 +127,14 @@ class Reference:
             raise LookupError(f"it has no parameter {name.rpartition('.')[2]}, which the config gives it")
         own = self._parameters[name]
         if name not in self._recent:
-            given = own.detach().cpu() if self.is_believed(name) else self._files.read(name)  # type: ignore[union-attr]
+            given = own.detach().cpu() if self.is_trusted(name) else self._files.read(name)  # type: ignore[union-attr]
             if given.shape != own.shape:
                 shapes = f"has the shape {tuple(own.shape)} where {self.source} holds {tuple(given.shape)}"
                 raise ModelError(f"{name} {shapes}; give the source of this model, or none")
             self._recent[name] = given.to(own.dtype)
         return self._recent[name]
 
-    def is_believed(self, name: str) -> bool:
+    def is_trusted(self, name: str) -> bool:
         """Whether a parameter is in no file, and so is its own reference."""
         return self._files is None or self._files.lacks(name)
 
@@ -208,7 +145,7 @@ class Reference:
 
     def is_rounded(self, name: str) -> bool:
         """Whether the file holds more of a parameter than the model does."""
-        if self.is_believed(name):
+        if self.is_trusted(name):
             return False
         given = self._files.read(name)  # type: ignore[union-attr]
         return not torch.equal(given.to(self.dtype), self.own(name).detach().cpu().to(self.dtype))
@@ -218,6 +155,14 @@ class Reference:
         u = UNIT[self.dtype]
         return [name for name, p in self._parameters.items() if UNIT.get(p.dtype, u) > u]
 
+    def near(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model on the host, copied once per layer."""
+        if tensor.device.type == "cpu":
+            return tensor.detach()
+        if id(tensor) not in self._near:
+            self._near[id(tensor)] = (tensor, tensor.detach().cpu())
+        return self._near[id(tensor)][1]
+
     def wide(self, tensor: Tensor) -> Tensor:
         """A host tensor in float64, made once per layer."""
         if id(tensor) not in self._wide:
@@ -226,8 +171,8 @@ class Reference:
 
     def forget(self) -> None:
         """Let go of the weights that were read, before the next layer."""
-        self._recent.clear()
-        self._wide.clear()
+        for kept in (self._recent, self._near, self._wide):
+            kept.clear()
 
     def like(self, tensor: Tensor) -> Tensor | None:
         """What a parameter, or a view into one, should hold; None for any other tensor."""
@@ -241,52 +186,36 @@ class Reference:
             return None
         return whole.contiguous().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - own.storage_offset())
 
-    def note_numbers(self, model: nn.Module) -> None:
-        """Remember which numbers are wrong before a forward: what is wrong only after one, the model's own code has written."""
-        self._wrong_at_first = {(path, name) for path, name, _, _ in self._unlike_numbers(model, "", ())}
+    def note_deviations(self, model: nn.Module) -> None:
+        """Remember what deviates before a forward: deviations that come with one are written by the model's own code."""
+        self._wrong_at_first = {(one.path, one.name) for one in self.unlike(model)}
 
-    def other_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-        """Numbers and buffers of a module's parts that are not what the config gives: the path, and what is wrong.
+    def unlike(self, module: nn.Module, prefix: str = "", skip: Collection[str] = ()) -> Iterator[Deviation]:
+        """Attributes and buffers of a module's parts that are not what the config gives.
 
         Args:
             module: A layer, or the model.
             prefix: Its path in the model.
             skip: Paths whose parts are looked at elsewhere.
         """
-        return ((path, text) for path, _, text, is_own in self._unlike_numbers(module, prefix, skip) if not is_own)
-
-    def own_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-        """The same, of numbers that the model's own code writes when it runs, or that are saved in a file that is not given."""
-        for path, name, text, is_own in self._unlike_numbers(module, prefix, skip):
-            if is_own and isinstance(getattr(module.get_submodule(path), name), float | Tensor):
-                yield path, text
-
-    def own_switches(self, model: nn.Module) -> Iterator[str]:
-        """Switches and counts that are not the config's and that the code of their module sets when it runs, in words."""
-        for path, name, text, is_own in self._unlike_numbers(model, "", ()):
-            if is_own and not isinstance(getattr(model.get_submodule(path), name), float | Tensor):
-                yield f"{path or 'the model'}: {text}"
-
-    def _unlike_numbers(self, module: nn.Module, prefix: str, skip: Collection[str]) -> Iterator[tuple[str, str, str, bool]]:
-        """Path, name, what is wrong, and whether nobody can say that it is."""
-        if not self.is_rebuilt:
-            return
-        for path, part in module.named_modules():
+        for path, part in module.named_modules() if self.is_rebuilt else ():
             if any(path == s or path.startswith(f"{s}.") for s in skip) or isinstance(part, nn.Dropout):
                 continue
             full = ".".join(p for p in (prefix, path) if p)
-            for name, text in self._unlike_numbers_of(part, full):
+            for name, text in self._unlike(part, full):
                 if self._wrong_at_first is None or (full, name) in self._wrong_at_first:
-                    yield path, name, text, self._may_be_right(part, name)
+                    is_switch = not isinstance(getattr(part, name, None), float | Tensor)
+                    yield Deviation(path, name, text, self._may_be_right(part, name), is_switch)
 
-    def _unlike_numbers_of(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
+    def _unlike(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
+        """The name of each, and how it differs in words."""
         expected = self.skeleton.get_submodule(full)
         for name in attributes_of(part) | attributes_of(expected):
             value = vars(part).get(name, getattr(part, name, _MISSING))
             given = vars(expected).get(name, getattr(type(expected), name, _MISSING))
             if _is_plain(given) and not (_is_plain(value) and value == given):
                 yield name, f"its {name} is {_in_words(value)} where the config says {_in_words(given)}"
-        for text in self._unlike_the_model_s(vars(part).get("config"), vars(expected).get("config")):
+        for text in self._unlike_own_config(vars(part).get("config"), vars(expected).get("config")):
             yield "config", f"its own config is another: {text}"
         for name in sorted(expected._buffers.keys() - part._buffers.keys()):
             yield name, f"it has no buffer {name}, which the config gives it"
@@ -295,9 +224,9 @@ class Reference:
             if buffer is None or given is None or buffer.layout != torch.strided or _agree(buffer, given):
                 continue
             if self._is_static(expected) or not any(_agree(buffer, other) for other in _rotations(part, expected)):
-                yield name, _unlike(name, buffer, given)
+                yield name, _unlike_buffer(name, buffer, given)
 
-    def _unlike_the_model_s(self, own: Any, given: Any) -> Iterator[str]:
+    def _unlike_own_config(self, own: Any, given: Any) -> Iterator[str]:
         """Keys of the config that a module holds, where it is not the model's own, that are not what they should be."""
         if own is self._config or not hasattr(own, "to_dict") or not hasattr(given, "to_dict"):
             return
@@ -306,18 +235,18 @@ class Reference:
             yield f"its attention is {kinds[0]!r} where the model's is {kinds[1]!r}"
         yield from (text for text in _unlike_config(own, given) if text not in self.other_config)
 
-    def odd_ones(self, layers: list[nn.Module], paths: list[str]) -> Iterator[str]:
-        """Attributes of one layer that are otherwise in all the others, in words; only of a model that no config gives."""
-        if self.is_rebuilt or len(layers) < 3:
+    def unlike_siblings(self) -> Iterator[str]:
+        """Attributes that one layer has otherwise than all the others, in words; only of a model that no config gives."""
+        if self.is_rebuilt or len(self.layers) < 3:
             return
-        parts = [{path: attributes_of(part) for path, part in layer.named_modules()} for layer in layers]
+        parts = [{path: attributes_of(part) for path, part in layer.named_modules()} for layer in self.layers]
         for path, attributes in parts[0].items():
             for name in attributes:
                 values = [part[path].get(name, _MISSING) if path in part else _MISSING for part in parts]
                 common = max(values, key=values.count)
                 odd = [i for i, value in enumerate(values) if value != common]
                 if len(odd) == 1 and values[odd[0]] is not _MISSING:
-                    where, value = ".".join(p for p in (paths[odd[0]], path) if p), values[odd[0]]
+                    where, value = ".".join(p for p in (self.paths[odd[0]], path) if p), values[odd[0]]
                     yield f"{where}: its {name} is {_in_words(value)} where it is {_in_words(common)} in the other layers"
 
     def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
@@ -450,7 +379,7 @@ def _agree(buffer: Tensor, given: Tensor) -> bool:
     return torch.allclose(got.double(), expected.double(), rtol=8 * UNIT.get(buffer.dtype, 2.0**-24), atol=0.0, equal_nan=True)
 
 
-def _unlike(name: str, buffer: Tensor, given: Tensor) -> str:
+def _unlike_buffer(name: str, buffer: Tensor, given: Tensor) -> str:
     """In words: how a buffer differs from the one that the config gives."""
     if buffer.shape != given.shape:
         return f"its {name} has the shape {tuple(buffer.shape)} where the config gives {tuple(given.shape)}"
@@ -601,3 +530,82 @@ def check_model(model: nn.Module, stack: str | None = None) -> None:
         if not bool(finite.all()):
             bad = int((~finite).sum())
             raise ModelError(f"{name} holds {bad} of {parameter.numel()} values that are NaN or infinite")
+
+
+# ---- naming a model and its device
+
+
+def describe(model: nn.Module, layers: str | None = None) -> dict[str, Any]:
+    """The fields of the metadata that a model, its device and this installation give."""
+    import shaketable
+
+    weight = next(model.parameters())
+    config: Any = getattr(model, "config", None)
+    precision = device_precision(weight.device, weight.dtype)
+    return {
+        "model_class": type(model).__name__,
+        "num_layers": len(find_layers(model, layers)[0]),
+        "hidden_size": _width(model, config),
+        "config_sha256": config_hash(config) if hasattr(config, "to_diff_dict") else _sha256(repr(model)),
+        "weights_sha256": weights_hash(model),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": device_name(weight.device),
+        "attention": str(getattr(config, "_attn_implementation", None) or "unknown"),
+        "versions": {
+            "shaketable": shaketable.__version__,
+            "torch": str(torch.__version__),
+            "transformers": packages.version("transformers"),
+            "python": platform.python_version(),
+        },
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "switches": {
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "cuda_tf32": torch.backends.cuda.matmul.allow_tf32,
+        },
+        "product_input": precision.product_input,
+    }
+
+
+def _width(model: nn.Module, config: Any) -> int:
+    """The size of hidden states: what the config says; of a model of somebody's own, the width of its first embedding."""
+    if hasattr(config, "get_text_config"):
+        return int(config.get_text_config().hidden_size)
+    return input_embedding(model).embedding_dim
+
+
+def input_embedding(model: nn.Module) -> nn.Embedding:
+    """The embedding of tokens, as the model names it; else the first one there is."""
+    if callable(ask := getattr(model, "get_input_embeddings", None)):
+        named: nn.Embedding = ask()
+        return named
+    found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if found is None:
+        raise ModelError(f"{type(model).__name__} has no embedding of tokens to take a fingerprint of")
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The device as a person knows it."""
+    name = product_name(device)
+    return device.type if name is None else f"{device.type} ({name})"
+
+
+def product_name(device: torch.device) -> str | None:
+    """What an accelerator is sold as; None for a CPU, and where torch cannot tell."""
+    ask = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if ask is None else str(ask(device))
+
+
+def config_hash(config: Any) -> str:
+    """sha256 of what a config says of the model, wherever and however it was loaded."""
+    return _sha256(json.dumps(_without_local(config.to_diff_dict()), sort_keys=True, default=str))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_local(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _without_local(v) for k, v in value.items() if k not in LOCAL}
+    return value

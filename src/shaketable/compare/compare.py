@@ -455,7 +455,7 @@ class _Between:
                 return f"{v.path or 'the layer'}:{v.function}"
         for gap in self.recording.breaks:
             if id(arrived) in self._reached_from(lambda i, r: False, {id(gap.got)}):
-                return f"changed at the {gap.door} of {gap.path or 'the layer'}"
+                return f"changed at the {gap.side} of {gap.path or 'the layer'}"
         return ""
 
     @property

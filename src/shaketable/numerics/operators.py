@@ -1,9 +1,12 @@
-"""What torch functions compute, in float64, with the bound that a correct device keeps to.
+"""Operators of a model: how each one is recognised, what it computes in float64, and the bound that a correct device keeps to.
 
-Three kinds. *Rounded once*: moving, selecting and comparing values, and the IEEE operations; the host does the same in
-the same dtype and every bit must agree. *Bounded*: products, sums and transcendental functions; float64 and a bound.
-*Unknown*: the host runs the same function; if the bits agree the device is right, if not nobody can say, and the probe
-is inconclusive.
+A function of torch is recognised by its name (`BOUNDED`, `ROUNDED_ONCE`, `SELECTING`), fused attention kernels included; a
+module by its type (`leaf_of`). There are four kinds of definition:
+
+*Rounded once*: moving and comparing values, and the IEEE operations. The host does the same in the same dtype and every bit
+must agree. *Bounded*: products, sums and transcendental functions, in float64 with a bound. *Selecting*: where an index points
+must be the value that the operator selects; equal values may come in any order, no place twice. *Unknown*: the host runs the
+same function; if the bits agree the device is right, otherwise the operator is inconclusive.
 
 Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
 
@@ -15,30 +18,15 @@ Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
     sums           δ = ua·s(n)·Σ|x|
     index_add      δ = 1.5·u·n·Σ|x| for the n > 1 values of a row
     layer_norm     δ = 12ua·(|x − mean|/σ + rms(x)/σ)·|w| + 4ua·|b|
-    einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every result in between that is rounded
+    rms_norm       12 units of ua for the normalised value, rounded before the weight multiplies or not, 16 after it
+    einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every intermediate result that is rounded
     conv1d         as a product, over a window
+    complex a·b    δ = 2ua·(|ac| + |bd|), 2ua·(|ad| + |bc|): a kernel may contract a product and the sum to one rounding
+    polar          δ = ua·(6·|y| + 4·|r|), as cos and sin times the radius r
 
-Complex numbers, judged part by part: rotary embeddings of some models (DeepSeek-V2, Llama 4) multiply by them.
-
-A complex product is not one IEEE operation. Its real part ac − bd is two products and a sum, and a kernel may contract a
-product and the sum to one rounding or not; torch's own does for contiguous numbers and does not for others. With the two
-products within ua of themselves and the sum rounded to the dtype:
-
-    product        δ = ua·(|ac| + |bd|),  ua·(|ad| + |bc|)        (doubled here: products of the bound are rounded too)
-    polar          δ = ua·(6·|y| + 4·|r|)                          (as cos and sin, times the radius r)
-
-Sums and negation are rounded once in either part. Division, absolute value and all other functions have no definition.
-
-Operators that select values: where an index points must be the value that the operator selects.
-
-Equal values may be selected in any order, unless the call asks for a stable one. No place may be selected twice.
-
-Modules that are one operator by definition, judged by the definition that the model's config gives.
-
-The modules come from the *reference*: the model's class built anew from its config, so that an eps, an activation or a
-scale that was changed on the device is not believed. Which of the known RMSNorms a module is is not read from its name:
-its code is run on the host, and only a module whose results the formula allows is a leaf. Whatever is not a leaf is
-recorded function by function.
+Modules are judged by the *reference*: the model's class built anew from its config, so an eps, an activation or a scale that
+was changed on the device is not trusted. The kind of an RMSNorm is not read from its name: its code is run on the host,
+and only a module whose results a formula allows is a leaf. Any other module is recorded function by function.
 """
 
 from __future__ import annotations
@@ -72,6 +60,8 @@ _ARITHMETIC = """
     __truediv__ __rtruediv__ __rdiv__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_
 """
 REDUCED = (torch.bfloat16, torch.float16)
+WIDENED = 1 << 24
+"""float32 weights up to this size are kept in float64 for the time of one layer."""
 COARSE = 0.125
 """A relative error of a sum above which nothing is proved by being within it."""
 ARITHMETIC = frozenset(_ARITHMETIC.split())
@@ -116,8 +106,18 @@ def product_slack(call: Call, x: Tensor, w: Tensor) -> Tensor:
 
 
 def _linear(call: Call) -> Product:
-    x, w = call.get(0, "input"), call.get(1, "weight")
-    return Product(call.wide(x), w, call.get(2, "bias"), call.dtype, call.precision)
+    return linear(call, call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias"))
+
+
+def linear(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool = False) -> Product:
+    """x @ wᵀ + bias, or x @ w + bias for a weight that is stored transposed."""
+    w = widened(call, w)
+    return Product(call.wide(x), w.T if transposed else w, bias, call.dtype, call.precision)
+
+
+def widened(call: Call, w: Tensor) -> Tensor:
+    """A float32 weight in float64, unless it is large: then it is widened block by block."""
+    return call.wide(w) if w.numel() <= WIDENED and w.dtype == torch.float32 else w
 
 
 def _matmul(call: Call) -> Around:
@@ -140,7 +140,7 @@ def _addmm(call: Call) -> Around:
 
 
 def _grouped(call: Call) -> Around:
-    """Rows [offs[i−1], offs[i]) times the matrix of expert i; what stands behind the last of them is nobody's business."""
+    """Rows [offs[i−1], offs[i]) times the matrix of expert i. Rows after the last offset are padding and are not judged."""
     x, w, ends = call.args[0], call.args[1], call.get(2, "offs").tolist()
     value, slack = torch.zeros(2, x.shape[0], w.shape[-1], dtype=torch.float64)
     start = 0
@@ -215,7 +215,7 @@ def _largest(mask: Tensor) -> Tensor | float:
 
 
 def _unseen(mask: Tensor | None, value: Tensor) -> Tensor | None:
-    """Queries that may look at no key: what they get is nobody's business, and kernels differ."""
+    """Queries whose keys are all masked: kernels differ in their result, so it is not judged."""
     if mask is None:
         return None
     hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
@@ -254,20 +254,30 @@ def _layer_norm(call: Call) -> Around:
 
 
 def _rms_norm(call: Call) -> RoundingInterval:
-    """The weight may meet a value that is rounded already; an eps that is not given is the dtype's own, or float32's."""
+    """torch's own: the weight may meet a rounded value or not; an eps that is not given is the dtype's or float32's."""
     x, w, eps = call.wide(call.args[0]), call.get(2, "weight"), call.get(3, "eps")
-    mean = x.square().mean(tuple(range(-len(call.get(1, "normalized_shape")), 0)), keepdim=True)
+    dims = tuple(range(-len(call.get(1, "normalized_shape")), 0))
+    choices = (torch.finfo(call.dtype).eps, torch.finfo(torch.float32).eps) if eps is None else (eps,)
     allowed = []
-    for small in (torch.finfo(call.dtype).eps, torch.finfo(torch.float32).eps) if eps is None else (eps,):
-        normed = x * torch.rsqrt(mean + small)
-        inner = Around.relative(normed, 12, call.dtype).interval()
+    for normed in (normalised(x, small, dims) for small in choices):
         if w is None:
-            allowed.append(inner)
-            continue
-        ends = inner.low.double() * w.double(), inner.high.double() * w.double()
-        allowed.append(RoundingInterval(torch.minimum(*ends).to(call.dtype), torch.maximum(*ends).to(call.dtype)))
-        allowed.append(Around.relative(normed * w.double(), 16, call.dtype).interval())
+            allowed.append(Around.relative(normed, 12, call.dtype).interval())
+        else:
+            allowed.append(_times_rounded(normed, w.double(), call.dtype, call.dtype))
+            allowed.append(Around.relative(normed * w.double(), 16, call.dtype).interval())
     return functools.reduce(RoundingInterval.hull, allowed)
+
+
+def normalised(x: Tensor, eps: float, dims: tuple[int, ...] = (-1,)) -> Tensor:
+    """x over its root mean square."""
+    return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+
+
+def _times_rounded(normed: Tensor, w: Tensor, inner: torch.dtype, dtype: torch.dtype) -> RoundingInterval:
+    """A normalised value that is rounded to `inner` before its weight multiplies it: both roundings are followed."""
+    interval = Around.relative(normed, 12, inner).interval()
+    ends = interval.low.double() * w, interval.high.double() * w
+    return RoundingInterval(torch.minimum(*ends).to(dtype), torch.maximum(*ends).to(dtype))
 
 
 def _einsum(call: Call) -> Around:
@@ -418,11 +428,6 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
 }
 
 
-def is_defined(name: str) -> bool:
-    """Whether a function of that name is judged, and not only compared with the host's."""
-    return name in ROUNDED_ONCE or name in BOUNDED
-
-
 def rounded_once(call: Call, name: str) -> RoundingInterval:
     """The host does the same in the same dtype.
 
@@ -467,11 +472,7 @@ ADDITIONS = ("add", "add_", "sub", "sub_")
 DIVISIONS = ("div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__")
 
 
-# ---- complex numbers
-
-
-_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_")
-_SUMS = {name for name in ARITHMETIC if name.strip("_") in ("add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg")}
+# ---- complex numbers, judged part by part: rotary embeddings of DeepSeek-V2 and Llama 4 multiply by them
 
 
 def parts(z: Tensor) -> Tensor:
@@ -479,37 +480,33 @@ def parts(z: Tensor) -> Tensor:
     return torch.view_as_real(z.resolve_conj()).flatten(-2)
 
 
-def is_defined_for_complex(name: str) -> bool:
-    """Whether a function of complex numbers is judged, and not only compared with the host's."""
-    return name in COMPLEX_BOUNDED or name in _SUMS or name in ROUNDED_ONCE - ARITHMETIC
-
-
-def _product(call: Call) -> Around:
-    a, b = (_wide(factor, call.dtype) for factor in (call.args[0], call.get(1, "other")))
+def _complex_product(call: Call) -> Around:
+    """Twice the bound of its two products and their sum: products of the bound are rounded too."""
+    a, b = (
+        torch.as_tensor(f, dtype=None if isinstance(f, Tensor) else call.dtype).to(torch.complex128)
+        for f in (call.args[0], call.get(1, "other"))
+    )
     size = torch.complex((a.real * b.real).abs() + (a.imag * b.imag).abs(), (a.real * b.imag).abs() + (a.imag * b.real).abs())
-    return Around(parts(a * b), parts(size).mul_(2 * UA).add_(TINY), _part(call.dtype))
+    return Around(parts(a * b), parts(size).mul_(2 * UA).add_(TINY), call.dtype.to_real())
 
 
 def _polar(call: Call) -> Around:
     radius, angle = call.wide(call.get(0, "abs")), call.wide(call.get(1, "angle"))
     y = parts(torch.polar(radius, angle))
-    return Around(y, UA * (6 * y.abs() + 4 * radius.abs().repeat_interleave(2, -1)) + TINY, _part(call.dtype))
+    slack = UA * (6 * y.abs() + 4 * radius.abs().repeat_interleave(2, -1)) + TINY
+    return Around(y, slack, call.dtype.to_real())
 
 
-def _wide(factor: Any, dtype: torch.dtype) -> Tensor:
-    """In complex128; a Python number meets the others in their dtype."""
-    return torch.as_tensor(factor, dtype=None if isinstance(factor, Tensor) else dtype).to(torch.complex128)
+_COMPLEX_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_")
+_COMPLEX_SUMS = {n for n in ARITHMETIC if n.strip("_") in ("add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg")}
+COMPLEX_BOUNDED: dict[str, Callable[[Call], Around]] = {
+    **dict.fromkeys(_COMPLEX_PRODUCTS, _complex_product),
+    "polar": _polar,
+}
+"""Other arithmetic of complex numbers has no definition."""
 
 
-def _part(dtype: torch.dtype) -> torch.dtype:
-    return torch.empty(0, dtype=dtype).real.dtype
-
-
-COMPLEX_BOUNDED: dict[str, Callable[[Call], Around]] = {**dict.fromkeys(_PRODUCTS, _product), "polar": _polar}
-
-
-# ---- selecting values
-
+# ---- indices
 
 SORTING = ("topk", "sort", "argsort")
 SELECTING = (*SORTING, "argmax", "argmin", "max", "min", "mode", "kthvalue")
@@ -532,9 +529,8 @@ class Selection:
         size = self.x.shape[self.dim]
         index = got.view(self.values.shape)
         pointed = self.x.gather(self.dim, index.clamp(0, size - 1))
-        wrong = (
-            (index < 0) | (index >= size) | ((pointed != self.values) & ~((pointed != pointed) & (self.values != self.values)))
-        )
+        both_nan = (pointed != pointed) & (self.values != self.values)
+        wrong = (index < 0) | (index >= size) | ((pointed != self.values) & ~both_nan)
         if self.distinct and index.shape[self.dim] > 1:
             ordered, order = index.sort(self.dim)
             again = ordered.diff(dim=self.dim) == 0
@@ -547,7 +543,7 @@ class Selection:
         return index, index
 
 
-def selected(call: Call, name: str, results: list[Tensor]) -> list[Allowed | Selection] | None:
+def _selected(call: Call, name: str, results: list[Tensor]) -> list[Allowed | Selection] | None:
     """What the results of one call may be; None where they hold no indices."""
     x = call.args[0]
     has_indices = len(results) == 2 or name.startswith("arg")  # the maximum of whole numbers has none
@@ -557,9 +553,8 @@ def selected(call: Call, name: str, results: list[Tensor]) -> list[Allowed | Sel
     if call.kwargs.get("stable"):
         return [RoundingInterval.exactly(t) for t in expected]
     index = expected[-1]
-    if name in ("argmax", "argmin") and call.get(1, "dim", call.kwargs.get("axis")) is None:
-        x, dim = x.flatten(), 0
-        index = index.view(1)
+    if name in ("argmax", "argmin") and _dim(call) is None:
+        x, dim, index = x.flatten(), 0, index.view(1)
     else:
         place = 2 if name in ("topk", "kthvalue") else 1
         dim = int(call.get(place, "dim", call.kwargs.get("axis", -1))) % x.dim()
@@ -574,13 +569,58 @@ def selected(call: Call, name: str, results: list[Tensor]) -> list[Allowed | Sel
     return [*first, Selection(x, dim, index, values, name in SORTING)]
 
 
+# ---- any function
+
+
+WITHOUT_VALUES = ("empty", "empty_like", "new_empty", "empty_strided")
+"""Functions that return memory as it is."""
+
+
+def is_defined(name: str, is_complex: bool = False) -> bool:
+    """Whether a function of that name has a definition, and is not only compared with the host's."""
+    if is_complex:
+        return name in COMPLEX_BOUNDED or name in _COMPLEX_SUMS or name in ROUNDED_ONCE - ARITHMETIC
+    return name in ROUNDED_ONCE or name in BOUNDED
+
+
+def allowed_results(call: Call, name: str, results: list[Tensor]) -> tuple[list[tuple[Tensor, Allowed | Selection]], bool]:
+    """Each result of a function with what it may be; and whether there is a definition, or only what the host makes of it."""
+    is_complex = any(t.is_complex() for t in tensors_of((call.args, call.kwargs, results)))
+    is_known = is_defined(name, is_complex) or not (is_complex or any(t.is_floating_point() for t in results))
+    first = results[0]
+    if name in BOUNDED and first.is_floating_point():
+        try:
+            return [(first, BOUNDED[name](call))], is_known
+        except TooCoarseError:
+            return [(first, rounded_once(call, name))], False
+    if name in WITHOUT_VALUES:
+        return [], is_known
+    if name in SELECTING and (selected := _selected(call, name, results)):
+        return list(zip(results, selected, strict=True)), is_known
+    if len(results) > 1:
+        made = tensors_of(call.func(*call.args, **call.kwargs))
+        return [(got, RoundingInterval.exactly(value)) for got, value in zip(results, made, strict=True)], is_known
+    if not first.is_complex():
+        return [(first, rounded_once(call, name))], is_known
+    allowed = COMPLEX_BOUNDED.get(name, lambda call: RoundingInterval.exactly(parts(rounded_once(call, name).low)))(call)
+    return [(parts(first), allowed)], is_known
+
+
 # ---- modules that are one operator
 
-
-WIDENED = 1 << 24
-"""float32 weights up to this size are kept in float64 for the time of one layer; others are widened block by block."""
+PRODUCTS = ("linear", "conv1d")
 Weight = Callable[[str], Tensor]
 """A parameter of the module, from the file, in the device's dtype, on the host."""
+_MODULES: dict[type, str] = {
+    nn.Linear: "linear",
+    nn.Embedding: "embedding",
+    nn.LayerNorm: "layernorm",
+    nn.SiLU: "silu",
+    nn.Dropout: "identity",
+    nn.Identity: "identity",
+}
+_TRANSFORMERS_MODULES = {"Conv1D": "conv1d", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
+"""By name; people write a Conv1D or a GELUActivation of their own."""
 
 
 @dataclass(frozen=True)
@@ -591,9 +631,43 @@ class Leaf:
     module: nn.Module
     """The reference's module: attributes are read from it, never weights."""
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return self.module._parameters.get("bias") is not None
+
     def allowed(self, call: Call, weight: Weight) -> Allowed:
         """What a correct device returns for this input."""
-        return _DEFINITIONS[self.kind](self.module, call, weight)
+        x = next(a for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor))
+        module: Any = self.module
+        if self.kind in PRODUCTS:
+            bias = weight("bias") if self.has_bias else None
+            return linear(call, x, weight("weight"), bias, transposed=self.kind == "conv1d")
+        if self.kind == "embedding":
+            return RoundingInterval.exactly(F.embedding(x, weight("weight")))
+        if self.kind == "identity":
+            return RoundingInterval.exactly(x)
+        if self.kind == "silu":
+            return silu(call.wide(x), call.dtype)
+        if self.kind in ("gelu", "gelu_tanh"):
+            return gelu(call.wide(x), call.dtype, "tanh" if self.kind == "gelu_tanh" else "none")
+        if self.kind == "layernorm":
+            w, b = (None if module._parameters.get(n) is None else weight(n).double() for n in ("weight", "bias"))
+            return layer_norm(call.wide(x), module.normalized_shape, w, b, module.eps, call.dtype)
+        return self._rms_norm(call, x, weight)
+
+    def _rms_norm(self, call: Call, x: Tensor, weight: Weight) -> Allowed:
+        """By kind: without a weight; times 1 + weight; times the weight, in float32 or after the value was rounded.
+
+        In float32 both roundings are of a size with the error of the square root, and one bound covers all.
+        """
+        normed = normalised(call.wide(x), float(getattr(self.module, _eps_name(self.module) or "")))
+        if self.kind == "rmsnorm_bare":
+            return Around.relative(normed, 12, call.dtype)
+        w = weight("weight").double()
+        if self.kind == "rmsnorm" and x.dtype != torch.float32:
+            return _times_rounded(normed, w, x.dtype, call.dtype)
+        return Around.relative(normed * (1 + w if self.kind == "rmsnorm_one" else w), 16, call.dtype)
 
 
 def leaf_of(module: nn.Module) -> Leaf | None:
@@ -604,65 +678,43 @@ def leaf_of(module: nn.Module) -> Leaf | None:
 
 def _kind(module: nn.Module) -> str | None:
     name = type(module).__name__
-    is_known = type(module).__module__.startswith("transformers.")  # people write a Conv1D or a GELUActivation of their own
-    if type(module) is nn.Linear or (is_known and name == "Conv1D"):
-        return name.lower() if module._parameters.get("weight") is not None else None
-    if type(module) in _PLAIN:
-        return _PLAIN[type(module)]
-    if is_known and name in ("SiLUActivation", "GELUActivation", "GELUTanh"):
-        return _activation(type(module), name, str(module.__dict__.get("act", "")))
-    if "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
-        return _norm_kind(module)
-    return None
-
-
-_PLAIN: dict[type, str] = {
-    nn.Embedding: "embedding",
-    nn.LayerNorm: "layernorm",
-    nn.SiLU: "silu",
-    nn.Dropout: "identity",
-    nn.Identity: "identity",
-}
-
-
-def _activation(kind: type, name: str, function: str) -> str | None:
-    """Activations that call one fused function; the ones written out in Python are looked into."""
-    if "_python" in function:
+    kind = _MODULES.get(type(module))
+    if kind is None and type(module).__module__.startswith("transformers."):
+        kind = _TRANSFORMERS_MODULES.get(name)
+    if kind in PRODUCTS and module._parameters.get("weight") is None:
         return None
-    return {"SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}[name]
+    if kind in ("silu", "gelu", "gelu_tanh") and "_python" in str(module.__dict__.get("act", "")):
+        return None  # written out in Python, and looked into
+    if kind is None and "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
+        return _norm_kind(module)
+    return kind
 
 
 def _norm_kind(module: nn.Module) -> str | None:
     """Which formula an RMSNorm follows; one that takes a gate, or has parameters besides its weight, follows none.
 
-    It is this module that is run, not its class: one of Qwen 4 takes its mean over groups of channels where it is told to.
+    This module is run, not its class: one of Qwen 4 takes its mean over groups of channels where it is told to.
     """
     own = [name for name, parameter in module._parameters.items() if parameter is not None]
     if own not in ([], ["weight"]) or len(inspect.signature(type(module).forward).parameters) > 2:
         return None
     kinds = ("rmsnorm_late", "rmsnorm", "rmsnorm_one") if own else ("rmsnorm_bare",)
-    return next(
-        (kind for kind in kinds if all(_follows(module, kind, dtype) for dtype in (torch.float32, torch.bfloat16))), None
-    )
+    return next((k for k in kinds if all(_follows(module, k, dtype) for dtype in (torch.float32, torch.bfloat16))), None)
 
 
 def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
     """Whether the formula allows what a norm makes on the host: its roundings too, at values so small that eps counts."""
-    try:
-        return _makes(module, kind, dtype)
-    except Exception:  # somebody's code, called otherwise than in its model
-        return False
-
-
-def _makes(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
     weight, eps = module._parameters.get("weight"), float(getattr(module, _eps_name(module) or ""))
-    shape = (int(getattr(module, "normalized_shape", (8,))[-1]),) if weight is None else tuple(weight.shape)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(max(4, 512 // shape[-1]), *shape, generator=generator).mul_(math.sqrt(eps or 1.0)).to(dtype)
-    w = None if weight is None else torch.randn(shape, generator=generator).to(dtype)
-    got = _run(module, x, w)
-    call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
-    return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())  # type: ignore[arg-type,return-value]
+    try:
+        shape = (int(getattr(module, "normalized_shape", (8,))[-1]),) if weight is None else tuple(weight.shape)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(max(4, 512 // shape[-1]), *shape, generator=generator).mul_(math.sqrt(eps or 1.0)).to(dtype)
+        w = torch.empty(0) if weight is None else torch.randn(shape, generator=generator).to(dtype)
+        got = _run(module, x, None if weight is None else w)
+        call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
+        return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())
+    except Exception:  # somebody's code, called otherwise than in its model: then it is looked into
+        return False
 
 
 def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -676,78 +728,3 @@ def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _eps_name(module: nn.Module) -> str | None:
     return next((name for name in ("variance_epsilon", "eps") if isinstance(module.__dict__.get(name), float)), None)
-
-
-def _input(call: Call) -> Tensor:
-    return next(a for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor))
-
-
-def _linear_module(module: nn.Module, call: Call, weight: Weight) -> Product:
-    w = weight("weight")
-    w = call.wide(w) if w.numel() <= WIDENED and w.dtype == torch.float32 else w
-    bias = weight("bias") if module._parameters.get("bias") is not None else None
-    return Product(call.wide(_input(call)), w if isinstance(module, nn.Linear) else w.T, bias, call.dtype, call.precision)
-
-
-def _rmsnorm(module: nn.Module, call: Call, weight: Weight) -> Allowed:
-    """The normalised value is rounded to the dtype before the weight multiplies: both roundings are followed.
-
-    In float32 the two are of a size with the error of the square root, and one bound covers all.
-    """
-    normed, dtype = _normalised(module, call), _input(call).dtype
-    if dtype == torch.float32:
-        return Around.relative(normed.mul_(weight("weight").double()), 16, call.dtype)
-    inner = Around.relative(normed, 12, dtype).interval()
-    w = weight("weight").double()
-    ends = inner.low.double() * w, inner.high.double() * w
-    return RoundingInterval(torch.minimum(*ends).to(call.dtype), torch.maximum(*ends).to(call.dtype))
-
-
-def _rmsnorm_late(module: nn.Module, call: Call, weight: Weight) -> Around:
-    """Weight and all in float32, rounded once."""
-    return Around.relative(_normalised(module, call).mul_(weight("weight").double()), 16, call.dtype)
-
-
-def _rmsnorm_one(module: nn.Module, call: Call, weight: Weight) -> Around:
-    """Gemma's: times 1 + weight, in float32, rounded once."""
-    y = _normalised(module, call) * (1 + weight("weight").double())
-    return Around.relative(y, 16, call.dtype)
-
-
-def _rmsnorm_bare(module: nn.Module, call: Call, weight: Weight) -> Around:
-    """No weight: rounded once."""
-    return Around.relative(_normalised(module, call), 12, call.dtype)
-
-
-def _normalised(module: nn.Module, call: Call) -> Tensor:
-    x = call.wide(_input(call))
-    name = _eps_name(module)
-    assert name is not None
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(getattr(module, name)))
-
-
-def _layernorm(module: nn.Module, call: Call, weight: Weight) -> Around:
-    assert isinstance(module, nn.LayerNorm)
-    w = weight("weight").double() if module.weight is not None else None
-    b = weight("bias").double() if module.bias is not None else None
-    return layer_norm(call.wide(_input(call)), module.normalized_shape, w, b, module.eps, call.dtype)
-
-
-def _embedding(module: nn.Module, call: Call, weight: Weight) -> RoundingInterval:
-    return RoundingInterval.exactly(F.embedding(_input(call), weight("weight")))
-
-
-_DEFINITIONS: dict[str, Callable[[Any, Call, Weight], Allowed]] = {
-    "linear": _linear_module,
-    "conv1d": _linear_module,
-    "rmsnorm": _rmsnorm,
-    "rmsnorm_late": _rmsnorm_late,
-    "rmsnorm_one": _rmsnorm_one,
-    "rmsnorm_bare": _rmsnorm_bare,
-    "layernorm": _layernorm,
-    "embedding": _embedding,
-    "silu": lambda module, call, weight: silu(call.wide(_input(call)), call.dtype),
-    "gelu": lambda module, call, weight: gelu(call.wide(_input(call)), call.dtype, "none"),
-    "gelu_tanh": lambda module, call, weight: gelu(call.wide(_input(call)), call.dtype, "tanh"),
-    "identity": lambda module, call, weight: RoundingInterval.exactly(_input(call)),
-}
