@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shaketable as st
 from shaketable.capture.trace import call_with_tokens, logits_of
 from shaketable.compare.compare import compare
-from shaketable.compare.fingerprint import make_fingerprint
+from shaketable.compare.fingerprint import fingerprint
 from shaketable.sites.structure import Anatomy, find_layers
 from tests.locate.plain_models import ARGUMENTS, LAYERS, MODELS, build, tokens
 
@@ -156,7 +156,7 @@ def test_a_function_that_nobody_has_defined_keeps_a_faulty_model_from_being_heal
 @EVERY
 def test_a_model_is_like_its_own_fingerprint_and_a_layer_that_is_not_is_named(name):
     model, arguments = build(name), ARGUMENTS.get(name)
-    taken = make_fingerprint(model, tokens(), arguments=arguments)
+    taken = fingerprint(model, input_ids=tokens(), arguments=arguments)
     assert not any(row.difference.differing for row in compare(taken, model, arguments=arguments).rows)
     with st.inject(model, "relative_gaussian:0.05@layer.1"):
         found = compare(taken, model, arguments=arguments)
@@ -164,7 +164,7 @@ def test_a_model_is_like_its_own_fingerprint_and_a_layer_that_is_not_is_named(na
 
 
 def test_a_fingerprint_of_another_model_is_refused():
-    taken = make_fingerprint(build("nanogpt"), tokens())
+    taken = fingerprint(build("nanogpt"), input_ids=tokens())
     with pytest.raises(st.ShaketableError, match="class"):
         compare(taken, build("mingpt"))
     with pytest.raises(st.ShaketableError, match="config"):

@@ -19,9 +19,10 @@ as correct: the definition has to come from the model's config, and that lives a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -372,6 +373,45 @@ class _Room:
 def _of_its_kind(record: Record, tensor: Tensor) -> Tensor:
     """What a record made of the shape and dtype of another tensor."""
     return next(t for t in tensors_of(record.output) if t.shape == tensor.shape and t.dtype == tensor.dtype)
+
+
+@contextmanager
+def watched(
+    modules: Mapping[str, nn.Module],
+    after: Callable[[str, Tensor, Tensor], Tensor | None],
+    before: Callable[[str, Tensor], Tensor | None] | None = None,
+) -> Iterator[None]:
+    """Look at the inputs and outputs of some modules, for as long as the context is open.
+
+        with watched({"q": layer.self_attn.q_proj}, lambda name, x, y: print(name, x.shape, y.shape)):
+            model(ids)
+
+    Args:
+        modules: By the names that the callbacks are given.
+        after: Called with name, first tensor of the input, first tensor of the output, behind all hooks that were set before.
+            A tensor that it returns becomes the output.
+        before: Called with name and first tensor of the input, ahead of all other hooks. A tensor that it returns is put in
+            its place.
+    """
+
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = next(tensors_of((args, kwargs)))
+        other = None if before is None else before(name, first)
+        return None if other is None else map_tensors((args, kwargs), lambda t: other if t is first else t)
+
+    def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return after(name, next(tensors_of((args, kwargs))), next(tensors_of(output)))
+
+    hooks: list[RemovableHandle] = []
+    try:
+        for name, module in modules.items():
+            if before is not None:
+                hooks.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_hook(partial(leave, name), with_kwargs=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -37,11 +37,11 @@ def fingerprint(
     loaded, tokenizer = load(model, device, dtype, attention, allow_code)
     ids = token_ids(loaded, tokenizer, texts, tokens)
 
-    from shaketable.compare.fingerprint import make_fingerprint, write_fingerprint
+    from shaketable.compare.fingerprint import fingerprint as take
 
     with progress_bar() as tell:
-        made = make_fingerprint(loaded, ids, name=model, prompts=texts, layers=layers, progress=tell)
-    write_fingerprint(made, output)
+        made = take(loaded, input_ids=ids, name=model, prompts=texts, layers=layers, progress=tell)
+    made.save(output)
     if json_file is not None:
         write(json_file, made.about.model_dump_json(by_alias=True, indent=2) + "\n")
     about = made.about

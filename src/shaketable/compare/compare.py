@@ -24,7 +24,9 @@ What `compare` found: the divergence per layer and operator, the first beyond it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.capture.recorder import Record, Recording, main_result
+from shaketable.capture.recorder import Record, Recording, main_result, watched
 from shaketable.capture.reference import Reference, describe
 from shaketable.capture.trace import Arguments, LayerCall, record_layer, trace
 from shaketable.compare.fingerprint import Fingerprint, Progress, check_same_model, read_fingerprint
-from shaketable.compare.teacher_forcing import Forcing
 from shaketable.faults.noise import rms
 from shaketable.locate.replay import Judgement, judge
 from shaketable.numerics import operators
@@ -357,8 +358,8 @@ class _Replay:
         x, y = (self.file.tensor(f"layer.{index}.{end}") for end in ("input", "output"))
         whole = Difference.of(y, main_result(call.again(self.bring(x))))
         ops = {label: self.file.op(index, label) for label in self.file.about.layers[index]}
-        forcing = Forcing(call.module, {label: (self.bring(a), self.bring(b)) for label, (a, b) in ops.items()})
-        with forcing.active():
+        forcing = _Forcing({label: (self.bring(a), self.bring(b)) for label, (a, b) in ops.items()})
+        with forcing.active(call.module):
             recording = record_layer(call, self.reference, self.bring(x))
         between = _Between(self, call, recording, {label.partition("#")[0] for label in ops})
         rows = []
@@ -479,3 +480,48 @@ def closeness(stored: Tensor, tokens: int, roundoff: float) -> Tensor:
     """How far a correct result of attention may be off, per token."""
     size = stored.double().abs().amax(-1, keepdim=True)
     return (16 * roundoff + (1024 + 64 * tokens) * ACCUMULATION) * size + TINY
+
+
+class _Forcing:
+    """Holds the operators of one call to the file, and keeps what they were given and made.
+
+    Args:
+        ops: Stored input and output of every operator, on the model's device.
+    """
+
+    def __init__(self, ops: dict[str, tuple[Tensor, Tensor]]) -> None:
+        self.ops = ops
+        self.arrived: dict[str, Tensor] = {}
+        self.made: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+
+    def active(self, layer: nn.Module) -> AbstractContextManager[None]:
+        """Force every operator of a layer for as long as the context is open."""
+        paths = dict.fromkeys(label.partition("#")[0] for label in self.ops)
+        return watched({path: layer.get_submodule(path) for path in paths}, self._after, self._before)
+
+    def _label(self, path: str) -> str:
+        return path if self._counts[path] == 1 else f"{path}#{self._counts[path]}"
+
+    def _before(self, path: str, x: Tensor) -> Tensor | None:
+        self._counts[path] += 1
+        label = self._label(path)
+        if label not in self.ops:
+            return None
+        self.arrived[label] = x
+        return _laid_out_like(self.ops[label][0].clone(), x)
+
+    def _after(self, path: str, x: Tensor, made: Tensor) -> Tensor | None:
+        label = self._label(path)
+        if label not in self.ops:
+            return None
+        self.made[label] = made
+        return self.ops[label][1].clone()
+
+
+def _laid_out_like(x: Tensor, other: Tensor) -> Tensor:
+    """The same values with the strides of another tensor: a kernel may round otherwise on a slice than on a whole."""
+    overlaps = any(step == 0 and size > 1 for step, size in zip(other.stride(), other.shape, strict=True))
+    if x.shape != other.shape or x.stride() == other.stride() or overlaps:
+        return x
+    return torch.empty_strided(x.shape, other.stride(), dtype=x.dtype, device=x.device).copy_(x)

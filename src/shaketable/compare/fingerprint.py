@@ -15,10 +15,7 @@ is called once more on the last 8 tokens alone, and that call is stored. What el
 masks) depends on the tokens and the config only and is made again where the file is replayed; that this is so is checked with
 a second forward, in which the embeddings are stretched and nothing but hidden states may change.
 
-The metadata is one JSON text; a sha256 over it and over every tensor is stored beside it, so one wrong byte is refused.
-Pickle is never loaded: safetensors is the only format that is opened.
-
-Fingerprints on disk: written whole or not at all, read only when every byte is as it was written.
+The metadata is one JSON text; a sha256 over it and over every tensor is stored beside it.
 
 A file is refused, in one line, when it is no safetensors file (a pickle is named and never opened), when another program or
 another schema wrote it, when a tensor is missing, and when its sha256 is not that of its contents.
@@ -123,10 +120,17 @@ class Fingerprint:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def save(self, path: Path | str) -> None:
-        """Write it as one safetensors file."""
-        from shaketable.compare.fingerprint import write_fingerprint
+        """Write all of it as one safetensors file, or nothing: written beside its place, then moved there."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
 
-        write_fingerprint(self, Path(path))
+        path, about = Path(path), self.about.model_dump_json(by_alias=True)
+        try:
+            with replacing(path.resolve()) as draft:
+                save_file(self.tensors, draft, metadata={"shaketable": about, "sha256": digest(about, self.tensors)})
+                os.chmod(draft, 0o666 & ~_umask())
+        except (OSError, SafetensorError) as error:
+            raise FingerprintError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def op_name(layer: int | None, label: str) -> str:
@@ -154,39 +158,15 @@ def fingerprint(
     Args:
         model: The model, on the device whose fingerprint is taken.
         tokenizer: Its tokenizer; not needed with `input_ids`.
-        prompts: Texts to run; a built-in text by default.
-        input_ids: Token ids of shape (1, n) instead of prompts.
+        prompts: Texts to run, or the texts behind `input_ids`, for the record; a built-in text by default.
+        input_ids: Token ids of shape (1, n); made from the prompts by default.
         tokens: How many tokens to run.
-        name: What the model is called in the file; its class by default.
+        name: Name of the model in the file; its class by default.
         arguments: What `forward` needs besides tokens, by name.
         layers: Path of the module that holds the decoder layers, where they are not found by themselves.
         progress: Called with (layers done, layers in all, what is done).
     """
     ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
-    return make_fingerprint(model, ids, name=name, prompts=prompts, arguments=arguments, layers=layers, progress=progress)
-
-
-def make_fingerprint(
-    model: nn.Module,
-    ids: Tensor,
-    *,
-    name: str = "",
-    prompts: list[str] | None = None,
-    arguments: Arguments | None = None,
-    layers: str | None = None,
-    progress: Progress | None = None,
-) -> Fingerprint:
-    """Run a model once, then every layer once more, and keep what its operators read and made.
-
-    Args:
-        model: The model, on the device whose fingerprint is taken.
-        ids: Token ids of shape (1, tokens).
-        name: What the model is called in the file; its class by default.
-        prompts: The texts behind the ids, for the record.
-        arguments: What `forward` needs besides tokens, by name.
-        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
-        progress: Called with (layers done, layers in all, what is done).
-    """
     check_model(model, layers)
     reference = Reference(model, layers=layers)
     device = next(model.parameters()).device
@@ -309,21 +289,7 @@ def _equal(a: Any, b: Any) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
-# ---- fingerprint_file
-
-
-def write_fingerprint(fingerprint: Fingerprint, path: Path) -> None:
-    """All of the file or nothing: written beside its place, then moved there."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    about = fingerprint.about.model_dump_json(by_alias=True)
-    try:
-        with replacing(path.resolve()) as draft:
-            save_file(fingerprint.tensors, draft, metadata={"shaketable": about, "sha256": digest(about, fingerprint.tensors)})
-            os.chmod(draft, 0o666 & ~_umask())
-    except (OSError, SafetensorError) as error:
-        raise FingerprintError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+# ---- reading
 
 
 def _umask() -> int:
