@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata as packages
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class Reference:
     def _build(self, model: nn.Module) -> nn.Module:
         """The class built from the config of its source, else from its own; the model itself where that cannot be done."""
         try:
-            skeleton = rebuilt(model)
+            skeleton = _rebuilt_with_adapters(model)
         except Exception:  # somebody's constructor, which wants more than a config, or looks at its weights
             skeleton = None
         if skeleton is not None and _paths(skeleton) != _paths(model):
@@ -104,7 +104,7 @@ class Reference:
         if self.source is not None and hasattr(config, "to_dict"):
             given = _config_of(self.source, config)
             if skeleton is not None and given is not None:
-                skeleton = rebuilt(model, given) or skeleton
+                skeleton = _rebuilt_with_adapters(model, given) or skeleton
                 if _paths(skeleton) != _paths(model):
                     one = next(iter(sorted(_paths(skeleton) ^ _paths(model))))
                     side = "no" if one in _paths(skeleton) else "a module"
@@ -358,6 +358,36 @@ def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
     return skeleton
 
 
+def _rebuilt_with_adapters(model: nn.Module, config: Any = None) -> nn.Module | None:
+    """The same; in a model with PEFT's adapters, every module that the config gives, with the adapters around it."""
+    if not hasattr(model, "peft_config"):
+        return rebuilt(model, config)
+    base = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    plain = rebuilt(base, config)
+    if plain is None:
+        return None
+    start = next(path for path, module in model.named_modules() if module is base)
+    given, made = dict(plain.named_modules()), dict[nn.Module, nn.Module]()
+    found = set()
+
+    def build(path: str, module: nn.Module) -> nn.Module:
+        if module in made:
+            return made[module]
+        is_inside = not start or path == start or path.startswith(f"{start}.")
+        name, source = canonical(path.removeprefix(start).lstrip(".")), module
+        if is_inside and name in given and not type(module).__module__.startswith("peft."):
+            source = given[name]
+            found.add(name)
+        made[module] = type(source).__new__(type(source))
+        made[module].__dict__.update(source.__dict__, _modules={})
+        for key, child in module._modules.items():
+            made[module]._modules[key] = None if child is None else build(f"{path}.{key}".lstrip("."), child)
+        return made[module]
+
+    adapted = build("", model)
+    return adapted if found == given.keys() else plain
+
+
 def sets_attribute(kind: type, name: str) -> bool:
     """Whether a class's own code sets an attribute elsewhere than in its constructor."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
@@ -444,7 +474,7 @@ class _Loaded:
     def __init__(self, source: str, names: Collection[str], is_adapted: bool) -> None:
         from shaketable.models import load_model
 
-        model, _ = load_model(source)
+        model, _ = load_model(source, tokenizer=False)
         given = dict(model.named_parameters(remove_duplicate=False))
         given |= {canonical(name): p for name, p in given.items()}
         self.buffers = dict(model.named_buffers())
