@@ -173,7 +173,7 @@ def test_strangers_are_tensors_nobody_made():
             return torch.add(x * self.scale, other=constant) + self.scale[:4]
 
     recording = record(Odd(), draw(3, 4))
-    assert [(r.function, r.strangers) for r in recording.records] == [
+    assert [(r.function, r.external) for r in recording.records] == [
         ("mul", ()), ("add", ("other",)), ("__getitem__", ()), ("add", ()),
     ]  # fmt: skip
 

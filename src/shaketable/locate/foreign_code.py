@@ -206,7 +206,7 @@ def _is_of(code: Any, home: str) -> bool:
 def unmade(recording: Recording, prefix: str = "") -> Iterator[str]:
     """Operators that were given a tensor that no operator made, or another weight, and modules that returned such a tensor."""
     for record in recording.records:
-        if record.strangers:
+        if record.external:
             path = _full(prefix, record.path)
             yield f"{path} was given values that no operator made" + (f" ({record.function})" if record.function else "")
         if record.weights:

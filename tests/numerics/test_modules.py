@@ -14,7 +14,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from shaketable.numerics import operators as leaf_modules
+from shaketable.numerics import operators
 from shaketable.numerics.intervals import Precision
 from shaketable.numerics.operators import Call, leaf_of
 from tests.tensors import draw
@@ -146,7 +146,7 @@ def test_weights_are_asked_for_and_not_read_from_the_module():
 def test_a_large_weight_is_widened_block_by_block(kind, monkeypatch):
     module, x = filled(MODULES[kind](), torch.bfloat16), inputs(torch.bfloat16)
     got = module(x).detach()
-    monkeypatch.setattr(leaf_modules, "WIDENED", 16)
+    monkeypatch.setattr(operators, "WIDENED", 16)
     assert not outside(module, got, x).any()
     assert outside(module, got * 1.05, x).double().mean() > 0.9
 
