@@ -11,7 +11,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -438,87 +437,6 @@ class DeepSeek(Remote):
         return CausalLMOutputWithPast(logits=logits)
 
 
-# ---- DBRX, Grok: experts as three-dimensional parameters, chunked into views; index_add_ into what they make
-
-
-class ExpertGLU(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.empty(4 * 24, config.hidden_size))
-        self.v1 = nn.Parameter(torch.empty(4 * 24, config.hidden_size))
-        self.w2 = nn.Parameter(torch.empty(4 * 24, config.hidden_size))
-
-    def forward(self, x, expert_w1, expert_v1, expert_w2):
-        gate = x.matmul(expert_w1.t())
-        up = x.matmul(expert_v1.t())
-        return (F.silu(gate) * up).matmul(expert_w2)
-
-
-class DbrxExperts(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.mlp = ExpertGLU(config)
-
-    def forward(self, x, weights, top_weights, top_experts):
-        b, n, hidden = x.shape
-        x = x.view(-1, hidden)
-        out = torch.zeros_like(x)
-        expert_mask = F.one_hot(top_experts, num_classes=4).permute(2, 1, 0)
-        w1, v1, w2 = (w.view(4, 24, hidden).chunk(4, dim=0) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
-        w1, v1, w2 = ([part.squeeze(dim=0) for part in w] for w in (w1, v1, w2))
-        for expert in range(4):
-            topk_idx, token_idx = torch.where(expert_mask[expert])
-            if token_idx.shape[0] == 0:
-                continue
-            tokens = x[None, token_idx].reshape(-1, hidden)
-            expert_out = self.mlp(tokens, w1[expert], v1[expert], w2[expert]) * top_weights[token_idx, topk_idx, None]
-            out.index_add_(0, token_idx, expert_out)
-        return out.reshape(b, n, hidden)
-
-
-class DbrxBlock(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(config.hidden_size, bias=False)
-        self.Wqkv = nn.Linear(config.hidden_size, config.hidden_size + 2 * 2 * SIZE, bias=False)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.norm_2 = nn.LayerNorm(config.hidden_size, bias=False)
-        self.router = nn.Linear(config.hidden_size, 4, bias=False)
-        self.experts = DbrxExperts(config)
-
-    def forward(self, hidden_states, position_ids=None):
-        b, n, _ = hidden_states.shape
-        residual = hidden_states
-        qkv = self.Wqkv(self.norm_1(hidden_states).to(hidden_states.dtype)).clamp(min=-8, max=8)
-        q, k, v = qkv.split([HIDDEN, 2 * SIZE, 2 * SIZE], dim=2)
-        q, k, v = heads(q), heads(k).repeat_interleave(2, dim=1), heads(v).repeat_interleave(2, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        hidden_states = residual + self.out_proj(out.transpose(1, 2).reshape(b, n, -1))
-        x = self.norm_2(hidden_states)
-        weights = self.router(x.view(-1, HIDDEN)).softmax(dim=-1, dtype=torch.float32)
-        top_weights, top_experts = torch.topk(weights, 2, dim=-1)
-        top_weights = top_weights / torch.norm(top_weights, p=1, dim=-1, keepdim=True)
-        weights, top_weights = weights.to(x.dtype), top_weights.to(x.dtype)
-        return hidden_states + self.experts(x, weights, top_weights, top_experts), weights
-
-
-class Dbrx(Remote):
-    def __init__(self, config):
-        super().__init__(config)
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList([DbrxBlock(config) for _ in range(config.num_layers)])
-        self.norm_f = nn.LayerNorm(config.hidden_size, bias=False)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def forward(self, input_ids=None, use_cache=None, **kwargs):
-        x, routers = self.wte(input_ids), []
-        for block in self.blocks:
-            x, weights = checkpoint(block, x, use_reentrant=False)
-            routers.append(weights)
-        return CausalLMOutputWithPast(logits=self.lm_head(self.norm_f(x)), hidden_states=tuple(routers))
-
-
 # ---- Mamba in plain torch: a causal convolution, a state that is updated token by token
 
 
@@ -650,67 +568,6 @@ class Rwkv(Remote):
         for block in self.blocks:
             x, _ = block(x, state=None)
         return {"logits": self.head(self.ln_out(x)), "state": None}
-
-
-# ---- RetNet: retention with a decay matrix, group norms, written out through views and out=
-
-
-class Retention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.qkvg = nn.Linear(config.hidden_size, 4 * config.hidden_size, bias=False)
-        self.group_norm = nn.GroupNorm(HEADS, config.hidden_size)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.register_buffer("decay", torch.log(1 - 2 ** (-5 - torch.arange(HEADS, dtype=torch.float))), persistent=False)
-
-    def forward(self, x):
-        b, n, _ = x.shape
-        q, k, v, g = self.qkvg(x).chunk(4, -1)
-        q, k, v = heads(q), heads(k) * SIZE**-0.5, heads(v)
-        index = torch.arange(n).to(self.decay)
-        mask = torch.tril(torch.ones(n, n).to(self.decay))
-        mask = torch.masked_fill(index[:, None] - index[None, :], ~mask.bool(), float("inf"))
-        mask = torch.nan_to_num(torch.exp(mask * self.decay[:, None, None])).unsqueeze(0)
-        mask = mask / mask.sum(dim=-1, keepdim=True).sqrt()
-        qk = q @ k.transpose(-1, -2)
-        torch.mul(qk, mask.to(qk), out=qk)
-        qk = qk / qk.detach().abs().sum(dim=-1, keepdim=True).clamp(min=1, max=5e4)
-        out = torch.empty(b, n, HEADS, SIZE, dtype=x.dtype)
-        out.transpose(1, 2).copy_(torch.matmul(qk, v))
-        normed = self.group_norm(out.view(b * n, -1)).view(b, n, -1)
-        return self.out_proj(F.silu(g) * normed)
-
-
-class RetNetLayer(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.retention = Retention(config)
-        self.retention_layer_norm = nn.LayerNorm(config.hidden_size)
-        self.fc1 = nn.Linear(config.hidden_size, 64)
-        self.fc2 = nn.Linear(64, config.hidden_size)
-        self.final_layer_norm = nn.LayerNorm(config.hidden_size)
-        self.alpha = 1.2
-
-    def forward(self, x):
-        x = x * self.alpha + self.retention(self.retention_layer_norm(x))
-        y = self.fc1(self.final_layer_norm(x))
-        y = F.gelu(y.float()).type_as(y)
-        x = x * self.alpha
-        return x.add_(self.fc2(y))
-
-
-class RetNet(Remote):
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.decoder = nn.ModuleDict({"layers": nn.ModuleList([RetNetLayer(config) for _ in range(config.num_layers)])})
-        self.post_init()
-
-    def forward(self, input_ids=None, use_cache=False, return_dict=True):
-        x = self.embed(input_ids) * math.sqrt(HIDDEN)
-        for layer in self.decoder["layers"]:
-            x = layer(x)
-        return CausalLMOutputWithPast(logits=x @ self.embed.weight.T)
 
 
 # ---- MiniCPM: scaled embeddings and residuals, a scripted norm under another name, logits divided

@@ -15,10 +15,11 @@ import hashlib
 import inspect
 import json
 import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata as packages
 from pathlib import Path
 from typing import Any, cast
@@ -127,7 +128,7 @@ class Reference:
             raise LookupError(f"it has no parameter {name.rpartition('.')[2]}, which the config gives it")
         own = self._parameters[name]
         if name not in self._recent:
-            given = own.detach().cpu() if self.is_trusted(name) else self._files.read(name)  # type: ignore[union-attr]
+            given = own.detach().cpu() if self.is_trusted(name) else self._file(name)
             if given.shape != own.shape:
                 shapes = f"has the shape {tuple(own.shape)} where {self.source} holds {tuple(given.shape)}"
                 raise ModelError(f"{name} {shapes}; give the source of this model, or none")
@@ -136,7 +137,11 @@ class Reference:
 
     def is_trusted(self, name: str) -> bool:
         """Whether a parameter is in no file, and so is its own reference."""
-        return self._files is None or self._files.lacks(name)
+        return self._files is None or name not in self._files.parameters
+
+    def _file(self, name: str) -> Tensor:
+        assert self._files is not None
+        return self._files.parameters[name]()
 
     def own(self, name: str) -> Tensor:
         """The model's parameter."""
@@ -147,8 +152,7 @@ class Reference:
         """Whether the file holds more of a parameter than the model does."""
         if self.is_trusted(name):
             return False
-        given = self._files.read(name)  # type: ignore[union-attr]
-        return not torch.equal(given.to(self.dtype), self.own(name).detach().cpu().to(self.dtype))
+        return not torch.equal(self._file(name).to(self.dtype), self.own(name).detach().cpu().to(self.dtype))
 
     def lowered(self) -> list[str]:
         """Parameters that are held in a lower dtype than the model's, such as a norm in bfloat16 in a model of float32."""
@@ -251,9 +255,10 @@ class Reference:
 
     def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
         """What a buffer should hold: one that is saved with the weights is the file's to say, not the config's."""
-        if name in part._non_persistent_buffers_set:
+        if name in part._non_persistent_buffers_set or self._files is None:
             return built
-        return built if self._files is None else self._files.buffer(canonical(f"{full}.{name}".lstrip(".")), built)
+        read = self._files.buffers.get(canonical(f"{full}.{name}".lstrip(".")))
+        return built if read is None else read()
 
     def _may_be_right(self, part: nn.Module, name: str) -> bool:
         """Whether a number that is not the config's may have been trained and saved, or written by the model's own code."""
@@ -442,74 +447,51 @@ def _fills(parameter: Tensor) -> bool:
     return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
-class _Folder:
-    """Safetensors files, read tensor by tensor."""
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of a model's files, each read when it is asked for."""
 
-    def __init__(self, files: dict[str, Path], keys: dict[str, str]) -> None:
-        self.files = files
-        self.keys = keys
-
-    def lacks(self, name: str) -> bool:
-        """Whether the files do not hold a parameter."""
-        return name not in self.keys
-
-    def read(self, name: str) -> Tensor:
-        return self._read(self.keys[name])
-
-    def buffer(self, name: str, built: Tensor | None) -> Tensor | None:
-        """A saved buffer; the built one where the file has none."""
-        return self._read(name) if name in self.files else built
-
-    def _read(self, key: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.files[key], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
+    parameters: Mapping[str, Callable[[], Tensor]]
+    """By the model's names; those of an adapter are not in the files of its base."""
+    buffers: Mapping[str, Callable[[], Tensor]]
 
 
-class _Loaded:
-    """A second copy of the model, for files whose names are not those of the model's parameters."""
-
-    def __init__(self, source: str, names: Collection[str], is_adapted: bool) -> None:
-        from shaketable.models import load_model
-
-        model, _ = load_model(source, tokenizer=False)
-        given = dict(model.named_parameters(remove_duplicate=False))
-        given |= {canonical(name): p for name, p in given.items()}
-        self.buffers = dict(model.named_buffers())
-        found = {name: given.get(name, given.get(canonical(name))) for name in names}
-        self.parameters = {name: p for name, p in found.items() if p is not None}
-        lacking = [name for name, p in found.items() if p is None]
-        if lacking and not is_adapted:
-            raise ModelError(f"{source} is not the source of this model: it holds no {lacking[0]} ({len(lacking)} missing)")
-
-    def lacks(self, name: str) -> bool:
-        """Whether the copy has no such parameter."""
-        return name not in self.parameters
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self.parameters[name].detach()
-        return tensor
-
-    def buffer(self, name: str, built: Tensor | None) -> Tensor | None:
-        """A buffer as it was loaded."""
-        return self.buffers.get(name, built)
-
-
-def _open(source: str, parameters: dict[str, Any], is_adapted: bool) -> _Folder | _Loaded:
+def _open(source: str, parameters: dict[str, Any], is_adapted: bool) -> _Source:
+    """A folder whose names are the model's is read tensor by tensor; anything else is loaded as a second model."""
     from shaketable.models import BUILT_IN, built_in_path
 
     folder = built_in_path(source) if source in BUILT_IN else Path(source).expanduser()
     if not folder.is_dir():
-        return _Loaded(source, parameters, is_adapted)
-    files = _index(folder)
+        return _loaded(source, parameters, is_adapted)
+    files = {key: partial(_read, file, key) for key, file in _index(folder).items()}
     keys = {name: next((key for key in (name, canonical(name)) if key in files), "") for name in parameters}
     tied = {id(p): keys[name] for name, p in parameters.items() if keys[name]}
     keys = {name: keys[name] or tied.get(id(p), "") for name, p in parameters.items()}
-    found = {name: key for name, key in keys.items() if key}
-    is_enough = len(found) == len(keys) or (is_adapted and found)  # an adapter is not in the file of its base
-    return _Folder(files, found) if is_enough else _Loaded(source, parameters, is_adapted)
+    found = {name: files[key] for name, key in keys.items() if key}
+    is_enough = len(found) == len(keys) or (is_adapted and found)
+    return _Source(found, files) if is_enough else _loaded(source, parameters, is_adapted)
+
+
+def _read(path: Path, key: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(key)
+    return tensor
+
+
+def _loaded(source: str, names: Collection[str], is_adapted: bool) -> _Source:
+    from shaketable.models import load_model
+
+    model, _ = load_model(source, tokenizer=False)
+    given = dict(model.named_parameters(remove_duplicate=False))
+    given |= {canonical(name): p for name, p in given.items()}
+    found = {name: given.get(name, given.get(canonical(name))) for name in names}
+    lacking = [name for name, p in found.items() if p is None]
+    if lacking and not is_adapted:
+        raise ModelError(f"{source} is not the source of this model: it holds no {lacking[0]} ({len(lacking)} missing)")
+    parameters = {name: p.detach for name, p in found.items() if p is not None}
+    return _Source(parameters, {name: buffer.detach for name, buffer in model.named_buffers()})
 
 
 def _index(folder: Path) -> dict[str, Path]:
