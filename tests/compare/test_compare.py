@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shaketable as st
-from shaketable.compare.compare import ComparisonRow, Difference, LayerRow, compare
+from shaketable.compare.compare import ComparisonRow, Difference, compare
 from shaketable.compare.fingerprint import FingerprintError, fingerprint
 from shaketable.numerics.fit import Fit
 from shaketable.plan import Plan
@@ -233,11 +233,6 @@ def test_an_error_no_plan_can_say_is_written_as_the_next_best(good, tiny_llama):
     assert found.first.injectable.fault is not None
 
 
-def test_hooks_are_gone_afterwards(good, tiny_llama):
-    compare(good, tiny_llama)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny_llama.modules())
-
-
 def test_another_model_is_refused(good, tinier_llama):
     with pytest.raises(FingerprintError, match="another model"):
         compare(good, tinier_llama)
@@ -262,17 +257,3 @@ def test_products_of_rounded_factors_are_a_clause_though_they_are_documented(goo
     assert found.plan_text() is None
     found.rounds_factors = True
     assert "q_proj" in found.plan_text()
-
-
-def test_a_layer_names_its_first_operator_beyond_the_dtype():
-    same = Difference.of(torch.zeros(2), torch.zeros(2))
-    rows = [ComparisonRow(0, op, "output", f"module.{op}", same, here=here) for op, here in (("q", 0), ("k", 1), ("v", 2))]
-    assert LayerRow(0, "layers.0", same, rows).beyond is rows[1]
-    assert LayerRow(0, "layers.0", same, rows[:1]).beyond is None
-
-
-def test_both_sides_are_described_alike(good, tiny_llama):
-    found = compare(good, tiny_llama)
-    assert found.stored.keys() == found.here.keys()
-    alike = ("model", "device", "dtype", "attention", "tokens", "versions")
-    assert {k: found.here[k] for k in alike} == {k: found.stored[k] for k in alike} and found.here["tokens"] > 0

@@ -437,66 +437,6 @@ class DeepSeek(Remote):
         return CausalLMOutputWithPast(logits=logits)
 
 
-# ---- Mamba in plain torch: a causal convolution, a state that is updated token by token
-
-
-class MambaMixer(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        inner = 2 * config.hidden_size
-        self.in_proj = nn.Linear(config.hidden_size, 2 * inner, bias=False)
-        self.conv1d = nn.Conv1d(inner, inner, 4, groups=inner, padding=3)
-        self.x_proj = nn.Linear(inner, 2 + 2 * 4, bias=False)
-        self.dt_proj = nn.Linear(2, inner)
-        self.A_log = nn.Parameter(torch.log(torch.arange(1, 5, dtype=torch.float32).repeat(inner, 1)))
-        self.D = nn.Parameter(torch.ones(inner))
-        self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
-
-    def forward(self, hidden_states):
-        n = hidden_states.shape[1]
-        x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
-        x = F.silu(self.conv1d(x)[..., :n])
-        dt, B, C = torch.split(self.x_proj(x.transpose(1, 2)), [2, 4, 4], dim=-1)  # noqa: N806
-        delta = F.softplus(self.dt_proj(dt)).transpose(1, 2)
-        A = -torch.exp(self.A_log.float())  # noqa: N806
-        dA = torch.exp(A[None, :, None, :] * delta[:, :, :, None].float())  # noqa: N806
-        dB_u = delta[:, :, :, None] * B[:, None, :, :].float() * x[:, :, :, None].float()  # noqa: N806
-        state = torch.zeros(dA.shape[0], dA.shape[1], 4)
-        ys = []
-        for i in range(n):
-            state = dA[:, :, i] * state + dB_u[:, :, i]
-            ys.append(torch.matmul(state.to(C.dtype), C[:, i].unsqueeze(-1))[:, :, 0])
-        y = torch.stack(ys, dim=-1) + x * self.D[None, :, None]
-        return self.out_proj((y * F.silu(z)).transpose(1, 2))
-
-
-class MambaBlock(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.norm = DeepseekRMSNorm(config.hidden_size)
-        self.mixer = MambaMixer(config)
-
-    def forward(self, hidden_states, cache_params=None):
-        residual = hidden_states.to(torch.float32)
-        hidden_states = self.mixer(self.norm(hidden_states))
-        return (residual + hidden_states).to(hidden_states.dtype)
-
-
-class Mamba(Remote):
-    def __init__(self, config):
-        super().__init__(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([MambaBlock(config) for _ in range(config.num_layers)])
-        self.norm_f = DeepseekRMSNorm(config.hidden_size)
-        self.post_init()
-
-    def forward(self, input_ids, **kwargs):
-        x = self.embeddings(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return (F.linear(self.norm_f(x), self.embeddings.weight.to(x.dtype)).float(),)
-
-
 # ---- RWKV: a state in float32, results written into a tensor row by row, a running maximum; layers rescaled on reading
 
 
@@ -700,45 +640,6 @@ class NGPT(Remote):
         for block in self.transformer.h:
             x = block(x)
         return CausalLMOutputWithPast(logits=self.head(x) * 10.0)
-
-
-# ---- A tutorial's: torch's own attention and recurrence, layers called with the state first
-
-
-class TutorialLayer(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.attn = nn.MultiheadAttention(config.hidden_size, HEADS, batch_first=True)
-        self.gru = nn.GRU(config.hidden_size, config.hidden_size, batch_first=True)
-        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, 3)
-        self.mlp = nn.Sequential(nn.Linear(config.hidden_size, 64), nn.ReLU(inplace=True), nn.Linear(64, config.hidden_size))
-
-    def forward(self, mask, x):
-        y = self.norm(x)
-        attended, _ = self.attn(y, y, y, attn_mask=mask, need_weights=False)
-        x = x + attended
-        x = x + self.gru(x)[0]
-        x = x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
-        return {"hidden": x + self.mlp(x)}
-
-
-class Tutorial(Remote):
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = nn.Parameter(torch.randn(1, 64, config.hidden_size))
-        self.blocks = nn.ModuleList([TutorialLayer(config) for _ in range(config.num_layers)])
-        self.head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    def forward(self, input_ids):
-        n = input_ids.shape[1]
-        x = self.embed(input_ids) + self.position[:, :n]
-        mask = torch.ones(n, n, dtype=torch.bool).triu(1)
-        for block in self.blocks:
-            x = block(mask, x)["hidden"]
-        return self.head(x)
 
 
 # ---- Layers as attributes, in a ModuleDict by number; state kept in float16 parts; random features in a buffer

@@ -608,6 +608,12 @@ def with_lora(model):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
 
 
+def with_lora_and_a_trained_head(model):
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).eval()
+
+
 def with_lora_inside(model):
     import peft
 
@@ -620,7 +626,9 @@ def with_prefix(model):
     return peft.get_peft_model(model, peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")).eval()
 
 
-@pytest.mark.parametrize("adapt", [with_lora, with_lora_inside, with_prefix], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "adapt", [with_lora, with_lora_and_a_trained_head, with_lora_inside, with_prefix], ids=lambda f: f.__name__
+)
 def test_adapters_do_not_keep_a_model_from_being_compared_with_its_config(adapt):
     pytest.importorskip("peft")
     healthy = located(adapt(build("llama")), strict=True)

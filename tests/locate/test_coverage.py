@@ -122,6 +122,24 @@ def test_quick_says_that_products_were_not_replayed():
     assert "checksums alone" in found.sentence
 
 
+def two_tokens_swapped(y):
+    y[:, [3, 9]] = y[:, [9, 3]]
+
+
+def one_channel_louder(y):
+    y[..., 5] *= 1.05
+
+
+@pytest.mark.parametrize("fault", [two_tokens_swapped, one_channel_louder])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quick_replays_a_product_whose_checksum_fires(dtype, fault):
+    model = with_fault(long(dtype), "model.layers.1.mlp.down_proj", fault)
+    found = st.locate(model, mode="host", input_ids=tokens(n=32), quick=True)
+    assert (found.verdict, found.layer, found.op) == ("FAULT", 1, "mlp.down_proj"), found.sentence
+    assert found.probes[1].results["checksum"].op == "mlp.down_proj"
+    assert coverage(found, 1, "mlp.up_proj") == {"rows": 32, "replayed": 0, "checksums": 32}
+
+
 def test_device_mode_says_what_it_only_repeated_and_that_it_is_blind_to_tokens():
     found = st.locate(long(), mode="device", input_ids=tokens(n=64))
     assert "embeddings, rotation, last norm and head were only repeated" in found.sentence

@@ -252,4 +252,4 @@ def test_foreign_code_is_named_and_counted(count, strict):
     if strict:
         assert said == f"INCONCLUSIVE: hook 0 is not the model's code{more}; nothing that was judged is wrong."
     else:
-        assert said.endswith(f" Code that is not the model's was believed: hook 0{more}.") and found.verdict == "HEALTHY"
+        assert said.endswith(f" Code that is not the model's was trusted: hook 0{more}.") and found.verdict == "HEALTHY"

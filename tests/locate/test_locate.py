@@ -542,12 +542,6 @@ def test_autocast_around_the_call_changes_nothing():
         assert found(build("llama"), "host").verdict == "HEALTHY"
 
 
-def test_a_compiled_model_is_judged_uncompiled():
-    model = build("llama")
-    model.compile()
-    assert found(model, "host").verdict == "HEALTHY"
-
-
 def test_each_module_gets_its_own_mode_back():
     model = build("llama").train()
     model.model.layers[0].eval()

@@ -5,10 +5,9 @@ from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 
 import pytest
-import torch
 
 import shaketable as st
-from shaketable.errors import ModelError, ShaketableError
+from shaketable.errors import ModelError
 from shaketable.locate.locate import Locator
 from tests.locate.architectures import build, tokens
 
@@ -102,18 +101,6 @@ def test_progress_is_told_layer_by_layer(model):
     assert told == [
         (0, 3, "a plain forward"), (0, 3, "trace"), (1, 3, "layer 0"), (2, 3, "layer 1"), (3, 3, "layer 2"),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", [(8,), (2, 8), (1, 1), (1, 2, 3)])
-def test_one_sequence_of_two_tokens_or_more_is_wanted(model, shape):
-    with pytest.raises(ShaketableError) as refused:
-        st.locate(model, input_ids=torch.ones(shape, dtype=torch.long))
-    assert str(refused.value) == f"input_ids has shape {shape}; locate runs one sequence of at least 2 tokens"
-
-
-def test_an_unknown_mode_is_refused_with_those_there_are(model):
-    with pytest.raises(ShaketableError, match=r"^unknown mode 'hots'; valid: device, host, all$"):
-        st.locate(model, mode="hots", input_ids=IDS)
 
 
 def test_memory_that_is_full_is_told_with_what_helps(model, monkeypatch):

@@ -78,37 +78,6 @@ def test_a_fault_of_a_leaf_is_blamed_on_it_alone(leaf, dtype, fault):
         assert violation.share > 0.5
 
 
-@pytest.mark.parametrize("point", ["input", "weight"])
-@pytest.mark.parametrize("leaf", ["self_attn.q_proj", "mlp.down_proj"])
-def test_a_fault_before_a_leaf_is_the_leafs(leaf, point):
-    assert blamed(of_layer(plan=f"gain:0.05@module.layers.1.{leaf},point={point}")) == {(leaf, None)}
-
-
-def test_a_fault_of_the_layers_result_is_blamed_on_its_last_operator():
-    assert blamed(of_layer(plan="gain:0.05@layer.1")) == {("", "add")}
-
-
-ATTENTION = {("self_attn", "scaled_dot_product_attention")}
-PRODUCTS = {(leaf, None) for leaf in LEAVES if leaf.endswith("proj")}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("attention", "op", "expected"),
-    [
-        ("sdpa", "sdpa", ATTENTION),
-        ("sdpa", "silu", {("mlp.act_fn", None)}),
-        ("sdpa", "rms_norm", {("input_layernorm", None), ("post_attention_layernorm", None)}),
-        ("sdpa", "matmul", PRODUCTS),
-        ("eager", "softmax", {("self_attn", "softmax")}),
-        ("eager", "matmul", PRODUCTS | {("self_attn", "matmul")}),
-    ],
-)
-def test_a_fault_of_a_function_is_blamed_on_it_alone(attention, op, expected, dtype):
-    judgement = of_layer(dtype=dtype, attention=attention, plan=f"gain:0.1@op.{op},direction=forward,layers=1")
-    assert blamed(judgement) == expected and not judgement.unknown
-
-
 # ---- any function
 
 
@@ -126,11 +95,6 @@ def test_a_function_without_definition_passes_with_equal_bits_only(name):
     other = judged(UNDEFINED[name], tamper=lambda y: y * (1 + 2.0**-20))
     assert not other.violations
     assert other.unknown == {name: f"no host definition of {name}, and host and device differ"}
-
-
-def test_a_function_that_draws_numbers_is_unknown():
-    found = judged(lambda x: torch.rand_like(x))
-    assert not found.violations and "rand_like" in found.unknown and not found.coverage
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -169,13 +133,6 @@ def test_functions_with_a_definition_are_judged(function, dtype):
     assert not healthy.violations and not healthy.unknown
     faulty = judged(function, x, tamper=lambda y: y * 1.5)
     assert len(faulty.violations) == 1 and not faulty.unknown
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_in_place_with_a_number_is_judged(dtype):
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert not judged(lambda x: (x + 0).mul_(2), x).violations
-    assert judged(lambda x: (x + 0).mul_(2), x, tamper=lambda y: y * 1.5).violations
 
 
 def setting(x):
@@ -275,34 +232,6 @@ def test_of_long_sequences_every_token_whose_checksum_fires_is_judged(monkeypatc
     [found] = judge(recording, reference, "", EXACT).violations
     assert found.tokens == [0, 3, 4, 7]
     assert found.outside.nonzero().tolist() == [[0, 1, 7]]
-
-
-@pytest.mark.parametrize(
-    "function", [lambda x: torch.addmm(input=x, mat1=x, mat2=x.new_ones(6, 6)), lambda x: torch.pow(10.0, x)]
-)
-def test_keywords_and_numbers_are_judged_too(function):
-    assert not judged(function).violations
-    assert not judged(function).unknown
-    assert judged(function, tamper=lambda y: y * 1.001).violations
-
-
-def test_a_number_divided_by_a_tensor_is_rounded_once():
-    assert not judged(lambda x: 1.0 / x).violations
-    assert judged(lambda x: 1.0 / x, tamper=lambda y: y * (1 + 2.0**-20)).violations
-
-
-def test_the_rest_of_the_model_is_judged_too():
-    _, reference, found = traced(dtype=torch.bfloat16)
-    layers = {call.name for call in found.calls}
-    judgement = judge(found.outside, reference, "", EXACT, layers)
-    assert not judgement.violations and not judgement.unknown
-    last = found.outside.records[-1]
-    assert last.path == "lm_head"
-    healthy, last.output = last.output, last.output * 1.1
-    try:
-        assert blamed(judge(found.outside, reference, "", EXACT, layers)) == {("lm_head", None)}
-    finally:
-        last.output = healthy
 
 
 @pytest.mark.parametrize("op", ["aten.mm", "aten.silu"])

@@ -1,8 +1,8 @@
-"""What one call of a layer really computed: every operator with its inputs and its output.
+"""Records one call of a layer: every operator with its inputs and its output.
 
 Two kinds of operator are recorded. A *leaf* is a module that is one operator by definition (a Linear, an RMSNorm, a SiLU):
-its inputs are taken before anybody else's hooks, its output after them, and nothing inside is looked at, so what the
-device made of it is judged as one. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
+its inputs are taken before all other hooks, its output after them, and nothing inside is recorded, so that it is judged as
+one operator. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
 modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function. Of a
 function that torch has written in Python and that has no definition here (multi-head attention), those inside are recorded.
 
@@ -51,11 +51,11 @@ class Record:
     external: tuple[str, ...] = ()
     """Arguments that no recorded operator made."""
     overwrites: bool = False
-    """Of a leaf: whether it wrote into what it was given."""
+    """Whether a leaf wrote into its arguments."""
     lowered: torch.dtype | None = None
     """The dtype that autocast, which the model's own code put on, gave the arguments."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """Of a leaf: tensors that it was called with in the place of its parameters, as `functional_call` does."""
+    """Tensors that a leaf was called with in the place of its parameters, as `functional_call` does."""
 
     @property
     def function(self) -> str | None:
@@ -71,7 +71,7 @@ class Break:
     side: str
     """`input` or `output`."""
     after: int
-    """How many operators had been recorded by then."""
+    """Number of operators recorded by then."""
     expected: Tensor
     got: Tensor
 
@@ -118,7 +118,7 @@ class Recorder(TorchFunctionMode):
         self.is_leaf = is_leaf
         self.recording = Recording()
         self._depth = 0
-        """How many leaves are being called, one inside of the other."""
+        """Number of leaves that are being called, one inside of the other."""
         self._paths: list[str] = []
         """Containers that are being called."""
         self._arrived: list[tuple[Tensor, ...]] = []
@@ -308,7 +308,7 @@ class Recorder(TorchFunctionMode):
 
 
 class _Copies:
-    """What tensors held that share some memory, before it is overwritten."""
+    """Copies of tensors that share some memory, made before it is overwritten."""
 
     def __init__(self, memory: set[int]) -> None:
         self.memory = memory

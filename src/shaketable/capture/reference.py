@@ -1,4 +1,4 @@
-"""What the device should compute: the model's class built anew from its config, and the weights of its file.
+"""The reference that a device is held to: the model's class built anew from its config, and the weights of its file.
 
 The skeleton has parameters without values and gives definitions (which module is what, with which eps). Weights are read
 from the file when they are asked for, one layer at a time, and cast on the host to the device's dtype, as loading does.
@@ -96,7 +96,7 @@ class Reference:
         """The class built from the config of its source, else from its own; the model itself where that cannot be done."""
         try:
             skeleton = _rebuilt_with_adapters(model)
-        except Exception:  # somebody's constructor, which wants more than a config, or looks at its weights
+        except Exception:  # a constructor that wants more than a config, or reads its weights; `_unchecked` reports it
             skeleton = None
         if skeleton is not None and _paths(skeleton) != _paths(model):
             self.unexplained = min(_paths(skeleton) ^ _paths(model))
@@ -179,7 +179,7 @@ class Reference:
             kept.clear()
 
     def like(self, tensor: Tensor) -> Tensor | None:
-        """What a parameter, or a view into one, should hold; None for any other tensor."""
+        """Reference values of a parameter, or of a view into one; None for any other tensor."""
         name = self._names.get(id(tensor)) or self._homes.get(tensor.untyped_storage().data_ptr())
         if name is None:
             return None
@@ -240,7 +240,7 @@ class Reference:
         yield from (text for text in _unlike_config(own, given) if text not in self.other_config)
 
     def unlike_siblings(self) -> Iterator[str]:
-        """Attributes that one layer has otherwise than all the others, in words; only of a model that no config gives."""
+        """Attributes in which one layer differs from all the others, in words; only for a model without a config."""
         if self.is_rebuilt or len(self.layers) < 3:
             return
         parts = [{path: attributes_of(part) for path, part in layer.named_modules()} for layer in self.layers]
@@ -254,7 +254,7 @@ class Reference:
                     yield f"{where}: its {name} is {_in_words(value)} where it is {_in_words(common)} in the other layers"
 
     def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
-        """What a buffer should hold: one that is saved with the weights is the file's to say, not the config's."""
+        """Reference values of a buffer: from the file if it is saved there, else as the config's class makes it."""
         if name in part._non_persistent_buffers_set or self._files is None:
             return built
         read = self._files.buffers.get(canonical(f"{full}.{name}".lstrip(".")))
@@ -380,9 +380,9 @@ def _rebuilt_with_adapters(model: nn.Module, config: Any = None) -> nn.Module | 
             return made[module]
         is_inside = not start or path == start or path.startswith(f"{start}.")
         name, source = canonical(path.removeprefix(start).lstrip(".")), module
-        if is_inside and name in given and not type(module).__module__.startswith("peft."):
-            source = given[name]
+        if is_inside and name in given:
             found.add(name)
+            source = module if type(module).__module__.startswith("peft.") else given[name]
         made[module] = type(source).__new__(type(source))
         made[module].__dict__.update(source.__dict__, _modules={})
         for key, child in module._modules.items():
@@ -437,6 +437,7 @@ def _parameters_on_meta() -> Iterator[None]:
     nn.Module.register_parameter = without_values  # type: ignore[method-assign,assignment]
     try:
         with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # random buffers, and what is said of them, are the same every time
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -579,7 +580,7 @@ def describe(model: nn.Module, layers: str | None = None) -> dict[str, Any]:
 
 
 def _width(model: nn.Module, config: Any) -> int:
-    """The size of hidden states: what the config says; of a model of somebody's own, the width of its first embedding."""
+    """Size of the hidden states, from the config; without one, the width of the first embedding."""
     if hasattr(config, "get_text_config"):
         return int(config.get_text_config().hidden_size)
     return input_embedding(model).embedding_dim
@@ -603,7 +604,7 @@ def device_name(device: torch.device) -> str:
 
 
 def product_name(device: torch.device) -> str | None:
-    """What an accelerator is sold as; None for a CPU, and where torch cannot tell."""
+    """Product name of an accelerator; None for a CPU, and where torch cannot tell."""
     ask = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return None if ask is None else str(ask(device))
 

@@ -1,19 +1,12 @@
 """One forward of the whole model, kept as one call per decoder layer, and the operators outside of the layers.
 
-Every later probe is teacher-forced: a layer is called again with exactly what it was given here, so that a fault
-upstream never flags a healthy layer downstream. What is kept is a layer's input, arguments and output; what happens
-inside of a layer is recorded later, one layer at a time, and forgotten again, so memory grows with one layer, not with
-the model.
+Every later probe is teacher-forced: a layer is called again with exactly the arguments it had here, so that a fault upstream
+never flags a healthy layer downstream. Only inputs, arguments and outputs of layers are kept; their operators are recorded
+later, one layer at a time, so memory grows with one layer and not with the model.
 
-How a language model is called with tokens, and where in its answer the logits are, whoever wrote it.
-
-Hugging Face's models take `input_ids` and return an object. A model of somebody's own takes tokens under any name, first in
-line, and returns a tensor, a tuple, a mapping or an object of its own.
-
-The tokens a model is asked about.
-
-One sequence without padding: padding would put masked positions into every probe. The built-in text mixes prose,
-numbers, code and other scripts, so that many channels of a model have something to do.
+Hugging Face's models take `input_ids` and return an object. Any other model takes tokens as its first argument and returns a
+tensor, a tuple, a mapping or an object. Tokens are one sequence: padding would put masked positions into every probe. The
+built-in text mixes prose, numbers, code and other scripts, so that many channels of a model are in use.
 """
 
 from __future__ import annotations
@@ -35,14 +28,14 @@ from shaketable.errors import ModelError, ShaketableError
 from shaketable.sites.nested_tensors import tensors_of
 
 Arguments = Mapping[str, Any]
-"""What a model is given besides tokens, by name."""
+"""Arguments of a model besides tokens, by name."""
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 BEGINNING = {"start_pos": 0}
 """Where a sequence begins, for models that do not know it by themselves."""
 
 
 def call_with_tokens(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Any:
-    """What a model returns for tokens.
+    """Call a model with tokens.
 
     Args:
         model: The model.
@@ -175,7 +168,7 @@ class LayerCall:
         """
         given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, self.x, x)
         args, kwargs = copied(given, torch.clone) if self.overwrites else snapshot(given)
-        with _in_the_open(), torch.inference_mode() if self.x.is_inference() else nullcontext():
+        with _without_shortcuts(), torch.inference_mode() if self.x.is_inference() else nullcontext():
             if self.weights:
                 return torch.func.functional_call(self.module, self.weights, args, kwargs)
             return self.module(*args, **kwargs)
@@ -193,8 +186,8 @@ class Trace:
 
 
 @contextmanager
-def _in_the_open() -> Iterator[None]:
-    """No gradients, and no way around the modules: torch's own layers take one unless somebody watches them."""
+def _without_shortcuts() -> Iterator[None]:
+    """Disable gradients and torch's fast path of multi-head attention, which calls no modules."""
     switch = torch.backends.mha
     was = switch.get_fastpath_enabled()
     switch.set_fastpath_enabled(False)
@@ -223,7 +216,7 @@ def with_hidden(
 
 def forward(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Tensor:
     """The logits of a plain forward."""
-    with _in_the_open():
+    with _without_shortcuts():
         return logits_of(_call(model, ids, arguments), model)
 
 
@@ -237,7 +230,7 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Argume
     layers, paths = reference.layers, reference.paths
     places = {id(layer): i for i, layer in enumerate(layers)}
     recorder = Recorder(model, lambda path, module: id(module) in places or reference.leaf(path) is not None)
-    with recorder.watching() as recording, _in_the_open():
+    with recorder.watching() as recording, _without_shortcuts():
         answer = _call(model, ids, arguments)
         logits = logits_of(answer, model)
     calls: dict[int, LayerCall] = {}

@@ -15,11 +15,11 @@ attention in it, within
 
 which allows for the angle of the rotation being off by an ulp at the last position. Where bits agree nothing is judged.
 
-What a layer is given besides hidden states comes from a forward here: it depends on the tokens and the config alone, which
-`fingerprint` checks; where it does not, a note says so. When the dtype differs from the file's, its tensors are cast, and
+Arguments of a layer besides hidden states come from a forward here: they depend on the tokens and the config alone, which
+`fingerprint` checks; where they do not, a note says so. When the dtype differs from the file's, its tensors are cast, and
 only this device is judged.
 
-What `compare` found: the divergence per layer and operator, the first beyond its dtype, and a plan that makes it again.
+The result is the divergence per layer and operator, the first beyond its dtype, and a plan that reproduces it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES = {"here": "on this device", "stored": "in the fingerprint", "both": "on b
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two results of the same operator are apart."""
+    """The difference of two results of the same operator."""
 
     values: int
     differing: int
@@ -93,12 +93,12 @@ class ComparisonRow:
     op: str | None
     """Path in the layer (in the model, outside of the layers); None for the layer's own output."""
     point: str
-    """`output`: what the operator made of its stored input. `input`: what reached it from the stored results before it."""
+    """`output`: the operator's result for its stored input. `input`: its input, computed from the stored results before it."""
     site: str
     """As the plan language names it."""
     difference: Difference
     here: int | None = 0
-    """Values of this device that a correct device cannot return; None when nobody can tell."""
+    """Values of this device that a correct device cannot return; None when that is not known."""
     stored: int | None = 0
     """The same for the values in the file."""
     remark: str = ""
@@ -106,7 +106,7 @@ class ComparisonRow:
 
     @property
     def beyond(self) -> str:
-        """Whose result the dtype does not explain: here, stored, both, or nobody's (empty)."""
+        """The side whose result the dtype does not explain: here, stored, both, or neither (empty)."""
         sides = [name for name, count in (("here", self.here), ("stored", self.stored)) if count]
         return "both" if len(sides) == 2 else "".join(sides)
 
@@ -212,7 +212,7 @@ class DeviceComparison:
         return f"{where}, {row.place}: {share} (relative error {row.difference.relative:.2e}{model})."
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
+        """As `--json` writes it."""
         first = self.first
         return {
             "schema": SCHEMA,
@@ -408,7 +408,7 @@ class _Replay:
 
 
 class _Between:
-    """What one forced call computed between its operators.
+    """Results of one forced call between its operators.
 
     A tensor is followed from the function that made it through the functions that read it; operators end the chase, because
     what they made was replaced by the file's. So an error belongs to the places it really reaches.
@@ -448,7 +448,7 @@ class _Between:
         return ids
 
     def _wrong_here(self, arrived: Tensor) -> str:
-        """What this device did wrong on the way to a tensor; empty when nothing."""
+        """The first wrong operator of this device on the way to a tensor; empty when there is none."""
         for v in self.judgement.violations:
             if not v.got.is_floating_point():  # sorted indices: equal keys may come in any order
                 continue
@@ -477,7 +477,7 @@ class _Between:
 
 
 def closeness(stored: Tensor, tokens: int, roundoff: float) -> Tensor:
-    """How far a correct result of attention may be off, per token."""
+    """Error bound of a correct result of attention, per token."""
     size = stored.double().abs().amax(-1, keepdim=True)
     return (16 * roundoff + (1024 + 64 * tokens) * ACCUMULATION) * size + TINY
 

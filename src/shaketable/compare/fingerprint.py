@@ -1,4 +1,4 @@
-"""A fingerprint: what one device made of one model, in one safetensors file that another device can be held against.
+"""A fingerprint: the results of one device for one model, in one safetensors file with which another device is compared.
 
 Stored are the inputs and outputs of every decoder layer and of every operator that is a module (Linear, norms, activations),
 so that the other device can be *teacher-forced*: each operator gets the input that it had here, and an error upstream never
@@ -77,7 +77,7 @@ class Metadata(BaseModel):
     versions: dict[str, str]
     date: str
     switches: dict[str, str | bool]
-    """What torch was allowed to do to float32 products: TF32 and its like."""
+    """Settings of torch for float32 products: TF32 and its like."""
     product_input: float
     """Relative rounding of the factors of float32 products that these switches allow."""
     layers: list[list[str]]
@@ -134,7 +134,7 @@ class Fingerprint:
 
 
 def op_name(layer: int | None, label: str) -> str:
-    """What an operator is called in the file."""
+    """Name of an operator in the file."""
     return f"outside.op.{label}" if layer is None else f"layer.{layer}.op.{label}"
 
 
@@ -153,7 +153,7 @@ def fingerprint(
     layers: str | None = None,
     progress: Progress | None = None,
 ) -> Fingerprint:
-    """Keep what a device made of a model, so that another device can be compared with it.
+    """Record a device's results for a model, so that another device can be compared with it.
 
     Args:
         model: The model, on the device whose fingerprint is taken.
@@ -237,7 +237,7 @@ def labelled(recording: Recording) -> Iterator[tuple[str, Record]]:
 
 
 def first_tensor(record: Record) -> Tensor:
-    """What an operator read."""
+    """The first tensor that an operator read."""
     return next(tensors_of((record.args, record.kwargs)))
 
 

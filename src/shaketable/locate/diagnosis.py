@@ -1,4 +1,4 @@
-"""What locate says: the verdict, what it rests on, and every probe of every layer. Imports no torch.
+"""The result of locate: the verdict, its assumptions, and every probe of every layer. Imports no torch.
 
 A verdict is FAULT only on exact evidence: results that change when nothing changed, a broken link, weights that are not
 the file's, a twin with other bits, a token that changes with a later one, a value outside of its rounding interval. Tests
@@ -85,7 +85,7 @@ class LayerReport:
     name: str
     results: dict[str, Result] = field(default_factory=dict)
     coverage: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of each operator: how many rows it made, and how many of them were judged by what."""
+    """For each operator: the number of rows it made, and how many of them were judged in which way."""
     statistics: dict[str, Any] | None = None
 
 
@@ -108,9 +108,9 @@ class Diagnosis:
     strict: bool = False
     """Whether foreign code keeps a verdict from being HEALTHY."""
     foreign: list[str] = field(default_factory=list)
-    """Code in the model that is not the model's, and was believed."""
+    """Code in the model that is not the model's, and was trusted."""
     believed: list[str] = field(default_factory=list)
-    """Facts of the model that nothing here can check, such as a switch that one layer has otherwise than its siblings."""
+    """Facts of the model that could not be checked, such as a switch in which one layer differs from its siblings."""
     doubts: list[str] = field(default_factory=list)
     """Facts that are likely wrong but have no place; they keep a verdict from being HEALTHY."""
     not_run: list[str] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Diagnosis:
     cost_forwards: float = 0.0
     """Measured: the time of all probes over the time of one plain forward."""
     device_forwards: int = 0
-    """How many times the device computed every layer for it."""
+    """Number of times the device computed every layer."""
     cost: dict[str, float] = field(default_factory=dict)
     detectable_rate: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -143,7 +143,7 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """Of the command: 0 healthy, 1 fault, 4 inconclusive."""
+        """Exit code of the command: 0 healthy, 1 fault, 4 inconclusive."""
         return EXIT[self.verdict]
 
     def as_dict(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def _healthy(d: Diagnosis) -> str:
     text = f"HEALTHY: all {d.num_layers} layers compute what they should, as far as {by} can see{_not_replayed(d)}."
     text += f" Not run: {', '.join(d.not_run)}." if d.not_run else ""
     text += f" Not checked: {'; '.join(d.believed)}." if d.believed else ""
-    return text + (f" Code that is not the model's was believed: {_first(d.foreign)}." if d.foreign else "")
+    return text + (f" Code that is not the model's was trusted: {_first(d.foreign)}." if d.foreign else "")
 
 
 def _not_replayed(d: Diagnosis) -> str:

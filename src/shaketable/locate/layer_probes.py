@@ -30,19 +30,19 @@ EXAMPLES = 6
 BY_DESIGN = ("index_add_", "index_add", "scatter_add", "scatter_add_", "index_put_", "histc", "bincount", "cumsum")
 """Functions that accelerators may compute with atomic additions."""
 RETRIES = 24
-"""How often a layer whose results change is called again to see which operator changes."""
+"""Further calls of a layer whose results change, to see which operator changes."""
 USES = {"batch": "a batch of two", "decode": "cached decoding"}
 UNSTABLE = "the layer's results change from call to call"
 
 
 @dataclass
 class Finding:
-    """What one probe says of a part."""
+    """The result of one probe of a part, with its evidence."""
 
     result: Result
     evidence: list[Evidence] = field(default_factory=list)
     coverage: dict[str, dict[str, int]] | None = None
-    """Of each operator: how many rows it made, and how many of them were judged by what."""
+    """For each operator: the number of rows it made, and how many of them were judged in which way."""
 
 
 def passed() -> Finding:
@@ -76,7 +76,7 @@ class Part:
     uses: dict[str, Trace] = field(default_factory=dict)
     """The model run in the other ways of `USES`."""
     logits: list[Tensor] = field(default_factory=list)
-    """Of plain forwards."""
+    """Logits of plain forwards."""
     evidence: list[Evidence] = field(default_factory=list)
     report: LayerReport = field(init=False)
 
@@ -111,7 +111,7 @@ class Part:
 
     @functools.cached_property
     def circuit(self) -> Circuit | str:
-        """The layer's wiring; or why its symmetries are not known, as those of somebody's own block are not."""
+        """The layer's wiring; or why its symmetries are not known, for instance because a block has another class."""
         expected = self.reference.skeleton.get_submodule(self.prefix)
         for path, block in expected.named_children():
             if any(block.children()) and type(own := self.module.get_submodule(path)) is not type(block):
@@ -119,7 +119,7 @@ class Part:
         return circuit_of(expected, getattr(self.model, "config", None))
 
     def status(self, probe: str) -> str:
-        """What an earlier probe said; empty when it did not run."""
+        """Status of an earlier probe; empty when it did not run."""
         return self.report.results[probe].status if probe in self.report.results else ""
 
     def take(self, name: str, finding: Finding) -> None:
@@ -246,12 +246,9 @@ def repeat_logits(part: Part) -> Finding:
     return Finding(Result("suspect", float(differs.double().mean()), reason=text))
 
 
-def links(part: Part) -> Finding:
-    """What one operator made is what the next one gets."""
-    return _links(part, part.recording)
-
-
-def _links(part: Part, recording: Recording) -> Finding:
+def links(part: Part, recording: Recording | None = None) -> Finding:
+    """Every operator is given exactly what the operators before it made."""
+    recording = recording or part.recording
     if not recording.breaks:
         return passed()
     first = recording.breaks[0]
@@ -378,7 +375,7 @@ def in_use(part: Part, name: str) -> Finding | None:
     recording = traced.outside if call is None else record_layer(call, part.reference)
     judgement = judge(recording, part.reference, part.prefix, part.precision, part.others)
     finding = _judged(part, judgement.violations, judgement.unknown, recording)
-    evidence = [*_links(part, recording).evidence, *finding.evidence]
+    evidence = [*links(part, recording).evidence, *finding.evidence]
     for item in evidence:
         item.place = part.place(item, recording)
         item.probe, item.text = name, f"in {USES[name]}, {item.text}"
@@ -436,7 +433,7 @@ class Probe:
     work: Callable[[Part], Finding | None]
     modes: tuple[str, ...]
     calls: str = ""
-    """What the probe calls otherwise than the model does; if that raises, the part is inconclusive."""
+    """The thing that the probe calls with other arguments than the model; if that raises, the part is inconclusive."""
 
     def run(self, part: Part) -> Finding | None:
         """The finding; None where the probe does not apply."""
@@ -449,7 +446,7 @@ class Probe:
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
-"""What a layer may raise when it is called otherwise than its model calls it; memory that is full is told apart."""
+"""Errors of a layer that is called with other arguments than its model gives; full memory is not one of them."""
 
 
 def failure(called: str, error: Exception) -> str:

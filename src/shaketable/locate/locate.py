@@ -44,7 +44,7 @@ from shaketable.numerics.intervals import device_precision
 Progress = Callable[[int, int, str], None]
 STATISTICS_TOKENS = 128
 BATCH_TOKENS = 32
-"""How long the two sequences are that are run as a batch."""
+"""Length of the two sequences that are run as a batch."""
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 NEVER_RUN = ("compiled graphs", "autocast", "training mode", "backward")
 
@@ -138,7 +138,7 @@ def _still(model: nn.Module) -> Iterator[None]:
 
 
 def _longest(model: nn.Module) -> int:
-    """How many tokens the model has positions for."""
+    """Number of tokens that the model has positions for."""
     config = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 1 else 1 << 30

@@ -29,13 +29,13 @@ from shaketable.numerics.operators import PRODUCTS, Call, Selection, allowed_res
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 ROWS = 128
-"""How many tokens of a float32 product are replayed, at least; a quarter of them where there are more channels than HEAD."""
+"""Least number of tokens of a float32 product that are replayed; a quarter of them with more channels than HEAD."""
 HEAD = 8192
 THRESHOLD = 6.0
 BLOCK = 16
-"""How many channels of a row a checksum sums."""
+"""Channels of a row that one checksum sums."""
 CHUNK = 4096
-"""How many channels are looked at in one go: a language model's head has a hundred thousand."""
+"""Channels that are computed at a time: a language model's head has a hundred thousand."""
 LOWERED = frozenset(
     [
         "linear",
@@ -56,7 +56,7 @@ LOWERED = frozenset(
 )
 """Functions whose arguments autocast gives a lower dtype; others take them as they are."""
 _CANNOT = (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, StopIteration)
-"""What a definition raises when it does not fit the call: then nobody can judge it."""
+"""Errors of a definition that does not fit the call: then the operator cannot be judged."""
 
 
 @dataclass
@@ -91,15 +91,15 @@ class Violation:
 
 @dataclass
 class Judgement:
-    """What replay says of one recording."""
+    """The result of a replay."""
 
     violations: list[Violation] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
-    """Operators nobody can judge, with the reason."""
+    """Operators that cannot be judged, with the reason."""
     checksums: dict[str, float] = field(default_factory=dict)
     """With `quick`: the worst checksum of each product, in units of its threshold."""
     coverage: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of each operator: how many rows it made, how many were replayed, and how many passed by checksums alone. `agreed` are
+    """For each operator: rows made, rows replayed, and rows that passed by checksums alone. `agreed` are
     rows of a function without a definition, of which host and device have made the same bits."""
 
     def cover(self, label: str, item: _Expected) -> None:
@@ -122,14 +122,14 @@ class _Expected:
     got: Tensor
     allowed: Allowed | Selection
     is_defined: bool = True
-    """Whether a result that is not allowed is wrong; without a definition nobody can say."""
+    """Whether a result that is not allowed is wrong; without a definition that is not known."""
     tokens: list[int] | None = None
     rows: int | None = None
-    """How many rows there are, when these are not all."""
+    """Number of rows in all, when these are not all."""
 
 
 def rows_of(tensor: Tensor) -> int:
-    """How many rows of channels a tensor has."""
+    """Number of rows of channels in a tensor."""
     return tensor.shape[:-1].numel() if tensor.numel() else 0
 
 
@@ -217,7 +217,7 @@ class _Replay:
         ]
 
     def expected(self, record: Record) -> list[_Expected]:
-        """What each result of an operator may be."""
+        """Allowed results of an operator."""
         results = [self.reference.near(t) for t in tensors_of(record.output)]
         args, kwargs = self._arguments(record)
         call = Call(record.func, args, kwargs, results[0].dtype, self.precision, self.reference.wide)
@@ -271,7 +271,7 @@ class _Replay:
 
 
 def _lowered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """What autocast makes of an argument; it leaves numbers and whole numbers alone."""
+    """An argument as autocast casts it; it leaves numbers and integer tensors alone."""
     return tensor if dtype is None or not tensor.dim() or not tensor.is_floating_point() else tensor.to(dtype)
 
 

@@ -17,8 +17,8 @@ e and b are taken as they reached the layer, after rounding to its dtype: x' −
 blames:
 
     z            (v − median) / (1.4826·max(MAD, 0.01·|median|, tiny)); an edge or outlier has |z| > 2 (published).
-    instability  nobody when every layer is unstable and none more than 5 times the quietest; else the first layer above 5 times
-                 the quietest whose rise over the layer before has z > 2. (Published: instability > 0.1.)
+    instability  no layer when all are unstable and none more than 5 times the quietest; else the first layer above 5 times the
+                 quietest whose rise over the layer before has z > 2. (Published: instability > 0.1.)
     gain         the lowest one, when it is below 0.1, or has z < −2 and is below 0.8 of the median. (Published is z < −2 alone,
                  which blames layers of a healthy SmolLM2 that have 0.93 of the median.)
     kurtosis     the sharpest fall of log(kurtosis + 3) from one layer to the next, when z < −2. (Published: log of the excess
@@ -77,7 +77,7 @@ class Edges(TypedDict):
 
 
 class SrddVerdict(TypedDict):
-    """What SRDD alone would say."""
+    """The verdict of SRDD alone."""
 
     blames: int | None
     why: str
@@ -124,7 +124,7 @@ def layer_statistics(
 
 
 def srdd_verdict(statistics: Sequence[LayerStatistics]) -> SrddVerdict:
-    """What SRDD alone would say of these layers, in order of computation."""
+    """The verdict of SRDD alone on these layers, in order of computation."""
     instability, gains, kurtosis, piles = (
         np.array([getattr(s, name) for s in statistics], dtype=np.float64)
         for name in ("instability", "gain", "kurtosis", "pile_up")

@@ -389,7 +389,7 @@ def _compare(a: Tensor, b: Tensor, spaces: tuple[str, ...], gauge: Gauge) -> tup
 
 
 def until(recording: Recording, token: int) -> Recording:
-    """What the leaves took and gave, of the tokens before one."""
+    """The leaves' inputs and outputs, cut to the tokens before one."""
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor[:, :token] if tensor.dim() == 3 else tensor

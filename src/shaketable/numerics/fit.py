@@ -155,7 +155,7 @@ def fit_all(clean: Tensor, faulty: Tensor, unit: float | None = None) -> list[Fi
 
     Args:
         clean: What a good device made.
-        faulty: What the other one made of the same.
+        faulty: The other device's result for the same input.
         unit: Unit roundoff of the coarser of both dtypes; that of `clean` by default.
     """
     pair = _Pair.of(clean.detach().cpu(), faulty.detach().cpu(), UNIT[clean.dtype] if unit is None else unit)

@@ -80,7 +80,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dtype: torch.dtype
-    """Of the result."""
+    """The result's dtype."""
     precision: Precision
     wide: Callable[[Tensor], Tensor]
     """A tensor in float64; remembers what it made for a layer's tensors."""
@@ -96,11 +96,10 @@ def product(call: Call, x: Tensor, w: Tensor) -> Around:
 
 
 def product_slack(call: Call, x: Tensor, w: Tensor) -> Tensor:
-    """How far a correct product may be from the float64 one, before its result is rounded."""
+    """Error bound of a product before its result is rounded."""
     norms = x.norm(dim=-1, keepdim=True) * w.norm(dim=-2, keepdim=True)
     slack: Tensor = summation(x.shape[-1]) * norms + TINY
-    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
-    if documented:
+    if documented := call.precision.of(call.dtype):
         slack = slack + 2 * documented * (x.abs() @ w.abs())
     return slack
 
@@ -291,7 +290,7 @@ def _einsum(call: Call) -> Around:
     terms = computed(lambda factor: torch.ones(factor.shape, dtype=torch.float64))
     factors = len(list(tensors_of(call.args)))
     between = 0 if _sums_only_shared(call.args[0], factors) else factors
-    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
+    documented = call.precision.of(call.dtype)
     return Around(value, (UA * terms + 2 * between * UNIT[call.dtype] + 2 * documented) * size + TINY, call.dtype)
 
 
@@ -309,8 +308,7 @@ def _conv1d(call: Call) -> Around:
     rest_by_name = {k: v for k, v in call.kwargs.items() if k not in ("input", "weight", "bias")}
     value, squares = (F.conv1d(a, b, None, *rest, **rest_by_name) for a, b in ((x, w), (x.square(), torch.ones_like(w))))
     slack = summation(w[0].numel()) * squares.sqrt() * w.flatten(1).norm(dim=1)[:, None] + TINY
-    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
-    if documented:
+    if documented := call.precision.of(call.dtype):
         slack = slack + 2 * documented * F.conv1d(x.abs(), w.abs(), None, *rest, **rest_by_name)
     if bias is not None:  # added inside of the kernel, or to a result that has been rounded already
         slack = slack + UNIT[call.dtype] * value.abs() + UA * bias.double().abs()[:, None]
@@ -544,7 +542,7 @@ class Selection:
 
 
 def _selected(call: Call, name: str, results: list[Tensor]) -> list[Allowed | Selection] | None:
-    """What the results of one call may be; None where they hold no indices."""
+    """Allowed results of one call; None where they hold no indices."""
     x = call.args[0]
     has_indices = len(results) == 2 or name.startswith("arg")  # the maximum of whole numbers has none
     if not has_indices or not isinstance(x, Tensor) or not x.dim():
@@ -637,7 +635,7 @@ class Leaf:
         return self.module._parameters.get("bias") is not None
 
     def allowed(self, call: Call, weight: Weight) -> Allowed:
-        """What a correct device returns for this input."""
+        """The results that a correct device may return for this input."""
         x = next(a for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor))
         module: Any = self.module
         if self.kind in PRODUCTS:
@@ -713,12 +711,12 @@ def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
         got = _run(module, x, None if weight is None else w)
         call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
         return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())
-    except Exception:  # somebody's code, called otherwise than in its model: then it is looked into
+    except Exception:  # code that is not called as its model calls it: it is recorded function by function
         return False
 
 
 def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
-    """What the code of a norm makes of another weight: on a copy, and without hooks."""
+    """Run the code of a norm with another weight: on a copy, and without hooks."""
     probe = type(module).__new__(type(module))
     probe.__dict__.update(module.__dict__, _parameters={"weight": weight})
     with torch.no_grad(), torch._C.DisableTorchFunction():
