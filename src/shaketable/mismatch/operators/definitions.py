@@ -31,8 +31,7 @@ from shaketable.mismatch.operators.observe import DecoderParts
 from shaketable.mismatch.rounding import Dither
 from shaketable.numerics.intervals import ACCUMULATION as UA
 from shaketable.numerics.intervals import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
-from shaketable.numerics.leaf_modules import Leaf
-from shaketable.numerics.operators import Call
+from shaketable.numerics.operators import Call, Leaf
 
 DRAWS = 6
 EXPERTS = 8.0

@@ -18,7 +18,7 @@ from shaketable.locate.replay import Violation
 from shaketable.mismatch.engines.engine import NotToldError, OperatorCall
 from shaketable.mismatch.operators.definitions import EXACT, TF32, Definitions, flat
 from shaketable.numerics.classify import fault_class
-from shaketable.numerics.precision import host_arithmetic
+from shaketable.numerics.intervals import host_arithmetic
 
 LOWER = (torch.bfloat16, torch.float16)
 PRODUCTS = ("linear", "lm_head", "router", "attention")
