@@ -110,7 +110,7 @@ def alone(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 def measured(case: Case, runs: int, defects: str, seconds: float) -> dict[str, Any]:
     """Healthy runs, then planted defects, with one engine."""
-    from shaketable.mismatch.engines.vllm import VLLMEngine
+    from shaketable.integrations.vllm.engine import VLLMEngine
 
     folder = checkpoint(case.model)
     longest = 64 if case.model == "moe" else 256
@@ -173,7 +173,7 @@ def prompts(tokenizer: Any, model: str, seed: int) -> list[list[int]]:
 
 def one(trainer: Any, engine: Any, model: str, seed: int, earlier: Any = None, **sampling: Any) -> dict[str, Any]:
     """Sample, run the stages, and keep what the table needs."""
-    from shaketable.mismatch.engines.engine import Sampling
+    from shaketable.mismatch.engine import Sampling
     from shaketable.mismatch.stages import Question, run_stages
 
     started = time.perf_counter()

@@ -22,8 +22,8 @@ from shaketable.measure.decoding.dynamic import Decoder
 from shaketable.measure.evaluation import prompt_tokens
 from shaketable.measure.tasks.load import load_task
 from shaketable.measure.tasks.task import sample
-from shaketable.mismatch.engines.engine import Sampling
-from shaketable.mismatch.engines.hf import HFArguments, HFEngine
+from shaketable.mismatch.engine import Sampling
+from shaketable.mismatch.hf import HFArguments, HFEngine
 from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from shaketable.models import load_model, quieten
@@ -68,10 +68,10 @@ def climbed(pair: Pair, model: str, device: str, n: int) -> dict[str, Any]:
 
 def row(pair: Pair, found: dict[str, Any]) -> str:
     """One line of the table."""
-    gap, floor, shares = found["gap"], found["floor"], found["shares"]
-    parts = "" if shares is None else ", ".join(f"{r['family']} {r['share']:.0%}" for r in shares["families"][:3])
+    gap, floor, shares = found.gap, found.floor, found.shares
+    parts = "" if shares is None else ", ".join(f"{r['family']} {r['share']:.0%}" for r in shares.families[:3])
     numbers = (f"{gap['k3']:.2g}", f"{gap['mean_abs']:.2g}", f"{gap['outside']:.1%}", f"{floor['mean_abs']:.2g}")
-    return "| " + " | ".join((pair[0], pair[1], *numbers, found["verdict"], parts)) + " |"
+    return "| " + " | ".join((pair[0], pair[1], *numbers, found.verdict, parts)) + " |"
 
 
 def main() -> None:

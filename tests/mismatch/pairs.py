@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from shaketable.mismatch.engines.engine import OperatorCall, Phase, Rollout, Sampling
-from shaketable.mismatch.engines.hf import HFEngine
-from shaketable.mismatch.operators.observe import record_batch
+from shaketable.capture.decoder import Phase, record_batch
+from shaketable.mismatch.engine import Rollout, Sampling
+from shaketable.mismatch.hf import HFEngine
+from shaketable.mismatch.results import Mismatch
 from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from shaketable.models import load_model, quieten
+from shaketable.numerics.decoder_operators import OperatorCall
 
 
 @cache
@@ -45,9 +47,7 @@ def rollouts(other: HFEngine, how: Sampling | None = None, count: int = 6) -> li
     return other.sample(prompts(count), how or sampling())
 
 
-def verdict(
-    other: HFEngine, how: Sampling | None = None, given: list[Rollout] | None = None, recorded: int = 2
-) -> dict[str, Any]:
+def verdict(other: HFEngine, how: Sampling | None = None, given: list[Rollout] | None = None, recorded: int = 2) -> Mismatch:
     """Every stage."""
     how = how or sampling()
     found = given if given is not None else rollouts(other, how)
@@ -56,4 +56,4 @@ def verdict(
 
 def record(model: Any, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
     """The operators of a model on one sequence."""
-    return record_batch(model, [Rollout(tokens[:prompt_length], tokens[prompt_length:], [])], phase)[0].calls
+    return record_batch(model, [(tokens[:prompt_length], tokens[prompt_length:])], phase)[0].calls

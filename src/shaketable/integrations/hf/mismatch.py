@@ -25,12 +25,12 @@ import torch
 
 from shaketable.errors import ShaketableError
 from shaketable.measure.decoding.dynamic import padded
-from shaketable.mismatch import weights as parameters
-from shaketable.mismatch.engines.engine import Rollout, RolloutEngine, Sampling
-from shaketable.mismatch.engines.hf import HFEngine
-from shaketable.mismatch.inside_job import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
-from shaketable.mismatch.processing import expected
+from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.hf import HFEngine
+from shaketable.mismatch.in_training import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
+from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.trainer import Trainer
+from shaketable.mismatch.weights import compare
 
 METHOD = "_generate_and_score_completions"
 
@@ -84,7 +84,7 @@ class MismatchCheck:
         rollouts, sampling = self._rollouts(made, side)
         if not rollouts:  # every completion was truncated and masked
             return self._weights(side, step)
-        meant = [expected(logits, r, sampling) for r, logits in zip(rollouts, side.logits(rollouts), strict=True)]
+        meant = read(side.logits(rollouts), rollouts, sampling).meant
         found = gap([r.logprobs for r in rollouts], meant) | self._weights(side, step)
         return found | floor_and_share(side, self.engine, rollouts) if self.budget.is_left else found
 
@@ -99,7 +99,7 @@ class MismatchCheck:
         if self.engine is None or isinstance(self.engine, HFEngine):
             return {}
         own = dict(side.model.named_parameters(remove_duplicate=False))
-        found = parameters.compare(own, self.engine.parameters(), self.engine.dtype)
+        found = compare(own, self.engine.parameters(), self.engine.dtype)
         if self.stop:
             refuse_stale(found, step)
         return weight_counts(found)
@@ -123,8 +123,8 @@ def _engine(trainer: Any) -> RolloutEngine | None:
         return None
     if generation.enable_sleep_mode:
         raise ShaketableError("vLLM's sleep mode puts its weights away behind every rollout; set vllm_enable_sleep_mode=False")
+    from shaketable.integrations.vllm.engine import VLLMEngine
     from shaketable.integrations.vllm.observe import observe
-    from shaketable.mismatch.engines.vllm import VLLMEngine
 
     generation.llm.collective_rpc(observe)
     return VLLMEngine(generation.llm, {})

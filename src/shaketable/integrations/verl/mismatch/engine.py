@@ -15,8 +15,8 @@ import ray
 import torch
 import vllm
 
-from shaketable.mismatch.engines.engine import EngineError
-from shaketable.mismatch.engines.vllm import EngineAnswer, VLLMEngine
+from shaketable.integrations.vllm.engine import EngineAnswer, VLLMEngine
+from shaketable.mismatch.engine import EngineError
 
 PATIENCE = 60.0
 """Seconds that an answer may take to be seen: a folder that machines share shows it late."""

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shaketable.integrations.vllm.engine import FORCED
 from shaketable.integrations.vllm.observe.operators import WorkerRecorder
 from shaketable.integrations.vllm.observe.weights import weights
-from shaketable.mismatch.engines.vllm import FORCED
 from shaketable.mismatch.weights import digest
 
 SHARD = 2**30

@@ -1,4 +1,4 @@
-"""Every operator of a vLLM model: what it read and what it made, in the terms that `mismatch/engines/engine.py` has for them.
+"""Every operator of a vLLM model with its inputs and its result, in the terms of `numerics/decoder_operators.py`.
 
 Hooks on vLLM's modules. Inputs are copied before the call, because norms and rotary embeddings write into them. Fused
 projections are told one by one. A rotary embedding is one module for all layers; the attention that runs tells which layer it

@@ -1,7 +1,7 @@
-"""What a vLLM worker recorded, put together: passes of a few tokens each become operators over a sequence.
+"""The recording of a vLLM worker: passes of a few tokens each become operators over a sequence.
 
-Which token a row is, is counted here, from what was asked for, and never taken from the engine: the positions it gave its
-rotary embedding may be what is wrong. The ids that its embedding read prove the count.
+The position of each row is counted here, from the request, and never taken from the engine: the positions that it gave its
+rotary embedding may be wrong. The ids that its embedding read prove the count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.mismatch.engines.engine import EngineError, OperatorCall
+from shaketable.mismatch.engine import EngineError
+from shaketable.numerics.decoder_operators import OperatorCall
 
 
 @dataclass(frozen=True)

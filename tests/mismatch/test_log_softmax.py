@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shaketable.mismatch.engines.engine import Rollout, log_softmax_call
-from shaketable.mismatch.operators.definitions import log_softmax
-from shaketable.mismatch.shares import Shares
+from shaketable.mismatch.engine import Rollout
+from shaketable.mismatch.shares import ShareMeter
+from shaketable.numerics.decoder_operators import log_softmax, log_softmax_call
 from tests.mismatch import pairs, planted
 
 
@@ -46,19 +46,19 @@ def test_a_wrong_log_softmax_is_named(plant, looks):
     other = pairs.engine()
     other.log_softmax = plant
     found = pairs.verdict(other, recorded=1)
-    assert (found["verdict"], found["stage"]) == ("DEFECT", "operators"), found["sentence"]
-    assert {row["name"] for row in found["operators"]["wrong"]} == {"log_softmax"}
-    assert "the engine's log_softmax" in found["sentence"]
-    assert looks in (None, found["operators"]["wrong"][0]["class"])
-    assert found["shares"]["families"][0]["family"] == "log_softmax"
-    assert found["shares"]["reproduced"]["explained"] > 0.99
+    assert (found.verdict, found.stage) == ("DEFECT", "operators"), found.sentence
+    assert {row.name for row in found.operators.wrong} == {"log_softmax"}
+    assert "the engine's log_softmax" in found.sentence
+    assert looks in (None, found.operators.wrong[0].looks_like)
+    assert found.shares.families[0].family == "log_softmax"
+    assert found.shares.reproduced.explained > 0.99
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 def test_temperature_and_processing_are_not_mistaken_for_it(mode):
     found = pairs.verdict(pairs.engine(), pairs.sampling(temperature=0.7, top_p=0.9, logprobs_mode=mode), recorded=1)
-    assert found["verdict"] == "LEGAL", found["sentence"]
-    assert found["operators"]["kinds"]["log_softmax"]["outside"] == 0
+    assert found.verdict == "LEGAL", found.sentence
+    assert found.operators.kinds["log_softmax"].outside == 0
 
 
 def test_its_share_is_that_of_its_shift():
@@ -66,12 +66,12 @@ def test_its_share_is_that_of_its_shift():
     other = pairs.engine(torch.bfloat16)
     other.log_softmax = planted.shifted_log_softmax
     records = {"prefill": other.record([rollout], "prefill")[0].calls}
-    meter = Shares(pairs.trainer().model)
+    meter = ShareMeter(pairs.trainer().model)
     meter.add(rollout, records, other.logprobs([rollout])[0])
     found = meter.result()
-    rows = {row["family"]: row for row in found["families"]}
-    assert rows["log_softmax"]["kl"] == pytest.approx(1e-6 / 2, rel=1e-3)
-    assert not any("log_softmax" in clause for clause in found["plan"])
+    rows = {row.family: row for row in found.families}
+    assert rows["log_softmax"].kl == pytest.approx(1e-6 / 2, rel=1e-3)
+    assert not any("log_softmax" in clause for clause in found.plan)
 
 
 def test_an_engine_that_does_not_tell_it_is_said_not_to():
@@ -81,5 +81,5 @@ def test_an_engine_that_does_not_tell_it_is_said_not_to():
             return [replace(one, calls=[c for c in one.calls if c.kind != "log_softmax"]) for one in told]
 
     found = pairs.verdict(Silent(pairs.engine().model), recorded=1)
-    assert any(line.startswith("log_softmax, from logits") for line in found["not_looked_at"])
-    assert not any("log_softmax" in line for line in pairs.verdict(pairs.engine(), recorded=1)["not_looked_at"])
+    assert any(line.startswith("log_softmax, from logits") for line in found.conclusion.not_looked_at)
+    assert not any("log_softmax" in line for line in pairs.verdict(pairs.engine(), recorded=1).conclusion.not_looked_at)

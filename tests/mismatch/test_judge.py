@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from shaketable.mismatch.engines.engine import NotToldError
-from shaketable.mismatch.operators.judge import Judge
-from shaketable.mismatch.operators.recompute import Recompute
-from shaketable.mismatch.routing import compare, routing
+from shaketable.errors import UnavailableError
+from shaketable.mismatch.operators import Judge, Recompute
+from shaketable.mismatch.routing import compare_routing, routing
 from tests.locate.architectures import build, tokens
 from tests.mismatch import pairs
 from tests.mismatch.pairs import record
@@ -19,7 +18,7 @@ def wrong(model, dtype, other=None, phases=("prefill", "decode")):
     (drawn,) = pairs.rollouts(pairs.engine(), pairs.sampling(max_new_tokens=40, stop=()), count=1)
     for phase in phases:
         judge.judge(record(model, drawn.tokens, len(drawn.prompt), phase), phase)
-    return judge.found()
+    return judge.wrong()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -47,7 +46,7 @@ def test_scores_that_repeat_are_rounded_one_way_and_right(seed):
     drawn = sorted(pairs.rollouts(other, how, 8), key=lambda r: len(r.tokens))
     for rollout in (drawn[0], drawn[-1]):
         judge.judge(record(other.model, rollout.tokens, len(rollout.prompt), "decode"), "decode")
-    assert judge.found() == []
+    assert judge.wrong() == []
 
 
 def test_eager_bfloat16_is_not_mistaken_for_a_wrong_scale():
@@ -68,9 +67,9 @@ def test_other_decoders_of_this_shape(name):
         calls = record(model, ids, 10, phase)
         judge.judge(calls, phase)
         for call in calls:
-            made = again.made(call)
+            made = again.result(call)
             assert torch.allclose(made, call.output.reshape(made.shape), rtol=1e-3, atol=1e-4), call.name
-    assert judge.found() == []
+    assert judge.wrong() == []
     assert judge.unjudged == {}
 
 
@@ -81,25 +80,25 @@ def test_experts_are_judged_as_a_whole_with_the_routers_own_logits():
     assert {"router", "experts"} <= {call.kind for call in calls}
     judge, again = Judge(model, torch.float32), Recompute(model)
     judge.judge(calls, "decode")
-    assert judge.found() == []
-    assert not judge.unjudged and judge.summary()["experts"]["operators"] == 3
+    assert judge.wrong() == []
+    assert not judge.unjudged and judge.summary().experts.operators == 3
     for call in calls:
-        assert torch.allclose(again.made(call), call.output.reshape(len(call.output), -1), rtol=1e-3, atol=1e-4), call.name
+        assert torch.allclose(again.result(call), call.output.reshape(len(call.output), -1), rtol=1e-3, atol=1e-4), call.name
 
 
 def test_routing_by_layer():
     one, two = build("qwen3_moe"), build("qwen3_moe")
     ids = tokens()[0].tolist()
     first = routing(one, ids)
-    assert all(row["differs"] == 0 for row in compare(first, routing(two, ids)))
+    assert all(row.differs == 0 for row in compare_routing(first, routing(two, ids)))
     with torch.no_grad():
         two.model.layers[1].mlp.gate.weight.neg_()
-    rows = {row["layer"]: row["differs"] for row in compare(first, routing(two, ids))}
+    rows = {row.layer: row.differs for row in compare_routing(first, routing(two, ids))}
     assert rows[0] == 0
     assert rows[1] > 0.5
     assert routing(pairs.trainer().model, [3, 4]) is None
 
 
 def test_another_shape_is_refused_in_one_line():
-    with pytest.raises(NotToldError, match="not told apart"):
+    with pytest.raises(UnavailableError, match="not told apart"):
         record(build("gpt2"), [1, 2, 3], 1, "prefill")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from shaketable.mismatch.operators.judge import Judge
+from shaketable.mismatch.operators import Judge
 from shaketable.models import load_model
 from tests.mismatch.pairs import record
 
@@ -16,7 +16,7 @@ def test_a_rotation_by_the_next_position_is_called_that():
     behind = [replace(c, inputs=c.inputs | {"positions": c.inputs["positions"] - 1}) for c in calls]
     judge = Judge(model, torch.float32)
     judge.judge(calls, "prefill")
-    assert judge.found() == []
+    assert judge.wrong() == []
     judge.judge([replace(c, inputs={k: t[1:] for k, t in c.inputs.items()}, output=c.output[1:]) for c in behind], "decode")
-    (found,) = judge.found()
-    assert (found.fault, found.phase) == ("positions off by +1", "decode")
+    (found,) = judge.wrong()
+    assert (found.looks_like, found.phase) == ("positions off by +1", "decode")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shaketable.mismatch.engines.engine import OperatorCall
-from shaketable.mismatch.operators.definitions import Definitions
+from shaketable.capture.reference import Reference
 from shaketable.models import load_model
+from shaketable.numerics.decoder_operators import Definitions, OperatorCall
 
 NAME = "model.layers.1.post_attention_layernorm"
 
@@ -39,7 +39,7 @@ def test_each_order_of_rounding_is_allowed_and_another_eps_is_not(model, formula
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(64, 128, generator=generator).mul(0.05).bfloat16() for _ in range(2))
     norm = model.get_submodule(NAME)
-    weight, definitions = norm.weight.detach(), Definitions(model, torch.bfloat16)
+    weight, definitions = norm.weight.detach(), Definitions(model, Reference(model), "model.rotary_emb", torch.bfloat16)
 
     def outside(eps):
         call = OperatorCall(NAME, "rms_norm", 1, {"x": x, "residual": residual}, formula(x, residual, weight, eps))

@@ -1,12 +1,10 @@
-"""Every operator of a Hugging Face decoder, seen while it runs: for recording, and for changing what it made.
+"""The operators of a Hugging Face decoder while it runs, to record or to change them.
 
-Operators that are modules are hooked: first in line on the input, last in line on the output, so that whatever other hooks do
-belongs to the operator. Between modules nothing can be hooked, but everything can be seen from its ends: attention is what
-o_proj reads, the activation what down_proj reads, a sum of the residual stream what the next norm reads. The rotation is a
-function of the model's file and is replaced there for the time of the call.
-
-Rejected: locate's recorder of torch functions. It sees more, but in terms of this process' functions; an engine with fused
-kernels has to be told in terms that both sides have.
+Operators that are modules are hooked: first in line on the input, last in line on the output, so that the effect of other hooks
+belongs to the operator. Operators between modules are read off the modules around them: attention is the input of o_proj, the
+activation that of down_proj, a sum of the residual stream that of the next norm. The rotation is a function of the model's
+file and is replaced there for the time of the call. `recorder.py` records torch functions instead, which an engine with fused
+kernels does not have.
 """
 
 from __future__ import annotations
@@ -15,17 +13,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Phase, Rollout
-from shaketable.mismatch.teacher_forcing import masked
+from shaketable.errors import UnavailableError
+from shaketable.numerics.decoder_operators import OperatorCall
 from shaketable.sites.structure import find_layers
 
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Visit = Callable[[OperatorCall, int], Tensor | None]
-"""Given what an operator made for one row of the batch, and which row; its result goes on instead, in a batch of one."""
+"""Called with an operator's call for one row of the batch, and the row; a result replaces the operator's, in a batch of one."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -52,7 +52,7 @@ class DecoderParts:
             lacks += [n for n in ATTENTION if not hasattr(layer._modules.get("self_attn"), n)]
             if lacks or len([n for n in layer._modules if "norm" in n]) != len(NORMS):
                 what = f"has no {lacks[0]}" if lacks else "has other norms"
-                raise NotToldError(
+                raise UnavailableError(
                     f"the operators of {type(model).__name__} are not told apart: its layer {what}, unlike Llama's"
                 )
         names = {id(module): name for name, module in model.named_modules()}
@@ -60,7 +60,7 @@ class DecoderParts:
         norm = [n for n, m in outside.items() if "rmsnorm" in type(m).__name__.lower()]
         rotary = [n for n, m in outside.items() if "rotary" in type(m).__name__.lower()]
         if not layers or len(norm) != 1 or len(rotary) != 1:
-            raise NotToldError(f"the operators of {type(model).__name__} are not told apart: it is not of Llama's shape")
+            raise UnavailableError(f"the operators of {type(model).__name__} are not told apart: it is not of Llama's shape")
         ends = [names[id(m)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
         return cls(model, layers, paths, ends[0], norm[0], rotary[0], ends[1])
 
@@ -105,7 +105,7 @@ class _Watch:
         for home in {sys.modules[type(layer.self_attn).__module__] for layer in d.layers}:
             rotate = vars(home).get("apply_rotary_pos_emb")
             if rotate is None:
-                raise NotToldError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
+                raise UnavailableError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
             self.replaced.append((home, rotate))
             home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
 
@@ -264,37 +264,53 @@ class RecordedRow:
     """The result of the head for the same tokens: another one where the model changes logits behind it."""
 
 
+def padded(rows: Sequence[Sequence[int]], side: Literal["left", "right"] = "left", extra: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of rows of different lengths."""
+    width = max(len(row) for row in rows) + extra
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, place], mask[i, place] = torch.tensor(row), 1
+    return ids, mask
+
+
+def masked(mask: Tensor, last: int | None = None) -> dict[str, Tensor]:
+    """Mask and positions of the last so many columns; none where nothing is padded, as trainers call their models then."""
+    if bool(mask.all()):
+        return {}
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    return {"attention_mask": mask, "position_ids": places if last is None else places[:, -last:]}
+
+
 @torch.no_grad()
-def record_batch(model: Any, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[RecordedRow]:
-    """What every operator reads and makes on these sequences, read together: padded on the left, as a sampler batches them.
+def record_batch(
+    model: Any, sequences: Sequence[tuple[list[int], list[int]]], phase: Phase, rows: Sequence[int] | None = None
+) -> list[RecordedRow]:
+    """The calls of every operator on these sequences, read together: padded on the left, as a sampler batches them.
 
     Args:
         model: A causal language model.
-        rollouts: What it reads; in `decode`, prompts first and completions token by token behind them.
+        sequences: Prompts and completions; in `decode`, prompts are read first and completions token by token.
         phase: prefill or decode.
-        rows: Those of the rollouts that are recorded; the others are read with them. All by default.
-
+        rows: Those of the sequences that are recorded; the others are read with them. All by default.
     """
-    kept = range(len(rollouts)) if rows is None else rows
-    prefill = phase == "prefill" or not any(r.completion for r in rollouts)
-    front = [r.tokens if prefill else r.prompt for r in rollouts]
-    width = max(len(tokens) for tokens in front)
+    kept = range(len(sequences)) if rows is None else rows
+    prefill = phase == "prefill" or not any(completion for _, completion in sequences)
+    front = [[*prompt, *completion] if prefill else prompt for prompt, completion in sequences]
     device = model.get_input_embeddings().weight.device
-    ids, mask = torch.zeros(len(front), width, dtype=torch.long), torch.zeros(len(front), width, dtype=torch.long)
-    for row, tokens in enumerate(front):
-        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = torch.tensor(tokens), 1
-    ids, mask = ids.to(device), mask.to(device)
+    ids, mask = (x.to(device) for x in padded(front))
+    width = ids.shape[1]
     spans = {row: RowSpan(width - len(front[row])) for row in kept}
     calls, logits, cache = _pass(model, ids, mask, spans, None)
     if prefill:
-        ends = {i: slice(len(rollouts[i].prompt) - 1, -1) for i in kept}
+        ends = {i: slice(len(sequences[i][0]) - 1, -1) for i in kept}
         return [RecordedRow(calls[i], None, logits[i][ends[i]], calls[i][-1].output[ends[i]]) for i in kept]
     passes = {row: [calls[row]] for row in kept}
     made = {row: [logits[row][-1:]] for row in kept}
-    for step in range(max(len(r.completion) for r in rollouts)):
-        tokens = [r.completion[step] if step < len(r.completion) else 0 for r in rollouts]
-        mask = torch.cat([mask, mask.new_ones(len(rollouts), 1)], 1)
-        spans = {i: RowSpan(0, len(rollouts[i].prompt) + step) for i in kept if step < len(rollouts[i].completion)}
+    for step in range(max(len(completion) for _, completion in sequences)):
+        tokens = [one[step] if step < len(one) else 0 for _, one in sequences]
+        mask = torch.cat([mask, mask.new_ones(len(sequences), 1)], 1)
+        spans = {i: RowSpan(0, len(sequences[i][0]) + step) for i in kept if step < len(sequences[i][1])}
         calls, logits, cache = _pass(model, torch.tensor(tokens, device=device).unsqueeze(1), mask, spans, cache)
         for row in spans:
             passes[row].append(calls[row])

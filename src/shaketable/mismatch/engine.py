@@ -1,33 +1,9 @@
-"""What an engine has to tell before it can be held against a trainer.
+"""The interface of an inference engine that can be compared with a trainer.
 
-An engine samples, gives the log-probabilities of tokens it is shown, its weights and, operator by operator, what it read and
-what it made. Everything is told in the trainer's terms: Hugging Face names of modules and parameters, fused ones split into
-their parts, tensors on the CPU. So the stages know one engine only; one that cannot tell something raises `NotToldError`.
-
-An operator call holds rows of tokens and no batch dimension. In `prefill` a row is a token of the whole sequence; in `decode`
-the prompt is read first and a row is a token behind it, one pass each, put together. The kinds, with T rows and S positions
-of the whole sequence; names are those of layer 3:
-
-    embedding   ids (T)                                                  → (T, hidden)       model.embed_tokens
-    rms_norm    x (T, hidden)                                            → (T, hidden)       model.layers.3.input_layernorm
-    linear      x (T, in)                                                → (T, out)          model.layers.3.self_attn.q_proj
-    rotary      x (T, heads, size), positions (T)                        → (T, heads, size)  model.layers.3.self_attn.rotary_q
-    attention   q (T, heads, size), k, v (S, kv, size), positions (T)    → (T, heads·size)   model.layers.3.self_attn
-    activation  x (T, inner), up (T, inner)                              → (T, inner)        model.layers.3.mlp.act_fn
-    residual    x (T, hidden), residual (T, hidden)                      → (T, hidden)       model.layers.3.attention_residual
-    router      x (T, hidden)                                            → (T, experts)      model.layers.3.mlp.gate
-    experts     x (T, hidden)                                            → (T, hidden)       model.layers.3.mlp, as a whole
-    lm_head     x (t, hidden)                                            → (t, vocabulary)   lm_head, at any rows
-    log_softmax x (c, vocabulary), ids (c)                               → (c, 1)            log_softmax, of the completion
-
-There are rotary_q and rotary_k, attention_residual and mlp_residual; an activation is act(x)·up.
-
-A fused kernel is told as its parts where the parts can be seen, and as the last of them where they cannot: a norm that adds
-first is told as `rms_norm` with `residual` beside `x`, and the sum, if the kernel gives it back, as a `residual` call. `k`
-and `v` are what was made for the cache, not what was read from it: a cache that rounds shows in the attention that reads it.
-
-log_softmax is what lies between the head and the number that is returned: logits of the row before each of the c tokens of the
-completion, and the raw log-probability of that token, out of the same pass. A record of a prompt alone has none.
+An engine samples, gives the log-probabilities of given tokens, its weights and, operator by operator, the inputs and the result
+of its own run. Everything comes in the trainer's terms: Hugging Face names of modules and parameters, fused ones split into
+their parts, tensors on the CPU (`numerics/decoder_operators.py` has the table of operators). An engine that cannot give
+something raises `UnavailableError`.
 """
 
 from __future__ import annotations
@@ -42,23 +18,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
+    from shaketable.capture.decoder import Phase
+    from shaketable.mismatch.results import EngineFacts
+    from shaketable.numerics.decoder_operators import OperatorCall
+
 ALONE, DECODE, DECODE_ALONE = "batch of one", "decode", "decode, batch of one"
 CACHED, EAGER = "prefix cache", "graphs off"
 """Variants of an engine."""
-KINDS = (
-    *("embedding", "rms_norm", "linear", "rotary", "attention", "activation", "residual", "router", "experts", "lm_head"),
-    "log_softmax",
-)
 
 
 class EngineError(ShaketableError):
     """The engine cannot be started, or died."""
-
-
-class NotToldError(ShaketableError):
-    """The engine cannot tell this; the message says why, and the verdict repeats it."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +66,6 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class OperatorCall:
-    """What one operator read and made, on the CPU, in the engine's own dtypes."""
-
-    name: str
-    """The trainer's name of the module; see the table above."""
-    kind: str
-    layer: int | None
-    inputs: dict[str, Tensor]
-    output: Tensor
-
-
-@dataclass(frozen=True)
 class OperatorRecord:
     """The operators of one rollout in one phase."""
 
@@ -128,14 +86,6 @@ class Routed:
     """(T, k), in the same order; None where the engine does not tell."""
 
 
-def log_softmax_call(logits: Tensor, ids: Sequence[int], logprobs: Tensor) -> OperatorCall:
-    """The last operator: logits of a completion's tokens, and the log-probabilities that were returned for them."""
-    import torch
-
-    inputs = {"x": logits, "ids": torch.tensor(list(ids))}
-    return OperatorCall("log_softmax", "log_softmax", None, inputs, logprobs.unsqueeze(1))
-
-
 class RolloutEngine(Protocol):
     """One sampler."""
 
@@ -147,8 +97,8 @@ class RolloutEngine(Protocol):
     together: int
     """Rollouts of one batch; an engine that records one at a time says 1."""
 
-    def describe(self) -> dict[str, object]:
-        """What it was started with, for the report."""
+    def describe(self) -> EngineFacts:
+        """For the report."""
 
     def sample(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Rollout]:
         """Draw one completion for each prompt."""
