@@ -81,7 +81,7 @@ def test_experts_are_judged_as_a_whole_with_the_routers_own_logits():
     judge, again = Judge(model, torch.float32), Recompute(model)
     judge.judge(calls, "decode")
     assert judge.wrong() == []
-    assert not judge.unjudged and judge.summary().experts.operators == 3
+    assert not judge.unjudged and judge.kinds()["experts"].operators == 3
     for call in calls:
         assert torch.allclose(again.result(call), call.output.reshape(len(call.output), -1), rtol=1e-3, atol=1e-4), call.name
 
