@@ -88,7 +88,7 @@ def test_one_row_that_is_scaled_is_named_as_one_row():
 def test_two_experts_that_were_swapped():
     experts = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3))
     found = compare({"w": experts}, [("w", experts[[0, 2, 1, 3]])], torch.float32).differing[0]
-    assert (found.kind, found.says) == ("permuted", "has 2 rows in another order, 1 to 2")
+    assert (found.kind, found.says) == ("permuted", "has 2 experts in another order, 1 to 2")
 
 
 def test_one_value_is_enough():

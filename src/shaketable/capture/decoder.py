@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import UnavailableError
-from shaketable.numerics.decoder_operators import OperatorCall
+from shaketable.numerics.decoder_operators import OperatorCall, scale_of
 from shaketable.sites.structure import find_layers
 
 Phase = Literal["prefill", "decode"]
@@ -100,14 +100,28 @@ class _Watch:
         self._module(d.embedding, "embedding", None, "ids")
         for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
             self._layer(index, layer, path)
+        if scale_of(d.model, "embedding_scale") != 1:
+            self._before(d.layers[0], lambda x: self._scaled("embedding_scale", d.embedding, x))
         self._module(d.norm, "rms_norm", None)
         self._module(d.head, "lm_head", None)
+        if scale_of(d.model, "logits_scale") != 1:
+            self.handles.append(d.model.register_forward_hook(self._logits))
         for home in {sys.modules[type(layer.self_attn).__module__] for layer in d.layers}:
             rotate = vars(home).get("apply_rotary_pos_emb")
             if rotate is None:
                 raise UnavailableError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
             self.replaced.append((home, rotate))
             home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
+
+    def _scaled(self, name: str, source: str, output: Tensor) -> Tensor | None:
+        return self._show(name, "scale", None, {"x": self.made[source]}, output)
+
+    def _logits(self, model: nn.Module, args: Any, output: Any) -> Any:
+        changed = self._scaled("logits_scale", self.decoder.head, output.logits)
+        if changed is None:
+            return None
+        output.logits = changed
+        return output
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -242,7 +256,9 @@ class _Watch:
             changed = self.visit(OperatorCall(name, kind, layer, told, made), row)
         if changed is None:
             return None
-        wide = kind == "lm_head"  # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
+        wide = (
+            name == "logits_scale" or kind == "lm_head"
+        )  # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
         return changed.reshape(output.shape).to(output.device, changed.dtype if wide else output.dtype)
 
     def _row(self, x: Tensor, row: int, span: RowSpan) -> Tensor:

@@ -33,6 +33,7 @@ def measure_floor(
     rollouts: Sequence[Rollout],
     base: Logprobs,
     rounding: Rounding | None = None,
+    decoded: Logprobs | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[Floor, list[Logprobs]]:
     """The floor, and the engine's log-probabilities in each way of computing.
@@ -43,6 +44,7 @@ def measure_floor(
         rollouts: The rollouts that both read.
         base: The trainer's log-probabilities as it computes them by default.
         rounding: The scale of rounding; without it no row is judged.
+        decoded: The engine's log-probabilities decoded token by token, where they were computed before.
         progress: Called with the current step.
     """
     rows: list[FloorRow] = []
@@ -53,7 +55,7 @@ def measure_floor(
         name = "trainer" if side is trainer else "engine"
         progress(f"{name}, {variant}")
         try:
-            two = side.logprobs(rollouts, variant)
+            two = decoded if side is engine and variant == DECODE and decoded is not None else side.logprobs(rollouts, variant)
         except UnavailableError as error:
             unavailable.append(f"{name}, {variant}: {error}")
             return None
@@ -70,11 +72,12 @@ def measure_floor(
         progress("engine reads its own completions")
         own = engine.logprobs(rollouts)
         ways.append(own)
-        decoded: Logprobs = own
+        by_variant: dict[str, Logprobs] = {}
         for variant in engine.variants():
-            made = compare(engine, variant, decoded if variant == DECODE_ALONE else own)
-            ways += [] if made is None else [made]
-            decoded = made if variant == DECODE and made is not None else decoded
+            base = by_variant.get(DECODE, own) if variant == DECODE_ALONE else own
+            if (made := compare(engine, variant, base)) is not None:
+                by_variant[variant] = made
+        ways += by_variant.values()
     largest = max(rows, key=lambda r: r.mean_abs)
     k3 = max(r.k3 for r in rows)
     return Floor(largest.mean_abs, k3, f"{largest.side}, {largest.variant}", rows, unavailable), ways

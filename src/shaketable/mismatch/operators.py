@@ -22,10 +22,12 @@ from shaketable.errors import UnavailableError
 from shaketable.mismatch.logprobs import chosen
 from shaketable.mismatch.results import KindCount, OperatorFault
 from shaketable.numerics.classify import fault_class
-from shaketable.numerics.decoder_operators import EXACT, TF32, Definitions, OperatorCall, visible
+from shaketable.numerics.decoder_operators import EXACT, TF32, Definitions, OperatorCall, scale_of, visible
 from shaketable.numerics.precision import host_arithmetic
 
 LOWER = (torch.bfloat16, torch.float16)
+FEWEST = 4
+"""Right and wrong tokens below which a fault of one expert cannot be told from one of all."""
 PRODUCTS = ("linear", "lm_head", "router", "attention")
 
 
@@ -117,7 +119,8 @@ class Judge:
             if is_inside(replace(call, inputs=inputs)):
                 return f"positions off by {shift:+d}"
         if call.kind == "experts":
-            return "wrong experts, or wrong weights of them"
+            alone = wrong_experts(own.experts_of(call), outside.any(1))
+            return f"a fault of expert {alone[0]}" if len(alone) == 1 else "wrong experts, or wrong weights of them"
         low, high = own.allowed(call).ends(outside)
         return fault_class(call.flat, low, high, outside)
 
@@ -153,6 +156,26 @@ def layers_of(absent: Sequence[str], names: Iterable[str]) -> list[str]:
         layer = None if at is None else ".".join(words[: at + 1])
         if layer and layer not in found and all(n in absent for n in names if n.startswith(f"{layer}.")):
             found.append(layer)
+    return found
+
+
+def wrong_experts(experts: Tensor, wrong: Tensor) -> list[int]:
+    """The fewest experts that every wrong token was sent to, and no right token; empty where there are none.
+
+    Args:
+        experts: Those that each token was sent to, (T, k).
+        wrong: Which tokens are wrong, (T).
+    """
+    found: list[int] = []
+    if min(int(wrong.sum()), int((~wrong).sum())) < FEWEST:
+        return found
+    right, left = set(experts[~wrong].flatten().tolist()), experts[wrong]
+    while len(left):
+        counts = {e: int((left == e).sum()) for e in sorted(set(left.flatten().tolist()) - right)}
+        if not counts:
+            return []
+        found.append(max(counts, key=lambda e: counts[e]))
+        left = left[(left != found[-1]).all(1)]
     return found
 
 
@@ -201,7 +224,10 @@ class Recompute:
             made = self.model.get_submodule(call.name)(given.unsqueeze(0))
             return made[0][0] if isinstance(made, tuple) else made[0]  # type: ignore[no-any-return]
         if call.kind == "residual":
-            return x["residual"] + x["x"] * getattr(self.model.config, "residual_multiplier", 1.0)
+            scale = scale_of(self.model, "residual_scale")
+            return x["residual"] + (x["x"] if scale == 1 else x["x"] * scale)
+        if call.kind == "scale":
+            return x["x"] * scale_of(self.model, call.name)
         if call.kind == "activation":
             return self.model.get_submodule(call.name)(x["x"]) * x["up"]  # type: ignore[no-any-return]
         if call.kind == "rotary":

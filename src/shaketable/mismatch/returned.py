@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shaketable.mismatch.engine import DECODE, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.results import LARGEST, Deviation
 from shaketable.mismatch.rounding import SAME_PROGRAM, Rounding, judge_returned
@@ -27,10 +27,24 @@ DISTINCT = 4
 """Different numbers that do not lie on a coarse grid by chance."""
 
 
-def check_returned(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sampling, rounding: Rounding) -> Deviation:
-    """Judge the returned numbers; an engine that cannot give its logits raises `UnavailableError`."""
+def check_returned(
+    engine: RolloutEngine,
+    rollouts: Sequence[Rollout],
+    sampling: Sampling,
+    rounding: Rounding,
+    decoded: Sequence[Sequence[float]] | None,
+) -> Deviation:
+    """Judge the returned numbers; an engine that cannot give its logits raises `UnavailableError`.
+
+    Args:
+        engine: It returned the numbers, or is said to have.
+        rollouts: With the numbers.
+        sampling: As it was declared.
+        rounding: The scale of rounding for each token.
+        decoded: The engine's raw log-probabilities decoded token by token; None where it has no such variant.
+    """
     if sampling.logprobs_mode == "raw":
-        own = engine.logprobs(rollouts, DECODE if DECODE in engine.variants() else None)
+        own = decoded if decoded is not None else engine.logprobs(rollouts)
         return judge_returned(rollouts, own, rounding.scale, least=SAME_PROGRAM)
     found = read(engine.logits(rollouts), rollouts, sampling)
     return judge_returned(rollouts, found.meant, rounding.scale, found.edges, SAME_PROGRAM)

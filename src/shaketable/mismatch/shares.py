@@ -23,6 +23,7 @@ rms, whichever is more likely. A plan has no rotation as a site, so that its noi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from shaketable.mismatch.gap import DRAWS, differences, k3_of
 from shaketable.mismatch.logprobs import expected
 from shaketable.mismatch.operators import Recompute
 from shaketable.mismatch.results import FamilyShare, Mismatch, Reproduced, Shares
-from shaketable.numerics.decoder_operators import OperatorCall
+from shaketable.numerics.decoder_operators import OperatorCall, scale_of
 from shaketable.numerics.fit import NOISE, fit_all
 from shaketable.plan import Plan
 
@@ -54,8 +55,8 @@ SITES = {  # log_softmax has none: nothing in a model reads what it makes
     "lm_head": "module.lm_head,include=lm_head",
 }
 RAW = Sampling(1)
-VALUES = 4096
-"""Of each call, what a plan is fitted to."""
+VALUES, FITTED = 2**12, 2**14
+"""Values of each call that are kept, and of each family that a plan is fitted to: its magnitudes are right to a hundredth."""
 SMALLEST = 2.0**-22
 """Noise below this is not written into a plan: float32 does not hold it."""
 Records = dict[str, list[OperatorCall]]
@@ -66,7 +67,7 @@ class _Differences:
     """The differences between an engine's operators and the trainer's, for one rollout."""
 
     def __init__(self, recompute: Recompute, rollout: Rollout, records: Records) -> None:
-        self.rollout = rollout
+        self.rollout, self.model = rollout, recompute.model
         self.by_name: dict[str, Tensor] = {}
         self.kinds: dict[str, str] = {}
         self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
@@ -94,12 +95,13 @@ class _Differences:
 
     def add(self, families: set[str]) -> Callable[[OperatorCall, int], Tensor | None]:
         """For `observed`: an operator's result with the difference where its family is among them."""
+        scale = scale_of(self.model, "residual_scale")
 
         def visit(call: OperatorCall, row: int = 0) -> Tensor | None:
             names = [call.name]
             if call.name.endswith(".self_attn.o_proj"):  # a sum between modules is changed by what is added to it
                 names.append(call.name.replace(".self_attn.o_proj", ".attention_residual"))
-            found = [self.by_name[n] for n in names if self.kinds.get(n) in families]
+            found = [self.by_name[n] / (1 if n == call.name else scale) for n in names if self.kinds.get(n) in families]
             if not found or call.name.endswith(".attention_residual"):
                 return None
             total = sum(found[1:], found[0]).double()
@@ -108,14 +110,11 @@ class _Differences:
         return visit
 
     @torch.no_grad()
-    def logits(self, model: Any, families: set[str]) -> Tensor:
+    def logits(self, families: set[str]) -> Tensor:
         """The trainer's logits of the completion's tokens, with the differences of some families added."""
-        ids = torch.tensor([self.rollout.tokens], device=model.get_input_embeddings().weight.device)
-        if not families:
-            logits = model(input_ids=ids, use_cache=False).logits
-        else:
-            with observed(model, self.add(families)):
-                logits = model(input_ids=ids, use_cache=False).logits
+        ids = torch.tensor([self.rollout.tokens], device=self.model.get_input_embeddings().weight.device)
+        with observed(self.model, self.add(families)) if families else nullcontext():
+            logits = self.model(input_ids=ids, use_cache=False).logits
         return logits[0, len(self.rollout.prompt) - 1 : -1].cpu()  # type: ignore[no-any-return]
 
 
@@ -144,7 +143,7 @@ class ShareMeter:
     """Measures shares one rollout after another: records are large, and only their numbers are kept."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.recompute = model, Recompute(model)
+        self.recompute = Recompute(model)
         self.alone: dict[str, list[np.ndarray]] = {}
         self.together: list[np.ndarray] = []
         self.gap: list[np.ndarray] = []
@@ -165,7 +164,7 @@ class ShareMeter:
             The log-probabilities that the trainer gives with all of the engine's differences put into it.
         """
         found = _Differences(self.recompute, rollout, records)
-        clean, all_in = found.logits(self.model, set()), found.logits(self.model, found.families)
+        clean, all_in = found.logits(set()), found.logits(found.families)
         before = sum(len(kl) for kl in self.together)
         last = k3_of(found.last)
         self.together.append(_kl(all_in, clean) + last)
@@ -174,7 +173,7 @@ class ShareMeter:
             if family == "log_softmax":
                 parts.append(last)
             else:
-                parts.append(_kl(found.logits(self.model, {family}) if family in found.families else clean, clean))
+                parts.append(_kl(found.logits({family}) if family in found.families else clean, clean))
         for kind, pairs in found.pairs.items():
             self.pairs.setdefault(kind, []).extend(pairs)
         own = expected(clean, rollout, sampling)
@@ -231,6 +230,7 @@ def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def _clause(family: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> str | None:
     """Noise of the size and law of a family's differences; None when there is too little of it."""
     clean, faulty = (torch.cat([p[i] for p in pairs]).unsqueeze(1) for i in (0, 1))
+    clean, faulty = (x[:: max(1, len(x) // FITTED)] for x in (clean, faulty))
     fits = [f for f in fit_all(clean, faulty, 2.0**-40) if f.kind in NOISE]
     if not fits or fits[0].magnitude < SMALLEST:
         return None

@@ -27,7 +27,7 @@ import torch
 
 from shaketable.capture.decoder import PHASES, Phase, record_batch
 from shaketable.errors import ShaketableError, UnavailableError
-from shaketable.mismatch.engine import EngineError, OperatorRecord, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.engine import DECODE, EngineError, OperatorRecord, Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import measure_gap
 from shaketable.mismatch.logprobs import read
@@ -79,15 +79,18 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
     words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
     unchecked: list[str] = []
     returned: Deviation | None = None
+    decoded: list[list[float]] | None = None
     died: str | None = None
     try:
         if engine is not None:
-            progress("engine reads its own completions", 0.15)
-            returned = _asked(unchecked, "returned", lambda: check_returned(engine, rollouts, sampling, rounding))
-        floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, progress)
+            progress("engine decodes its own completions", 0.15)
+            if DECODE in engine.variants():
+                decoded = engine.logprobs(rollouts, DECODE)
+            returned = _asked(unchecked, "returned", lambda: check_returned(engine, rollouts, sampling, rounding, decoded))
+        floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress)
     except EngineError as error:
         died = str(error)
-        floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress)
+        floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress=progress)
     progress("semantics", 0.4)
     found = Evidence(
         trainer=trainer.describe(),

@@ -173,6 +173,8 @@ def _next(found: Evidence) -> str:
         return f"{start} --tokens FILE --engine vllm   (or --engine hf: the engine that wrote the file)"
     if found.died is not None:
         return f"{start} …   (again, with fewer or shorter rollouts: -n 4 --max-new-tokens 64)"
+    if any("were rounded to" in line for line in found.unchecked):
+        return f"{start} --tokens FILE …   (again, with log-probabilities written in float32, not rounded)"
     if any("captured" in line for line in found.unchecked):
         return f"{start} … --engine-args '{{\"enforce_eager\": true}}'"
     if (best := found.semantics.best) is not None and best.wins:

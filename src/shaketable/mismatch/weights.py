@@ -192,8 +192,10 @@ class _Pair:
         relative = float((y - x).norm() / x.norm().clamp_min(1e-300))
         if _levels(y) <= LEVELS and 2 * _levels(y) < _levels(x):
             return "quantized", f"has {_levels(y)} distinct values in a row, relative error {relative:.2g}"
-        rows = int(wrong.flatten(1).any(1).sum()) if wrong.dim() > 1 else int(wrong.sum())
-        where = f"{rows:,} of {len(wrong):,} rows differ, relative difference {relative:.2g}"
+        rows = (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong).nonzero().flatten().tolist()
+        what = "experts" if wrong.dim() > 2 else "rows"
+        which = f" ({', '.join(map(str, rows))})" if wrong.dim() > 2 and len(rows) < min(len(wrong), 9) else ""
+        where = f"{len(rows):,} of {len(wrong):,} {what} differ{which}, relative difference {relative:.2g}"
         is_close = relative < CLOSE
         return ("stale", f"is of another step: {where}") if is_close else ("other_values", f"holds other values: {where}")
 
@@ -226,7 +228,7 @@ def _where(wrong: Tensor) -> str:
             return ""
         return f"value {places[0]} " if len(places) == 1 else f"{len(places)} values from {places[0]} on: each "
     lines = wrong.flatten(2).any(2) if wrong.dim() > 2 else wrong
-    for axis, what in ((0, "row"), (1, "column")):
+    for axis, what in enumerate(("expert", "row") if wrong.dim() > 2 else ("row", "column")):
         places = lines.any(1 - axis).nonzero().flatten().tolist()
         if len(places) == 1:
             return f"has one {what} that is not the trainer's: {what} {places[0]} "
@@ -251,7 +253,9 @@ def _integer_bits(x: Tensor, y: Tensor, eps: float) -> tuple[int, str] | None:
 
 def _reordered(expected: Tensor, got: Tensor) -> str | None:
     """Whether the engine has the same rows (or columns) in another order."""
-    sides = [("rows", expected, got)] + ([("columns", expected.mT, got.mT)] if expected.dim() == 2 else [])
+    sides = [("experts" if expected.dim() > 2 else "rows", expected, got)] + (
+        [("columns", expected.mT, got.mT)] if expected.dim() == 2 else []
+    )
     for way, a, b in sides:
         wrong = (a.double() != b.double()).flatten(1).any(1) if a.dim() > 1 else a.double() != b.double()
         places = wrong.nonzero().flatten()
