@@ -54,6 +54,8 @@ def test_what_is_wrong_is_said_as_locate_says_it():
     assert "factor of 1.01" in scale.text
     head = pairs.verdict(pairs.engine(plant=planted.coarse_head), recorded=1).operators.wrong[0]
     assert head.looks_like == "computed in bfloat16"
+    late = pairs.verdict(pairs.engine(plant=planted.late_positions), recorded=1).operators.wrong[0]
+    assert late.looks_like == "positions off by +1"
     half = pairs.verdict(pairs.engine(plant=planted.swapped_in_flight), recorded=1).operators.wrong[0]
     assert half.lanes == list(range(64))
 
