@@ -104,7 +104,7 @@ def test_routing_by_layer():
 
 
 def test_another_shape_is_refused_in_one_line():
-    with pytest.raises(UnavailableError, match="not told apart"):
+    with pytest.raises(UnavailableError, match="are not known"):
         record(build("gpt2"), [1, 2, 3], 1, "prefill")
 
 

@@ -53,14 +53,14 @@ class DecoderParts:
             if lacks or len([n for n in layer._modules if "norm" in n]) != len(NORMS):
                 what = f"has no {lacks[0]}" if lacks else "has other norms"
                 raise UnavailableError(
-                    f"the operators of {type(model).__name__} are not told apart: its layer {what}, unlike Llama's"
+                    f"the operators of {type(model).__name__} are not known: its layer {what}, unlike Llama's"
                 )
         names = {id(module): name for name, module in model.named_modules()}
         outside = {n: m for n, m in model.named_modules() if not any(n.startswith(f"{p}.") for p in paths)}
         norm = [n for n, m in outside.items() if "rmsnorm" in type(m).__name__.lower()]
         rotary = [n for n, m in outside.items() if "rotary" in type(m).__name__.lower()]
         if not layers or len(norm) != 1 or len(rotary) != 1:
-            raise UnavailableError(f"the operators of {type(model).__name__} are not told apart: it is not of Llama's shape")
+            raise UnavailableError(f"the operators of {type(model).__name__} are not known: it is not of Llama's shape")
         ends = [names[id(m)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
         return cls(model, layers, paths, ends[0], norm[0], rotary[0], ends[1])
 

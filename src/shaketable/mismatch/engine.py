@@ -83,7 +83,7 @@ class Routed:
     experts: Tensor
     """(T, k)."""
     weights: Tensor | None = None
-    """(T, k), in the same order; None where the engine does not tell."""
+    """(T, k), in the same order; None where the engine does not give them."""
 
 
 class RolloutEngine(Protocol):

@@ -194,5 +194,5 @@ class HFEngine:
             tokens = seen.argmax(-1)
         else:
             tokens = torch.multinomial(seen.softmax(-1), 1, generator=generator).squeeze(1)
-        told = seen if sampling.logprobs_mode == "processed" else logits.double()
-        return tokens.tolist(), self._chosen(told, tokens.tolist()).tolist()
+        returned = seen if sampling.logprobs_mode == "processed" else logits.double()
+        return tokens.tolist(), self._chosen(returned, tokens.tolist()).tolist()

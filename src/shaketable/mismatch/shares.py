@@ -125,7 +125,7 @@ def whole_sequence(records: Records) -> list[OperatorCall]:
     """
     if not records.get("decode"):
         if not records.get("prefill"):
-            raise UnavailableError("the engine did not tell how it reads a prompt")
+            raise UnavailableError("the engine did not record how it reads a prompt")
         return records["prefill"]
     joined, read = [], {call.name: call for call in records["prompt"]}
     for later in records["decode"]:

@@ -151,7 +151,7 @@ def _routing(question: Question, engine: RolloutEngine) -> list[LayerRouting] | 
     if own is None:
         return None
     if other is None:
-        raise UnavailableError("the trainer has experts, and the engine tells of none")
+        raise UnavailableError("the trainer has experts, and the engine reports none")
     return compare_routing(own, other)
 
 
@@ -226,7 +226,7 @@ class _OperatorStage:
         kinds = judge.kinds()
         if "log_softmax" not in kinds:
             link = "log_softmax, from logits to the log-probability that is returned"
-            self.found.unchecked.append(f"{link}: the engine does not tell it")
+            self.found.unchecked.append(f"{link}: the engine does not record it")
         absent = sorted({name for present in seen.values() for name in names - present})
         tokens = sum(len(rollouts[i].tokens) for i in self.chosen)
         phases: list[str] = list(self.phases)

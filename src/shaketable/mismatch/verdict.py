@@ -123,7 +123,7 @@ def _operator(wrong: list[OperatorFault]) -> str:
 def _doubt(found: Evidence) -> tuple[str, str] | None:
     """The first link that could not be checked, or that was and does not close."""
     if found.died is not None:
-        return "gap", f"the engine died ({found.died}); the stages before are told"
+        return "gap", f"the engine died ({found.died}); the stages before it ran"
     if found.unchecked:
         more = f", and {len(found.unchecked) - 1} more" if len(found.unchecked) > 1 else ""
         return "gap", f"not every link could be checked: {found.unchecked[0]}{more}"
@@ -138,11 +138,11 @@ def _doubt(found: Evidence) -> tuple[str, str] | None:
         return "weights", "weights were not looked at"
     if operators is None:
         return "operators", "operators were not looked at"
-    for names, what in ((weights.missing, "did not tell"), (weights.unknown, "has, and the trainer has not")):
+    for names, what in ((weights.missing, "does not give"), (weights.unknown, "has, and the trainer has not")):
         if names:
             return "weights", f"there are {len(names)} parameters that the engine {what}, such as {names[0]}"
     if operators.absent:
-        return "operators", f"the engine did not tell {len(operators.absent)} operators, such as {operators.absent[0]}"
+        return "operators", f"the engine did not record {len(operators.absent)} operators, such as {operators.absent[0]}"
     if (best := found.semantics.best) is not None and best.wins:
         return "semantics", f"no link is broken, but the gap is smaller if {best.says}"
     if judged.biased:
@@ -212,7 +212,7 @@ def _unseen(found: Evidence) -> list[str]:
         stages = {"weights": weights, "operators": operators, "shares": found.shares}
         lines.append(f"{', '.join(name for name, one in stages.items() if one is None)}: the engine died")
     if weights is not None and weights.missing:
-        lines.append(f"{len(weights.missing)} parameters that the engine did not tell, such as {weights.missing[0]}")
+        lines.append(f"{len(weights.missing)} parameters that the engine does not give, such as {weights.missing[0]}")
     if operators is not None and operators.rollouts < gap.rollouts:
         lines.append(f"operators on {gap.rollouts - operators.rollouts} of {gap.rollouts} rollouts")
     if found.semantics.tokens < gap.tokens:

@@ -220,7 +220,7 @@ class Definitions:
         token, whichever is larger, times EXPERTS. Tokens whose last chosen expert ties with the next are free.
         """
         if "router" not in call.inputs:
-            raise UnavailableError("the engine does not tell the router logits of these experts")
+            raise UnavailableError("the engine does not record the router logits of these experts")
         block, choice = self._routed_block(call)
         x, dtype = call.inputs["x"].double().unsqueeze(0), call.output.dtype
 

@@ -57,11 +57,11 @@ def ranges(lanes: list[int]) -> str:
 
 
 def _status(found: Mismatch, stage: str) -> str:
-    """pass, fail, told (numbers without a judgement) or absent."""
+    """pass, fail, shown (numbers without a judgement) or absent."""
     if stage == found.stage and found.verdict == "DEFECT":
         return "fail"
     if stage == "gap":
-        return "told"
+        return "shown"
     if stage == "floor":
         return "fail" if any(r.wrong for r in found.floor.rows) else "pass"
     if stage == "semantics":
@@ -73,4 +73,4 @@ def _status(found: Mismatch, stage: str) -> str:
     if stage == "operators" and found.operators is not None:
         return "fail" if found.operators.wrong else "pass"
     has = found.routing if stage == "routing" else found.shares if stage == "shares" else None
-    return "told" if has else "absent"
+    return "shown" if has else "absent"

@@ -81,7 +81,7 @@ def _weights(found: Weights | None) -> str:
 
 def _routing(found: Evidence) -> str:
     if not found.routing:
-        return "not looked at" if found.engine is None else "no experts, or the engine does not tell"
+        return "not looked at" if found.engine is None else "no experts, or the engine does not report them"
     weights = [r.weights for r in found.routing if r.weights is not None]
     apart = f"; weights of the same experts differ by up to {max(weights):.2g}" if weights else ""
     rows = ", ".join(f"layer {r.layer} {r.differs:.2%}" for r in found.routing)

@@ -1,7 +1,7 @@
 """How far sampler and trainer are apart, every so many steps of a TRL training: `ShaketableCallback(mismatch_every=50)`.
 
 Right after completions were generated the sampler has the weights of this step, and their log-probabilities are at hand. Then
-a few of them are read by the model that is trained, both sides are held against themselves for the floor, all weights are
+a few of them are read by the model that is trained, both sides are compared with themselves for the floor, all weights are
 compared bit for bit, and the operators of one completion say which family causes most of the divergence.
 
 Who samples decides what can be had:
@@ -166,9 +166,9 @@ def _generated(model: Any, prompts: list[list[int]], config: Any) -> list[Rollou
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids) if mask is None else mask, generation_config=asked
         )
-    told = torch.stack(out.scores, 1).double().log_softmax(-1)
+    scores = torch.stack(out.scores, 1).double().log_softmax(-1)
     return [
-        Rollout(list(prompt), completion, [float(told[row, i, t]) for i, t in enumerate(completion)])
+        Rollout(list(prompt), completion, [float(scores[row, i, t]) for i, t in enumerate(completion)])
         for row, prompt in enumerate(prompts)
         if (completion := _ended(out.sequences[row, ids.shape[1] :].tolist(), asked.eos_token_id))
     ]

@@ -89,10 +89,10 @@ class VLLMEngine:
             raise EngineError("--engine vllm needs vLLM in this environment: pip install vllm") from None
         from shaketable.models import servable_path
 
-        told = {**USUAL, **arguments}
-        path = servable_path(str(told.pop("model", model)))
+        given = {**USUAL, **arguments}
+        path = servable_path(str(given.pop("model", model)))
         try:
-            llm = LLM(path, **{**told, "worker_extension_cls": OBSERVER})
+            llm = LLM(path, **{**given, "worker_extension_cls": OBSERVER})
         except Exception as error:
             raise EngineError(f"vLLM could not start {path}: {_first_line(error)}") from error
         return cls(llm, arguments)
@@ -199,14 +199,14 @@ class VLLMEngine:
 
     def _record(self, rollout: Rollout, phase: Phase) -> list[OperatorCall]:
         tokens, prompt_length = rollout.tokens, len(rollout.prompt)
-        recording, told = self._recorded(tokens, prompt_length, phase)
+        recording, logprobs = self._recorded(tokens, prompt_length, phase)
         calls = recording.calls(0 if phase == "prefill" else prompt_length)
         if not rollout.completion:
             return calls
         import torch
 
         logits = recording.logits(prompt_length - 1, len(tokens) - 1)
-        return [*calls, log_softmax_call(logits, rollout.completion, torch.tensor(told))]
+        return [*calls, log_softmax_call(logits, rollout.completion, torch.tensor(logprobs))]
 
     def routing(self, tokens: list[int]) -> dict[int, Routed] | None:
         """Chosen experts of every layer that has some."""
@@ -226,10 +226,10 @@ class VLLMEngine:
         self._call("shaketable_record")
         with self._folder() as folder:
             try:
-                spans, told = self._run_once(tokens, prompt_length, phase)
+                spans, logprobs = self._run_once(tokens, prompt_length, phase)
             finally:
                 self._call("shaketable_recorded", folder)
-            return WorkerRecording.load(Path(folder), tokens, spans), told
+            return WorkerRecording.load(Path(folder), tokens, spans), logprobs
 
     def _run_once(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[list[tuple[int, int]], list[float]]:
         """Run the tokens through the model; of each request, the first token that was computed and the one behind the last.
@@ -259,9 +259,9 @@ class VLLMEngine:
         """One request for each prompt; `asked` holds arguments of vLLM's `SamplingParams`."""
         from vllm import SamplingParams
 
-        told = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         chosen = [SamplingParams(**one, detokenize=False) for one in asked]
-        return [_answer(r) for r in self._asked(lambda: self.llm.generate(told, chosen, use_tqdm=False))]
+        return [_answer(r) for r in self._asked(lambda: self.llm.generate(requests, chosen, use_tqdm=False))]
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
@@ -313,8 +313,8 @@ class VLLMEngine:
 
 
 def _forced(tokens: list[int]) -> dict[str, Any]:
-    told = {FORCED: list(tokens)}
-    return {"max_tokens": len(tokens), "temperature": 0, "ignore_eos": True, "logprobs": 0, "extra_args": told}
+    extra = {FORCED: list(tokens)}
+    return {"max_tokens": len(tokens), "temperature": 0, "ignore_eos": True, "logprobs": 0, "extra_args": extra}
 
 
 def _rollout(prompt: list[int], answer: EngineAnswer) -> Rollout:

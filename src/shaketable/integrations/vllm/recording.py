@@ -36,10 +36,10 @@ class WorkerRecording:
         """Read what the worker wrote; `spans` are the tokens that each request computed."""
         from safetensors.torch import load_file
 
-        told = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
+        written = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "tensors.safetensors")
-        rows = [_with_tensors(i, call, tensors) for i, call in enumerate(told["calls"])]
-        routed = {(int(a), int(b)): tensors[f"routed/{a}/{b}"] for a, b in (key.split("/") for key in told["routed"])}
+        rows = [_with_tensors(i, call, tensors) for i, call in enumerate(written["calls"])]
+        routed = {(int(a), int(b)): tensors[f"routed/{a}/{b}"] for a, b in (key.split("/") for key in written["routed"])}
         return cls(tokens, rows, _starts(rows, tokens, spans), routed)
 
     def calls(self, first: int) -> list[OperatorCall]:

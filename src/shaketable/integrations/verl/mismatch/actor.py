@@ -1,4 +1,4 @@
-"""verl's actors, when samplers are held against them: their weights, and a whole model that reads rollouts.
+"""verl's actors in a comparison with samplers: their weights, and a whole model that reads rollouts.
 
 FSDP2 keeps a part of every weight on each rank. All ranks put them together, one weight after another; rank 0 compares each
 with the digests that samplers gave, and keeps it only where it differs, or where a whole model is asked for. Such a model is
@@ -38,14 +38,14 @@ WRAPPER = "_checkpoint_wrapped_module."
 
 
 class MeasuredWorker(ActorRolloutRefWorker):  # type: ignore[misc]
-    """verl's worker, which can be held against samplers."""
+    """verl's worker, which can be compared with samplers."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def compare_with_samplers(
         self, servers: Sequence[Any], folder: str, rollouts: Sequence[tuple[list[int], list[int]]]
     ) -> dict[str, Any] | None:
-        """Hold the weights against those of all samplers and, where there are rollouts, measure floor and share with the first.
+        """Compare the weights with those of all samplers and, where there are rollouts, measure floor and share with the first.
 
         Returns:
             On rank 0 what was found; every other rank helps to put weights together, and has nothing to say.
