@@ -173,10 +173,8 @@ UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", UNDECLARED)
 def test_sampling_that_was_not_declared_is_a_defect(dtype, name):
     given, says = UNDECLARED[name]
-    other = pairs.engine(getattr(torch, dtype))
-    rollouts = other.sample([*prompts(), *prompts()], how(**{"temperature": 1.2, **given}, logprobs_mode="processed"))
-    if "temperature" not in given:
-        rollouts = other.sample([*prompts(), *prompts()], how(**given, logprobs_mode="processed"))
+    other = pairs.RememberingEngine(pairs.engine(getattr(torch, dtype)).model)
+    rollouts = other.sample([*prompts(), *prompts()], how(**given, logprobs_mode="processed"))
     found = verdict(other, rollouts, recorded=1)
     assert found.verdict == "DEFECT", found.sentence
     alone = verdict(None, rollouts)
@@ -258,7 +256,7 @@ FAULTS = {
 def test_a_fault_of_the_engine_is_never_legal(dtype, name):
     other = pairs.engine(getattr(torch, dtype), plant=FAULTS[name])
     rollouts = other.sample(prompts(), how())
-    found = verdict(other, rollouts, recorded=6 if dtype == "float32" else 1)
+    found = verdict(other, rollouts, recorded=2 if dtype == "float32" else 1)
     assert found.verdict != "LEGAL", found.sentence
 
 
@@ -329,7 +327,7 @@ def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float32, recorded: int = 4) -> Mismatch:
+def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float32, recorded: int = 2) -> Mismatch:
     model = build(kind, dtype=dtype)
     if plant is not None:
         plant(model)
