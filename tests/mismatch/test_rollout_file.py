@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.mismatch.engines.engine import Rollout
+from shaketable.mismatch.engine import Rollout
 from shaketable.mismatch.rollout_file import read_rollouts, write_rollouts
 
 GOOD = Rollout([5, 6], [7, 8], [-1.0, -2.0])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.mismatch.engines.engine import Rollout
+from shaketable.mismatch.engine import Rollout
 
 PROMPT = ("prompt_ids", "prompts", "prompt_token_ids", "prompt")
 COMPLETION = ("completion_ids", "responses", "token_ids", "completion")

@@ -1,12 +1,10 @@
-"""Every operator of a Hugging Face decoder, seen while it runs: for recording, and for changing what it made.
+"""The operators of a Hugging Face decoder while it runs, to record or to change them.
 
-Operators that are modules are hooked: first in line on the input, last in line on the output, so that whatever other hooks do
-belongs to the operator. Between modules nothing can be hooked, but everything can be seen from its ends: attention is what
-o_proj reads, the activation what down_proj reads, a sum of the residual stream what the next norm reads. The rotation is a
-function of the model's file and is replaced there for the time of the call.
-
-Rejected: locate's recorder of torch functions. It sees more, but in terms of this process' functions; an engine with fused
-kernels has to be told in terms that both sides have.
+Operators that are modules are hooked: first in line on the input, last in line on the output, so that the effect of other hooks
+belongs to the operator. Operators between modules are read off the modules around them: attention is the input of o_proj, the
+activation that of down_proj, a sum of the residual stream that of the next norm. The rotation is a function of the model's
+file and is replaced there for the time of the call. `recorder.py` records torch functions instead, which an engine with fused
+kernels does not have.
 """
 
 from __future__ import annotations
@@ -15,17 +13,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Phase, Rollout
-from shaketable.mismatch.teacher_forcing import masked
+from shaketable.errors import UnavailableError
+from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall, scale_of
 from shaketable.sites.structure import find_layers
 
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Visit = Callable[[OperatorCall, int], Tensor | None]
-"""Given what an operator made for one row of the batch, and which row; its result goes on instead, in a batch of one."""
+"""Called with an operator's call for one row of the batch, and the row; a result replaces the operator's, in a batch of one."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -33,7 +33,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The parts of a decoder of Llama's shape: Llama, Mistral, Qwen 2 and 3, SmolLM, and whoever shares their names."""
+    """The parts of a decoder of Llama's shape: Llama, Mistral, Qwen 2 and 3, SmolLM, Granite, and others with their names."""
 
     model: Any
     layers: list[nn.Module]
@@ -52,15 +52,15 @@ class DecoderParts:
             lacks += [n for n in ATTENTION if not hasattr(layer._modules.get("self_attn"), n)]
             if lacks or len([n for n in layer._modules if "norm" in n]) != len(NORMS):
                 what = f"has no {lacks[0]}" if lacks else "has other norms"
-                raise NotToldError(
-                    f"the operators of {type(model).__name__} are not told apart: its layer {what}, unlike Llama's"
+                raise UnavailableError(
+                    f"the operators of {type(model).__name__} are not known: its layer {what}, unlike Llama's"
                 )
         names = {id(module): name for name, module in model.named_modules()}
         outside = {n: m for n, m in model.named_modules() if not any(n.startswith(f"{p}.") for p in paths)}
         norm = [n for n, m in outside.items() if "rmsnorm" in type(m).__name__.lower()]
         rotary = [n for n, m in outside.items() if "rotary" in type(m).__name__.lower()]
         if not layers or len(norm) != 1 or len(rotary) != 1:
-            raise NotToldError(f"the operators of {type(model).__name__} are not told apart: it is not of Llama's shape")
+            raise UnavailableError(f"the operators of {type(model).__name__} are not known: it is not of Llama's shape")
         ends = [names[id(m)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
         return cls(model, layers, paths, ends[0], norm[0], rotary[0], ends[1])
 
@@ -70,7 +70,7 @@ class RowSpan:
     """The part of one row of a batch that is not padding."""
 
     padding: int = 0
-    """Columns in front that are not looked at."""
+    """Columns in front of the sequence."""
     start: int = 0
     """Position of the first token behind them."""
 
@@ -78,34 +78,41 @@ class RowSpan:
 @contextmanager
 def observed(model: Any, visit: Visit, spans: Sequence[RowSpan | None] = (RowSpan(),)) -> Iterator[None]:
     """Calls of the model with every operator shown to `visit`; a span for each row of the batch, None to pass it over."""
-    watch = _Watch(DecoderParts.of(model), visit, spans)
+    observer = _Observer(DecoderParts.of(model), visit, spans)
     try:
         with torch.no_grad():
-            watch.hook()
+            observer.attach()
             yield
     finally:
-        watch.remove()
+        observer.remove()
 
 
-class _Watch:
+class _Observer:
+    """Hooks on one model; `made` has the last result of every operator by its name."""
+
     def __init__(self, decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None]) -> None:
         self.decoder, self.visit, self.spans = decoder, visit, spans
         self.handles: list[Any] = []
         self.made: dict[str, Tensor] = {}
         self.rotating: tuple[int, str] | None = None
+        """Layer and path of the attention that runs."""
         self.replaced: list[tuple[Any, Any]] = []
 
-    def hook(self) -> None:
+    def attach(self) -> None:
         d = self.decoder
         self._module(d.embedding, "embedding", None, "ids")
         for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
             self._layer(index, layer, path)
+        if scale_of(d.model, "embedding_scale") != 1:
+            self._before(d.layers[0], lambda x: self._between("embedding_scale", "scale", None, x, x=d.embedding))
         self._module(d.norm, "rms_norm", None)
         self._module(d.head, "lm_head", None)
+        if scale_of(d.model, "logits_scale") != 1:
+            self.handles.append(d.model.register_forward_hook(self._logits))
         for home in {sys.modules[type(layer.self_attn).__module__] for layer in d.layers}:
             rotate = vars(home).get("apply_rotary_pos_emb")
             if rotate is None:
-                raise NotToldError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
+                raise UnavailableError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
             self.replaced.append((home, rotate))
             home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
 
@@ -131,7 +138,7 @@ class _Watch:
             self._module(f"{attention}.{name}", "linear", index)
         self._before(self._get(f"{attention}.o_proj"), lambda x: self._attention(index, attention, x))
         self._module(f"{attention}.o_proj", "linear", index)
-        self._before(self._get(f"{path}.post_attention_layernorm"), lambda x: self._sum(index, path, x))
+        self._before(self._get(f"{path}.post_attention_layernorm"), lambda x: self._middle(index, path, x))
         self._module(f"{path}.post_attention_layernorm", "rms_norm", index)
         self._mlp(index, layer, f"{path}.mlp")
         self.handles.append(layer.register_forward_hook(lambda m, a, o: self._end(index, path, o)))
@@ -140,51 +147,44 @@ class _Watch:
         block = layer._modules["mlp"]
         assert block is not None
         if not all(name in block._modules for name in MLP):
-            name: str | None = next((n for n in ("gate", "router") if n in block._modules), None)
+            name: str | None = next((n for n in ROUTERS if n in block._modules), None)
             if name is not None and block._modules[name]._parameters.get("weight") is not None:  # type: ignore[union-attr]
                 self._module(f"{path}.{name}", "router", index)
             self._module(path, "experts", index)
             return
         self.handles.append(block.register_forward_hook(lambda m, a, o: self.made.update({path: o})))
-        for name in ("gate_proj", "up_proj"):
-            self._module(f"{path}.{name}", "linear", index)
-        self._before(self._get(f"{path}.down_proj"), lambda x: self._activation(index, path, x))
+        gate, up = f"{path}.gate_proj", f"{path}.up_proj"
+        for name in (gate, up):
+            self._module(name, "linear", index)
+        self._before(
+            self._get(f"{path}.down_proj"), lambda x: self._between(f"{path}.act_fn", "activation", index, x, x=gate, up=up)
+        )
         self._module(f"{path}.down_proj", "linear", index)
 
     def _attention(self, index: int, path: str, output: Tensor) -> Tensor | None:
-        if not self._ran(*(f"{path}.{n}" for n in ("rotary_q", "rotary_k", "v_proj"))):
-            return None
-        q, k, v = (self.made[f"{path}.{n}"] for n in ("rotary_q", "rotary_k", "v_proj"))
-        v = v.view(*v.shape[:-1], -1, k.shape[-1])
-        inputs = {"q": q, "k": k, "v": v}
-        return self._show(path, "attention", index, inputs, output)
+        names = {"q": f"{path}.rotary_q", "k": f"{path}.rotary_k", "v": f"{path}.v_proj"}
+        if all(name in self.made for name in names.values()):
+            v, k = self.made[names["v"]], self.made[names["k"]]
+            self.made[f"{path}.v"] = v.view(*v.shape[:-1], -1, k.shape[-1])
+        return self._between(path, "attention", index, output, **names | {"v": f"{path}.v"})
 
-    def _activation(self, index: int, path: str, output: Tensor) -> Tensor | None:
-        if not self._ran(f"{path}.gate_proj", f"{path}.up_proj"):
-            return None
-        inputs = {"x": self.made[f"{path}.gate_proj"], "up": self.made[f"{path}.up_proj"]}
-        return self._show(f"{path}.act_fn", "activation", index, inputs, output)
-
-    def _sum(self, index: int, path: str, output: Tensor) -> None:
+    def _middle(self, index: int, path: str, output: Tensor) -> None:
+        """The residual stream after attention; a change of it is added before it, by o_proj."""
         self.made[f"{path}.middle"] = output
-        if not self._ran(f"{path}.self_attn.o_proj", f"{path}.in"):
-            return
-        inputs = {"x": self.made[f"{path}.self_attn.o_proj"], "residual": self.made[f"{path}.in"]}
-        self._show(f"{path}.attention_residual", "residual", index, inputs, output)
+        name = f"{path}.attention_residual"
+        self._between(name, "residual", index, output, x=f"{path}.self_attn.o_proj", residual=f"{path}.in")
 
     def _end(self, index: int, path: str, output: Any) -> Any:
         made = output[0] if isinstance(output, tuple) else output
-        if not self._ran(f"{path}.mlp", f"{path}.middle"):
-            return None
-        inputs = {"x": self.made[f"{path}.mlp"], "residual": self.made[f"{path}.middle"]}
-        changed = self._show(f"{path}.mlp_residual", "residual", index, inputs, made)
-        if changed is None:
-            return None
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+        name = f"{path}.mlp_residual"
+        changed = self._between(name, "residual", index, made, x=f"{path}.mlp", residual=f"{path}.middle")
+        return changed if changed is None or not isinstance(output, tuple) else (changed, *output[1:])
 
-    def _ran(self, *names: str) -> bool:
-        """Whether these operators were seen: a layer that is skipped runs none."""
-        return all(name in self.made for name in names)
+    def _logits(self, model: nn.Module, args: Any, output: Any) -> Any:
+        changed = self._between("logits_scale", "scale", None, output.logits, x=self.decoder.head)
+        if changed is not None:
+            output.logits = changed
+        return output
 
     def _rotation(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
         def rotated(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,7 @@ class _Watch:
         return found
 
     def _before(self, module: nn.Module, see: Callable[[Tensor], Tensor | None]) -> None:
-        """Show what a module is given before any other hook does something to it."""
+        """Call `see` with a module's input before any other hook changes it."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             changed = see(args[0] if args else kwargs["hidden_states"])
@@ -217,7 +217,7 @@ class _Watch:
         self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
     def _module(self, path: str, kind: str, layer: int | None, key: str = "x") -> None:
-        """Show what a module reads and makes."""
+        """An operator that is a module."""
         given: dict[str, Tensor] = {}
         module = self._get(path)
         self._before(module, lambda x: given.update(x=x))
@@ -230,20 +230,27 @@ class _Watch:
 
         self.handles.append(module.register_forward_hook(after))
 
+    def _between(self, name: str, kind: str, layer: int | None, output: Tensor, **sources: str) -> Tensor | None:
+        """An operator between modules, whose inputs are results of others; a layer that is skipped has none."""
+        if not all(source in self.made for source in sources.values()):
+            return None
+        return self._show(name, kind, layer, {key: self.made[source] for key, source in sources.items()}, output)
+
     def _show(self, name: str, kind: str, layer: int | None, inputs: dict[str, Tensor], output: Tensor) -> Tensor | None:
         changed = None
         for row, span in enumerate(self.spans):
             if span is None:
                 continue
-            told = {key: self._row(t, row, span) for key, t in inputs.items()}
+            read = {key: self._row(t, row, span) for key, t in inputs.items()}
             made = self._row(output, row, span)
             if kind in ("rotary", "attention"):
-                told["positions"] = torch.arange(span.start, span.start + len(made))
-            changed = self.visit(OperatorCall(name, kind, layer, told, made), row)
+                read["positions"] = torch.arange(span.start, span.start + len(made))
+            changed = self.visit(OperatorCall(name, kind, layer, read, made), row)
         if changed is None:
             return None
-        wide = kind == "lm_head"  # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
-        return changed.reshape(output.shape).to(output.device, changed.dtype if wide else output.dtype)
+        # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
+        dtype = changed.dtype if name == "logits_scale" or kind == "lm_head" else output.dtype
+        return changed.reshape(output.shape).to(output.device, dtype)
 
     def _row(self, x: Tensor, row: int, span: RowSpan) -> Tensor:
         """One row of the batch; a router has flattened it."""
@@ -253,7 +260,7 @@ class _Watch:
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """What one sequence of a batch went through."""
+    """The calls of one sequence of a batch."""
 
     calls: list[OperatorCall]
     prompt: list[OperatorCall] | None
@@ -264,37 +271,53 @@ class RecordedRow:
     """The result of the head for the same tokens: another one where the model changes logits behind it."""
 
 
+def padded(rows: Sequence[Sequence[int]], side: Literal["left", "right"] = "left", extra: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of rows of different lengths."""
+    width = max(len(row) for row in rows) + extra
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, place], mask[i, place] = torch.tensor(row), 1
+    return ids, mask
+
+
+def masked(mask: Tensor, last: int | None = None) -> dict[str, Tensor]:
+    """Mask and positions of the last so many columns; none where nothing is padded, as trainers call their models then."""
+    if bool(mask.all()):
+        return {}
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    return {"attention_mask": mask, "position_ids": places if last is None else places[:, -last:]}
+
+
 @torch.no_grad()
-def record_batch(model: Any, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[RecordedRow]:
-    """What every operator reads and makes on these sequences, read together: padded on the left, as a sampler batches them.
+def record_batch(
+    model: Any, sequences: Sequence[tuple[list[int], list[int]]], phase: Phase, rows: Sequence[int] | None = None
+) -> list[RecordedRow]:
+    """The calls of every operator on these sequences, read together: padded on the left, as a sampler batches them.
 
     Args:
         model: A causal language model.
-        rollouts: What it reads; in `decode`, prompts first and completions token by token behind them.
+        sequences: Prompts and completions; in `decode`, prompts are read first and completions token by token.
         phase: prefill or decode.
-        rows: Those of the rollouts that are recorded; the others are read with them. All by default.
-
+        rows: Those of the sequences that are recorded; the others are read with them. All by default.
     """
-    kept = range(len(rollouts)) if rows is None else rows
-    prefill = phase == "prefill" or not any(r.completion for r in rollouts)
-    front = [r.tokens if prefill else r.prompt for r in rollouts]
-    width = max(len(tokens) for tokens in front)
+    kept = range(len(sequences)) if rows is None else rows
+    prefill = phase == "prefill" or not any(completion for _, completion in sequences)
+    front = [[*prompt, *completion] if prefill else prompt for prompt, completion in sequences]
     device = model.get_input_embeddings().weight.device
-    ids, mask = torch.zeros(len(front), width, dtype=torch.long), torch.zeros(len(front), width, dtype=torch.long)
-    for row, tokens in enumerate(front):
-        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = torch.tensor(tokens), 1
-    ids, mask = ids.to(device), mask.to(device)
+    ids, mask = (x.to(device) for x in padded(front))
+    width = ids.shape[1]
     spans = {row: RowSpan(width - len(front[row])) for row in kept}
     calls, logits, cache = _pass(model, ids, mask, spans, None)
     if prefill:
-        ends = {i: slice(len(rollouts[i].prompt) - 1, -1) for i in kept}
+        ends = {i: slice(len(sequences[i][0]) - 1, -1) for i in kept}
         return [RecordedRow(calls[i], None, logits[i][ends[i]], calls[i][-1].output[ends[i]]) for i in kept]
     passes = {row: [calls[row]] for row in kept}
     made = {row: [logits[row][-1:]] for row in kept}
-    for step in range(max(len(r.completion) for r in rollouts)):
-        tokens = [r.completion[step] if step < len(r.completion) else 0 for r in rollouts]
-        mask = torch.cat([mask, mask.new_ones(len(rollouts), 1)], 1)
-        spans = {i: RowSpan(0, len(rollouts[i].prompt) + step) for i in kept if step < len(rollouts[i].completion)}
+    for step in range(max(len(completion) for _, completion in sequences)):
+        tokens = [one[step] if step < len(one) else 0 for _, one in sequences]
+        mask = torch.cat([mask, mask.new_ones(len(sequences), 1)], 1)
+        spans = {i: RowSpan(0, len(sequences[i][0]) + step) for i in kept if step < len(sequences[i][1])}
         calls, logits, cache = _pass(model, torch.tensor(tokens, device=device).unsqueeze(1), mask, spans, cache)
         for row in spans:
             passes[row].append(calls[row])

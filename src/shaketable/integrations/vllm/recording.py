@@ -1,7 +1,7 @@
-"""What a vLLM worker recorded, put together: passes of a few tokens each become operators over a sequence.
+"""The recording of a vLLM worker: passes of a few tokens each become operators over a sequence.
 
-Which token a row is, is counted here, from what was asked for, and never taken from the engine: the positions it gave its
-rotary embedding may be what is wrong. The ids that its embedding read prove the count.
+The position of each row is counted here, from the request, and never taken from the engine: the positions that it gave its
+rotary embedding may be wrong. The ids that its embedding read prove the count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.mismatch.engines.engine import EngineError, OperatorCall
+from shaketable.mismatch.engine import EngineError
+from shaketable.numerics.decoder_operators import OperatorCall
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class WorkerRecording:
         """Read what the worker wrote; `spans` are the tokens that each request computed."""
         from safetensors.torch import load_file
 
-        told = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
+        written = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "tensors.safetensors")
-        rows = [_with_tensors(i, call, tensors) for i, call in enumerate(told["calls"])]
-        routed = {(int(a), int(b)): tensors[f"routed/{a}/{b}"] for a, b in (key.split("/") for key in told["routed"])}
+        rows = [_with_tensors(i, call, tensors) for i, call in enumerate(written["calls"])]
+        routed = {(int(a), int(b)): tensors[f"routed/{a}/{b}"] for a, b in (key.split("/") for key in written["routed"])}
         return cls(tokens, rows, _starts(rows, tokens, spans), routed)
 
     def calls(self, first: int) -> list[OperatorCall]:

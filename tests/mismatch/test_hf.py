@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from shaketable.cli.mismatch import open_engine
 from shaketable.errors import ShaketableError
-from shaketable.mismatch.engines import open_engine
-from shaketable.mismatch.engines.engine import Sampling
+from shaketable.mismatch.engine import Sampling
 from tests.mismatch import pairs
 
 

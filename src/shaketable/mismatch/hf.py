@@ -1,4 +1,4 @@
-"""A second Hugging Face model in this process as the engine: another dtype, attention, batch, or compiled.
+"""The engine hf: a second Hugging Face model in this process, with another dtype, attention, batch, or compiled.
 
 It is for people without an engine at hand, for questions between two Hugging Face settings (eager against sdpa, bfloat16
 against float32) and for tests, which plant faults in a model of their own and hand it over. Sampling is a plain loop over the
@@ -15,24 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from shaketable.capture.decoder import Phase, padded, record_batch
 from shaketable.errors import ShaketableError, first_problem, nearest
-from shaketable.measure.decoding.dynamic import padded, positions
-from shaketable.mismatch.engines.engine import (
-    ALONE,
-    DECODE,
-    DECODE_ALONE,
-    EAGER,
-    OperatorRecord,
-    Phase,
-    Rollout,
-    Routed,
-    Sampling,
-    log_softmax_call,
-)
-from shaketable.mismatch.operators.observe import record_batch
-from shaketable.mismatch.processing import processed
+from shaketable.mismatch.engine import ALONE, DECODE, DECODE_ALONE, EAGER, OperatorRecord, Rollout, Routed, Sampling
+from shaketable.mismatch.logprobs import completion_logits, decoded_logits, processed
+from shaketable.mismatch.results import EngineFacts
 from shaketable.mismatch.routing import routing
-from shaketable.mismatch.teacher_forcing import completion_logits, decoded_logits
+from shaketable.numerics.decoder_operators import log_softmax_call
 
 
 class HFArguments(BaseModel):
@@ -93,11 +82,10 @@ class HFEngine:
                 raise ShaketableError(f"--engine-args: attention: {str(error).splitlines()[0]}") from error
         return cls(loaded, asked)
 
-    def describe(self) -> dict[str, object]:
-        """What it was started with."""
-        given = self.arguments.model_dump(exclude_none=True)
-        own = {"dtype": str(self.dtype).removeprefix("torch."), "attention": str(self.model.config._attn_implementation)}
-        return {"engine": self.name, "version": self.version, **given, **own}
+    def describe(self) -> EngineFacts:
+        """For the report."""
+        given = self.arguments.model_dump(exclude_none=True) | {"attention": str(self.model.config._attn_implementation)}
+        return EngineFacts(self.name, self.version, str(self.dtype).removeprefix("torch."), given)
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
@@ -121,28 +109,27 @@ class HFEngine:
 
     def _batch(self, prompts: list[list[int]], sampling: Sampling, generator: torch.Generator) -> list[Rollout]:
         device = self.model.get_input_embeddings().weight.device
-        ids, mask = padded(prompts, 0, device)
-        mask = torch.ones_like(ids) if mask is None else mask
-        written: list[list[int]] = [[] for _ in prompts]
-        told: list[list[float]] = [[] for _ in prompts]
-        ended, place, cache = [False] * len(prompts), positions(mask), None
+        ids, mask = (t.to(device) for t in padded(prompts))
+        drawn: list[list[tuple[int, float]]] = [[] for _ in prompts]
+        ended, place, cache = [False] * len(prompts), (mask.cumsum(1) - 1).clamp_min(0), None
         for _ in range(sampling.max_new_tokens):
             out = self.called(input_ids=ids, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True)
             cache, logits = out.past_key_values, out.logits[:, -1].cpu()
-            before = [[*p, *w] for p, w in zip(prompts, written, strict=True)]
+            before = [[*p, *(token for token, _ in row)] for p, row in zip(prompts, drawn, strict=True)]
             tokens, logprobs = self._draw(logits, sampling, before, generator)
-            for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            for row, pair in enumerate(zip(tokens, logprobs, strict=True)):
                 if not ended[row]:
-                    written[row].append(token)
-                    told[row].append(logprob)
-                    ended[row] = token in sampling.stop
+                    drawn[row].append(pair)
+                    ended[row] = pair[0] in sampling.stop
             if all(ended):
                 break
             ids = torch.tensor(tokens, device=device).unsqueeze(1)
             mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], 1)
             place = place[:, -1:] + 1
-        rows = zip(prompts, written, told, ended, strict=True)
-        return [Rollout(p, w, t, "stop" if e else "length") for p, w, t, e in rows]
+        return [
+            Rollout(prompt, [token for token, _ in row], [logprob for _, logprob in row], "stop" if end else "length")
+            for prompt, row, end in zip(prompts, drawn, ended, strict=True)
+        ]
 
     def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
         """Raw log-probabilities of the completions' tokens."""
@@ -174,7 +161,7 @@ class HFEngine:
     def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[OperatorRecord]:
         """Every operator on some of these rollouts, all of them in one batch."""
         with self._precision():
-            made = record_batch(self.model, rollouts, phase, rows)
+            made = record_batch(self.model, [(r.prompt, r.completion) for r in rollouts], phase, rows)
         found = []
         for row, one in zip(range(len(rollouts)) if rows is None else rows, made, strict=True):
             completion = rollouts[row].completion
@@ -207,5 +194,5 @@ class HFEngine:
             tokens = seen.argmax(-1)
         else:
             tokens = torch.multinomial(seen.softmax(-1), 1, generator=generator).squeeze(1)
-        told = seen if sampling.logprobs_mode == "processed" else logits.double()
-        return tokens.tolist(), self._chosen(told, tokens.tolist()).tolist()
+        returned = seen if sampling.logprobs_mode == "processed" else logits.double()
+        return tokens.tolist(), self._chosen(returned, tokens.tolist()).tolist()

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shaketable.mismatch.engines import open_engine
-from shaketable.mismatch.engines.engine import EngineError
-from shaketable.mismatch.engines.vllm_record import WorkerRecording
+from shaketable.cli.mismatch import open_engine
+from shaketable.integrations.vllm.recording import WorkerRecording
+from shaketable.mismatch.engine import EngineError
 
 TOKENS = [11, 12, 13, 14, 15, 16]
 

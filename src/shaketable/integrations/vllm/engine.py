@@ -1,8 +1,8 @@
-"""vLLM, as an engine that is held against a trainer.
+"""The engine vllm of `shaketable mismatch`: a `vllm.LLM` that is compared with a trainer.
 
 vLLM runs as its user runs it, in a process of its own, compiled or not, with its own kernels and packed weights: nothing is
-switched off to be able to look. What a front end cannot see is asked of the worker (`integrations/vllm/observe`): weights,
-operators, routing, and decoding along given tokens.
+switched off for the comparison. Its worker (`observe`) gives what a front end cannot see: weights, operators, routing, and
+decoding along given tokens.
 
 The variants, all of them ways of vLLM itself to compute the same: requests one at a time instead of all at once, `decode` token
 by token instead of as a prompt, `prefix cache` with the front of the sequence taken from the cache, `graphs off` without what
@@ -22,23 +22,22 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from shaketable.errors import first_problem
-from shaketable.mismatch.engines.engine import (
+from shaketable.capture.decoder import Phase
+from shaketable.errors import UnavailableError, first_problem
+from shaketable.integrations.vllm.recording import WorkerRecording
+from shaketable.mismatch.engine import (
     ALONE,
     CACHED,
     DECODE,
     EAGER,
     EngineError,
-    NotToldError,
-    OperatorCall,
     OperatorRecord,
-    Phase,
     Rollout,
     Routed,
     Sampling,
-    log_softmax_call,
 )
-from shaketable.mismatch.engines.vllm_record import WorkerRecording
+from shaketable.mismatch.results import EngineFacts
+from shaketable.numerics.decoder_operators import OperatorCall, log_softmax_call
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,17 +89,17 @@ class VLLMEngine:
             raise EngineError("--engine vllm needs vLLM in this environment: pip install vllm") from None
         from shaketable.models import servable_path
 
-        told = {**USUAL, **arguments}
-        path = servable_path(str(told.pop("model", model)))
+        given = {**USUAL, **arguments}
+        path = servable_path(str(given.pop("model", model)))
         try:
-            llm = LLM(path, **{**told, "worker_extension_cls": OBSERVER})
+            llm = LLM(path, **{**given, "worker_extension_cls": OBSERVER})
         except Exception as error:
             raise EngineError(f"vLLM could not start {path}: {_first_line(error)}") from error
         return cls(llm, arguments)
 
-    def describe(self) -> dict[str, object]:
-        """What it was started with, and what it says of itself."""
-        return {"engine": self.name, "version": self.version, "dtype": str(self.dtype), **self.arguments, **self.facts}
+    def describe(self) -> EngineFacts:
+        """For the report."""
+        return EngineFacts(self.name, self.version, str(self.dtype).removeprefix("torch."), {**self.facts, **self.arguments})
 
     # ---- tokens
 
@@ -135,7 +134,7 @@ class VLLMEngine:
         if variant == EAGER:
             with self._switched("shaketable_graphs", False):
                 return self._read(rollouts)
-        raise NotToldError(f"vLLM has no variant {variant!r}; valid: {', '.join(self.variants())}")
+        raise UnavailableError(f"vLLM has no variant {variant!r}; valid: {', '.join(self.variants())}")
 
     def variants(self) -> list[str]:
         """What this engine can do in two ways."""
@@ -158,7 +157,7 @@ class VLLMEngine:
         found = self._decode([(r.prompt, r.completion) for r in rollouts])
         long = [(i, cut) for i, r in enumerate(rollouts) if (cut := self._cut(r)) is not None]
         if not long:
-            raise NotToldError(f"no sequence fills a block of {self.facts['block']} tokens, which is what vLLM caches")
+            raise UnavailableError(f"no sequence fills a block of {self.facts['block']} tokens, which is what vLLM caches")
         again = self._decode([(rollouts[i].tokens[:cut], rollouts[i].tokens[cut:]) for i, cut in long])
         for (i, cut), logprobs in zip(long, again, strict=True):
             found[i][cut - len(rollouts[i].prompt) :] = logprobs
@@ -200,14 +199,14 @@ class VLLMEngine:
 
     def _record(self, rollout: Rollout, phase: Phase) -> list[OperatorCall]:
         tokens, prompt_length = rollout.tokens, len(rollout.prompt)
-        recording, told = self._recorded(tokens, prompt_length, phase)
+        recording, logprobs = self._recorded(tokens, prompt_length, phase)
         calls = recording.calls(0 if phase == "prefill" else prompt_length)
         if not rollout.completion:
             return calls
         import torch
 
         logits = recording.logits(prompt_length - 1, len(tokens) - 1)
-        return [*calls, log_softmax_call(logits, rollout.completion, torch.tensor(told))]
+        return [*calls, log_softmax_call(logits, rollout.completion, torch.tensor(logprobs))]
 
     def routing(self, tokens: list[int]) -> dict[int, Routed] | None:
         """Chosen experts of every layer that has some."""
@@ -218,17 +217,19 @@ class VLLMEngine:
         """What the worker recorded, and the log-probabilities of the completion that came out of the same passes."""
         self._one_worker("its operators")
         if self.facts["captured"]:
-            raise NotToldError("captured CUDA graphs call no module: start vLLM with enforce_eager=true to see its operators")
+            raise UnavailableError(
+                "captured CUDA graphs call no module: start vLLM with enforce_eager=true to see its operators"
+            )
         if len(tokens) >= self.facts["longest"]:
-            raise NotToldError(f"{len(tokens)} tokens and one more do not fit into max_model_len={self.facts['longest']}")
+            raise UnavailableError(f"{len(tokens)} tokens and one more do not fit into max_model_len={self.facts['longest']}")
         self._forget()
         self._call("shaketable_record")
         with self._folder() as folder:
             try:
-                spans, told = self._run_once(tokens, prompt_length, phase)
+                spans, logprobs = self._run_once(tokens, prompt_length, phase)
             finally:
                 self._call("shaketable_recorded", folder)
-            return WorkerRecording.load(Path(folder), tokens, spans), told
+            return WorkerRecording.load(Path(folder), tokens, spans), logprobs
 
     def _run_once(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[list[tuple[int, int]], list[float]]:
         """Run the tokens through the model; of each request, the first token that was computed and the one behind the last.
@@ -258,9 +259,9 @@ class VLLMEngine:
         """One request for each prompt; `asked` holds arguments of vLLM's `SamplingParams`."""
         from vllm import SamplingParams
 
-        told = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         chosen = [SamplingParams(**one, detokenize=False) for one in asked]
-        return [_answer(r) for r in self._asked(lambda: self.llm.generate(told, chosen, use_tqdm=False))]
+        return [_answer(r) for r in self._asked(lambda: self.llm.generate(requests, chosen, use_tqdm=False))]
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
@@ -306,14 +307,14 @@ class VLLMEngine:
 
     def _one_worker(self, what: str) -> None:
         if self.facts["workers"] != 1:
-            raise NotToldError(
+            raise UnavailableError(
                 f"this vLLM has {self.facts['workers']} workers, and each holds a part: start it with one to see {what}"
             )
 
 
 def _forced(tokens: list[int]) -> dict[str, Any]:
-    told = {FORCED: list(tokens)}
-    return {"max_tokens": len(tokens), "temperature": 0, "ignore_eos": True, "logprobs": 0, "extra_args": told}
+    extra = {FORCED: list(tokens)}
+    return {"max_tokens": len(tokens), "temperature": 0, "ignore_eos": True, "logprobs": 0, "extra_args": extra}
 
 
 def _rollout(prompt: list[int], answer: EngineAnswer) -> Rollout:
