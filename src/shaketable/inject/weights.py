@@ -135,7 +135,17 @@ class WeightTaps:
                         parameter = own.trace(parameter)
             return parameter
         call: _Call | None = self.local.__dict__.get("call")
+        if call is None and self.tracing:
+            call = self._between_graphs()
         return parameter if call is None else call.value(name, parameter)
+
+    def _between_graphs(self) -> _Call | None:
+        """The call of a compiled module, for functions that dynamo leaves out of its graphs; one per pass."""
+        frames = [(own, frame) for own in self.taps if (frame := own.tap.injection.frame_between_graphs()) is not None]
+        known: _Call | None = self.local.__dict__.get("between")
+        if known is None or [frame.current for _, frame in known.frames] != [frame.current for _, frame in frames]:
+            known = self.local.between = _Call(frames, torch.is_grad_enabled())
+        return known if frames else None
 
 
 def _whole(weight: Tensor, own: WeightTap) -> Tensor:
