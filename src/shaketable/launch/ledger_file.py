@@ -137,7 +137,7 @@ class LedgerFile:
         """Rank and number of ranks, of a process group that this process has joined, also when it has left it since."""
         self._inherited = False
         """Whether the process group is that of the parent, which this process is a fork of."""
-        self.place = process_identity.Place()
+        self.name = process_identity.ProcessName()
         """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
         self._file.flush()  # raises where the folder cannot be written to; later it is too late to stop anybody
@@ -168,14 +168,14 @@ class LedgerFile:
         self.distributed, self._inherited = None, self.process.group() is not None
         self.process.after_fork()
         self.engines.clear()
-        self.place = self.place.child()
+        self.name = self.name.child()
         self.fork = True
         self._begin()
         self._file.start()
 
     def _record(self) -> dict[str, Any]:
-        found = self.place if self.fork else process_identity.current_place()
-        self.place = found if found.label else self.place
+        found = self.name if self.fork else process_identity.current_name()
+        self.name = found if found.label else self.name
         process, ledger = self.process, self._whole()
         if process.reports is not None:
             process.reports.judge(ledger.sites)
@@ -184,8 +184,8 @@ class LedgerFile:
             "pid": os.getpid(),
             "parent": os.getppid(),
             "rank": process.injection.rank,
-            "place": self.place.label,
-            "actor": self.place.actor,
+            "place": self.name.label,
+            "actor": self.name.actor,
             "forked": self.fork,
             "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
             "started": self.started,
