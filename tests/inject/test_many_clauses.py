@@ -95,7 +95,7 @@ def test_every_clause_that_matches_nothing_is_named_and_the_others_act(missing):
     injection = Injection(Plan.parse(";".join(f"gain:0.{i + 1}@module.{n}" for i, n in enumerate(names))), allow_inert=True)
     model = Five()
     attached = Attached(injection, model, 0, lenient=True)
-    injection.models.append(attached)
+    injection.add(attached)
     with injection as ledger:
         model(torch.ones(2, 16))
     assert [site.forward for site in ledger.sites] == [0 if gone else 1 for gone in missing]

@@ -271,7 +271,7 @@ def test_an_actor_has_a_rank_and_a_label(monkeypatch, place, rank, label, here):
     if place is not None:
         monkeypatch.setenv("SHAKETABLE_PLACE", place)
     assert (process_identity.rank_here(), process_identity.label_here()) == (rank, label)
-    assert process_identity.current_place() == process_identity.Place(here)
+    assert process_identity.current_name() == process_identity.ProcessName(here)
     with Process() as found:
         assert found.injection.rank == rank
     monkeypatch.setenv("RANK", "9")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests import slow
-from tests.launch.shaken_programs import shake
 from tests.launch.test_process import Process, X, model, noise
+from tests.launch.under_run import under_plan
 
 LINEAR = "relative_gaussian:0.05@module.linear"
 
@@ -65,6 +65,7 @@ def test_a_rank_that_joins_its_group_after_torch_was_imported_is_asked_again(wit
         with Process() as process, monkeypatch.context() as patch:
             patch.setattr(torch.distributed, "is_initialized", lambda: True)
             patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            patch.setattr(torch.distributed, "get_world_size", lambda: 2)
             found.append(one(X).detach() - clean)
             assert process.injection.rank == rank
     assert not torch.equal(*found)
@@ -111,7 +112,7 @@ def test_processes_of_one_program_do_not_share_their_noise(without_rank, tmp_pat
     monkeypatch.chdir(tmp_path)
     found = []
     for repeat in ("a", "b") if start == "fork" else ("a",):
-        code, ledger, printed = shake(tmp_path / repeat, LINEAR, sys.executable, str(program), start, repeat)
+        code, ledger, printed = under_plan(tmp_path / repeat, LINEAR, sys.executable, str(program), start, repeat)
         assert code == 0, printed
         found.append(sorted(file.read_text() for file in tmp_path.glob(f"{repeat}-*.noise")))
         ranks = [worker["rank"] for worker in ledger["workers"] if worker["forward"]]

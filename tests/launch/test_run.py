@@ -9,17 +9,17 @@ import sys
 import pytest
 
 from tests import slow
-from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
+from tests.launch.under_run import LINEAR, PROGRAMS, program, under_plan
 from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def plain_loop(tmp_path_factory):
     """A plain loop under noise: exit code, ledger, what was printed."""
-    return shake(tmp_path_factory.mktemp("plain_loop") / "l", LINEAR, *program("plain_loop.py"))
+    return under_plan(tmp_path_factory.mktemp("plain_loop") / "l", LINEAR, *program("plain_loop.py"))
 
 
-def test_a_plain_loop_is_shaken_forward(plain_loop):
+def test_a_plain_loop_has_faults_forward(plain_loop):
     code, ledger, printed = plain_loop
     assert code == 0, printed
     assert (ledger["forward"], ledger["backward"]) == (10, 0)
@@ -29,25 +29,25 @@ def test_a_plain_loop_is_shaken_forward(plain_loop):
 
 
 @pytest.mark.slow
-def test_operators_are_shaken_forward_and_backward(tmp_path):
-    _, ledger, _ = shake(tmp_path / "l", "relative_gaussian:0.05@op.matmul", *program("plain_loop.py"))
+def test_operators_have_faults_forward_and_backward(tmp_path):
+    _, ledger, _ = under_plan(tmp_path / "l", "relative_gaussian:0.05@op.matmul", *program("plain_loop.py"))
     # two products a step; gradients of two weights, two biases and one activation
     assert (ledger["forward"], ledger["backward"]) == (10, 25)
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_program(plain_loop, tmp_path):
-    printed = [done[2].splitlines()[0] for done in (plain_loop, shake(tmp_path / "l", LINEAR, *program("plain_loop.py")))]
+    printed = [done[2].splitlines()[0] for done in (plain_loop, under_plan(tmp_path / "l", LINEAR, *program("plain_loop.py")))]
     clean = subprocess.run(program("plain_loop.py"), capture_output=True, text=True).stdout.splitlines()[0]
     assert printed[0] == printed[1] != clean
 
 
 def test_the_exit_code_of_the_program_is_passed_on(tmp_path):
-    assert shake(tmp_path / "l", LINEAR, *program("plain_loop.py", "7"))[0] == 7
+    assert under_plan(tmp_path / "l", LINEAR, *program("plain_loop.py", "7"))[0] == 7
 
 
 def test_nothing_injected_is_exit_3_and_names_the_process(tmp_path):
-    code, _, printed = shake(tmp_path / "l", "gain:0.1@module.rmsnorm", *program("plain_loop.py"))
+    code, _, printed = under_plan(tmp_path / "l", "gain:0.1@module.rmsnorm", *program("plain_loop.py"))
     assert code == 3
     assert "plain_loop.py" in " ".join(printed.split())
     assert "injected nothing" in " ".join(printed.split())
@@ -55,13 +55,13 @@ def test_nothing_injected_is_exit_3_and_names_the_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_clause_that_changes_nothing_is_exit_3(tmp_path):
-    code, _, printed = shake(tmp_path / "l", f"{LINEAR};gain:0@module.linear", *program("plain_loop.py"))
+    code, _, printed = under_plan(tmp_path / "l", f"{LINEAR};gain:0@module.linear", *program("plain_loop.py"))
     assert code == 3
     assert "gain:0" in printed
 
 
 def test_a_program_without_torch_is_exit_3(tmp_path):
-    code, _, printed = shake(tmp_path / "l", LINEAR, sys.executable, "-c", "print('hello')")
+    code, _, printed = under_plan(tmp_path / "l", LINEAR, sys.executable, "-c", "print('hello')")
     assert code == 3
     assert "no process of this command imported torch" in printed
 
@@ -75,7 +75,7 @@ def test_a_program_without_torch_is_exit_3(tmp_path):
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(tmp_path, plan, command, words):
-    code, _, printed = shake(tmp_path / "l", plan, *command)
+    code, _, printed = under_plan(tmp_path / "l", plan, *command)
     assert code == 2
     assert words in printed
     assert len(printed.strip().splitlines()) == 1
@@ -94,39 +94,39 @@ def test_places_that_cannot_be_written_are_refused_before_the_program_runs(tmp_p
 @pytest.mark.attack("kills")
 def test_a_program_that_leaves_in_a_hurry_keeps_its_ledger(tmp_path):
     body = "import os, torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)); os._exit(5)"
-    code, ledger, _ = shake(tmp_path / "l", LINEAR, sys.executable, "-c", body)
+    code, ledger, _ = under_plan(tmp_path / "l", LINEAR, sys.executable, "-c", body)
     assert (code, ledger["forward"]) == (5, 1)
 
 
 @pytest.mark.slow
 def test_a_module_that_came_later_is_named(tmp_path):
     body = "import torch; from torch import nn; m = nn.Sequential(nn.Linear(2, 2)); x = torch.ones(1, 2); m(x); m[0] = nn.Linear(2, 2); m(x)"
-    _, _, printed = shake(tmp_path / "l", LINEAR, sys.executable, "-c", body)
+    _, _, printed = under_plan(tmp_path / "l", LINEAR, sys.executable, "-c", body)
     assert "was added to a model after its first call and has no faults" in " ".join(printed.split())
 
 
 def test_nothing_is_overwritten(tmp_path):
-    shake(tmp_path / "l", LINEAR, *program("plain_loop.py"))
+    under_plan(tmp_path / "l", LINEAR, *program("plain_loop.py"))
     before = (tmp_path / "l" / "ledger.json").read_bytes()
-    code, _, printed = shake(tmp_path / "l", LINEAR, *program("plain_loop.py"))
+    code, _, printed = under_plan(tmp_path / "l", LINEAR, *program("plain_loop.py"))
     assert code == 2
     assert "another run" in printed
     assert (tmp_path / "l" / "ledger.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("kind", "fires", "shaken"), [("fork", 6, 3), slow("spawn", 6, 3), slow("loader", 6, 2), slow("threads", 12, 1)]
+    ("kind", "fires", "acted"), [("fork", 6, 3), slow("spawn", 6, 3), slow("loader", 6, 2), slow("threads", 12, 1)]
 )
-def test_workers_are_shaken_and_write_their_own_ledger(tmp_path, kind, fires, shaken):
-    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("workers.py", kind))
+def test_workers_have_faults_and_write_their_own_ledger(tmp_path, kind, fires, acted):
+    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("workers.py", kind))
     assert code == 0, printed
     assert ledger["forward"] == fires
-    assert sum(1 for w in ledger["workers"] if w["forward"]) == shaken
+    assert sum(1 for w in ledger["workers"] if w["forward"]) == acted
 
 
 @pytest.mark.slow
 def test_what_a_parent_did_before_it_forked_is_not_counted_again_in_the_child(tmp_path):
-    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("workers.py", "forked-late"))
+    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("workers.py", "forked-late"))
     assert code == 0, printed
     assert sorted((w["forked"], w["forward"]) for w in ledger["workers"]) == [(False, 3), (True, 4)]
 
@@ -136,7 +136,7 @@ def test_what_a_parent_did_before_it_forked_is_not_counted_again_in_the_child(tm
     ("package", "start"), [("multiprocessing", "fork"), slow("multiprocessing", "spawn"), slow("torch.multiprocessing", "fork")]
 )
 def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
-    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("pool.py", package, start))
+    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("pool.py", package, start))
     assert code == 0, printed
     assert ledger["forward"] == 20
 
@@ -144,7 +144,7 @@ def test_a_pool_ends_its_children_and_no_pass_is_lost(tmp_path, package, start):
 @pytest.mark.slow
 @pytest.mark.attack("full disks")
 def test_a_ledger_that_cannot_be_written_stops_nobody_and_has_everything_when_it_can(tmp_path):
-    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("pool.py", "multiprocessing", "fork", "away"))
+    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("pool.py", "multiprocessing", "fork", "away"))
     assert code == 0, printed
     assert "shaketable: cannot write" in printed and "Traceback" not in printed
     assert ledger["forward"] == 20
@@ -152,15 +152,15 @@ def test_a_ledger_that_cannot_be_written_stops_nobody_and_has_everything_when_it
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "fires"), [(LINEAR, (6, 0)), slow("relative_gaussian:0.05@op.matmul", (9, 15))])
-def test_compiled_programs_are_shaken_wherever_their_models_are_met(tmp_path, plan, fires):
-    code, ledger, printed = shake(tmp_path / "l", plan, *program("compiled.py"))
+def test_compiled_programs_have_faults_wherever_their_models_are_met(tmp_path, plan, fires):
+    code, ledger, printed = under_plan(tmp_path / "l", plan, *program("compiled.py"))
     assert code == 0, printed
     assert (ledger["forward"], ledger["backward"]) == fires
 
 
 @pytest.mark.slow
 def test_threads_meet_operators_too(tmp_path):
-    _, ledger, _ = shake(tmp_path / "l", "gain:0.1@op.matmul", *program("workers.py", "threads"))
+    _, ledger, _ = under_plan(tmp_path / "l", "gain:0.1@op.matmul", *program("workers.py", "threads"))
     assert ledger["forward"] == 12
 
 
@@ -176,11 +176,11 @@ def test_ranks_share_the_broken_lanes_and_not_the_noise(tmp_path):
         "2",
         str(PROGRAMS / "ranks.py"),
     ]
-    code, ledger, printed = shake(tmp_path / "l", plan, *command)
+    code, ledger, printed = under_plan(tmp_path / "l", plan, *command)
     assert code == 0, printed
-    shaken = [w for w in ledger["workers"] if w["forward"]]
-    assert sorted(w["rank"] for w in shaken) == [0, 1]
-    assert len({w["forward"] for w in shaken}) == 1
+    acted = [w for w in ledger["workers"] if w["forward"]]
+    assert sorted(w["rank"] for w in acted) == [0, 1]
+    assert len({w["forward"] for w in acted}) == 1
     records = [json.loads(p.read_text()) for p in (tmp_path / "l").glob("process-*.json")]
     errors = [r["ledger"]["sites"][0]["measured_error"] for r in records if r["ledger"]["forward"]]
     shares = [r["ledger"]["sites"][0]["changed_fraction"] for r in records if r["ledger"]["forward"]]
@@ -189,8 +189,8 @@ def test_ranks_share_the_broken_lanes_and_not_the_noise(tmp_path):
 
 
 @pytest.mark.slow
-def test_ray_workers_are_shaken(tmp_path):
-    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("ray_program.py"), env={"RAY_USAGE_STATS_ENABLED": "0"})
+def test_ray_workers_have_faults(tmp_path):
+    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("ray_program.py"), env={"RAY_USAGE_STATS_ENABLED": "0"})
     assert code == 0, printed
     assert ledger["forward"] == 11
     assert sorted(w["forward"] for w in ledger["workers"] if w["forward"]) == [3, 8]
@@ -198,9 +198,9 @@ def test_ray_workers_are_shaken(tmp_path):
 
 @pytest.mark.covers("Transformers", "`shaketable run` of a Trainer script", "eager")
 @pytest.mark.slow
-def test_a_hugging_face_trainer_is_shaken(tmp_path):
+def test_a_hugging_face_trainer_has_faults(tmp_path):
     plan = "relative_gaussian:0.05@module.linear,phase=train;relative_gaussian:0.05@op.all,layers=1"
-    code, ledger, printed = shake(tmp_path / "l", plan, *program("hf_trainer.py", str(tmp_path / "out")))
+    code, ledger, printed = under_plan(tmp_path / "l", plan, *program("hf_trainer.py", str(tmp_path / "out")))
     assert code == 0, printed
     modules, operators = ledger["sites"]
     assert modules["matched"] == 14
@@ -214,7 +214,7 @@ def test_a_hugging_face_trainer_is_shaken(tmp_path):
 @pytest.mark.slow
 def test_trl_grpo_samples_in_rollout_and_learns_in_train(tmp_path):
     plan = "relative_gaussian:0.05@module.linear,phase=rollout;noise:0.01@layer.1"
-    code, ledger, printed = shake(tmp_path / "l", plan, *program("trl_grpo.py", str(tmp_path / "out")))
+    code, ledger, printed = under_plan(tmp_path / "l", plan, *program("trl_grpo.py", str(tmp_path / "out")))
     assert code == 0, printed
     rollout, layer = ledger["sites"]
     assert set(rollout["phases"]) == {"rollout"}
@@ -240,7 +240,7 @@ def test_a_killed_process_keeps_its_ledger(tmp_path):
 @pytest.mark.slow
 def test_another_sitecustomize_still_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
-    code, ledger, printed = shake(tmp_path / "l", LINEAR, *program("plain_loop.py"), env={"PYTHONPATH": str(tmp_path)})
+    code, ledger, printed = under_plan(tmp_path / "l", LINEAR, *program("plain_loop.py"), env={"PYTHONPATH": str(tmp_path)})
     assert code == 0
     assert printed.startswith("theirs")
     assert ledger["forward"] == 10
@@ -257,6 +257,6 @@ def test_without_the_plan_python_starts_as_ever():
 
 def test_the_command_itself_imports_no_torch():
     """It waits for a program and adds up what it wrote: seconds of every run, and a torch on a machine that need not have one."""
-    code = "import sys, shaketable.launch.run, shaketable.ledger.table; print('torch' in sys.modules)"
+    code = "import sys, shaketable.launch.run, shaketable.ledger.table, shaketable.launch.ledger_file; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]

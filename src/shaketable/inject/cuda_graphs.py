@@ -23,7 +23,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shaketable.errors import PlanError
 from shaketable.faults import gpu
@@ -272,20 +272,24 @@ class DeviceTables:
     def __init__(self, injection: Injection) -> None:
         self.injection = injection
         self.all: list[DeviceTable] = []
-        self._known: object = None
+        self._known: set[object] = set()
+        """Numbers of taps and devices of models for which there are tables."""
 
-    def make(self) -> None:
+    def make(self, called: nn.Module | None = None) -> None:
         """A table on every GPU that a model is on, for the taps that have none there. Not during a capture.
 
         Other accelerators have no kernels of ours: plain torch computes there, and the ledger says so.
+
+        Args:
+            called: The module of the pass that begins; only its own device is looked at, to see whether a model has moved.
         """
         if capturing():
             return
-        first = [next(m.model.parameters(), None) for m in self.injection.models]
-        known = len(self.injection.taps), tuple(p.device for p in first if p is not None)
-        if known == self._known:
+        first = None if called is None else next(called.parameters(), None)
+        known = len(self.injection.taps), None if first is None else first.device
+        if called is not None and known in self._known:
             return
-        self._known = known
+        self._known.add(known)
         for device in _accelerators(self.injection):
             kernel = gpu.name(device.type)
             self.injection.ledger.kernel = kernel or "torch"

@@ -38,7 +38,7 @@ _EVERY_MODEL = -1
 
 @dataclass
 class _Clause:
-    """What is known of a clause that has not changed a value yet."""
+    """Passes of a clause that has not changed a value yet."""
 
     passes: int = 0
     """Passes in which it was on."""
@@ -125,8 +125,10 @@ class InertCheck:
         Args:
             trained: A backward pass is known to have run.
             passes: How many passes a clause must have been on in before it is said to never fire.
-            sites: What happened, if more is known than what this injection did.
+            sites: The record of each clause, where more is known than what this injection did.
         """
+        if not self.waiting:
+            return {}
         self._sum_up()
         found = self.injection.ledger.sites if sites is None else sites
         trained = trained or (self._without_gradients is True and self._has_gradients())

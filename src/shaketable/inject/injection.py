@@ -349,9 +349,9 @@ class Injection:
 
     @property
     def is_training(self) -> bool:
-        """Whether any of the models is in training mode, or there is none."""
+        """Whether any of the models is in training mode; a whole process that has no models is."""
         models = self.models
-        return not models or any(attached.model.training for attached in models)
+        return any(attached.model.training for attached in models) or (not models and self.operators.loose is not None)
 
     # ---- what hooks and the operator mode ask for
 
@@ -408,7 +408,7 @@ class Injection:
         captured = capturing()
         if not captured:
             self._follow_rank()
-            self.tables.make()
+            self.tables.make(entry.module)
         self.rollouts.number()
         self.operators.weights.refresh()
         skipped = self.skip_pass is not None and self.skip_pass()

@@ -127,7 +127,7 @@ def follow(ray: Any) -> None:
     """Let `ray.init` carry the plan of the environment, number actors, and wait for ledgers. Does nothing the second time."""
     if process_identity.current_task is _current_task:
         return
-    process_identity.current_task, process_identity.current_place = _current_task, _current_place
+    process_identity.current_task, process_identity.current_name = _current_task, _current_name
     ray.init = _carrying(ray.init)
     ray.shutdown = _after_the_ledgers(ray.shutdown)
     ray.actor.ActorClass._remote = _numbered(ray.actor.ActorClass._remote)
@@ -274,15 +274,15 @@ def _key(text: str) -> int:
     return process_identity.number(text, size=8)
 
 
-def _current_place() -> process_identity.Place:
+def _current_name() -> process_identity.ProcessName:
     import ray
 
     worker, label = ray._private.worker.global_worker, process_identity.label_here()
     if worker.mode is None:
-        return process_identity.Place(label).child()
+        return process_identity.ProcessName(label).child()
     if worker.mode != ray.WORKER_MODE:
-        return process_identity.Place("driver")
+        return process_identity.ProcessName("driver")
     if worker.actor_id.is_nil():
-        return process_identity.Place(f"tasks of {label}" if label else "tasks")
+        return process_identity.ProcessName(f"tasks of {label}" if label else "tasks")
     actor = worker.actor_id.hex()
-    return process_identity.Place(label or f"actor {actor[:8]}", actor)
+    return process_identity.ProcessName(label or f"actor {actor[:8]}", actor)

@@ -10,6 +10,8 @@ the file, calls `catch_up` first, as workers of Ray and of multiprocessing do: c
 
 A disk that is full must not stop or hang a program that knows nothing of us: unless the file itself is asked for (`flush`), the
 error is one line on stderr, and the next write that succeeds has everything.
+
+Imports no torch: that import is what makes the plan of a process active.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 from shaketable.io.replacing import WRITER, replacing
 from shaketable.launch import process_identity
@@ -137,7 +137,7 @@ class LedgerFile:
         """Rank and number of ranks, of a process group that this process has joined, also when it has left it since."""
         self._inherited = False
         """Whether the process group is that of the parent, which this process is a fork of."""
-        self.place = process_identity.Place()
+        self.name = process_identity.ProcessName()
         """The last one known: a driver that has left its cluster is still the driver in the ledger."""
         self._begin()
         self._file.flush()  # raises where the folder cannot be written to; later it is too late to stop anybody
@@ -165,17 +165,17 @@ class LedgerFile:
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
         process_identity.note_fork()
-        self.distributed, self._inherited = None, _is_in_a_group()
-        self.process.after_fork(self._inherited)
+        self.distributed, self._inherited = None, self.process.group() is not None
+        self.process.after_fork()
         self.engines.clear()
-        self.place = self.place.child()
+        self.name = self.name.child()
         self.fork = True
         self._begin()
         self._file.start()
 
     def _record(self) -> dict[str, Any]:
-        found = self.place if self.fork else process_identity.current_place()
-        self.place = found if found.label else self.place
+        found = self.name if self.fork else process_identity.current_name()
+        self.name = found if found.label else self.name
         process, ledger = self.process, self._whole()
         if process.reports is not None:
             process.reports.judge(ledger.sites)
@@ -184,8 +184,8 @@ class LedgerFile:
             "pid": os.getpid(),
             "parent": os.getppid(),
             "rank": process.injection.rank,
-            "place": self.place.label,
-            "actor": self.place.actor,
+            "place": self.name.label,
+            "actor": self.name.actor,
             "forked": self.fork,
             "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
             "started": self.started,
@@ -219,20 +219,11 @@ class LedgerFile:
 
     def note_rank(self) -> tuple[int, int] | None:
         """Remember the process group that this process is in now; the one that is remembered, if any."""
-        if self.distributed is None and not self._inherited and _is_a_rank():
-            self.distributed = dist.get_rank(), dist.get_world_size()
+        if self.distributed is None and not self._inherited and any(name in os.environ for name in ("RANK", "LOCAL_RANK")):
+            self.distributed = self.process.group()
         return self.distributed
 
     def _whole(self) -> Ledger:
         """The ledger of all injections of this process."""
         mine = self.process.injection.ledger
         return Ledger.merge([mine, *(ledger for _, _, ledger in self.engines)]) if self.engines else mine
-
-
-def _is_in_a_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _is_a_rank() -> bool:
-    """Whether a launcher of ranks has started this process, and it has joined the others."""
-    return _is_in_a_group() and any(name in os.environ for name in ("RANK", "LOCAL_RANK"))

@@ -85,7 +85,7 @@ class ProcessInjection:
     """The injection of a process, and the models that it has met."""
 
     def __init__(self, plan: Plan) -> None:
-        self.has_group_of_parent = False
+        self._has_group_of_parent = False
         """Whether the process group that this process seems to be in is that of the process it is a fork of."""
         self.injection = Injection(plan, rank=self._rank_now, allow_inert=True)
         self.injection.how_to_end = "run the program without --plan"
@@ -106,10 +106,16 @@ class ProcessInjection:
         self.injection.operators.loose = self._loose
         self.injection.operators.make(_LOOSE, "", range(0))
 
-    def _rank_now(self) -> int:
+    def group(self) -> tuple[int, int] | None:
+        """Rank and number of ranks of the process group that this process is in."""
         is_joined = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank() if is_joined else process_identity.rank_of_launcher()
-        return rank if is_joined and not self.has_group_of_parent else process_identity.child_rank(rank)
+        return (dist.get_rank(), dist.get_world_size()) if is_joined else None
+
+    def _rank_now(self) -> int:
+        group = self.group()
+        if group is not None and not self._has_group_of_parent:
+            return group[0]
+        return process_identity.child_rank(process_identity.rank_of_launcher() if group is None else group[0])
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -131,14 +137,14 @@ class ProcessInjection:
         for module in model.modules():
             module.__dict__["_shaketable_seen"] = Seen()
 
-    def after_fork(self, has_group: bool) -> None:
+    def after_fork(self) -> None:
         """A forked child has done nothing yet, and is in no process group of its own."""
         self.injection.ledger.clear()
         self.injection.inert_check.clear()
         self.unmatched_models.clear()
         if self.reports is not None:
             self.reports.trained = False
-        self.has_group_of_parent = has_group
+        self._has_group_of_parent = self.group() is not None
         self.calls.after_fork()
         self.attaching = threading.RLock()
 

@@ -32,16 +32,16 @@ PLACE = "SHAKETABLE_PLACE"
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessName:
     """The name of a process in tables and warnings."""
 
     label: str = ""
     actor: str = ""
     """The framework's id of the actor; the same in each of its lives."""
 
-    def child(self) -> Place:
-        """The place of a process that this one started."""
-        return Place(f"child of {self.label}" if self.label else "")
+    def child(self) -> ProcessName:
+        """The name of a process that this one started."""
+        return ProcessName(f"child of {self.label}" if self.label else "")
 
 
 def number(text: str, size: int = 4) -> int:
@@ -95,13 +95,13 @@ def label_here() -> str:
     return os.environ.get(PLACE, "").partition(":")[2]
 
 
-def _inherited() -> Place:
-    return Place(label_here()).child()
+def _inherited() -> ProcessName:
+    return ProcessName(label_here()).child()
 
 
 current_task: Callable[[], int] = int
 """Names the task that this process is busy with; 0 where there are no tasks. A framework puts its own here."""
-current_place: Callable[[], Place] = _inherited
+current_name: Callable[[], ProcessName] = _inherited
 """Names this process. A framework puts its own here."""
 before_an_answer: Callable[[], object] = int
 """A framework calls this before anything leaves the process. The ledger, once there is one, puts its `catch_up` here."""

@@ -7,9 +7,9 @@ import importlib
 import os
 import sys
 
-import shaketable.launch.live_json
+import shaketable.launch.ledger_file
 
-shaketable.launch.live_json.PAUSE = 3600
+shaketable.launch.ledger_file.PAUSE = 3600
 
 import torch  # noqa: E402
 

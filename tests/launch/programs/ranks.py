@@ -14,4 +14,4 @@ torch.manual_seed(1)
 for _ in range(3):
     model(torch.randn(4, 8)).sum().backward()
 dist.destroy_process_group()
-os._exit(0)  # Python's own way out aborts in a thread of torch's, on a busy machine in one of ten runs, shaken or not
+os._exit(0)  # Python's own way out aborts in a thread of torch's, on a busy machine in one of ten runs, with a plan or without

@@ -1,4 +1,4 @@
-"""A process that computes and is not shaken, while others are, is an error; one that merely imported torch is not."""
+"""A process that computes without the plan, while others run under it, is an error; one that merely imported torch is not."""
 
 import json
 import shutil
@@ -8,13 +8,13 @@ import pytest
 
 from shaketable.launch.run import collect
 from tests import slow
-from tests.launch.shaken_programs import LINEAR, PROGRAMS, program, shake
+from tests.launch.under_run import LINEAR, PROGRAMS, program, under_plan
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def ranks(folder, kind, plan=LINEAR):
-    code, ledger, printed = shake(folder, plan, *TORCHRUN, str(PROGRAMS / "ranks_apart.py"), kind)
+    code, ledger, printed = under_plan(folder, plan, *TORCHRUN, str(PROGRAMS / "ranks_apart.py"), kind)
     return code, ledger, " ".join(printed.split())
 
 
@@ -60,7 +60,7 @@ def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
     ],
 )
 def test_children(tmp_path, kind, plan, code):
-    found, ledger, printed = shake(tmp_path / "l", plan, *program("processes_apart.py", kind))
+    found, ledger, printed = under_plan(tmp_path / "l", plan, *program("processes_apart.py", kind))
     assert found == code, printed
     lines = [line for line in ledger["warnings"] if "ran without the plan" in line]
     assert len(lines) == (code == 3)
@@ -72,7 +72,7 @@ def test_children(tmp_path, kind, plan, code):
 def other_model(tmp_path_factory):
     """What a program leaves whose child runs a model that no clause matches: exit code, ledger, what was printed, and the folder."""
     folder = tmp_path_factory.mktemp("other_model") / "l"
-    return *shake(folder, LINEAR, *program("processes_apart.py", "other_model")), folder
+    return *under_plan(folder, LINEAR, *program("processes_apart.py", "other_model")), folder
 
 
 def test_a_child_with_another_model_is_an_error_and_allow_inert_accepts_it(other_model):

@@ -10,7 +10,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 LINEAR = "relative_gaussian:0.05@module.linear"
 
 
-def shake(folder: Path, plan: str, *command: str, env: dict[str, str] | None = None) -> tuple[int, dict, str]:
+def under_plan(folder: Path, plan: str, *command: str, env: dict[str, str] | None = None) -> tuple[int, dict, str]:
     """Run a program under a plan: exit code, merged ledger, what was printed."""
     words = [sys.executable, "-m", "shaketable", "run", "--plan", plan, "--seed", "3", "--ledger", str(folder), "--", *command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=os.environ | (env or {}))

@@ -1,4 +1,4 @@
-"""A clause that does nothing under `shaketable run` is told while the program runs, in one line, once."""
+"""A clause that does nothing under `shaketable run` is reported while the program runs, in one line, once."""
 
 import re
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests import slow
-from tests.launch.shaken_programs import program, shake
+from tests.launch.under_run import program, under_plan
 
 SILENT = "silent_plans.py"
 
@@ -16,7 +16,7 @@ def notices(printed: str) -> list[str]:
 
 
 def test_a_model_in_which_nothing_matches_is_named_at_its_first_call(tmp_path):
-    code, _, printed = shake(tmp_path / "l", "gain:0.1@module.rmsnorm;gain:0.1@module.frist", *program(SILENT, "plain"))
+    code, _, printed = under_plan(tmp_path / "l", "gain:0.1@module.rmsnorm;gain:0.1@module.frist", *program(SILENT, "plain"))
     assert code == 3
     first, second = notices(printed)
     assert "gain:0.1@module.rmsnorm does nothing in Experts: nothing in Experts matches 'rmsnorm'" in first
@@ -26,7 +26,7 @@ def test_a_model_in_which_nothing_matches_is_named_at_its_first_call(tmp_path):
 
 @pytest.mark.slow
 def test_what_attention_hides_from_a_clause_is_told_at_the_first_call_of_the_model(tmp_path):
-    code, ledger, printed = shake(tmp_path / "l", "gain:0.1@op.matmul", *program(SILENT, "attention"))
+    code, ledger, printed = under_plan(tmp_path / "l", "gain:0.1@op.matmul", *program(SILENT, "attention"))
     assert code == 0
     (line,) = notices(printed)
     hidden = "attention is one kernel (sdpa), inside of which its two matrix products (op.matmul) cannot be hit"
@@ -43,13 +43,13 @@ def test_what_attention_hides_from_a_clause_is_told_at_the_first_call_of_the_mod
     ],
 )
 def test_the_ledger_notes_what_is_not_covered(tmp_path, kind, plan, note):
-    _, ledger, _ = shake(tmp_path / "l", f"{plan};gain:0.1@module.linear", *program(SILENT, kind))
+    _, ledger, _ = under_plan(tmp_path / "l", f"{plan};gain:0.1@module.linear", *program(SILENT, kind))
     assert any(line.startswith(note) for line in ledger["sites"][0]["notes"]), ledger["sites"][0]
 
 
 @pytest.mark.slow
 def test_a_layer_that_is_not_there_is_named_with_the_class_of_the_model(tmp_path):
-    _, _, printed = shake(tmp_path / "l", "noise:0.1@layer.7", *program(SILENT, "plain"))
+    _, _, printed = under_plan(tmp_path / "l", "noise:0.1@layer.7", *program(SILENT, "plain"))
     (line,) = notices(printed)
     assert "noise:0.1@layer.7 does nothing in Experts: " in line
 
@@ -68,7 +68,7 @@ def test_a_layer_that_is_not_there_is_named_with_the_class_of_the_model(tmp_path
     ],
 )
 def test_a_clause_that_does_nothing_is_told_after_the_first_passes(tmp_path, kind, plan, said):
-    code, _, printed = shake(tmp_path / "l", plan, *program(SILENT, kind))
+    code, _, printed = under_plan(tmp_path / "l", plan, *program(SILENT, kind))
     assert code == 3
     (line,) = notices(printed)
     assert re.search(said, line)
@@ -78,7 +78,7 @@ def test_a_clause_that_does_nothing_is_told_after_the_first_passes(tmp_path, kin
 @pytest.mark.slow
 def test_a_backward_clause_is_told_when_an_optimizer_steps(tmp_path):
     plan = "gain:0.1@module.0,direction=backward"
-    code, _, printed = shake(tmp_path / "l", plan, *program(SILENT, "frozen"))
+    code, _, printed = under_plan(tmp_path / "l", plan, *program(SILENT, "frozen"))
     assert code == 3
     (line,) = notices(printed)
     assert re.search(r"was on in \d passes and never fired", line)
@@ -99,7 +99,7 @@ def test_a_backward_clause_is_told_when_an_optimizer_steps(tmp_path):
     ],
 )
 def test_nothing_is_said_of_what_acts_or_may_still_act(tmp_path, plan, kind, code):
-    found, _, printed = shake(tmp_path / "l", plan, *program(SILENT, kind))
+    found, _, printed = under_plan(tmp_path / "l", plan, *program(SILENT, kind))
     assert found == code, printed
     assert [line for line in notices(printed) if "Sequential" not in line] == []
 
@@ -107,9 +107,9 @@ def test_nothing_is_said_of_what_acts_or_may_still_act(tmp_path, plan, kind, cod
 @pytest.mark.slow
 def test_many_processes_say_it_once(tmp_path):
     for start in ("fork", "spawn"):
-        code, _, printed = shake(tmp_path / start, "saturation:1e9@module.linear", *program("workers.py", start))
+        code, _, printed = under_plan(tmp_path / start, "saturation:1e9@module.linear", *program("workers.py", start))
         assert code == 3
         assert len(notices(printed)) <= 1, printed
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code, _, printed = shake(tmp_path / "ranks", "gain:0.1@module.rmsnorm", *ranks, program("ranks.py")[1])
+    code, _, printed = under_plan(tmp_path / "ranks", "gain:0.1@module.rmsnorm", *ranks, program("ranks.py")[1])
     assert len(notices(printed)) == 1, printed
