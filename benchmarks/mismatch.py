@@ -110,14 +110,15 @@ def alone(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 def measured(case: Case, runs: int, defects: str, seconds: float) -> dict[str, Any]:
     """Healthy runs, then planted defects, with one engine."""
-    from shaketable.mismatch.engines.vllm import VLLMEngine
+    from shaketable.integrations.vllm.engine import VLLMEngine
+    from shaketable.mismatch.results import as_json
 
     folder = checkpoint(case.model)
     longest = 64 if case.model == "moe" else 256
     arguments = {**SHAPE, "dtype": case.dtype, "enforce_eager": not case.compiled, "max_model_len": longest}
     started = time.perf_counter()
     engine = VLLMEngine.open(folder, arguments)
-    found: dict[str, Any] = {"started_in_s": round(time.perf_counter() - started, 1), "engine": engine.describe()}
+    found: dict[str, Any] = {"started_in_s": round(time.perf_counter() - started, 1), "engine": as_json(engine.describe())}
     found["commit"] = commit()
     trainer = trained(folder, case.dtype)
     found["healthy"] = []
@@ -173,13 +174,13 @@ def prompts(tokenizer: Any, model: str, seed: int) -> list[list[int]]:
 
 def one(trainer: Any, engine: Any, model: str, seed: int, earlier: Any = None, **sampling: Any) -> dict[str, Any]:
     """Sample, run the stages, and keep what the table needs."""
-    from shaketable.mismatch.engines.engine import Sampling
+    from shaketable.mismatch.engine import Sampling
     from shaketable.mismatch.stages import Question, run_stages
 
     started = time.perf_counter()
     chosen = Sampling(16, seed=seed, **sampling)
     rollouts = engine.sample(prompts(trainer.tokenizer, model, seed), chosen)
-    found = run_stages(Question(trainer, engine, rollouts, chosen, earlier or {}, recorded=2))
+    found = run_stages(Question(trainer, engine, rollouts, chosen, earlier or {}, recorded=2)).to_dict()
     keep = {key: found[key] for key in ("verdict", "stage", "sentence", "at_floor", "not_looked_at")}
     sizes = {"gap": found["gap"]["mean_abs"], "k3": found["gap"]["k3"], "floor": found["floor"]["mean_abs"]}
     floors = {f"{row['side']}, {row['variant']}": row["mean_abs"] for row in found["floor"]["rows"]}

@@ -22,8 +22,9 @@ from shaketable.measure.decoding.dynamic import Decoder
 from shaketable.measure.evaluation import prompt_tokens
 from shaketable.measure.tasks.load import load_task
 from shaketable.measure.tasks.task import sample
-from shaketable.mismatch.engines.engine import Sampling
-from shaketable.mismatch.engines.hf import HFArguments, HFEngine
+from shaketable.mismatch.engine import Sampling
+from shaketable.mismatch.hf import HFArguments, HFEngine
+from shaketable.mismatch.results import Mismatch
 from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from shaketable.models import load_model, quieten
@@ -52,7 +53,7 @@ PAIRS: list[Pair] = [
 ]
 
 
-def climbed(pair: Pair, model: str, device: str, n: int) -> dict[str, Any]:
+def climbed(pair: Pair, model: str, device: str, n: int) -> Mismatch:
     """One row."""
     _, dtype, own, other, change = pair
     loaded, tokenizer = load_model(model, device=device, dtype=getattr(torch, dtype))
@@ -66,12 +67,12 @@ def climbed(pair: Pair, model: str, device: str, n: int) -> dict[str, Any]:
     return run_stages(Question(trainer, engine, engine.sample(prompts, how), how, {}, min(n, 8)))
 
 
-def row(pair: Pair, found: dict[str, Any]) -> str:
+def row(pair: Pair, found: Mismatch) -> str:
     """One line of the table."""
-    gap, floor, shares = found["gap"], found["floor"], found["shares"]
-    parts = "" if shares is None else ", ".join(f"{r['family']} {r['share']:.0%}" for r in shares["families"][:3])
-    numbers = (f"{gap['k3']:.2g}", f"{gap['mean_abs']:.2g}", f"{gap['outside']:.1%}", f"{floor['mean_abs']:.2g}")
-    return "| " + " | ".join((pair[0], pair[1], *numbers, found["verdict"], parts)) + " |"
+    gap, floor, shares = found.gap, found.floor, found.shares
+    parts = "" if shares is None else ", ".join(f"{r.family} {r.share:.0%}" for r in shares.families[:3])
+    numbers = (f"{gap.k3:.2g}", f"{gap.mean_abs:.2g}", f"{gap.outside:.1%}", f"{floor.mean_abs:.2g}")
+    return "| " + " | ".join((pair[0], pair[1], *numbers, found.verdict, parts)) + " |"
 
 
 def main() -> None:
@@ -91,7 +92,7 @@ def main() -> None:
         assert HFArguments.model_validate(pair[3])
         found = climbed(pair, asked.model, asked.device, asked.n)
         rows.append(row(pair, found))
-        facts.append({"pair": pair[0], "dtype": pair[1], **found})
+        facts.append({"pair": pair[0], "dtype": pair[1], **found.to_dict()})
         print(rows[-1], flush=True)
     device = torch.cuda.get_device_name() if on_gpu else "a CPU"
     about = f"{asked.model}, {asked.n} prompts, torch {torch.__version__}; `benchmarks/mismatch_gpu.py`."

@@ -38,6 +38,10 @@ class ModelError(ShaketableError, ValueError):
     """The model cannot be found, read or used."""
 
 
+class UnavailableError(ShaketableError):
+    """Something that cannot be observed or judged here; the message says why, and a verdict repeats it."""
+
+
 def nearest(name: str, valid: Iterable[str], shown: int = 8) -> str:
     """Ends an error line: the nearest valid name and the valid ones."""
     names = sorted(set(valid))

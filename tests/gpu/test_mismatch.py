@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shaketable.mismatch.engines.engine import Sampling
-from shaketable.mismatch.engines.hf import HFEngine
+from shaketable.mismatch.engine import Sampling
+from shaketable.mismatch.hf import HFEngine
 from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from shaketable.models import load_model
@@ -24,10 +24,10 @@ def verdict(dtype, **arguments):
 @pytest.mark.parametrize("arguments", [{}, {"attention": "eager"}, {"batch": 1}, {"compile": True}])
 def test_healthy_settings_are_legal(dtype, arguments):
     found = verdict(dtype, **arguments)
-    assert found["verdict"] == "LEGAL", found["sentence"]
+    assert found.verdict == "LEGAL", found.sentence
 
 
 def test_tf32_is_named():
     found = verdict("float32", tf32=True)
-    assert found["stage"] == "operators", found["sentence"]
-    assert "TF32" in found["operators"]["wrong"][0]["class"]
+    assert found.stage == "operators", found.sentence
+    assert "TF32" in found.operators.wrong[0].looks_like

@@ -13,6 +13,7 @@ from shaketable.compare.compare import compare
 from shaketable.compare.fingerprint import fingerprint
 from shaketable.sites.structure import Anatomy, find_layers
 from tests.locate.plain_models import ARGUMENTS, LAYERS, MODELS, build, tokens
+from tests.sites.role_counts import role_counts
 
 pytestmark = pytest.mark.attack("models of one's own")
 WITHOUT_LAYERS = ("own_attention", "lstm")
@@ -212,6 +213,6 @@ def test_layers_and_operators_are_shaken_and_off_is_off(name):
 
 @EVERY
 def test_every_model_has_its_layers_and_at_most_one_head(name):
-    counts = Anatomy.of(build(name)).role_counts()
+    counts = role_counts(Anatomy.of(build(name)))
     assert len(find_layers(build(name))[0]) == LAYERS
     assert counts.get("lm_head", 0) == 1

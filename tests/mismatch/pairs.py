@@ -2,25 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from shaketable.mismatch.engines.engine import OperatorCall, Phase, Rollout, Sampling
-from shaketable.mismatch.engines.hf import HFEngine
-from shaketable.mismatch.operators.observe import record_batch
+from shaketable.capture.decoder import Phase, record_batch
+from shaketable.mismatch.engine import Rollout, Sampling
+from shaketable.mismatch.hf import HFEngine
+from shaketable.mismatch.results import Mismatch
 from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from shaketable.models import load_model, quieten
+from shaketable.numerics.decoder_operators import OperatorCall
 
 
 @cache
 def trainer(dtype: torch.dtype = torch.float32) -> Trainer:
     quieten()
     model, tokenizer = load_model("nano", dtype=dtype)
-    return Trainer(model, tokenizer, "nano")
+    return RememberingTrainer(model, tokenizer, "nano")
+
+
+def _key(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
+    return tuple((tuple(r.prompt), tuple(r.completion)) for r in rollouts)
+
+
+class RememberingTrainer(Trainer):
+    """A trainer that computes the same tokens once: many cases differ in the returned numbers only."""
+
+    def logits(self, rollouts, mode=None):
+        how = None if mode is None else (mode.unit, mode.seed)
+        return iter(
+            _remembered(
+                self, ("logits", how, _key(rollouts)), lambda: list(super(RememberingTrainer, self).logits(rollouts, mode))
+            )
+        )
+
+    def logprobs(self, rollouts, variant=None):
+        return _remembered(self, (variant, _key(rollouts)), lambda: super(RememberingTrainer, self).logprobs(rollouts, variant))
+
+
+class RememberingEngine(HFEngine):
+    """An engine that computes the same tokens once."""
+
+    def logits(self, rollouts):
+        return iter(
+            _remembered(self, ("logits", _key(rollouts)), lambda: list(super(RememberingEngine, self).logits(rollouts)))
+        )
+
+    def logprobs(self, rollouts, variant=None):
+        return _remembered(self, (variant, _key(rollouts)), lambda: super(RememberingEngine, self).logprobs(rollouts, variant))
+
+    def record(self, rollouts, phase, rows=None):
+        key = ("record", phase, None if rows is None else tuple(rows), _key(rollouts))
+        return _remembered(self, key, lambda: super(RememberingEngine, self).record(rollouts, phase, rows))
+
+
+def _remembered(owner: Any, key: Any, make: Callable[[], Any]) -> Any:
+    known = owner.__dict__.setdefault("known", {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
 
 
 def engine(dtype: torch.dtype = torch.float32, attention: str = "sdpa", plant: Callable[[Any], None] | None = None) -> HFEngine:
@@ -45,9 +89,7 @@ def rollouts(other: HFEngine, how: Sampling | None = None, count: int = 6) -> li
     return other.sample(prompts(count), how or sampling())
 
 
-def verdict(
-    other: HFEngine, how: Sampling | None = None, given: list[Rollout] | None = None, recorded: int = 2
-) -> dict[str, Any]:
+def verdict(other: HFEngine, how: Sampling | None = None, given: list[Rollout] | None = None, recorded: int = 2) -> Mismatch:
     """Every stage."""
     how = how or sampling()
     found = given if given is not None else rollouts(other, how)
@@ -56,4 +98,4 @@ def verdict(
 
 def record(model: Any, tokens: list[int], prompt_length: int, phase: Phase) -> list[OperatorCall]:
     """The operators of a model on one sequence."""
-    return record_batch(model, [Rollout(tokens[:prompt_length], tokens[prompt_length:], [])], phase)[0].calls
+    return record_batch(model, [(tokens[:prompt_length], tokens[prompt_length:])], phase)[0].calls

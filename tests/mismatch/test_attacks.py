@@ -12,8 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from shaketable.mismatch.engines.engine import Rollout, Sampling
-from shaketable.mismatch.engines.hf import HFArguments, HFEngine
+from shaketable.mismatch.engine import Rollout, Sampling
+from shaketable.mismatch.hf import HFArguments, HFEngine
+from shaketable.mismatch.results import Mismatch
 from shaketable.mismatch.stages import Question, run_stages
 from shaketable.mismatch.trainer import Trainer
 from tests.mismatch import pairs
@@ -34,13 +35,11 @@ def prompts() -> list[list[int]]:
 
 @cache
 def sampled(dtype: str, **given: Any) -> tuple[HFEngine, list[Rollout]]:
-    other = pairs.engine(getattr(torch, dtype))
+    other = pairs.RememberingEngine(pairs.engine(getattr(torch, dtype)).model)
     return other, other.sample(prompts(), how(**given))
 
 
-def verdict(
-    engine: HFEngine | None, rollouts: list[Rollout], declared: Sampling | None = None, recorded: int = 6
-) -> dict[str, Any]:
+def verdict(engine: HFEngine | None, rollouts: list[Rollout], declared: Sampling | None = None, recorded: int = 6) -> Mismatch:
     return run_stages(Question(pairs.trainer(), engine, rollouts, declared or how(), {}, recorded))
 
 
@@ -62,7 +61,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 def test_a_healthy_pair_is_legal_however_it_samples(dtype, name):
     engine, rollouts = sampled(dtype, **SAMPLINGS[name])
     found = verdict(engine, rollouts, how(**SAMPLINGS[name]), recorded=2)
-    assert found["verdict"] == "LEGAL", found["sentence"]
+    assert found.verdict == "LEGAL", found.sentence
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,8 +69,8 @@ def test_a_healthy_pair_is_legal_however_it_samples(dtype, name):
 def test_a_healthy_file_is_never_a_defect(dtype, name):
     _, rollouts = sampled(dtype, **SAMPLINGS[name])
     found = verdict(None, rollouts, how(**SAMPLINGS[name]))
-    assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4), found["sentence"]
-    assert found["next"]
+    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4), found.sentence
+    assert found.conclusion.next
 
 
 @pytest.mark.parametrize("trainer", ["bfloat16", "float16"])
@@ -83,7 +82,7 @@ def test_formats_of_one_file_are_never_a_defect(trainer, engine):
     own, other = pairs.trainer(getattr(torch, trainer)), pairs.engine(getattr(torch, engine))
     rollouts = other.sample(prompts(), how())
     found = run_stages(Question(own, other, rollouts, how(), {}, 2))
-    assert found["verdict"] == "LEGAL", found["sentence"]
+    assert found.verdict == "LEGAL", found.sentence
 
 
 # ---- files that were tampered with
@@ -125,8 +124,8 @@ def test_a_file_that_says_something_else_is_a_defect(dtype, name):
     is_small = (
         name == "rounded to a half" and dtype == "bfloat16"
     )  # no more than rounding, but more than the engine from itself
-    assert found["verdict"] == ("INCONCLUSIVE" if is_small else "DEFECT"), found["sentence"]
-    assert verdict(None, FILES[name](rollouts))["verdict"] != "LEGAL"
+    assert found.verdict == ("INCONCLUSIVE" if is_small else "DEFECT"), found.sentence
+    assert verdict(None, FILES[name](rollouts)).verdict != "LEGAL"
 
 
 BELOW_ROUNDING: dict[str, Any] = {
@@ -141,23 +140,23 @@ BELOW_ROUNDING: dict[str, Any] = {
 def test_a_file_changed_by_less_than_rounding_in_bfloat16_is_never_legal(name):
     engine, rollouts = sampled("bfloat16")
     found = verdict(engine, BELOW_ROUNDING[name](rollouts), recorded=1)
-    assert found["verdict"] != "LEGAL", found["sentence"]
+    assert found.verdict != "LEGAL", found.sentence
     if name != "one token":
         says = {"float8": "float8_e4m3fn"}.get(name, name)
-        assert f"were rounded to {says}" in " ".join([found["sentence"], *found["not_looked_at"]])
+        assert f"were rounded to {says}" in " ".join([found.sentence, *found.conclusion.not_looked_at])
 
 
 @pytest.mark.parametrize("given", [{"temperature": 1.02}, {"repetition_penalty": 1.05}], ids=str)
 def test_undeclared_sampling_below_rounding_in_bfloat16_is_never_legal(given):
     engine, rollouts = sampled("bfloat16", **given, logprobs_mode="processed")
-    assert verdict(engine, rollouts, recorded=1)["verdict"] != "LEGAL"
+    assert verdict(engine, rollouts, recorded=1).verdict != "LEGAL"
 
 
 @pytest.mark.parametrize("name", ["base two", "shifted back", "rows mixed"])
 def test_what_was_done_to_a_file_is_named(name):
     _, rollouts = sampled("float32")
     says = {"base two": "base of two", "shifted back": "previous token", "rows mixed": "another rollout"}[name]
-    assert says in verdict(None, FILES[name](rollouts))["sentence"]
+    assert says in verdict(None, FILES[name](rollouts)).sentence
 
 
 UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
@@ -174,29 +173,27 @@ UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", UNDECLARED)
 def test_sampling_that_was_not_declared_is_a_defect(dtype, name):
     given, says = UNDECLARED[name]
-    other = pairs.engine(getattr(torch, dtype))
-    rollouts = other.sample([*prompts(), *prompts()], how(**{"temperature": 1.2, **given}, logprobs_mode="processed"))
-    if "temperature" not in given:
-        rollouts = other.sample([*prompts(), *prompts()], how(**given, logprobs_mode="processed"))
+    other = pairs.RememberingEngine(pairs.engine(getattr(torch, dtype)).model)
+    rollouts = other.sample([*prompts(), *prompts()], how(**given, logprobs_mode="processed"))
     found = verdict(other, rollouts, recorded=1)
-    assert found["verdict"] == "DEFECT", found["sentence"]
+    assert found.verdict == "DEFECT", found.sentence
     alone = verdict(None, rollouts)
-    assert alone["verdict"] != "LEGAL"
+    assert alone.verdict != "LEGAL"
     if dtype == "float32":
-        assert says in found["sentence"] and says in alone["sentence"]
+        assert says in found.sentence and says in alone.sentence
 
 
 def test_raw_numbers_that_are_declared_to_be_of_a_nucleus_are_never_legal():
     other = pairs.engine(torch.bfloat16)
     rollouts = other.sample(prompts(), how(top_k=5))
-    assert verdict(other, rollouts, how(top_k=5, logprobs_mode="processed"), recorded=1)["verdict"] != "LEGAL"
+    assert verdict(other, rollouts, how(top_k=5, logprobs_mode="processed"), recorded=1).verdict != "LEGAL"
 
 
 def test_a_token_that_was_not_drawn_is_a_defect():
     given = {"top_k": 5, "logprobs_mode": "processed"}
     other, rollouts = sampled("bfloat16", **given)
     changed = [replace(rollouts[0], completion=[*rollouts[0].completion[:-1], 90]), *rollouts[1:]]
-    assert verdict(other, changed, how(**given), recorded=1)["verdict"] == "DEFECT"
+    assert verdict(other, changed, how(**given), recorded=1).verdict == "DEFECT"
 
 
 # ---- engines with a fault
@@ -259,14 +256,14 @@ FAULTS = {
 def test_a_fault_of_the_engine_is_never_legal(dtype, name):
     other = pairs.engine(getattr(torch, dtype), plant=FAULTS[name])
     rollouts = other.sample(prompts(), how())
-    found = verdict(other, rollouts, recorded=6 if dtype == "float32" else 1)
-    assert found["verdict"] != "LEGAL", found["sentence"]
+    found = verdict(other, rollouts, recorded=2 if dtype == "float32" else 1)
+    assert found.verdict != "LEGAL", found.sentence
 
 
 def test_an_engine_that_depends_on_its_batch_is_a_defect():
     other = pairs.engine(plant=unmasked)
     found = verdict(other, other.sample(prompts(), how()))
-    assert found["verdict"] == "DEFECT"
+    assert found.verdict == "DEFECT"
 
 
 def test_a_missing_layer_is_named():
@@ -278,10 +275,10 @@ def test_a_missing_layer_is_named():
 
     other = pairs.engine(plant=cut)
     found = verdict(other, other.sample(prompts(), how()))
-    assert found["verdict"] == "DEFECT" and "model.layers.3 is missing" in found["sentence"], found["sentence"]
+    assert found.verdict == "DEFECT" and "model.layers.3 is missing" in found.sentence, found.sentence
     other = pairs.engine(plant=skipped)
     found = verdict(other, other.sample(prompts(), how()))
-    assert "model.layers.3 is missing" in found["sentence"], found["sentence"]
+    assert "model.layers.3 is missing" in found.sentence, found.sentence
 
 
 def test_a_row_that_is_scaled_is_named_as_one_row():
@@ -290,7 +287,7 @@ def test_a_row_that_is_scaled_is_named_as_one_row():
             model.model.layers[2].mlp.up_proj.weight[5] *= 1.5
 
     other = pairs.engine(plant=plant)
-    assert "row 5 is multiplied by 1.5" in verdict(other, other.sample(prompts(), how()), recorded=1)["sentence"]
+    assert "row 5 is multiplied by 1.5" in verdict(other, other.sample(prompts(), how()), recorded=1).sentence
 
 
 # ---- models of other shapes
@@ -330,7 +327,7 @@ def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float32, recorded: int = 4) -> dict[str, Any]:
+def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float32, recorded: int = 2) -> Mismatch:
     model = build(kind, dtype=dtype)
     if plant is not None:
         plant(model)
@@ -340,22 +337,35 @@ def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float3
     return run_stages(Question(Trainer(build(kind), None, kind), engine, rollouts, how(max_new_tokens=10), {}, recorded))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "granite"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_healthy_models_of_other_shapes_are_legal(kind, dtype):
     found = pair_verdict(kind, dtype=getattr(torch, dtype))
-    assert found["verdict"] == "LEGAL" or (kind != "qwen2" and dtype == "bfloat16" and found["verdict"] == "INCONCLUSIVE"), (
-        found["sentence"]
-    )
+    assert found.verdict == "LEGAL" or (
+        ("mo" in kind or kind == "mixtral") and (dtype == "bfloat16" and found.verdict == "INCONCLUSIVE")
+    ), found.sentence
     if "mo" in kind or kind == "mixtral":
-        assert found["operators"]["kinds"]["experts"]["operators"] == 6
+        assert found.operators.kinds["experts"].operators == 6
 
 
-@pytest.mark.parametrize("kind", ["granite", "gemma2"])
-def test_models_whose_operators_are_not_all_known_are_judged_as_far_as_can_be(kind):
-    found = pair_verdict(kind)
-    assert found["verdict"] in ("LEGAL", "INCONCLUSIVE"), found["sentence"]
-    assert found["weights"]["compared"] and found["returned"]["explained"]
+SCALES = {
+    "embedding": (lambda m: setattr(m.model, "embedding_multiplier", 2.02), "embedding_scale"),
+    "logits": (lambda m: setattr(m.config, "logits_scaling", 2.05), "logits_scale"),
+    "residual": (lambda m: setattr(m.model.layers[1], "residual_multiplier", 0.31), "layers.1.attention_residual"),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_wrong_multiplier_of_granite_is_named(name):
+    plant, operator = SCALES[name]
+    found = pair_verdict("granite", plant)
+    assert found.verdict == "DEFECT" and operator in found.sentence, found.sentence
+
+
+def test_models_whose_operators_are_not_known_are_judged_as_far_as_can_be():
+    found = pair_verdict("gemma2")
+    assert found.verdict in ("LEGAL", "INCONCLUSIVE"), found.sentence
+    assert found.weights.compared and found.returned.explained
 
 
 def top_one(model: Any) -> None:
@@ -388,9 +398,9 @@ EXPERTS = {
 @pytest.mark.parametrize("name", EXPERTS)
 def test_wrong_experts_are_a_defect(kind, name):
     found = pair_verdict(kind, EXPERTS[name])
-    assert found["verdict"] == "DEFECT", found["sentence"]
+    assert found.verdict == "DEFECT", found.sentence
     if name not in ("one in a hundred more",):
-        assert pair_verdict(kind, EXPERTS[name], torch.bfloat16)["verdict"] != "LEGAL"
+        assert pair_verdict(kind, EXPERTS[name], torch.bfloat16).verdict != "LEGAL"
 
 
 def test_a_missing_bias_is_found_among_the_weights():
@@ -398,5 +408,23 @@ def test_a_missing_bias_is_found_among_the_weights():
         model.model.layers[1].self_attn.q_proj.bias = None
 
     found = pair_verdict("qwen2", plant)
-    assert (found["verdict"], found["stage"]) == ("DEFECT", "weights")
-    assert "q_proj.bias is missing" in found["sentence"]
+    assert (found.verdict, found.stage) == ("DEFECT", "weights")
+    assert "q_proj.bias is missing" in found.sentence
+
+
+def one_expert(model: Any) -> None:
+    experts = model.model.layers[1].mlp.experts
+    experts.register_forward_pre_hook(lambda m, a: (a[0], a[1], torch.where(a[1] == 2, a[2] * 1.2, a[2])))
+
+
+def test_a_fault_of_one_expert_is_named_in_its_result_and_in_its_weights():
+    found = pair_verdict("mixtral", one_expert)
+    assert found.verdict == "DEFECT" and "a fault of expert 2" in found.sentence, found.sentence
+
+    def plant(model: Any) -> None:
+        with torch.no_grad():
+            weight = model.model.layers[1].mlp.experts.down_proj
+            weight[2] += 0.01 * weight[2].std() * torch.randn_like(weight[2])
+
+    found = pair_verdict("mixtral", plant)
+    assert "layers.1.mlp.experts.down_proj is of another step: 1 of 4 experts differ (2)" in found.sentence, found.sentence

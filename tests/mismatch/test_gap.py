@@ -1,10 +1,11 @@
-"""The numbers of the first rung."""
+"""The numbers of stage 1."""
 
 import numpy as np
 import pytest
 
-from shaketable.mismatch.engines.engine import Rollout
-from shaketable.mismatch.gap import describe, differences, distance, interval, k3_of
+from shaketable.mismatch.engine import Rollout
+from shaketable.mismatch.gap import differences, distance, interval, k3_of, measure_gap
+from shaketable.mismatch.rounding import judge
 
 
 def test_known_numbers():
@@ -32,15 +33,17 @@ def test_k1_and_k3_estimate_the_divergence():
 
 def test_an_interval_over_few_rollouts_is_over_tokens_and_says_so():
     d = [np.array([0.1, 0.2, 0.0])] * 3
-    assert interval(d)["over"] == "tokens"
-    assert interval(d * 2)["over"] == "rollouts"
-    low, high = interval([np.array([0.1 * i]) for i in range(20)])["k1"]
+    assert interval(d).over == "tokens"
+    assert interval(d * 2).over == "rollouts"
+    low, high = interval([np.array([0.1 * i]) for i in range(20)]).k1
     assert low < 0.95 < high
 
 
 def test_the_worst_token_is_named_where_it_is():
     rollouts = [Rollout([1], [4, 5, 6], [-1.0, -1.0, -1.0]), Rollout([1], [7], [-1.0])]
-    found = describe(rollouts, [[-1.0, -3.0, -1.1], [-1.0]], lambda token: f"<{token}>")
-    worst = found["worst"][0]
-    assert (worst["rollout"], worst["position"], worst["text"], worst["trainer"]) == (0, 1, "<5>", -3.0)
-    assert sum(row["tokens"] for row in found["by_position"]) == sum(row["tokens"] for row in found["by_length"]) == 4
+    trainer = [[-1.0, -3.0, -1.1], [-1.0]]
+    judged = judge(differences([r.logprobs for r in rollouts], trainer), [np.ones(3), np.ones(1)])
+    found = measure_gap(rollouts, trainer, judged, lambda token: f"<{token}>")
+    worst = found.worst[0]
+    assert (worst.rollout, worst.position, worst.text, worst.trainer) == (0, 1, "<5>", -3.0)
+    assert sum(row.tokens for row in found.by_position) == sum(row.tokens for row in found.by_length) == 4

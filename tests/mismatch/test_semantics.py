@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shaketable.mismatch.engines.engine import Sampling
-from shaketable.mismatch.processing import expected
-from shaketable.mismatch.rounding import measure
-from shaketable.mismatch.semantics import semantics
+from shaketable.mismatch.logprobs import read
+from shaketable.mismatch.rounding import measure_rounding
+from shaketable.mismatch.semantics import try_hypotheses
 from tests.mismatch import pairs
 
 LIMITS = {"temperature": 0.7, "top_p": 0.9, "top_k": 12}
@@ -16,12 +15,9 @@ LIMITS = {"temperature": 0.7, "top_p": 0.9, "top_k": 12}
 
 def named(declared, rollouts):
     trainer = pairs.trainer()
-    raw, meant = [], []
-    for rollout, logits in zip(rollouts, trainer.logits(rollouts), strict=True):
-        raw.append(expected(logits, rollout, Sampling(1)))
-        meant.append(expected(logits, rollout, declared))
-    rounding = measure(trainer, rollouts, declared, torch.float32, raw, meant)
-    return semantics(trainer, rollouts, declared, rounding)["named"]
+    reading = read(trainer.logits(rollouts), rollouts, declared)
+    rounding = measure_rounding(trainer, rollouts, declared, torch.float32, reading)
+    return try_hypotheses(trainer, rollouts, declared, rounding).named
 
 
 def returned(**how):
@@ -36,51 +32,49 @@ def test_what_was_declared_is_not_named(mode):
 
 def test_processed_instead_of_raw():
     drawn = returned(logprobs_mode="processed", **LIMITS)
-    assert named(pairs.sampling(**LIMITS), drawn)["name"] == "processed log-probabilities"
+    assert named(pairs.sampling(**LIMITS), drawn).name == "processed log-probabilities"
 
 
 def test_raw_instead_of_processed():
     drawn = returned(**LIMITS)
-    assert named(pairs.sampling(logprobs_mode="processed", **LIMITS), drawn)["name"] == "raw log-probabilities"
+    assert named(pairs.sampling(logprobs_mode="processed", **LIMITS), drawn).name == "raw log-probabilities"
 
 
 def test_temperature_that_was_not_applied():
     drawn = returned(logprobs_mode="processed", top_p=0.9)
-    assert (
-        named(pairs.sampling(logprobs_mode="processed", temperature=0.7, top_p=0.9), drawn)["name"] == "temperature not applied"
-    )
+    assert named(pairs.sampling(logprobs_mode="processed", temperature=0.7, top_p=0.9), drawn).name == "temperature not applied"
 
 
 def test_top_p_that_nobody_declared():
     drawn = returned(logprobs_mode="processed", top_p=0.9)
-    assert "top_p=0.9" in named(pairs.sampling(), drawn)["name"]
+    assert "top_p=0.9" in named(pairs.sampling(), drawn).name
 
 
 def test_a_temperature_that_nobody_declared_is_found():
     drawn = returned(logprobs_mode="processed", temperature=1.37)
-    assert named(pairs.sampling(), drawn)["name"] == "temperature 1.37"
+    assert named(pairs.sampling(), drawn).name == "temperature 1.37"
 
 
 def test_a_repetition_penalty_that_is_in_the_log_probabilities():
     drawn = returned(logprobs_mode="processed", repetition_penalty=1.3)
-    assert named(pairs.sampling(repetition_penalty=1.3), drawn)["name"] == "processed log-probabilities"
+    assert named(pairs.sampling(repetition_penalty=1.3), drawn).name == "processed log-probabilities"
 
 
 def test_a_logit_bias_that_was_forgotten():
     drawn = returned(logprobs_mode="processed", temperature=0.8)
     how = pairs.sampling(logprobs_mode="processed", temperature=0.8, logit_bias={20: 3.0})
-    assert named(how, drawn)["name"] == "logit bias not applied"
+    assert named(how, drawn).name == "logit bias not applied"
 
 
 def test_log_probabilities_of_the_next_token():
     drawn = [replace(r, logprobs=[*r.logprobs[1:], -1.0]) for r in returned()]
-    assert named(pairs.sampling(), drawn)["name"] == "of the next token"
+    assert named(pairs.sampling(), drawn).name == "of the next token"
 
 
 def test_a_stop_token_that_one_side_does_not_count():
     drawn = [replace(r, logprobs=[*r.logprobs[:-1], -30.0]) if r.finish == "stop" else r for r in returned(max_new_tokens=60)]
     assert any(r.finish == "stop" for r in drawn)
-    assert named(pairs.sampling(), drawn)["name"] == "stop token not counted"
+    assert named(pairs.sampling(), drawn).name == "stop token not counted"
 
 
 def test_a_cut_at_a_length():
@@ -88,13 +82,13 @@ def test_a_cut_at_a_length():
     for r in returned(max_new_tokens=60, stop=()):
         kept = 64 - len(r.prompt)
         drawn.append(replace(r, logprobs=[*r.logprobs[:kept], *([-40.0] * (len(r.completion) - kept))]))
-    assert named(pairs.sampling(), drawn)["name"] == "cut at 64 tokens"
+    assert named(pairs.sampling(), drawn).name == "cut at 64 tokens"
 
 
 def test_a_prompt_of_which_the_engine_reads_the_end_only():
     read = [p[-8:] for p in pairs.prompts()]
     drawn = [replace(r, prompt=p) for r, p in zip(pairs.engine().sample(read, pairs.sampling()), pairs.prompts(), strict=True)]
-    assert named(pairs.sampling(), drawn)["name"] == "the last 8 tokens"
+    assert named(pairs.sampling(), drawn).name == "the last 8 tokens"
 
 
 def test_a_bos_token_that_the_engine_adds():
@@ -104,7 +98,7 @@ def test_a_bos_token_that_the_engine_adds():
         bos = tokenizer.bos_token_id
         seen = pairs.engine().sample([[bos, *p] for p in pairs.prompts()], pairs.sampling())
         drawn = [replace(r, prompt=r.prompt[1:]) for r in seen]
-        assert named(pairs.sampling(), drawn)["name"] == "one BOS more"
+        assert named(pairs.sampling(), drawn).name == "one BOS more"
         assert named(pairs.sampling(), seen) is None
     finally:
         tokenizer.bos_token = was

@@ -6,10 +6,9 @@ import torch
 import yaml
 
 from shaketable.inject import inject
-from shaketable.mismatch.engines.hf import HFEngine
-from shaketable.mismatch.fitted_plan import plan_text
-from shaketable.mismatch.shares import Shares
-from shaketable.mismatch.teacher_forcing import completion_logits
+from shaketable.mismatch.hf import HFEngine
+from shaketable.mismatch.logprobs import completion_logits
+from shaketable.mismatch.shares import ShareMeter, plan_text
 from shaketable.plan import Plan
 from tests.mismatch import pairs
 from tests.mismatch.pairs import record
@@ -23,7 +22,7 @@ def measured(model, rollouts, phases=("prefill",)):
         for one, r in zip(records, rollouts, strict=True):
             one["prompt"] = record(model, r.prompt, len(r.prompt), "prefill")
     told = HFEngine(model).logprobs(rollouts, "batch of one")
-    meter = Shares(pairs.trainer().model)
+    meter = ShareMeter(pairs.trainer().model)
     for rollout, one, logprobs in zip(rollouts, records, told, strict=True):
         meter.add(rollout, one, logprobs)
     return meter.result()
@@ -47,15 +46,16 @@ def test_known_strengths_on_two_families_are_recovered():
     model = pairs.engine().model
     with inject(model, ";".join(CLAUSES.values())):
         found = measured(model, rollouts)
-    rows = {row["family"]: row for row in found["families"]}
+    rows = {row.family: row for row in found.families}
     for family, kl in alone.items():
         share = kl / sum(alone.values())
-        assert rows[family]["low"] <= share <= rows[family]["high"]
-        assert rows[family]["share"] == pytest.approx(share, abs=0.03)
-    assert sum(row["share"] for row in found["families"]) == pytest.approx(1)
-    assert found["reproduced"]["explained"] > 0.99
+        assert rows[family].low <= share <= rows[family].high
+        assert rows[family].share == pytest.approx(share, abs=0.03)
+    assert sum(row.share for row in found.families) == sum(row.leads for row in found.families) == pytest.approx(1)
+    assert found.families[0].leads > 0.95
+    assert found.reproduced.explained > 0.99
     together = brute_force(rollouts, ";".join(CLAUSES.values()))
-    assert found["together"] == pytest.approx(together / sum(alone.values()), rel=0.05)
+    assert found.together == pytest.approx(together / sum(alone.values()), rel=0.05)
 
 
 def test_the_plan_has_the_strengths_that_were_planted():
@@ -63,7 +63,7 @@ def test_the_plan_has_the_strengths_that_were_planted():
     model = pairs.engine().model
     with inject(model, "relative_gaussian:0.02@module.linear;rms_gaussian:0.05@module.lm_head,include=lm_head"):
         found = measured(model, rollouts)
-    fitted = dict(reversed(clause.split("@")) for clause in found["plan"])
+    fitted = dict(reversed(clause.split("@")) for clause in found.plan)
     kind, _, size = fitted["module.linear"].partition(":")
     assert (kind, float(size)) == ("relative_gaussian", pytest.approx(0.02, rel=0.05))
     kind, _, size = fitted["module.lm_head,include=lm_head"].partition(":")
@@ -82,7 +82,7 @@ def test_decoding_gives_the_gap_back_too():
     rollouts = pairs.rollouts(other, count=2)
     records = ("prefill", "decode")
     found = measured(other.model, rollouts, records)
-    assert found["reproduced"]["explained"] > 0.5
+    assert found.reproduced.explained > 0.5
 
 
 def test_logits_in_a_wider_dtype_are_a_difference_of_the_head():
@@ -91,32 +91,10 @@ def test_logits_in_a_wider_dtype_are_a_difference_of_the_head():
     head.forward = lambda x: torch.nn.functional.linear(x.float(), head.weight.float())
     rollouts = pairs.rollouts(other, count=2)
     records = [{"prefill": record(other.model, r.tokens, len(r.prompt), "prefill")} for r in rollouts]
-    meter = Shares(pairs.trainer(torch.bfloat16).model)
+    meter = ShareMeter(pairs.trainer(torch.bfloat16).model)
     for rollout, one, told in zip(rollouts, records, other.logprobs(rollouts, "batch of one"), strict=True):
         meter.add(rollout, one, told)
     found = meter.result()
-    assert [row["family"] for row in found["families"]] == ["lm_head"]
-    assert found["kl"] > 1e-9
-    assert found["reproduced"]["explained"] > 0.9
-
-
-def of_tokens(**alone):
-    """The shares of families whose KL is known token by token."""
-    meter = Shares(pairs.trainer().model)
-    meter.alone = {family: [np.asarray(kl, dtype=float)] for family, kl in alone.items()}
-    meter.pairs = {family: [(torch.ones(4), torch.ones(4))] for family in alone}
-    meter.together = meter.real = meter.made = [np.sum(list(alone.values()), axis=0, dtype=float)]
-    return meter.result()["families"]
-
-
-def test_a_family_leads_in_every_draw_when_it_has_most_at_every_token():
-    first, second = of_tokens(lm_head=[3.0] * 20, linear=[1.0] * 20)
-    assert (first["family"], first["leads"], second["leads"]) == ("lm_head", 1.0, 0.0)
-
-
-def test_a_family_that_has_most_at_one_token_of_many_leads_in_the_draws_that_hold_it():
-    """Of 20 draws with replacement from 20 tokens, one given token is in none with probability 0.95 ** 20 = 0.36."""
-    first, second = of_tokens(lm_head=[100.0] + [0.0] * 19, linear=[1.0] * 20)
-    assert first["family"] == "lm_head" and first["share"] > 0.8
-    assert first["leads"] == pytest.approx(1 - 0.95**20, abs=0.05)
-    assert first["leads"] + second["leads"] == pytest.approx(1)
+    assert [row.family for row in found.families] == ["lm_head"]
+    assert found.kl > 1e-9
+    assert found.reproduced.explained > 0.9

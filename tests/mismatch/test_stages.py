@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shaketable.errors import ShaketableError
-from shaketable.mismatch.engines.engine import EngineError, NotToldError, Rollout
+from shaketable.errors import ShaketableError, UnavailableError
+from shaketable.mismatch.engine import EngineError, Rollout
 from shaketable.mismatch.stages import Question, check, run_stages
 from tests.mismatch import pairs, planted
 
@@ -16,20 +16,20 @@ from tests.mismatch import pairs, planted
 )
 def test_a_healthy_pair_is_legal(dtype, attention):
     found = pairs.verdict(pairs.engine(getattr(torch, dtype), attention))
-    assert found["verdict"] == "LEGAL", found["sentence"]
-    assert found["exit_code"] == 0
-    assert found["operators"]["phases"] == ["prefill", "decode"]
-    assert not found["weights"]["differing"]
-    assert found["shares"]["reproduced"]["explained"] > 0.7
+    assert found.verdict == "LEGAL", found.sentence
+    assert found.exit_code == 0
+    assert found.operators.phases == ["prefill", "decode"]
+    assert not found.weights.differing
+    assert found.shares.reproduced.explained > 0.7
 
 
 @pytest.mark.parametrize("name", planted.OPERATORS)
 def test_a_planted_operator_is_named(name):
     plant, operator = planted.OPERATORS[name]
     found = pairs.verdict(pairs.engine(plant=plant), recorded=1)
-    assert (found["verdict"], found["stage"]) == ("DEFECT", "operators"), found["sentence"]
-    assert found["operators"]["wrong"][0]["name"] == operator
-    assert operator in found["sentence"]
+    assert (found.verdict, found.stage) == ("DEFECT", "operators"), found.sentence
+    assert found.operators.wrong[0].name == operator
+    assert operator in found.sentence
 
 
 @pytest.mark.slow
@@ -37,41 +37,43 @@ def test_a_planted_operator_is_named(name):
 def test_a_planted_operator_is_named_in_bfloat16(name):
     plant, operator = planted.OPERATORS[name]
     found = pairs.verdict(pairs.engine(torch.bfloat16, plant=plant))
-    assert found["stage"] == "operators", found["sentence"]
-    assert found["operators"]["wrong"][0]["name"] == operator
+    assert found.stage == "operators", found.sentence
+    assert found.operators.wrong[0].name == operator
 
 
 @pytest.mark.parametrize(("plant", "kind"), [(planted.stale_layer, "stale"), (planted.swapped_heads, "permuted")])
 def test_planted_weights_are_named(plant, kind):
     found = pairs.verdict(pairs.engine(plant=plant), recorded=1)
-    assert (found["verdict"], found["stage"]) == ("DEFECT", "weights")
-    assert {d["kind"] for d in found["weights"]["differing"]} == {kind}
-    assert all("layers.3." in d["name"] for d in found["weights"]["differing"])
+    assert (found.verdict, found.stage) == ("DEFECT", "weights")
+    assert {d.kind for d in found.weights.differing} == {kind}
+    assert all("layers.3." in d.name for d in found.weights.differing)
 
 
 def test_what_is_wrong_is_said_as_locate_says_it():
-    scale = pairs.verdict(pairs.engine(plant=planted.softmax_scale), recorded=1)["operators"]["wrong"][0]
-    assert "factor of 1.01" in scale["text"]
-    head = pairs.verdict(pairs.engine(plant=planted.coarse_head), recorded=1)["operators"]["wrong"][0]
-    assert head["class"] == "computed in bfloat16"
-    half = pairs.verdict(pairs.engine(plant=planted.swapped_in_flight), recorded=1)["operators"]["wrong"][0]
-    assert half["lanes"] == list(range(64))
+    scale = pairs.verdict(pairs.engine(plant=planted.softmax_scale), recorded=1).operators.wrong[0]
+    assert "factor of 1.01" in scale.text
+    head = pairs.verdict(pairs.engine(plant=planted.coarse_head), recorded=1).operators.wrong[0]
+    assert head.looks_like == "computed in bfloat16"
+    late = pairs.verdict(pairs.engine(plant=planted.late_positions), recorded=1).operators.wrong[0]
+    assert late.looks_like == "positions off by +1"
+    half = pairs.verdict(pairs.engine(plant=planted.swapped_in_flight), recorded=1).operators.wrong[0]
+    assert half.lanes == list(range(64))
 
 
 def test_a_verdict_says_what_it_did_not_look_at():
     class Silent(type(pairs.engine())):
         def record(self, rollouts, phase, rows=None):
-            raise NotToldError("captured graphs call no module")
+            raise UnavailableError("captured graphs call no module")
 
     other = Silent(pairs.engine(torch.bfloat16).model)
     found = pairs.verdict(other)
-    assert found["operators"] is None
-    assert any("captured graphs" in line for line in found["not_looked_at"])
-    assert found["at_floor"]
-    assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4), (
+    assert found.operators is None
+    assert any("captured graphs" in line for line in found.conclusion.not_looked_at)
+    assert found.at_floor
+    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4), (
         "a gap at the floor proves nothing of what was not looked at"
     )
-    assert "captured graphs" in found["sentence"] and "enforce_eager" in found["next"]
+    assert "captured graphs" in found.sentence and "enforce_eager" in found.conclusion.next
 
 
 def test_an_engine_that_dies_takes_nothing_with_it():
@@ -87,17 +89,17 @@ def test_an_engine_that_dies_takes_nothing_with_it():
     other = Dies(pairs.engine().model)
     for other.early in (False, True):
         found = pairs.verdict(other)
-        assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4)
-        assert "vLLM died: out of memory" in found["sentence"]
-        assert found["gap"]["tokens"] and found["floor"]["rows"] and found["semantics"]["rows"]
-        assert (found["weights"] is None) == other.early
+        assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)
+        assert "vLLM died: out of memory" in found.sentence
+        assert found.gap.tokens and found.floor.rows and found.semantics.rows
+        assert (found.weights is None) == other.early
 
 
 def test_recorded_log_probabilities_alone_are_never_called_legal_above_the_floor():
     given = pairs.rollouts(pairs.engine(plant=planted.rope_base))
     found = run_stages(Question(pairs.trainer(), None, given, pairs.sampling(), {}))
-    assert (found["verdict"], found["exit_code"]) == ("INCONCLUSIVE", 4)
-    assert "there are only its log-probabilities" in found["not_looked_at"][0]
+    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)
+    assert "there are only its log-probabilities" in found.conclusion.not_looked_at[0]
 
 
 GOOD = Rollout([5, 6], [7, 8], [-1.0, -2.0])

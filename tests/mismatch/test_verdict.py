@@ -2,13 +2,13 @@
 
 import pytest
 
+from shaketable.mismatch.results import FamilyShare, Shares
 from shaketable.mismatch.verdict import LEADS, causes
 
 
-def shares(leads):
-    rows = [("lm_head", 0.46, 0.04, 0.64, leads), ("linear", 0.3, 0.2, 0.4, 1 - leads)]
-    names = ("family", "share", "low", "high", "leads")
-    return {"tokens": 28, "families": [dict(zip(names, row, strict=True)) for row in rows]}
+def shares(leads, first="lm_head"):
+    rows = [FamilyShare(first, 1.0, 0.46, 0.04, 0.64, leads, 0.1), FamilyShare("linear", 0.6, 0.3, 0.2, 0.4, 1 - leads, 0.1)]
+    return Shares(rows, 1.6, 28, 1.0, None, [])
 
 
 def test_a_share_is_told_with_its_interval():
@@ -23,6 +23,4 @@ def test_what_to_fix_first_is_said_only_of_a_family_that_leads(leads, is_told):
 
 
 def test_a_family_without_advice_of_its_own_gets_the_general_one():
-    told = shares(1.0)
-    told["families"][0]["family"] = "rms_norm"
-    assert "First fix: compute rms_norm in the same dtype and order on both sides." in causes(told)
+    assert "First fix: compute rms_norm in the same dtype and order on both sides." in causes(shares(1.0, "rms_norm"))

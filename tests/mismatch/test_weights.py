@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.mismatch.weights import DigestComparison, compare, digest, unlike
+from shaketable.mismatch.weights import DigestComparison, compare, digest
 
 WEIGHT = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
 SQUARE = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
@@ -13,8 +13,8 @@ OTHER = torch.randn(48, 32, generator=torch.Generator().manual_seed(2))
 
 def kind_of(got, own=WEIGHT, dtype=torch.float32, earlier=None):
     trainer = {"w": own, "other": OTHER}
-    found = compare(trainer, [("w", got), ("other", OTHER.to(dtype))], dtype, earlier)["differing"]
-    return found[0]["kind"] if found else None
+    found = compare(trainer, [("w", got), ("other", OTHER.to(dtype))], dtype, earlier).differing
+    return found[0].kind if found else None
 
 
 def quantized(w):
@@ -74,21 +74,21 @@ def test_float16_and_bfloat16_of_one_source_are_no_difference_and_another_step_i
 
 def test_a_weight_that_was_quantized_to_integers_is_named():
     scale = WEIGHT.abs().amax(-1, keepdim=True) / 127
-    found = compare({"w": WEIGHT}, [("w", (WEIGHT / scale).round() * scale)], torch.float32)["differing"][0]
-    assert (found["kind"], found["says"]) == ("quantized", "was quantized to int8, one scale for each row")
+    found = compare({"w": WEIGHT}, [("w", (WEIGHT / scale).round() * scale)], torch.float32).differing[0]
+    assert (found.kind, found.says) == ("quantized", "was quantized to int8, one scale for each row")
 
 
 def test_one_row_that_is_scaled_is_named_as_one_row():
     got = WEIGHT.clone()
     got[7] *= 1.5
-    found = compare({"w": WEIGHT}, [("w", got)], torch.float32)["differing"][0]
-    assert (found["kind"], found["says"]) == ("scaled", "has one row that is not the trainer's: row 7 is multiplied by 1.5")
+    found = compare({"w": WEIGHT}, [("w", got)], torch.float32).differing[0]
+    assert (found.kind, found.says) == ("scaled", "has one row that is not the trainer's: row 7 is multiplied by 1.5")
 
 
 def test_two_experts_that_were_swapped():
     experts = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3))
-    found = compare({"w": experts}, [("w", experts[[0, 2, 1, 3]])], torch.float32)["differing"][0]
-    assert (found["kind"], found["says"]) == ("permuted", "has 2 rows in another order, 1 to 2")
+    found = compare({"w": experts}, [("w", experts[[0, 2, 1, 3]])], torch.float32).differing[0]
+    assert (found.kind, found.says) == ("permuted", "has 2 experts in another order, 1 to 2")
 
 
 def test_one_value_is_enough():
@@ -99,22 +99,28 @@ def test_one_value_is_enough():
 
 def test_an_earlier_checkpoint_is_named():
     old = WEIGHT + 0.01 * OTHER
-    found = compare({"w": WEIGHT}, [("w", old)], torch.float32, {"step-40": {"w": old}})["differing"][0]
-    assert (found["kind"], found["says"]) == ("earlier", "is that of step-40")
+    found = compare({"w": WEIGHT}, [("w", old)], torch.float32, {"step-40": {"w": old}}).differing[0]
+    assert (found.kind, found.says) == ("earlier", "is that of step-40")
 
 
 def test_what_the_engine_does_not_tell_is_listed():
     found = compare({"w": WEIGHT, "other": OTHER}, [("w", WEIGHT), ("strange", OTHER)], torch.float32)
-    assert (found["not_told"], found["unknown"]) == (["other"], ["strange"])
+    assert (found.missing, found.unknown) == (["other"], ["strange"])
 
 
 def test_a_tied_parameter_need_not_be_told_twice():
     found = compare({"w": WEIGHT, "lm_head": WEIGHT}, [("w", WEIGHT)], torch.float32)
-    assert found["not_told"] == []
+    assert found.missing == []
 
 
 def held(weight):
     return str(weight.dtype).removeprefix("torch."), digest(weight)
+
+
+def unlike(own, dtype, digested):
+    found = DigestComparison({"w": digested}, dtype)
+    found.add("w", own)
+    return bool(found.differing)
 
 
 ZEROS = torch.tensor([[0.0, -0.0, 1.0]])
@@ -149,7 +155,7 @@ def test_only_what_both_sides_have_counts_as_compared_and_only_what_differs_is_f
     engine = {"w": WEIGHT * 1.5, "same": SQUARE.bfloat16(), "fused": OTHER}
     found = DigestComparison({name: held(weight) for name, weight in engine.items()}, torch.float32)
     for name, own in (("w", WEIGHT), ("same", SQUARE), ("trainer's alone", OTHER)):
-        found.look(name, own)
+        found.add(name, own)
     asked = []
 
     def fetch(names):
@@ -157,12 +163,12 @@ def test_only_what_both_sides_have_counts_as_compared_and_only_what_differs_is_f
         return [(name, engine[name]) for name in names]
 
     said = found.result(fetch)
-    assert asked == ["w"] and [(row["name"], row["kind"]) for row in said["differing"]] == [("w", "scaled")]
-    assert (said["compared"], said["cast"], said["unknown"]) == (2, 1, ["fused"])
+    assert asked == ["w"] and [(row.name, row.kind) for row in said.differing] == [("w", "scaled")]
+    assert (said.compared, said.cast, said.unknown) == (2, 1, ["fused"])
 
 
 def test_weights_of_which_none_was_compared_are_not_equal_weights():
     found = DigestComparison({"model.w": held(WEIGHT)}, torch.float32)
-    found.look("w", WEIGHT)
+    found.add("w", WEIGHT)
     with pytest.raises(ShaketableError, match="nothing was compared"):
         found.result(lambda names: [])

@@ -1,6 +1,6 @@
 """The page of a mismatch: whole, self-contained, and safe whatever names and tokens hold."""
 
-import json
+from dataclasses import replace
 
 import torch
 
@@ -11,21 +11,21 @@ EVIL = "<script>alert(1)</script>\"'&"
 
 
 def test_every_stage_is_on_the_page():
-    found = json.loads(json.dumps(pairs.verdict(pairs.engine(torch.bfloat16), recorded=1)))
+    found = pairs.verdict(pairs.engine(torch.bfloat16), recorded=1)
     text = page(found)
     for word in ("LEGAL", "The stages", "Gap and floor", "Shares of the KL", "Operators", "Semantics", "Not looked at"):
         assert word in text
-    for row in found["shares"]["families"]:
-        assert row["family"] in text
+    for row in found.shares.families:
+        assert row.family in text
     assert "http" not in text.replace("http-equiv", "")
 
 
 def test_a_defect_is_on_the_page_and_nothing_of_others_is_code():
     found = pairs.verdict(pairs.engine(plant=planted.norm_eps), recorded=1)
-    found["gap"]["worst"][0]["text"] = EVIL
-    found["trainer"]["model"] = found["engine"]["version"] = EVIL
-    found["operators"]["wrong"][0]["text"] = EVIL
-    found["sentence"] += EVIL
+    found.gap = replace(found.gap, worst=[replace(found.gap.worst[0], text=EVIL), *found.gap.worst[1:]])
+    found.trainer, found.engine = replace(found.trainer, model=EVIL), replace(found.engine, version=EVIL)
+    found.operators = replace(found.operators, wrong=[replace(found.operators.wrong[0], text=EVIL)])
+    found.conclusion = replace(found.conclusion, sentence=found.sentence + EVIL)
     text = page(found)
     assert "<script" not in text
     assert "model.layers.3.input_layernorm" in text

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +18,52 @@ from shaketable.errors import ShaketableError, nearest
 from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
-    from shaketable.mismatch.engines.engine import Rollout, RolloutEngine, Sampling
+    from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
+    from shaketable.mismatch.results import MadeBy, Mismatch
     from shaketable.mismatch.trainer import Trainer
 
 MODES = ("raw", "processed")
-Tell = Callable[..., None]
-"""What is being done, and the share of the work that is behind."""
+ENGINES = ("hf", "vllm")
+Progress = Callable[..., None]
+"""Called with the current step, and the share of the work that is done."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The rollouts to sample or to read."""
+
+    engine: str | None
+    engine_args: dict[str, Any]
+    task: str | None
+    tokens: Path | None
+    n: int
+    seed: int
+    max_new_tokens: int | None
+    exact: bool
+
+    def check(self) -> None:
+        """One line for a combination that has no meaning."""
+        if (self.task is None) == (self.tokens is None):
+            raise ShaketableError("give either --task, to sample, or --tokens FILE, with rollouts that were recorded")
+        if self.engine is None and self.task is not None:
+            raise ShaketableError("--task samples with an engine: add --engine vllm or --engine hf")
+        if self.engine is None and self.exact:
+            raise ShaketableError("--exact compares the operators of two programs: add --engine vllm or --engine hf")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files to write."""
+
+    json: Path | None
+    html: Path | None
+    plan: Path | None
+    tokens: Path | None
+
+    def check(self, reads: Path | None, force: bool) -> None:
+        """One line for a file that exists or is read."""
+        written = [f for f in (self.json, self.html, self.plan, self.tokens) if f is not None]
+        check_free(written, [] if reads is None else [reads], force)
 
 
 def mismatch(
@@ -55,6 +96,9 @@ def mismatch(
         list[str] | None, typer.Option(metavar="MODEL", help="An earlier checkpoint, to say which one a stale weight is of.")
     ] = None,
     recorded: Annotated[int, typer.Option(min=1, help="Rollouts whose operators are recorded.")] = 8,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Also compare each operator bit by bit, and say why the first one differs.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Draws prompts and tokens.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every stage as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write every stage as one page.")] = None,
@@ -75,51 +119,32 @@ def mismatch(
 
     shaketable mismatch --trainer smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
     """
-    outputs = [f for f in (json_file, html_file, plan_out, tokens_out) if f is not None]
-    check_free(outputs, [tokens] if tokens is not None else [], force)
-    _check(engine, task, tokens, logprobs)
-    arguments = _arguments(engine_args)
+    outputs = Outputs(json_file, html_file, plan_out, tokens_out)
+    outputs.check(tokens, force)
+    if logprobs not in MODES:
+        raise ShaketableError(f"unknown --logprobs {logprobs!r}; {nearest(logprobs, MODES)}")
+    inputs = Inputs(engine, _arguments(engine_args), task, tokens, n, seed, max_new_tokens, exact)
+    inputs.check()
     from shaketable.cli.locate import load
-    from shaketable.mismatch.stages import Question, run_stages
+    from shaketable.mismatch.engine import Sampling
     from shaketable.mismatch.trainer import Trainer
-    from shaketable.models import quieten
+    from shaketable.models import load_model, quieten
 
     quieten()
     own = Trainer(*load(trainer, device, dtype, attention), trainer)
-    with _live() as tell:
-        sampling, given = _asked(
-            own,
-            task,
-            tokens,
-            n,
-            seed,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-            logprobs_mode=logprobs,
-        )
-        older = {name: _parameters(name) for name in earlier or []}
-        with _started(engine, trainer, arguments, tell) as other:
-            rollouts = given if tokens is not None else _sampled(other, given, sampling, tell)
-            if tokens_out is not None:
-                from shaketable.mismatch.rollout_file import write_rollouts
-
-                write(tokens_out, write_rollouts(rollouts))
-            found = run_stages(Question(own, other, rollouts, sampling, older, recorded), tell)
-    found |= _made_by()
-    _show(found, json_file, html_file, plan_out)
-    raise typer.Exit(found["exit_code"])
-
-
-def _check(engine: str | None, task: str | None, tokens: Path | None, logprobs: str) -> None:
-    if (task is None) == (tokens is None):
-        raise ShaketableError("give either --task, to sample, or --tokens FILE, with rollouts that were recorded")
-    if engine is None and task is not None:
-        raise ShaketableError("--task samples with an engine: add --engine vllm or --engine hf")
-    if logprobs not in MODES:
-        raise ShaketableError(f"unknown --logprobs {logprobs!r}; {nearest(logprobs, MODES)}")
+    sampling = Sampling(
+        max_new_tokens or 1,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        logprobs_mode=logprobs,  # type: ignore[arg-type]
+        repetition_penalty=repetition_penalty,
+    )
+    older = {name: dict(load_model(name)[0].named_parameters(remove_duplicate=False)) for name in earlier or []}
+    found = _compared(own, inputs, sampling, older, recorded, outputs.tokens)
+    _write(found, outputs)
+    raise typer.Exit(found.exit_code)
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -132,66 +157,83 @@ def _arguments(text: str) -> dict[str, Any]:
     return found
 
 
-def _asked(
-    own: Trainer, task: str | None, tokens: Path | None, n: int, seed: int, *, max_new_tokens: int | None, **how: Any
-) -> tuple[Sampling, list[Any]]:
-    """How to sample, and the prompts or the rollouts of a file."""
+def _compared(
+    own: Trainer, inputs: Inputs, sampling: Sampling, earlier: dict[str, Any], recorded: int, tokens_out: Path | None
+) -> Mismatch:
+    """Sample or read the rollouts, and run the stages."""
+    from shaketable.mismatch.exact import compare_bits
+    from shaketable.mismatch.rollout_file import read_rollouts, write_rollouts
+    from shaketable.mismatch.stages import Question, run_stages
+
+    with _progress() as progress:
+        prompts: list[list[int]] = []
+        rollouts: list[Rollout] = []
+        if inputs.tokens is not None:
+            rollouts = read_rollouts(inputs.tokens, inputs.n)
+        else:
+            prompts, sampling = _prompts(own, inputs, sampling)
+        with _started(inputs, own.name, progress) as engine:
+            if engine is not None and inputs.tokens is None:
+                progress(f"sampling {len(prompts)} completions")
+                rollouts = engine.sample(prompts, sampling)
+            if tokens_out is not None:
+                write(tokens_out, write_rollouts(rollouts))
+            found = run_stages(Question(own, engine, rollouts, sampling, earlier, recorded), progress)
+            if inputs.exact and engine is not None and found.died is None:
+                progress("bits of every operator", 0.95)
+                found.exact = compare_bits(own, engine, [r for r in rollouts if r.completion], recorded)
+    found.made_by = _made_by()
+    return found
+
+
+def _prompts(own: Trainer, inputs: Inputs, sampling: Sampling) -> tuple[list[list[int]], Sampling]:
+    """The prompts of a task, and the sampling with its limit and its stop tokens."""
+    from dataclasses import replace
+
     from shaketable.measure.decoding.dynamic import Decoder
-    from shaketable.mismatch.engines.engine import Sampling
-
-    if tokens is not None:
-        from shaketable.mismatch.rollout_file import read_rollouts
-
-        return Sampling(max_new_tokens or 1, seed=seed, **how), list(read_rollouts(tokens, n))
     from shaketable.measure.evaluation import prompt_tokens
     from shaketable.measure.tasks.load import load_task
     from shaketable.measure.tasks.task import sample
 
-    assert task is not None
-    loaded = load_task(task)
-    prompts = [prompt_tokens(own.tokenizer, loaded, problem) for problem in sample(loaded, "test", n, seed)]
-    limit = max_new_tokens or loaded.max_new_tokens
+    assert inputs.task is not None
+    task = load_task(inputs.task)
+    prompts = [prompt_tokens(own.tokenizer, task, problem) for problem in sample(task, "test", inputs.n, inputs.seed)]
+    limit = inputs.max_new_tokens or task.max_new_tokens
     longest = max(len(p) for p in prompts) + limit
     if own.context is not None and longest >= own.context:
         raise ShaketableError(f"{longest} tokens of prompt and completion do not fit into the context of {own.context}")
-    stop = Decoder.of(own.model, own.tokenizer, limit).ends
-    return Sampling(limit, seed=seed, stop=stop, **how), prompts
+    return prompts, replace(sampling, max_new_tokens=limit, stop=Decoder.of(own.model, own.tokenizer, limit).ends)
 
 
-def _parameters(name: str) -> dict[str, Any]:
-    from shaketable.models import load_model
+def open_engine(name: str, model: str, arguments: Mapping[str, Any]) -> RolloutEngine:
+    """Start an engine; `arguments` are those of `--engine-args`, and each engine refuses unknown ones in one line."""
+    if name == "hf":
+        from shaketable.mismatch.hf import HFEngine
 
-    return dict(load_model(name)[0].named_parameters(remove_duplicate=False))
+        return HFEngine.open(model, arguments)
+    if name == "vllm":
+        from shaketable.integrations.vllm.engine import VLLMEngine
+
+        return VLLMEngine.open(model, arguments)
+    raise ShaketableError(f"unknown engine {name!r}; {nearest(name, ENGINES)}")
 
 
 @contextmanager
-def _started(
-    engine: str | None, model: str, arguments: dict[str, Any], tell: Callable[[str], None]
-) -> Iterator[RolloutEngine | None]:
-    if engine is None:
+def _started(inputs: Inputs, model: str, progress: Progress) -> Iterator[RolloutEngine | None]:
+    if inputs.engine is None:
         yield None
         return
-    from shaketable.mismatch.engines import open_engine
-
-    tell(f"starting {engine}")
-    opened = open_engine(engine, model, arguments)
+    progress(f"starting {inputs.engine}")
+    opened = open_engine(inputs.engine, model, inputs.engine_args)
     try:
         yield opened
     finally:
         opened.close()
 
 
-def _sampled(
-    engine: RolloutEngine | None, prompts: list[list[int]], sampling: Sampling, tell: Callable[[str], None]
-) -> list[Rollout]:
-    assert engine is not None
-    tell(f"sampling {len(prompts)} completions")
-    return engine.sample(prompts, sampling)
-
-
 @contextmanager
-def _live() -> Iterator[Tell]:
-    """A bar on standard error: the stage, how far the work is, and the time left, gone when done."""
+def _progress() -> Iterator[Progress]:
+    """A bar on standard error: the step, how far the work is, and the time left, gone when done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -199,37 +241,37 @@ def _live() -> Iterator[Tell]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         row = bar.add_task("loading", total=1.0)
 
-        def tell(text: str, done: float | None = None) -> None:
+        def update(text: str, done: float | None = None) -> None:
             bar.update(row, description=text, completed=done)
 
-        yield tell
+        yield update
 
 
-def _made_by() -> dict[str, str]:
-    """What a page and its JSON are of."""
+def _made_by() -> MadeBy:
     from shaketable import __version__
+    from shaketable.mismatch.results import MadeBy
 
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"command": shlex.join(["shaketable", *sys.argv[1:]]), "date": now, "version": __version__}
+    return MadeBy(command=shlex.join(["shaketable", *sys.argv[1:]]), date=now, version=__version__)
 
 
-def _show(found: dict[str, Any], json_file: Path | None, html_file: Path | None, plan_out: Path | None) -> None:
+def _write(found: Mismatch, outputs: Outputs) -> None:
     from rich.console import Console
 
     from shaketable.cli.tables.mismatch import print_stages
 
     print_stages(found, Console(highlight=False))
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    if html_file is not None:
+    if outputs.json is not None:
+        write(outputs.json, json.dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    if outputs.html is not None:
         from shaketable.report.mismatch_html import page
 
-        write(html_file, page(found))
-    if plan_out is not None:
-        from shaketable.mismatch.fitted_plan import plan_text
+        write(outputs.html, page(found))
+    if outputs.plan is not None:
+        from shaketable.mismatch.shares import plan_text
 
         text = plan_text(found)
         if text is None:
-            typer.echo(f"{plan_out} is not written: there is no difference that a plan could inject", err=True)
+            typer.echo(f"{outputs.plan} is not written: there is no difference that a plan could inject", err=True)
         else:
-            write(plan_out, text)
+            write(outputs.plan, text)

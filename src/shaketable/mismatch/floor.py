@@ -1,26 +1,17 @@
-"""Each side against itself: how far log-probabilities move when nothing but the way of computing them changes.
+"""Stage 3: how far the log-probabilities of each side move when only the way of computing them changes.
 
-Each way of computing is held against rounding (`rounding.py`). One that moves log-probabilities further is no floor for
-anything: the side depends on what it must not depend on, which is a defect of its own.
+Each way is compared with rounding (`rounding.py`). One that moves log-probabilities further is a defect: the side depends on
+something that it must not depend on.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from shaketable.mismatch.engines.engine import (
-    ALONE,
-    CACHED,
-    DECODE,
-    DECODE_ALONE,
-    EAGER,
-    NotToldError,
-    Rollout,
-    RolloutEngine,
-)
+from shaketable.errors import UnavailableError
+from shaketable.mismatch.engine import ALONE, CACHED, DECODE, DECODE_ALONE, EAGER, Rollout, RolloutEngine
 from shaketable.mismatch.gap import differences, distance
+from shaketable.mismatch.results import Floor, FloorRow
 from shaketable.mismatch.rounding import Rounding, judge
 from shaketable.mismatch.trainer import Trainer
 
@@ -34,68 +25,59 @@ DEPENDS = {
     "padded on the left": "depends on padding",
 }
 Logprobs = Sequence[Sequence[float]]
-Tell = Callable[[str], None]
 
 
-def floor(
+def measure_floor(
     trainer: Trainer,
     engine: RolloutEngine | None,
     rollouts: Sequence[Rollout],
-    base: Sequence[Sequence[float]],
+    base: Logprobs,
     rounding: Rounding | None = None,
-    tell: Tell = lambda text: None,
-) -> dict[str, Any]:
-    """Every side in every way that it can be asked for; `ways` holds the engine's log-probabilities in each of them.
+    decoded: Logprobs | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> tuple[Floor, list[Logprobs]]:
+    """The floor, and the engine's log-probabilities in each way of computing.
 
     Args:
         trainer: One side.
         engine: The other; None when only its log-probabilities are known.
-        rollouts: What both read.
+        rollouts: The rollouts that both read.
         base: The trainer's log-probabilities as it computes them by default.
-        rounding: What rounding moves; without it nothing is judged.
-        tell: Called with what is being done.
+        rounding: The scale of rounding; without it no row is judged.
+        decoded: The engine's log-probabilities decoded token by token, where they were computed before.
+        progress: Called with the current step.
     """
-    rows: list[dict[str, Any]] = []
-    untold: list[str] = []
+    rows: list[FloorRow] = []
+    unavailable: list[str] = []
     ways: list[Logprobs] = []
 
-    def add(
-        side: str, variant: str, one: Sequence[Sequence[float]], ask: Callable[[], Sequence[Sequence[float]]]
-    ) -> Sequence[Sequence[float]] | None:
-        tell(f"{side}, {variant}")
+    def compare(side: Trainer | RolloutEngine, variant: str, one: Logprobs) -> Logprobs | None:
+        name = "trainer" if side is trainer else "engine"
+        progress(f"{name}, {variant}")
         try:
-            two = ask()
-        except NotToldError as error:
-            untold.append(f"{side}, {variant}: {error}")
+            two = decoded if side is engine and variant == DECODE and decoded is not None else side.logprobs(rollouts, variant)
+        except UnavailableError as error:
+            unavailable.append(f"{name}, {variant}: {error}")
             return None
         d = differences(two, one)
-        found = distance(d)
-        row = {
-            "side": side,
-            "variant": variant,
-            "mean_abs": found.mean_abs,
-            "largest": found.largest,
-            "k3": found.k3,
-            "wrong": "",
-        }
+        found, wrong = distance(d), ""
         if rounding is not None and (judged := judge(d, rounding.raw)).too_large:
-            how = DEPENDS.get(variant, f"computes otherwise with {variant}")
-            row["wrong"] = f"the {side} {how}: {judged.says()}"
-        rows.append(row)
+            wrong = f"the {name} {DEPENDS.get(variant, f'computes otherwise with {variant}')}: {judged.says}"
+        rows.append(FloorRow(name, variant, found.mean_abs, found.largest, found.k3, wrong))  # type: ignore[arg-type]
         return two
 
     for variant in trainer.variants():
-        add("trainer", variant, base, functools.partial(trainer.logprobs, rollouts, variant))
+        compare(trainer, variant, base)
     if engine is not None:
-        tell("engine reads what it wrote")
+        progress("engine reads its own completions")
         own = engine.logprobs(rollouts)
         ways.append(own)
-        decoded: Logprobs = own
+        by_variant: dict[str, Logprobs] = {}
         for variant in engine.variants():
-            base_of = decoded if variant == DECODE_ALONE else own
-            told = add("engine", variant, base_of, functools.partial(engine.logprobs, rollouts, variant))
-            ways += [] if told is None else [told]
-            decoded = told if variant == DECODE and told is not None else decoded
-    largest = max(rows, key=lambda r: r["mean_abs"])
-    facts: dict[str, Any] = {"mean_abs": largest["mean_abs"], "k3": max(r["k3"] for r in rows), "rows": rows}
-    return facts | {"largest": f"{largest['side']}, {largest['variant']}", "not_told": untold, "ways": ways}
+            base = by_variant.get(DECODE, own) if variant == DECODE_ALONE else own
+            if (made := compare(engine, variant, base)) is not None:
+                by_variant[variant] = made
+        ways += by_variant.values()
+    largest = max(rows, key=lambda r: r.mean_abs)
+    k3 = max(r.k3 for r in rows)
+    return Floor(largest.mean_abs, k3, f"{largest.side}, {largest.variant}", rows, unavailable), ways

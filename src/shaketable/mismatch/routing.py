@@ -1,9 +1,9 @@
-"""In a mixture of experts, how often both sides send a token to other experts.
+"""Stage 6: in a mixture of experts, how often both sides send a token to other experts.
 
 A router's logits differ by rounding, and where two experts are nearly equal the choice flips. Then a token goes through other
 weights, which is a difference of another size than rounding. It is counted by layer, as a set: the order of experts does not
-matter. Where both chose the same experts, the weights that these are mixed with are compared too: replayed ids with other
-weights are another model.
+matter. Where both chose the same experts, their mixing weights are compared too: replayed ids with other weights are another
+model.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shaketable.mismatch.engines.engine import Routed
+from shaketable.mismatch.engine import Routed
+from shaketable.mismatch.results import LayerRouting
 from shaketable.sites.structure import Anatomy
 
 
 @torch.no_grad()
 def routing(model: Any, tokens: list[int]) -> dict[int, Routed] | None:
-    """What every layer of a Hugging Face model that has experts chose; None where none has."""
+    """The choice of every layer of a Hugging Face model that has experts; None where none has."""
     routers = [p for p in Anatomy.of(model).parts if p.role == "router" and p.layer is not None]
     k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     if not routers or k is None:
@@ -45,20 +46,20 @@ def routing(model: Any, tokens: list[int]) -> dict[int, Routed] | None:
     return found
 
 
-def compare(trainer: dict[int, Routed], engine: dict[int, Routed]) -> list[dict[str, Any]]:
+def compare_routing(trainer: dict[int, Routed], engine: dict[int, Routed]) -> list[LayerRouting]:
     """By layer, the share of tokens whose experts differ, and how far the weights of the same experts are apart."""
     rows = []
     for layer in sorted(trainer.keys() & engine.keys()):
         one, two = trainer[layer], engine[layer]
         n = min(len(one.experts), len(two.experts))
         counts = one.experts.shape[1], two.experts.shape[1]
-        row: dict[str, Any] = {"layer": layer, "tokens": n, "experts": list(counts), "differs": 1.0, "weights": None}
+        differs, weights = 1.0, None
         if counts[0] == counts[1]:
             a, b = (r.experts[:n].sort(-1) for r in (one, two))
             same = (a.values == b.values).all(-1)
-            row["differs"] = float((~same).double().mean())
+            differs = float((~same).double().mean())
             if one.weights is not None and two.weights is not None and bool(same.any()):
                 w, v = one.weights[:n].gather(1, a.indices)[same], two.weights[:n].gather(1, b.indices)[same]
-                row["weights"] = float((w - v).abs().mean())
-        rows.append(row)
+                weights = float((w - v).abs().mean())
+        rows.append(LayerRouting(layer, n, counts, differs, weights))
     return rows

@@ -1,10 +1,10 @@
-"""How much of the divergence each family of operators causes.
+"""Stage 8: how much of the divergence each family of operators causes.
 
-For every recorded call the trainer computes the same operator on the engine's inputs; the difference is what this operator,
-and nothing before it, does otherwise. Then the differences of one family are added to the trainer's own results, in an
-otherwise untouched forward over the same tokens, and KL(with‖without) is measured over the whole vocabulary at every token of
-the completions. All families together must give back the engine's log-probabilities: how far they do is `reproduced`, and
-what they do not is not covered by the shares.
+For every recorded call the trainer computes the same operator on the engine's inputs; the difference is the operator's own, and
+of nothing before it. Then the differences of one family are added to the trainer's own results, in an otherwise untouched
+forward over the same tokens, and KL(with‖without) is measured over the whole vocabulary at every token of the completions. All
+families together must give back the engine's log-probabilities: how far they do is `reproduced`, and the rest is not covered by
+the shares.
 
 The last operator, log_softmax, makes the number that is returned and nothing that a forward could read: its difference d from
 the trainer's, which is in float64, is added to the log-probability of the token itself. An error of the sum over the
@@ -12,29 +12,35 @@ vocabulary shifts all tokens of a row by the same d, so that they no longer sum 
 Σ p·log(p/q) − p + q, is exp(d) − 1 − d, which is d²/2, as k3 of the gap is.
 
 A share is KL of the family alone over the sum of that over all families. Errors that are independent add up: KL of all
-together is that sum. Where they cancel or amplify each other it is not, and `together` says how many times the sum it is.
-Dividing by KL of all together was tried: on few tokens, where errors cancel, shares of several hundred per cent come out.
-Intervals are of a bootstrap over tokens, and so is `leads`, the share of draws in which no other family has more.
+together is that sum. Where they cancel or amplify each other it is not, and `together` is the ratio. (Dividing by KL of all
+together gives shares of several hundred per cent on few tokens, where errors cancel.) Intervals are of a bootstrap over tokens,
+and so is `leads`, the share of draws in which no other family has more.
 
 The plan that is fitted has one clause for each family: Gaussian noise of the measured size, relative to each value or to the
-rms, whichever is more likely. A plan has no rotation as a site, so that its noise goes onto what is rotated, q and k.
+rms, whichever is more likely. A plan has no rotation as a site, so that its noise goes onto q and k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 
-from shaketable.mismatch.engines.engine import NotToldError, OperatorCall, Rollout, Sampling
-from shaketable.mismatch.gap import DRAWS, k3_of
-from shaketable.mismatch.operators.observe import observed
-from shaketable.mismatch.operators.recompute import Recompute
-from shaketable.mismatch.processing import expected
+from shaketable.capture.decoder import observed
+from shaketable.errors import UnavailableError
+from shaketable.mismatch.engine import Rollout, Sampling
+from shaketable.mismatch.gap import DRAWS, differences, k3_of
+from shaketable.mismatch.logprobs import expected
+from shaketable.mismatch.operators import Recompute
+from shaketable.mismatch.results import FamilyShare, Mismatch, Reproduced, Shares
+from shaketable.numerics.decoder_operators import OperatorCall, scale_of
 from shaketable.numerics.fit import NOISE, fit_all
+from shaketable.plan import Plan
 
 SITES = {  # log_softmax has none: nothing in a model reads what it makes
     "embedding": "module.embedding,include=embedding",
@@ -48,50 +54,38 @@ SITES = {  # log_softmax has none: nothing in a model reads what it makes
     "experts": "module.mlp",
     "lm_head": "module.lm_head,include=lm_head",
 }
-VALUES = 4096
-"""Of each call, what a plan is fitted to."""
+RAW = Sampling(1)
+VALUES, FITTED = 2**12, 2**14
+"""Values of each call that are kept, and of each family that a plan is fitted to: its magnitudes are right to a hundredth."""
 SMALLEST = 2.0**-22
 """Noise below this is not written into a plan: float32 does not hold it."""
 Records = dict[str, list[OperatorCall]]
+"""Calls by phase; `prompt` has those of reading the prompt before decoding."""
 
 
-class Differences:
-    """What an engine's operators make otherwise than the trainer's, for one rollout."""
+class _Differences:
+    """The differences between an engine's operators and the trainer's, for one rollout."""
 
     def __init__(self, recompute: Recompute, rollout: Rollout, records: Records) -> None:
-        self.rollout = rollout
+        self.rollout, self.model = rollout, recompute.model
         self.by_name: dict[str, Tensor] = {}
         self.kinds: dict[str, str] = {}
         self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
         """By kind: some of the trainer's and of the engine's results, over the rms of each call."""
         self.last = np.zeros(len(rollout.completion))
-        """What log_softmax makes otherwise of each token of the completion."""
+        """The difference of log_softmax for each token of the completion."""
         calls = whole_sequence(records)
-        read = max(len(call.output) for call in calls)
+        length = max(len(call.output) for call in calls)
         for call in calls:
-            made, got = recompute.made(call).double(), call.output.double().reshape(call.output.shape[0], -1)
-            self.pairs.setdefault(call.kind, []).append(_some(made, got))
+            own, got = recompute.result(call).double(), call.output.double().reshape(call.output.shape[0], -1)
+            size, step = own.square().mean().sqrt().clamp_min(1e-300), max(1, own.numel() // VALUES)
+            self.pairs.setdefault(call.kind, []).append((own.flatten()[::step] / size, got.flatten()[::step] / size))
             if call.kind == "log_softmax":
-                self.last = (got - made).squeeze(1).numpy()
+                self.last = (got - own).squeeze(1).numpy()
                 continue
             d = torch.zeros(len(rollout.tokens), got.shape[-1])
-            d[read - len(got) : read] = (got - made).float()  # a head that was asked for the last rows only
+            d[length - len(got) : length] = (got - own).float()  # a head that was asked for the last rows only
             self.by_name[call.name], self.kinds[call.name] = d, call.kind
-
-    def add(self, families: set[str]) -> Callable[[OperatorCall, int], Tensor | None]:
-        """For `observed`: what an operator made, with the difference where its family is among them."""
-
-        def visit(call: OperatorCall, row: int = 0) -> Tensor | None:
-            names = [call.name]
-            if call.name.endswith(".self_attn.o_proj"):  # a sum between modules is changed by what is added to it
-                names.append(call.name.replace(".self_attn.o_proj", ".attention_residual"))
-            found = [self.by_name[n] for n in names if self.kinds.get(n) in families]
-            if not found or call.name.endswith(".attention_residual"):
-                return None
-            total = sum(found[1:], found[0]).double()
-            return call.output.double().reshape(total.shape) + total.to(call.output.device)
-
-        return visit
 
     @property
     def families(self) -> set[str]:
@@ -99,12 +93,29 @@ class Differences:
         found = {self.kinds[name] for name, d in self.by_name.items() if bool((d != 0).any())}
         return found | ({"log_softmax"} if self.last.any() else set())
 
+    def add(self, families: set[str]) -> Callable[[OperatorCall, int], Tensor | None]:
+        """For `observed`: an operator's result with the difference where its family is among them."""
+        scale = scale_of(self.model, "residual_scale")
 
-def _some(made: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
-    """Values at equal distances, over the rms of the call."""
-    size = made.square().mean().sqrt().clamp_min(1e-300)
-    step = max(1, made.numel() // VALUES)
-    return made.flatten()[::step] / size, got.flatten()[::step] / size
+        def visit(call: OperatorCall, row: int = 0) -> Tensor | None:
+            names = [call.name]
+            if call.name.endswith(".self_attn.o_proj"):  # a sum between modules is changed by what is added to it
+                names.append(call.name.replace(".self_attn.o_proj", ".attention_residual"))
+            found = [self.by_name[n] / (1 if n == call.name else scale) for n in names if self.kinds.get(n) in families]
+            if not found or call.name.endswith(".attention_residual"):
+                return None
+            total = sum(found[1:], found[0]).double()
+            return call.output.double().reshape(total.shape) + total.to(call.output.device)
+
+        return visit
+
+    @torch.no_grad()
+    def logits(self, families: set[str]) -> Tensor:
+        """The trainer's logits of the completion's tokens, with the differences of some families added."""
+        ids = torch.tensor([self.rollout.tokens], device=self.model.get_input_embeddings().weight.device)
+        with observed(self.model, self.add(families)) if families else nullcontext():
+            logits = self.model(input_ids=ids, use_cache=False).logits
+        return logits[0, len(self.rollout.prompt) - 1 : -1].cpu()  # type: ignore[no-any-return]
 
 
 def whole_sequence(records: Records) -> list[OperatorCall]:
@@ -114,7 +125,7 @@ def whole_sequence(records: Records) -> list[OperatorCall]:
     """
     if not records.get("decode"):
         if not records.get("prefill"):
-            raise NotToldError("the engine did not tell how it reads a prompt")
+            raise UnavailableError("the engine did not record how it reads a prompt")
         return records["prefill"]
     joined, read = [], {call.name: call for call in records["prompt"]}
     for later in records["decode"]:
@@ -128,32 +139,32 @@ def whole_sequence(records: Records) -> list[OperatorCall]:
     return joined
 
 
-class Shares:
-    """Shares, one rollout after another: records are large, and only their numbers are kept."""
+class ShareMeter:
+    """Measures shares one rollout after another: records are large, and only their numbers are kept."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.recompute = model, Recompute(model)
+        self.recompute = Recompute(model)
         self.alone: dict[str, list[np.ndarray]] = {}
         self.together: list[np.ndarray] = []
-        self.real: list[np.ndarray] = []
+        self.gap: list[np.ndarray] = []
         self.made: list[np.ndarray] = []
+        """What all differences together make of the gap."""
         self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def add(self, rollout: Rollout, records: Records, engine: Sequence[float], sampling: Sampling | None = None) -> list[float]:
+    def add(self, rollout: Rollout, records: Records, engine: Sequence[float], sampling: Sampling = RAW) -> list[float]:
         """Measure one rollout.
 
         Args:
             rollout: One whose operators were recorded.
-            records: What the engine recorded, by phase.
-            engine: Its log-probabilities of the completion: those that it returned.
-            sampling: In whose terms they are; raw by default.
+            records: The engine's calls.
+            engine: The log-probabilities that it returned for the completion.
+            sampling: In whose terms they are.
 
         Returns:
             The log-probabilities that the trainer gives with all of the engine's differences put into it.
         """
-        terms = sampling or Sampling(1)
-        found = Differences(self.recompute, rollout, records)
-        clean, all_in = _logits(self.model, found, set()), _logits(self.model, found, found.families)
+        found = _Differences(self.recompute, rollout, records)
+        clean, all_in = found.logits(set()), found.logits(found.families)
         before = sum(len(kl) for kl in self.together)
         last = k3_of(found.last)
         self.together.append(_kl(all_in, clean) + last)
@@ -161,57 +172,46 @@ class Shares:
             parts = self.alone.setdefault(family, [np.zeros(before)] if before else [])
             if family == "log_softmax":
                 parts.append(last)
-                continue
-            own = _logits(self.model, found, {family}) if family in found.families else clean
-            parts.append(_kl(own, clean))
+            else:
+                parts.append(_kl(found.logits({family}) if family in found.families else clean, clean))
         for kind, pairs in found.pairs.items():
             self.pairs.setdefault(kind, []).extend(pairs)
-        trained = np.asarray(expected(clean, rollout, terms))
-        put_in = np.asarray(expected(all_in, rollout, terms)) + found.last
-        self.real.append(np.asarray(engine) - trained)
-        with np.errstate(invalid="ignore"):  # impossible in both
-            self.made.append(put_in - trained)
+        own = expected(clean, rollout, sampling)
+        put_in = np.asarray(expected(all_in, rollout, sampling)) + found.last
+        self.gap += differences([engine], [own])
+        self.made += differences([put_in.tolist()], [own])
         return [float(x) for x in put_in]
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Shares:
         """All rollouts together."""
         if not self.alone:
-            return {"families": [], "kl": 0.0, "tokens": 0, "together": None, "reproduced": None, "plan": []}
-        alone = {family: np.concatenate(parts) for family, parts in sorted(self.alone.items())}
-        rows = [{"family": f} | facts | {"relative_error": _relative(self.pairs[f])} for f, facts in _shares(alone).items()]
-        plan = [clause for family in alone if family in SITES and (clause := _clause(family, self.pairs[family])) is not None]
-        whole = np.concatenate(self.together)
-        total = sum(r["kl"] for r in rows)
-        facts = {
-            "families": sorted(rows, key=lambda r: -r["kl"]),
-            "kl": float(whole.mean()),
-            "tokens": len(whole),
-            "plan": plan,
-        }
-        return facts | {"together": float(whole.mean()) / total if total else None, "reproduced": self._reproduced()}
+            return Shares([], 0.0, 0, None, None, [])
+        names = sorted(self.alone)
+        kl, whole = np.stack([np.concatenate(self.alone[name]) for name in names]), np.concatenate(self.together)
+        drawn = np.random.default_rng(0).integers(0, kl.shape[1], (DRAWS, kl.shape[1]))
+        means = kl[:, drawn].mean(2)
+        ratios = means / np.maximum(means.sum(0), 1e-300)
+        low, high = np.quantile(ratios, (0.025, 0.975), axis=1)
+        own, leads = kl.mean(1), np.bincount(ratios.argmax(0), minlength=len(names)) / DRAWS
+        share = own / max(float(own.sum()), 1e-300)
+        rows = [
+            FamilyShare(f, *(float(x[i]) for x in (own, share, low, high, leads)), _relative(self.pairs[f]))  # type: ignore[call-arg]
+            for i, f in enumerate(names)
+        ]
+        plan = [clause for f in names if f in SITES and (clause := _clause(f, self.pairs[f])) is not None]
+        total = float(own.sum())
+        together = float(whole.mean()) / total if total else None
+        families = sorted(rows, key=lambda r: -r.kl)
+        return Shares(families, float(whole.mean()), len(whole), together, self._reproduced(), plan)
 
-    def _reproduced(self) -> dict[str, float]:
-        """How much of the gap, token by token, all differences together give back."""
-        d, e = np.concatenate(self.real), np.concatenate(self.made)
+    def _reproduced(self) -> Reproduced:
+        d, e = np.concatenate(self.gap), np.concatenate(self.made)
         kept = np.isfinite(d) & np.isfinite(e)
         if not kept.any():
-            return {"gap_k3": 0.0, "together_k3": 0.0, "explained": 0.0}
+            return Reproduced(0.0, 0.0, 0.0)
         d, e = d[kept], e[kept]
         left = float(np.abs(d - e).mean() / max(float(np.abs(d).mean()), 1e-300))
-        return {"gap_k3": float(k3_of(d).mean()), "together_k3": float(k3_of(e).mean()), "explained": 1 - left}
-
-
-@torch.no_grad()
-def _logits(model: Any, differences: Differences, families: set[str]) -> Tensor:
-    """Of the completion's tokens, with the differences of some families added."""
-    rollout = differences.rollout
-    ids = torch.tensor([rollout.tokens], device=model.get_input_embeddings().weight.device)
-    if not families:
-        logits = model(input_ids=ids, use_cache=False).logits
-    else:
-        with observed(model, differences.add(families)):
-            logits = model(input_ids=ids, use_cache=False).logits
-    return logits[0, len(rollout.prompt) - 1 : -1].cpu()  # type: ignore[no-any-return]
+        return Reproduced(float(k3_of(d).mean()), float(k3_of(e).mean()), 1 - left)
 
 
 def _kl(a: Tensor, b: Tensor) -> np.ndarray:
@@ -219,22 +219,6 @@ def _kl(a: Tensor, b: Tensor) -> np.ndarray:
     p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
     found: np.ndarray = (p.exp() * (p - q)).sum(-1).clamp_min(0).numpy()
     return found
-
-
-def _shares(alone: dict[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    """KL of each family, its share of their sum, the ends of 95 % of that over tokens, and in how many draws it leads."""
-    kl = np.stack(list(alone.values()))
-    drawn = np.random.default_rng(0).integers(0, kl.shape[1], (DRAWS, kl.shape[1]))
-    means = kl[:, drawn].mean(2)
-    ratios = means / np.maximum(means.sum(0), 1e-300)
-    ends = np.quantile(ratios, (0.025, 0.975), axis=1)
-    own = kl.mean(1)
-    share = own / max(float(own.sum()), 1e-300)
-    leads = np.bincount(ratios.argmax(0), minlength=len(own)) / DRAWS
-    columns = np.stack([own, share, ends[0], ends[1], leads], 1).tolist()
-    return {
-        f: dict(zip(("kl", "share", "low", "high", "leads"), row, strict=True)) for f, row in zip(alone, columns, strict=True)
-    }
 
 
 def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -246,8 +230,27 @@ def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def _clause(family: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> str | None:
     """Noise of the size and law of a family's differences; None when there is too little of it."""
     clean, faulty = (torch.cat([p[i] for p in pairs]).unsqueeze(1) for i in (0, 1))
+    clean, faulty = (x[:: max(1, len(x) // FITTED)] for x in (clean, faulty))
     fits = [f for f in fit_all(clean, faulty, 2.0**-40) if f.kind in NOISE]
     if not fits or fits[0].magnitude < SMALLEST:
         return None
     kind = "rms_gaussian" if fits[0].kind == "absolute_gaussian" else fits[0].kind
     return f"{kind}:{fits[0].magnitude:.4g}@{SITES[family]}"
+
+
+def plan_text(found: Mismatch) -> str | None:
+    """The measured differences as a plan file for `harden`, `sweep` and `train`; None when there is nothing to inject."""
+    if found.shares is None or not found.shares.plan or found.engine is None:
+        return None
+    trainer, engine = found.trainer, found.engine
+    lines = [
+        "# Differences measured by shaketable mismatch, one clause for each family of operators.",
+        f"# trainer: {trainer.model}, {trainer.dtype}; engine: {engine.engine} {engine.version}, {engine.dtype}",
+        *(f"# {r.family}: {r.share:.0%} of the KL, relative error {r.relative_error:.2e}" for r in found.shares.families),
+        "seed: 0",
+        "plan:",
+        *(f'  - "{clause}"' for clause in found.shares.plan),
+    ]
+    text = "\n".join(lines) + "\n"
+    Plan.from_data(yaml.safe_load(text), name="the measured plan")
+    return text

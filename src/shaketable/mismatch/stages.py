@@ -19,133 +19,143 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from shaketable.errors import ShaketableError
-from shaketable.mismatch import routing as routes
-from shaketable.mismatch import weights as parameters
-from shaketable.mismatch.engines.engine import (
-    PHASES,
-    EngineError,
-    NotToldError,
-    Phase,
-    Rollout,
-    RolloutEngine,
-    Sampling,
-)
-from shaketable.mismatch.floor import floor
-from shaketable.mismatch.gap import describe
-from shaketable.mismatch.operators.judge import Judge
-from shaketable.mismatch.operators.observe import record_batch
-from shaketable.mismatch.processing import at_the_edge, expected
-from shaketable.mismatch.returned import against_itself, held, returned, rounded_to
-from shaketable.mismatch.rounding import Rounding, measure
-from shaketable.mismatch.semantics import semantics
-from shaketable.mismatch.shares import Records, Shares
+from shaketable.capture.decoder import PHASES, Phase, record_batch
+from shaketable.errors import ShaketableError, UnavailableError
+from shaketable.mismatch.engine import DECODE, EngineError, OperatorRecord, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.floor import measure_floor
+from shaketable.mismatch.gap import measure_gap
+from shaketable.mismatch.logprobs import read
+from shaketable.mismatch.operators import Judge, layers_of
+from shaketable.mismatch.results import Deviation, Evidence, LayerRouting, Mismatch, Operators, Shares
+from shaketable.mismatch.returned import check_returned, doubt_returned, rounded_to
+from shaketable.mismatch.rounding import Rounding, judge_returned, measure_rounding
+from shaketable.mismatch.routing import compare_routing, routing
+from shaketable.mismatch.semantics import try_hypotheses
+from shaketable.mismatch.shares import Records, ShareMeter
 from shaketable.mismatch.trainer import Trainer
-from shaketable.mismatch.verdict import SCHEMA, conclude
+from shaketable.mismatch.verdict import conclude
+from shaketable.mismatch.weights import compare
 
-Tell = Callable[..., None]
-"""Told what is being done and, now and then, the share of the work that is behind."""
+Progress = Callable[..., None]
+"""Called with the current step and, now and then, the share of the work that is done."""
 RECORDED = 8
 """Rollouts whose operators are recorded."""
-STAGES = ("gap", "returned", "floor", "semantics", "weights", "routing", "operators", "shares")
+ALIKE = 2.0
+"""Times the gap of the recorded rollouts: how large that of the others may be."""
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class Question:
-    """Two sides and what they are held against each other on."""
+    """Two sides and the rollouts on which they are compared."""
 
     trainer: Trainer
     engine: RolloutEngine | None
     """None when only the engine's log-probabilities are known."""
     rollouts: list[Rollout]
     sampling: Sampling
-    earlier: dict[str, dict[str, Any]]
+    earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Parameters of earlier checkpoints, by name."""
     recorded: int = RECORDED
 
 
-def run_stages(question: Question, tell: Tell = lambda text, done=None: None) -> dict[str, Any]:
-    """Run every stage; the result is what `--json` writes."""
-    given = check(question.rollouts, question.trainer)
-    question = replace(question, rollouts=given)
-    trainer, engine, rollouts, sampling = question.trainer, question.engine, question.rollouts, question.sampling
-    tell("trainer reads the rollouts", 0.0)
-    raw, meant, edges = [], [], []
-    for rollout, logits in zip(rollouts, trainer.logits(rollouts), strict=True):
-        raw.append(expected(logits, rollout, Sampling(1)))
-        meant.append(expected(logits, rollout, sampling))
-        edges.append(at_the_edge(logits, rollout, sampling, meant[-1]))
-    facts: dict[str, Any] = {"schema": SCHEMA, "kind": "mismatch", "trainer": trainer.describe()}
-    facts["engine"] = None if engine is None else engine.describe()
-    facts["sampling"] = {k: v for k, v in vars(sampling).items() if k != "stop"}
-    words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
-    facts["gap"] = describe(rollouts, meant, words)
-    tell("rounding", 0.05)
+def run_stages(question: Question, progress: Progress = lambda text, done=None: None) -> Mismatch:
+    """Run every stage and conclude."""
+    trainer, engine, sampling = question.trainer, question.engine, question.sampling
+    rollouts = check(question.rollouts, trainer)
+    question = replace(question, rollouts=rollouts)
+    progress("trainer reads the rollouts", 0.0)
+    reading = read(trainer.logits(rollouts), rollouts, sampling)
+    progress("rounding", 0.05)
     dtype = torch.bfloat16 if engine is None else engine.dtype  # a file does not say; most engines compute in it
-    rounding = measure(trainer, rollouts, sampling, dtype, raw, meant)
-    facts["rounding"] = rounding.to_dict()
-    facts["gap"]["judged"] = held(rollouts, meant, rounding.scale, edges)
-    facts |= {"died": None, "not_looked_at": [], "unchecked": []}
-    facts |= dict.fromkeys(("returned", "weights", "routing", "operators", "shares"))
+    rounding = measure_rounding(trainer, rollouts, sampling, dtype, reading)
+    judged = judge_returned(rollouts, reading.meant, rounding.scale, reading.edges)
+    words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
+    unchecked: list[str] = []
+    returned: Deviation | None = None
+    decoded: list[list[float]] | None = None
+    died: str | None = None
     try:
         if engine is not None:
-            tell("engine is shown what it returned", 0.15)
-            facts["returned"] = _told(facts, "returned", lambda: returned(engine, rollouts, sampling, rounding))
-        facts["floor"] = floor(trainer, engine, rollouts, raw, rounding, tell)
+            progress("engine decodes its own completions", 0.15)
+            if DECODE in engine.variants():
+                decoded = engine.logprobs(rollouts, DECODE)
+            returned = _asked(unchecked, "returned", lambda: check_returned(engine, rollouts, sampling, rounding, decoded))
+        floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress)
     except EngineError as error:
-        facts["died"], facts["floor"] = str(error), floor(trainer, None, rollouts, raw, rounding, tell)
-    ways = facts["floor"].pop("ways")
-    tell("semantics", 0.4)
-    facts["semantics"] = semantics(trainer, rollouts, sampling, rounding)
+        died = str(error)
+        floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress=progress)
+    progress("semantics", 0.4)
+    found = Evidence(
+        trainer=trainer.describe(),
+        engine=None if engine is None else engine.describe(),
+        sampling={k: v for k, v in vars(sampling).items() if k != "stop"},
+        gap=measure_gap(rollouts, reading.meant, judged, words),
+        rounding=rounding.size,
+        returned=returned,
+        floor=floor,
+        semantics=try_hypotheses(trainer, rollouts, sampling, rounding),
+        died=died,
+        unchecked=unchecked,
+    )
     if (grid := rounded_to(rollouts)) is not None:
-        facts["unchecked"].append(f"returned: the log-probabilities were rounded to {grid}; return them in float32")
+        unchecked.append(f"returned: the log-probabilities were rounded to {grid}; return them in float32")
     if engine is None:
-        facts["unchecked"].insert(
-            0, "the engine's logits, weights, routing and operators: there are only its log-probabilities"
-        )
-    elif facts["died"] is None:
+        unchecked.insert(0, "the engine's logits, weights, routing and operators: there are only its log-probabilities")
+    elif died is None:
         try:
-            if facts["returned"] is not None and facts["returned"]["explained"]:
-                doubt = _told(facts, "returned", lambda: against_itself(trainer, engine, rollouts, sampling, rounding, ways))
-                facts["unchecked"] += [f"returned: {doubt}"] if doubt else []
-            _inside(question, engine, rounding, facts, tell)
+            if returned is not None and returned.explained:
+                doubt = _asked(
+                    unchecked, "returned", lambda: doubt_returned(trainer, engine, rollouts, sampling, rounding, ways)
+                )
+                unchecked += [f"returned: {doubt}"] if doubt else []
+            _look_inside(question, engine, rounding, found, progress)
         except EngineError as error:
-            facts["died"] = str(error)
-    return facts | conclude(facts)
+            found.died = str(error)
+    return Mismatch(**vars(found), conclusion=conclude(found))
 
 
-def _inside(question: Question, engine: RolloutEngine, rounding: Rounding, facts: dict[str, Any], tell: Tell) -> None:
-    """The stages that look into the engine."""
+def _look_inside(question: Question, engine: RolloutEngine, rounding: Rounding, found: Evidence, progress: Progress) -> None:
+    """Weights, routing, operators and shares."""
     trainer = question.trainer
-    tell("weights", 0.55)
+    progress("weights", 0.55)
     own = dict(trainer.model.named_parameters(remove_duplicate=False))
     other_source: dict[str, Any] = {}
-    facts["weights"] = _told(
-        facts,
-        "weights",
-        lambda: parameters.compare(own, engine.parameters(), engine.dtype, question.earlier, other_source),
+    found.weights = _asked(
+        found.unchecked, "weights", lambda: compare(own, engine.parameters(), engine.dtype, question.earlier, other_source)
     )
-    tell("routing", 0.6)
-    facts["routing"] = _told(facts, "routing", lambda: _routing(question, engine))
-    facts["operators"] = _told(facts, "operators", lambda: _operators(question, engine, rounding, facts, other_source, tell))
+    progress("routing", 0.6)
+    found.routing = _asked(found.unchecked, "routing", lambda: _routing(question, engine))
+    stage = _OperatorStage(question, engine, rounding, found, progress, other_source)
+    found.operators = _asked(found.unchecked, "operators", stage.run)
 
 
-def _told(facts: dict[str, Any], stage: str, ask: Callable[[], Any]) -> Any:
+def _asked(unchecked: list[str], stage: str, ask: Callable[[], Found]) -> Found | None:
     """The result of a stage, or None and a line on why it could not be checked."""
     try:
         return ask()
-    except NotToldError as error:
-        facts["unchecked"].append(f"{stage}: {error}")
+    except UnavailableError as error:
+        unchecked.append(f"{stage}: {error}")
         return None
 
 
-def _some(rollouts: Sequence[Rollout], worst: int, count: int) -> list[int]:
+def _routing(question: Question, engine: RolloutEngine) -> list[LayerRouting] | None:
+    tokens = max(question.rollouts, key=lambda r: len(r.tokens)).tokens
+    own, other = routing(question.trainer.model, tokens), engine.routing(tokens)
+    if own is None:
+        return None
+    if other is None:
+        raise UnavailableError("the trainer has experts, and the engine reports none")
+    return compare_routing(own, other)
+
+
+def _chosen(rollouts: Sequence[Rollout], worst: int, count: int) -> list[int]:
     """Rollouts at equal distances in the order of their lengths, and the worst one of all in place of the shortest."""
     ordered = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].tokens))
     count = min(count, len(ordered))
@@ -153,141 +163,98 @@ def _some(rollouts: Sequence[Rollout], worst: int, count: int) -> list[int]:
     return sorted(found if worst in found or count == 1 else [worst, *found[1:]])
 
 
-def _routing(question: Question, engine: RolloutEngine) -> list[dict[str, Any]] | None:
-    tokens = max(question.rollouts, key=lambda r: len(r.tokens)).tokens
-    own, other = routes.routing(question.trainer.model, tokens), engine.routing(tokens)
-    if own is None:
-        return None
-    if other is None:
-        raise NotToldError("the trainer has experts, and the engine tells of none")
-    return routes.compare(own, other)
+class _OperatorStage:
+    """Operators of some rollouts, and shares on the way, since records are too large to be kept."""
 
+    def __init__(
+        self,
+        question: Question,
+        engine: RolloutEngine,
+        rounding: Rounding,
+        found: Evidence,
+        progress: Progress,
+        own_weights: dict[str, Any],
+    ) -> None:
+        self.question, self.engine, self.rounding, self.found, self.progress = question, engine, rounding, found, progress
+        fewest = 1 if engine.together == 1 else 2  # a fault of later rows shows in no batch of one
+        worst = found.gap.judged.worst[0]
+        self.chosen = _chosen(question.rollouts, worst, max(question.recorded, fewest))
+        self.model = question.trainer.model
+        self.own_weights = own_weights
+        self.phases: list[Phase] = list(PHASES)
 
-def _operators(
-    question: Question,
-    engine: RolloutEngine,
-    rounding: Rounding,
-    facts: dict[str, Any],
-    held_weights: dict[str, Any],
-    tell: Tell,
-) -> dict[str, Any]:
-    """Operators, and shares on the way, since records are too large to be kept."""
-    trainer = question.trainer
-    fewest = 1 if engine.together == 1 else 2  # a fault of later rows shows in no batch of one
-    chosen = _some(question.rollouts, facts["gap"]["judged"]["worst"][0], max(question.recorded, fewest))
-    if engine.together == 1:
-        facts["not_looked_at"].append("operators in batches: they were recorded one rollout at a time")
-    some = [question.rollouts[i] for i in chosen]
-    own, judged = Judge(trainer.model, trainer.dtype), Judge(trainer.model, engine.dtype, held_weights)
-    names: set[str] = set()
-    for rollout in some:
-        (read,) = record_batch(trainer.model, [rollout], "prefill")
-        names |= {call.name for call in read.calls}
-        own.leave_out(read.calls)
-    changes = not torch.equal(read.logits, read.head)
-    judged.unjudged = dict(own.unjudged)
-    phases, meter = list(PHASES), Shares(trainer.model)
-    made: list[list[float]] = []
-    seen: dict[str, set[str]] = {}
-    for start in range(0, len(question.rollouts), engine.together):
-        batch = question.rollouts[start : start + engine.together]
-        rows = [i - start for i in chosen if start <= i < start + len(batch)]
-        if not rows:
-            continue
-        tell(f"operators of {len(rows)} rollouts", 0.6 + 0.4 * len(made) / len(chosen))
-        told = {
-            phase: found
-            for phase in tuple(phases)
-            if (found := _recorded(engine, batch, rows, phase, phases, facts)) is not None
-        }
-        if not phases:
-            raise NotToldError("no phase was recorded")
-        if any(record.changed_behind_head != changes for found in told.values() for record in found):
-            who = "the trainer changes logits behind its head, and the engine does not"
-            raise NotToldError(who if changes else "the engine changes logits behind its head, and the trainer does not")
-        for i, row in enumerate(rows):
-            tell(f"shares of rollout {start + row + 1}", 0.6 + 0.4 * len(made) / len(chosen))
-            records: Records = {phase: told[phase][i].calls for phase in phases}
-            if "decode" in records:
-                records["prompt"] = told["decode"][i].prompt or []
-            for name, calls in records.items():
-                judged.judge(calls, "decode" if name == "decode" else "prefill")
-                seen.setdefault(name, names.copy()).intersection_update(call.name for call in calls)
-            if all(found == names for found in seen.values()):
-                made.append(meter.add(batch[row], records, batch[row].logprobs, question.sampling))
-    facts["shares"] = meter.result() if len(made) == len(some) else None
-    if len(made) == len(some):
-        facts["shares"]["closure"] = held(some, made, [rounding.scale[i] for i in chosen])
-        facts["shares"]["rest"] = _rest(question, rounding, chosen, meter)
-    facts["unchecked"] += _unjudged(judged.unjudged)
-    if "log_softmax" not in judged.summary():
-        facts["unchecked"].append(
-            "log_softmax, from logits to the log-probability that is returned: the engine does not tell it"
-        )
-    wrong = [row.to_dict() for row in judged.found()]
-    tokens = sum(len(r.tokens) for r in some)
-    absent = sorted({name for found in seen.values() for name in names - found})
-    return {
-        "phases": phases,
-        "rollouts": len(some),
-        "tokens": tokens,
-        "kinds": judged.summary(),
-        "wrong": wrong,
-        "absent": absent,
-        "layers_absent": _layers(absent, names),
-    }
+    def run(self) -> Operators:
+        question, engine, rollouts = self.question, self.engine, self.question.rollouts
+        if engine.together == 1:
+            self.found.caveats.append("operators in batches: they were recorded one rollout at a time")
+        own, judge = Judge(self.model, question.trainer.dtype), Judge(self.model, engine.dtype, self.own_weights)
+        names: set[str] = set()
+        for i in self.chosen:
+            (row,) = record_batch(self.model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
+            names |= {call.name for call in row.calls}
+            own.leave_out(row.calls)
+        changes = not torch.equal(row.logits, row.head)
+        judge.unjudged = dict(own.unjudged)
+        meter = ShareMeter(self.model)
+        made: list[list[float]] = []
+        seen: dict[str, set[str]] = {}
+        for start in range(0, len(rollouts), engine.together):
+            batch = rollouts[start : start + engine.together]
+            rows = [i - start for i in self.chosen if start <= i < start + len(batch)]
+            if not rows:
+                continue
+            self.progress(f"operators of {len(rows)} rollouts", 0.6 + 0.4 * len(made) / len(self.chosen))
+            records = {phase: one for phase in tuple(self.phases) if (one := self._recorded(batch, rows, phase)) is not None}
+            if not self.phases:
+                raise UnavailableError("no phase was recorded")
+            if any(record.changed_behind_head != changes for found in records.values() for record in found):
+                who = ("trainer", "engine") if changes else ("engine", "trainer")
+                raise UnavailableError(f"the {who[0]} changes logits behind its head, and the {who[1]} does not")
+            for i, row_of in enumerate(rows):
+                self.progress(f"shares of rollout {start + row_of + 1}", 0.6 + 0.4 * len(made) / len(self.chosen))
+                calls: Records = {phase: records[phase][i].calls for phase in self.phases}
+                if "decode" in calls:
+                    calls["prompt"] = records["decode"][i].prompt or []
+                for name, some in calls.items():
+                    judge.judge(some, "decode" if name == "decode" else "prefill")
+                    seen.setdefault(name, names.copy()).intersection_update(call.name for call in some)
+                if all(present == names for present in seen.values()):
+                    made.append(meter.add(batch[row_of], calls, batch[row_of].logprobs, question.sampling))
+        if len(made) == len(self.chosen):
+            self.found.shares = self._shares(meter, made)
+        self.found.unchecked += judge.reasons()
+        kinds = judge.kinds()
+        if "log_softmax" not in kinds:
+            link = "log_softmax, from logits to the log-probability that is returned"
+            self.found.unchecked.append(f"{link}: the engine does not record it")
+        absent = sorted({name for present in seen.values() for name in names - present})
+        tokens = sum(len(rollouts[i].tokens) for i in self.chosen)
+        phases: list[str] = list(self.phases)
+        return Operators(phases, len(self.chosen), tokens, kinds, judge.wrong(), absent, layers_of(absent, names))
 
+    def _recorded(self, batch: Sequence[Rollout], rows: Sequence[int], phase: Phase) -> list[OperatorRecord] | None:
+        """Records of some rollouts of a batch; None for a phase that the engine cannot record."""
+        try:
+            return self.engine.record(batch, phase, rows)
+        except UnavailableError as error:
+            self.phases.remove(phase)
+            self.found.unchecked.append(f"operators in {phase}: {error}")
+            return None
 
-def _rest(question: Question, rounding: Rounding, chosen: Sequence[int], meter: Shares) -> dict[str, Any] | None:
-    """The rollouts whose operators were not recorded: whether their gap is like that of those which were."""
-    rest = [i for i in range(len(question.rollouts)) if i not in chosen]
-    if not rest:
-        return None
-    trainer, sampling = question.trainer, question.sampling
-    some = [question.rollouts[i] for i in rest]
-    own = [expected(x, r, sampling) for x, r in zip(trainer.logits(some), some, strict=True)]
-    found = held(some, own, [rounding.scale[i] for i in rest])
-    recorded = np.concatenate(meter.real)
-    usual = float(np.abs(recorded[np.isfinite(recorded)]).mean())
-    return found | {"alike": bool(found["explained"] or found["mean_abs"] <= 2 * usual)}
-
-
-def _layers(absent: Sequence[str], names: set[str]) -> list[str]:
-    """Layers of which the engine ran no operator."""
-    found = []
-    for name in absent:
-        words = name.split(".")
-        at = next((i for i, word in enumerate(words) if word.isdigit()), None)
-        layer = None if at is None else ".".join(words[: at + 1])
-        if layer and layer not in found and all(n in absent for n in names if n.startswith(f"{layer}.")):
-            found.append(layer)
-    return found
-
-
-def _recorded(
-    engine: RolloutEngine,
-    batch: Sequence[Rollout],
-    rows: Sequence[int],
-    phase: Phase,
-    phases: list[Phase],
-    facts: dict[str, Any],
-) -> Any:
-    """What the engine tells of some rollouts of a batch; None for a phase that it cannot tell."""
-    try:
-        return engine.record(batch, phase, rows)
-    except NotToldError as error:
-        phases.remove(phase)
-        facts["unchecked"].append(f"operators in {phase}: {error}")
-        return None
-
-
-def _unjudged(reasons: dict[str, str]) -> list[str]:
-    """Operators that nobody can judge, by reason."""
-    lines = []
-    for why in dict.fromkeys(reasons.values()):
-        names = [name for name, reason in reasons.items() if reason == why]
-        lines.append(f"{names[0]}{f' and {len(names) - 1} more operators' if len(names) > 1 else ''}: {why}")
-    return lines
+    def _shares(self, meter: ShareMeter, made: Sequence[Sequence[float]]) -> Shares:
+        """Shares, whether they close the gap, and whether the rollouts that were not recorded have a gap like it."""
+        rollouts, scale = self.question.rollouts, self.rounding.scale
+        closure = judge_returned([rollouts[i] for i in self.chosen], made, [scale[i] for i in self.chosen])
+        shares = replace(meter.result(), closure=closure)
+        rest = [i for i in range(len(rollouts)) if i not in self.chosen]
+        if not rest:
+            return shares
+        some = [rollouts[i] for i in rest]
+        own = read(self.question.trainer.logits(some), some, self.question.sampling).meant
+        found = judge_returned(some, own, [scale[i] for i in rest])
+        recorded = np.concatenate(meter.gap)
+        usual = float(np.abs(recorded[np.isfinite(recorded)]).mean())
+        return replace(shares, rest=found, rest_alike=bool(found.explained or found.mean_abs <= ALIKE * usual))
 
 
 def check(rollouts: Sequence[Rollout], trainer: Trainer) -> list[Rollout]:
@@ -299,23 +266,23 @@ def check(rollouts: Sequence[Rollout], trainer: Trainer) -> list[Rollout]:
     if not rollouts or not any(r.completion for r in rollouts):
         raise ShaketableError("there is no token to compare: every completion is empty")
     for i, rollout in enumerate(rollouts):
-        _check_one(i, rollout, trainer)
+        if (problem := _problem(rollout, trainer)) is not None:
+            raise ShaketableError(f"rollout {i} has {problem}")
     return [r for r in rollouts if r.completion]
 
 
-def _check_one(i: int, rollout: Rollout, trainer: Trainer) -> None:
+def _problem(rollout: Rollout, trainer: Trainer) -> str | None:
     if len(rollout.logprobs) != len(rollout.completion):
-        what = f"{len(rollout.logprobs)} log-probabilities for {len(rollout.completion)} tokens"
-        raise ShaketableError(f"rollout {i} has {what}; there must be one for each token of the completion")
+        counts = f"{len(rollout.logprobs)} log-probabilities for {len(rollout.completion)} tokens"
+        return f"{counts}; there must be one for each token of the completion"
     if not rollout.prompt:
-        raise ShaketableError(f"rollout {i} has an empty prompt")
+        return "an empty prompt"
     if bad := next((t for t in rollout.tokens if not 0 <= t < trainer.vocabulary), None):
-        what = f"token {bad}, and {trainer.name} knows 0 to {trainer.vocabulary - 1}"
-        raise ShaketableError(f"rollout {i} has {what}; are the rollouts of another tokenizer?")
+        known = f"{trainer.name} knows 0 to {trainer.vocabulary - 1}"
+        return f"token {bad}, and {known}; are the rollouts of another tokenizer?"
     if trainer.context is not None and len(rollout.tokens) > trainer.context:
-        what = f"{len(rollout.tokens)} tokens, and the context of {trainer.name} is {trainer.context}"
-        raise ShaketableError(f"rollout {i} has {what}")
+        return f"{len(rollout.tokens)} tokens, and the context of {trainer.name} is {trainer.context}"
     place = next((t for t, x in enumerate(rollout.logprobs) if not -math.inf < x <= 1e-6), None)
-    if place is not None:
-        what = f"the log-probability {rollout.logprobs[place]} at token {place}"
-        raise ShaketableError(f"rollout {i} has {what}; they are finite, and zero or below")
+    if place is None:
+        return None
+    return f"the log-probability {rollout.logprobs[place]} at token {place}; they are finite, and zero or below"

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shaketable.mismatch.engines.engine import NotToldError, Rollout
-from shaketable.mismatch.teacher_forcing import chosen, completion_logits
+from shaketable.errors import UnavailableError
+from shaketable.mismatch.engine import Rollout
+from shaketable.mismatch.logprobs import chosen, completion_logits
+from shaketable.mismatch.results import TrainerFacts
 
 BATCH = 4
 OTHER_ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
@@ -39,52 +41,54 @@ class Trainer:
         """sdpa, eager, …"""
         return str(self.model.config._attn_implementation)
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> TrainerFacts:
         """For the report."""
         import torch
         import transformers
 
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        about = {"model": self.name, "dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)}
-        return {**about, "attention": self.attention, "batch": self.batch, "versions": versions}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return TrainerFacts(self.name, dtype, str(self.device), self.attention, self.batch, versions)
 
     def logits(self, rollouts: Sequence[Rollout], mode: AbstractContextManager[Any] | None = None) -> Iterator[Tensor]:
-        """Of the completions' tokens, rollout by rollout; every forward runs inside `mode`."""
+        """Logits of the completions' tokens, rollout by rollout; every forward runs inside `mode`."""
         return completion_logits(self.model, rollouts, batch=self.batch, mode=mode)
 
     def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
-        """Of the completions' tokens; computed as by default, or as one of `variants`."""
-        if variant is None:
-            return _scored(rollouts, self.logits(rollouts))
+        """Log-probabilities of the completions' tokens; computed as by default, or as one of `variants`."""
+        order = list(range(len(rollouts)))
+        how: dict[str, Any] = {"batch": self.batch}
         if variant == "batch of one":
-            return _scored(rollouts, completion_logits(self.model, rollouts, batch=1))
-        if variant == "other micro-batches":
-            order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts[i].tokens), -i))
-            found = _scored(some := [rollouts[i] for i in order], completion_logits(self.model, some, batch=self.batch + 1))
-            return [lp for _, lp in sorted(zip(order, found, strict=True))]
-        if variant == "padded on the left":
-            return _scored(rollouts, completion_logits(self.model, rollouts, batch=self.batch, side="left", extra=3))
-        with self._attention(variant.removesuffix(" attention")):
-            return _scored(rollouts, completion_logits(self.model, rollouts, batch=self.batch))
+            how = {"batch": 1}
+        elif variant == "other micro-batches":
+            how = {"batch": self.batch + 1}
+            order.sort(key=lambda i: (len(rollouts[i].tokens), -i))
+        elif variant == "padded on the left":
+            how |= {"side": "left", "extra": 3}
+        some = [rollouts[i] for i in order]
+        with self._attention(self.attention if variant not in self._attentions() else variant.removesuffix(" attention")):
+            logits = completion_logits(self.model, some, **how)
+            found = [chosen(one, r.completion) for r, one in zip(some, logits, strict=True)]
+        return [lp for _, lp in sorted(zip(order, found, strict=True))]
 
     def variants(self) -> list[str]:
         """Ways of computing the same that round differently."""
-        own = ["batch of one", "other micro-batches", "padded on the left"]
-        other = OTHER_ATTENTION.get(self.attention)
-        return [*own, *([] if other is None else [f"{other} attention"])]
+        return ["batch of one", "other micro-batches", "padded on the left", *self._attentions()]
+
+    def _attentions(self) -> list[str]:
+        return [f"{OTHER_ATTENTION[self.attention]} attention"] if self.attention in OTHER_ATTENTION else []
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
         was = self.attention
+        if name == was:
+            yield
+            return
         try:
             self.model.set_attn_implementation(name)
         except (ValueError, ImportError) as error:
-            raise NotToldError(f"this model has no {name} attention: {str(error).splitlines()[0]}") from error
+            raise UnavailableError(f"this model has no {name} attention: {str(error).splitlines()[0]}") from error
         try:
             yield
         finally:
             self.model.set_attn_implementation(was)
-
-
-def _scored(rollouts: Sequence[Rollout], logits: Iterator[Tensor]) -> list[list[float]]:
-    return [chosen(one, r.completion) for r, one in zip(rollouts, logits, strict=True)]

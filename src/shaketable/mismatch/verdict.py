@@ -1,10 +1,9 @@
-"""What the stages come to: LEGAL, DEFECT or INCONCLUSIVE, in one sentence, with what was not looked at. Imports no torch."""
+"""The conclusion of all stages: LEGAL, DEFECT or INCONCLUSIVE, in one sentence, with what was not looked at."""
 
 from __future__ import annotations
 
-from typing import Any
+from shaketable.mismatch.results import Deviation, Evidence, OperatorFault, ParameterDifference, Shares, Verdict
 
-SCHEMA = 2
 EXIT = {"LEGAL": 0, "DEFECT": 1, "INCONCLUSIVE": 4}
 REPRODUCES = 0.5
 """Of the gap, token by token: what the recorded differences must give back before a gap above the floor is called legal."""
@@ -26,191 +25,196 @@ FIX = {
 }
 
 
-def conclude(facts: dict[str, Any]) -> dict[str, Any]:
-    """Verdict, stage, sentence, exit code, the next command, and what was not looked at."""
-    not_looked_at = [*facts["unchecked"], *facts["not_looked_at"], *_unseen(facts), *NEVER]
-    broken = _defect(facts)
-    if broken is not None:
+def conclude(found: Evidence) -> Verdict:
+    """The verdict on what the stages found."""
+    not_looked_at = [*found.unchecked, *found.caveats, *_unseen(found), *NEVER]
+    if (broken := _defect(found)) is not None:
         stage, what = broken
-        verdict, sentence = "DEFECT", f"DEFECT: {what}. {_gap(facts)}"
-    elif (doubt := _doubt(facts)) is not None:
+        return Verdict(
+            verdict="DEFECT",
+            stage=stage,
+            sentence=f"DEFECT: {what}. {_gap(found)}",
+            exit_code=EXIT["DEFECT"],
+            next=None,
+            not_looked_at=not_looked_at,
+        )
+    if (doubt := _doubt(found)) is not None:
         stage, what = doubt
-        verdict, sentence = "INCONCLUSIVE", f"INCONCLUSIVE: {what}. {_gap(facts)}{_best(facts)}"
-    else:
-        verdict, stage = "LEGAL", "shares" if not _at_floor(facts) else "gap"
-        more = "" if facts["shares"] is None or not facts["shares"]["families"] else f" {causes(facts['shares'])}"
-        sentence = f"LEGAL: rounding only; {_looked(facts)}. {_gap(facts)}{more}"
-    return {
-        "verdict": verdict,
-        "stage": stage,
-        "sentence": sentence,
-        "at_floor": _at_floor(facts),
-        "exit_code": EXIT[verdict],
-        "next": _next(facts) if verdict == "INCONCLUSIVE" else None,
-        "not_looked_at": not_looked_at,
-    }
+        return Verdict(
+            verdict="INCONCLUSIVE",
+            stage=stage,
+            sentence=f"INCONCLUSIVE: {what}. {_gap(found)}{_best(found)}",
+            exit_code=EXIT["INCONCLUSIVE"],
+            next=_next(found),
+            not_looked_at=not_looked_at,
+        )
+    more = "" if found.shares is None or not found.shares.families else f" {causes(found.shares)}"
+    return Verdict(
+        verdict="LEGAL",
+        stage="gap" if found.at_floor else "shares",
+        sentence=f"LEGAL: rounding only; {_checked(found)}. {_gap(found)}{more}",
+        exit_code=EXIT["LEGAL"],
+        next=None,
+        not_looked_at=not_looked_at,
+    )
 
 
-def _at_floor(facts: dict[str, Any]) -> bool:
-    """Whether rounding explains the gap, token by token."""
-    return bool(facts["gap"]["judged"]["explained"])
+def _gap(found: Evidence) -> str:
+    gap, rounding = found.gap, found.rounding
+    where = f"{gap.judged.mean_ratio:.2g} times what rounding in {rounding.dtype} makes ({rounding.mean_abs:.2g})"
+    return f"The gap (mean |Δ log p| {gap.mean_abs:.2g}, k3 {gap.k3:.2g}) is {where}."
 
 
-def _gap(facts: dict[str, Any]) -> str:
-    gap = facts["gap"]
-    times = gap["judged"]["mean_ratio"]
-    where = f"{times:.2g} times what rounding in {facts['rounding']['dtype']} makes ({facts['rounding']['mean_abs']:.2g})"
-    return f"The gap (mean |Δ log p| {gap['mean_abs']:.2g}, k3 {gap['k3']:.2g}) is {where}."
-
-
-def _best(facts: dict[str, Any]) -> str:
-    best = facts["semantics"]["best"]
-    if best is None or best["gain"][0] <= 0:
+def _best(found: Evidence) -> str:
+    best = found.semantics.best
+    if best is None or best.gain[0] <= 0:
         return ""
-    return f" The hypothesis that fits best: {best['says']}, which leaves {best['mean_abs']:.2g}."
+    return f" The hypothesis that fits best: {best.says}, which leaves {best.mean_abs:.2g}."
 
 
-def _defect(facts: dict[str, Any]) -> tuple[str, str] | None:
+def _defect(found: Evidence) -> tuple[str, str] | None:
     """The first link that is broken, with the most exact name that it has."""
-    meant, returned = facts["semantics"]["named"], facts["returned"]
-    link_holds = returned is not None and returned["explained"]
-    if meant is not None and not link_holds:
-        left = "to rounding" if meant["at_floor"] else f"to {meant['mean_abs']:.2g}"
-        return "semantics", f"the sides mean different probabilities: {meant['says']}, which brings the gap down {left}"
-    if (weights := facts["weights"]) is not None and weights["differing"]:
-        return "weights", _weights(weights["differing"])
-    if (operators := facts["operators"]) is not None:
-        if operators["layers_absent"]:
-            return "operators", f"the engine's {operators['layers_absent'][0]} is missing: none of its operators ran"
-        if operators["wrong"]:
-            return "operators", _operator(operators["wrong"])
-    for row in facts["routing"] or ():
-        if row["experts"][0] != row["experts"][1]:
-            trainer, engine = row["experts"]
-            return (
-                "routing",
-                f"the engine sends each token to {engine} experts in layer {row['layer']}, the trainer to {trainer}",
-            )
-    if wrong := [r for r in facts["floor"]["rows"] if r["wrong"]]:
-        first = next((r for r in wrong if r["side"] == "engine"), wrong[0])
-        return "floor", first["wrong"]
-    if returned is not None and not returned["explained"]:
-        return "returned", _not_its_own(returned)
+    named, returned = found.semantics.named, found.returned
+    if named is not None and (returned is None or not returned.explained):
+        left = "to rounding" if named.at_floor else f"to {named.mean_abs:.2g}"
+        return "semantics", f"the sides mean different probabilities: {named.says}, which brings the gap down {left}"
+    if found.weights is not None and found.weights.differing:
+        return "weights", _weights(found.weights.differing)
+    if (operators := found.operators) is not None:
+        if operators.layers_absent:
+            return "operators", f"the engine's {operators.layers_absent[0]} is missing: none of its operators ran"
+        if operators.wrong:
+            return "operators", _operator(operators.wrong)
+    for row in found.routing or ():
+        trainer, engine = row.experts
+        if trainer != engine:
+            where = f"to {engine} experts in layer {row.layer}, the trainer to {trainer}"
+            return "routing", f"the engine sends each token {where}"
+    if wrong := [r for r in found.floor.rows if r.wrong]:
+        return "floor", next((r for r in wrong if r.side == "engine"), wrong[0]).wrong
+    if returned is not None and not returned.explained:
+        return "returned", _returned(returned)
     return None
 
 
-def _not_its_own(returned: dict[str, Any]) -> str:
-    example = returned["example"]
-    own = "none" if example["own"] is None else f"{example['own']:.4g}"
-    at = f"token {example['position']} of rollout {example['rollout']} came back as {example['returned']:.4g}, its own is {own}"
-    return f"the engine's returned log-probabilities are not those of its own logits: {returned['says']}; {at}"
+def _returned(returned: Deviation) -> str:
+    says = f"the engine's returned log-probabilities are not those of its own logits: {returned.says}"
+    if (one := returned.example) is None:
+        return says
+    own = "none" if one.own is None else f"{one.own:.4g}"
+    return f"{says}; token {one.position} of rollout {one.rollout} came back as {one.returned:.4g}, its own is {own}"
 
 
-def _weights(differing: list[dict[str, Any]]) -> str:
-    first = differing[0]
-    kinds = sorted({d["kind"] for d in differing})
+def _weights(differing: list[ParameterDifference]) -> str:
+    kinds = sorted({d.kind for d in differing})
     more = f"; {len(differing)} parameters differ in all ({', '.join(kinds)})" if len(differing) > 1 else ""
-    return f"the engine's {first['name']} {first['says']}{more}"
+    return f"the engine's {differing[0].name} {differing[0].says}{more}"
 
 
-def _operator(wrong: list[dict[str, Any]]) -> str:
+def _operator(wrong: list[OperatorFault]) -> str:
     first = wrong[0]
-    lanes = f", {len(first['lanes'])} of {first['lanes_of']} lanes" if first["lanes"] else ""
-    others = len({w["name"] for w in wrong}) - 1
+    lanes = f", {len(first.lanes)} of {first.lanes_of} lanes" if first.lanes else ""
+    others = len({w.name for w in wrong}) - 1
     more = f"; {others} more operators are wrong" if others else ""
-    what = f"{first['text']}, looks like {first['class']}{lanes}{more}"
-    return f"the engine's {first['name']} ({first['kind']}, {first['phase']}) is wrong: {what}"
+    what = f"{first.text}, looks like {first.looks_like}{lanes}{more}"
+    return f"the engine's {first.name} ({first.kind}, {first.phase}) is wrong: {what}"
 
 
-def _doubt(facts: dict[str, Any]) -> tuple[str, str] | None:
+def _doubt(found: Evidence) -> tuple[str, str] | None:
     """The first link that could not be checked, or that was and does not close."""
-    if facts["died"] is not None:
-        return "gap", f"the engine died ({facts['died']}); the stages before are told"
-    if facts["unchecked"]:
-        more = f", and {len(facts['unchecked']) - 1} more" if len(facts["unchecked"]) > 1 else ""
-        return "gap", f"not every link could be checked: {facts['unchecked'][0]}{more}"
-    weights, operators, shares = facts["weights"], facts["operators"], facts["shares"]
-    own = max([r["mean_abs"] for r in facts["floor"]["rows"] if r["side"] == "engine"], default=0.0)
-    if facts["returned"]["mean_abs"] > NEAR * max(own, TENTH * facts["rounding"]["mean_abs"]):
-        far = f"{facts['returned']['mean_abs']:.2g} in the mean, and from each other by {own:.2g}"
+    if found.died is not None:
+        return "gap", f"the engine died ({found.died}); the stages before it ran"
+    if found.unchecked:
+        more = f", and {len(found.unchecked) - 1} more" if len(found.unchecked) > 1 else ""
+        return "gap", f"not every link could be checked: {found.unchecked[0]}{more}"
+    weights, operators, returned, judged = found.weights, found.operators, found.returned, found.gap.judged
+    if returned is None:
+        return "returned", "the returned log-probabilities were not looked at"
+    own = max([r.mean_abs for r in found.floor.rows if r.side == "engine"], default=0.0)
+    if returned.mean_abs > NEAR * max(own, TENTH * found.rounding.mean_abs):
+        far = f"{returned.mean_abs:.2g} in the mean, and from each other by {own:.2g}"
         return "returned", f"the returned log-probabilities differ from the engine's own by {far}"
-    for name in ("weights", "operators"):
-        if facts[name] is None:
-            return name, f"{name} were not looked at"
-    for count, what in ((weights["not_told"], "did not tell"), (weights["unknown"], "has, and the trainer has not")):
-        if count:
-            return "weights", f"there are {len(count)} parameters that the engine {what}, such as {count[0]}"
-    if operators["absent"]:
-        return "operators", f"the engine did not tell {len(operators['absent'])} operators, such as {operators['absent'][0]}"
-    if (best := facts["semantics"]["best"]) is not None and best["wins"]:
-        return "semantics", f"no link is broken, but the gap is smaller if {best['says']}"
-    if facts["gap"]["judged"]["biased"]:
-        return "gap", f"no link is broken, but {facts['gap']['judged']['says'] or 'the gap has a sign'}"
-    if _at_floor(facts):
-        return None
-    if shares is None:
+    if weights is None:
+        return "weights", "weights were not looked at"
+    if operators is None:
+        return "operators", "operators were not looked at"
+    for names, what in ((weights.missing, "does not give"), (weights.unknown, "has, and the trainer has not")):
+        if names:
+            return "weights", f"there are {len(names)} parameters that the engine {what}, such as {names[0]}"
+    if operators.absent:
+        return "operators", f"the engine did not record {len(operators.absent)} operators, such as {operators.absent[0]}"
+    if (best := found.semantics.best) is not None and best.wins:
+        return "semantics", f"no link is broken, but the gap is smaller if {best.says}"
+    if judged.biased:
+        return "gap", f"no link is broken, but {judged.says or 'the gap has a sign'}"
+    return None if found.at_floor else _unclosed(found.shares)
+
+
+def _unclosed(shares: Shares | None) -> tuple[str, str] | None:
+    """Why the operators' differences do not explain a gap above rounding."""
+    if shares is None or shares.closure is None:
         return "shares", "the gap is more than rounding, and the operators' differences were not put into the trainer"
-    explained = shares["reproduced"]["explained"] if shares["reproduced"] else 0.0
-    if explained < REPRODUCES and not shares["closure"]["explained"]:
+    explained = shares.reproduced.explained if shares.reproduced else 0.0
+    if explained < REPRODUCES and not shares.closure.explained:
         given = f"their differences give back {max(explained, 0):.0%} of the gap"
         return "operators", f"no operator is outside of its rounding interval, but {given}"
-    if not shares["closure"]["explained"] and shares["closure"]["mean_ratio"] > LEFT:
-        return "shares", f"the operators' differences leave more than rounding: {shares['closure']['says']}"
-    if shares["rest"] is not None and not shares["rest"]["alike"]:
-        return (
-            "operators",
-            "rollouts whose operators were not recorded have a larger gap than those which were; raise --recorded",
-        )
+    if not shares.closure.explained and shares.closure.mean_ratio > LEFT:
+        return "shares", f"the operators' differences leave more than rounding: {shares.closure.says}"
+    if not shares.rest_alike:
+        larger = "rollouts whose operators were not recorded have a larger gap than those which were; raise --recorded"
+        return "operators", larger
     return None
 
 
-def _next(facts: dict[str, Any]) -> str:
+def _next(found: Evidence) -> str:
     """The command that would settle an inconclusive verdict."""
-    start = f"shaketable mismatch --trainer {facts['trainer']['model']}"
-    if facts["engine"] is None:
+    start = f"shaketable mismatch --trainer {found.trainer.model}"
+    if found.engine is None:
         return f"{start} --tokens FILE --engine vllm   (or --engine hf: the engine that wrote the file)"
-    if facts["died"] is not None:
+    if found.died is not None:
         return f"{start} …   (again, with fewer or shorter rollouts: -n 4 --max-new-tokens 64)"
-    if any("captured" in line for line in facts["unchecked"]):
+    if any("were rounded to" in line for line in found.unchecked):
+        return f"{start} --tokens FILE …   (again, with log-probabilities written in float32, not rounded)"
+    if any("captured" in line for line in found.unchecked):
         return f"{start} … --engine-args '{{\"enforce_eager\": true}}'"
-    if (best := facts["semantics"]["best"]) is not None and best["wins"]:
-        return f"{start} …   (again, with the sampling declared as the best hypothesis says: {best['name']})"
-    if facts["operators"] is not None and facts["operators"]["rollouts"] < facts["gap"]["rollouts"]:
-        return f"{start} … --recorded {facts['gap']['rollouts']}"
-    return f"shaketable locate {facts['trainer']['model']}   (judges operators of any model), and compare more rollouts: -n 64"
+    if (best := found.semantics.best) is not None and best.wins:
+        return f"{start} …   (again, with the sampling declared as the best hypothesis says: {best.name})"
+    if found.operators is not None and found.operators.rollouts < found.gap.rollouts:
+        return f"{start} … --recorded {found.gap.rollouts}"
+    return f"shaketable locate {found.trainer.model}   (judges operators of any model), and compare more rollouts: -n 64"
 
 
-def _looked(facts: dict[str, Any]) -> str:
-    weights, operators = facts["weights"], facts["operators"]
-    cast = f", cast to {weights['engine_dtype']}" if weights["cast"] else ""
-    count = sum(k["operators"] for k in operators["kinds"].values())
-    return f"{weights['compared']} parameters are equal{cast}, {count} operators are inside of their rounding intervals"
+def _checked(found: Evidence) -> str:
+    weights, operators = found.weights, found.operators
+    assert weights is not None
+    assert operators is not None
+    cast = f", cast to {weights.engine_dtype}" if weights.cast else ""
+    inside = f"{operators.count} operators are inside of their rounding intervals"
+    return f"{weights.compared} parameters are equal{cast}, {inside}"
 
 
-def causes(shares: dict[str, Any]) -> str:
+def causes(shares: Shares) -> str:
     """Shares with their intervals, and what to do first, where these tokens can tell."""
-    parts = ", ".join(f"{r['family']} {r['share']:.0%} ({r['low']:.0%} to {r['high']:.0%})" for r in shares["families"][:3])
-    first = shares["families"][0]
-    name = first["family"]
-    if first["leads"] < LEADS:
-        why = f"{name} has most in {first['leads']:.0%} of draws over {shares['tokens']} tokens"
+    parts = ", ".join(f"{r.family} {r.share:.0%} ({r.low:.0%} to {r.high:.0%})" for r in shares.families[:3])
+    first = shares.families[0]
+    if first.leads < LEADS:
+        why = f"{first.family} has most in {first.leads:.0%} of draws over {shares.tokens} tokens"
         return f"Of the KL: {parts}. What to fix first cannot be told: {why}; compare more rollouts."
-    return f"Of the KL: {parts}. First fix: {FIX.get(name, f'compute {name} in the same dtype and order on both sides')}."
+    advice = FIX.get(first.family, f"compute {first.family} in the same dtype and order on both sides")
+    return f"Of the KL: {parts}. First fix: {advice}."
 
 
-def _unseen(facts: dict[str, Any]) -> list[str]:
-    """What the stages did not look at."""
-    found = list(facts["floor"]["not_told"])
-    if facts["died"] is not None:
-        missing = [stage for stage in ("weights", "operators", "shares") if facts[stage] is None]
-        found.append(f"{', '.join(missing)}: the engine died")
-    weights, operators = facts["weights"], facts["operators"]
-    if weights is not None and weights["not_told"]:
-        found.append(f"{len(weights['not_told'])} parameters that the engine did not tell, such as {weights['not_told'][0]}")
-    if operators is not None:
-        rest = facts["gap"]["rollouts"] - operators["rollouts"]
-        if rest:
-            found.append(f"operators on {rest} of {facts['gap']['rollouts']} rollouts")
-    if facts["semantics"]["tokens"] < facts["gap"]["tokens"]:
-        found.append(f"semantics on {facts['gap']['tokens'] - facts['semantics']['tokens']} of {facts['gap']['tokens']} tokens")
-    return found
+def _unseen(found: Evidence) -> list[str]:
+    """The parts of the input that the stages did not look at."""
+    lines = list(found.floor.unavailable)
+    gap, weights, operators = found.gap, found.weights, found.operators
+    if found.died is not None:
+        stages = {"weights": weights, "operators": operators, "shares": found.shares}
+        lines.append(f"{', '.join(name for name, one in stages.items() if one is None)}: the engine died")
+    if weights is not None and weights.missing:
+        lines.append(f"{len(weights.missing)} parameters that the engine does not give, such as {weights.missing[0]}")
+    if operators is not None and operators.rollouts < gap.rollouts:
+        lines.append(f"operators on {gap.rollouts - operators.rollouts} of {gap.rollouts} rollouts")
+    if found.semantics.tokens < gap.tokens:
+        lines.append(f"semantics on {gap.tokens - found.semantics.tokens} of {gap.tokens} tokens")
+    return lines

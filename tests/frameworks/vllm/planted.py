@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shaketable.mismatch.engines.engine import Sampling
+from shaketable.mismatch.engine import Sampling
 
 
 @dataclass(frozen=True)

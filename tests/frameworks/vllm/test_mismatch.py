@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shaketable.mismatch.engines.engine import EngineError, NotToldError, Rollout, Sampling
+from shaketable.errors import UnavailableError
+from shaketable.mismatch.engine import EngineError, Rollout, Sampling
 from tests.frameworks.vllm.planted import DEFECTS, model_of
 from tests.frameworks.vllm.small_engines import NANO, SHAPE
 from tests.frameworks.vllm.vllm_programs import FOLDER, printed, run
@@ -30,7 +31,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], LONG]
 def engine():
     from vllm.distributed.parallel_state import destroy_model_parallel
 
-    from shaketable.mismatch.engines.vllm import VLLMEngine
+    from shaketable.integrations.vllm.engine import VLLMEngine
 
     destroy_model_parallel()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -123,7 +124,7 @@ def test_the_prefix_cache_is_hit_when_it_is_asked_for(engine, rollouts, monkeypa
     )
     engine.logprobs([rollouts[2]], "prefix cache")
     assert seen[-1] == 32
-    with pytest.raises(NotToldError, match="no sequence fills a block of 32 tokens"):
+    with pytest.raises(UnavailableError, match="no sequence fills a block of 32 tokens"):
         engine.logprobs(rollouts[:2], "prefix cache")
 
 
@@ -140,7 +141,7 @@ def test_sampling_returns_raw_or_processed_logprobs_as_asked(engine):
 def test_a_request_that_does_not_fit_is_one_line(engine):
     with pytest.raises(EngineError, match="vLLM refused"):
         engine.logprobs([Rollout([3] * 120, [4] * 20, [0.0] * 20)])
-    with pytest.raises(NotToldError, match="max_model_len=128"):
+    with pytest.raises(UnavailableError, match="max_model_len=128"):
         engine.record([Rollout([3] * 100, [3] * 28, [0.0] * 28)], "prefill")
 
 

@@ -1,7 +1,7 @@
 """How far sampler and trainer are apart, every so many steps of a TRL training: `ShaketableCallback(mismatch_every=50)`.
 
 Right after completions were generated the sampler has the weights of this step, and their log-probabilities are at hand. Then
-a few of them are read by the model that is trained, both sides are held against themselves for the floor, all weights are
+a few of them are read by the model that is trained, both sides are compared with themselves for the floor, all weights are
 compared bit for bit, and the operators of one completion say which family causes most of the divergence.
 
 Who samples decides what can be had:
@@ -25,12 +25,12 @@ import torch
 
 from shaketable.errors import ShaketableError
 from shaketable.measure.decoding.dynamic import padded
-from shaketable.mismatch import weights as parameters
-from shaketable.mismatch.engines.engine import Rollout, RolloutEngine, Sampling
-from shaketable.mismatch.engines.hf import HFEngine
-from shaketable.mismatch.inside_job import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
-from shaketable.mismatch.processing import expected
+from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.hf import HFEngine
+from shaketable.mismatch.in_training import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
+from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.trainer import Trainer
+from shaketable.mismatch.weights import compare
 
 METHOD = "_generate_and_score_completions"
 
@@ -84,7 +84,7 @@ class MismatchCheck:
         rollouts, sampling = self._rollouts(made, side)
         if not rollouts:  # every completion was truncated and masked
             return self._weights(side, step)
-        meant = [expected(logits, r, sampling) for r, logits in zip(rollouts, side.logits(rollouts), strict=True)]
+        meant = read(side.logits(rollouts), rollouts, sampling).meant
         found = gap([r.logprobs for r in rollouts], meant) | self._weights(side, step)
         return found | floor_and_share(side, self.engine, rollouts) if self.budget.is_left else found
 
@@ -99,7 +99,7 @@ class MismatchCheck:
         if self.engine is None or isinstance(self.engine, HFEngine):
             return {}
         own = dict(side.model.named_parameters(remove_duplicate=False))
-        found = parameters.compare(own, self.engine.parameters(), self.engine.dtype)
+        found = compare(own, self.engine.parameters(), self.engine.dtype)
         if self.stop:
             refuse_stale(found, step)
         return weight_counts(found)
@@ -123,8 +123,8 @@ def _engine(trainer: Any) -> RolloutEngine | None:
         return None
     if generation.enable_sleep_mode:
         raise ShaketableError("vLLM's sleep mode puts its weights away behind every rollout; set vllm_enable_sleep_mode=False")
+    from shaketable.integrations.vllm.engine import VLLMEngine
     from shaketable.integrations.vllm.observe import observe
-    from shaketable.mismatch.engines.vllm import VLLMEngine
 
     generation.llm.collective_rpc(observe)
     return VLLMEngine(generation.llm, {})
@@ -166,9 +166,9 @@ def _generated(model: Any, prompts: list[list[int]], config: Any) -> list[Rollou
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids) if mask is None else mask, generation_config=asked
         )
-    told = torch.stack(out.scores, 1).double().log_softmax(-1)
+    scores = torch.stack(out.scores, 1).double().log_softmax(-1)
     return [
-        Rollout(list(prompt), completion, [float(told[row, i, t]) for i, t in enumerate(completion)])
+        Rollout(list(prompt), completion, [float(scores[row, i, t]) for i, t in enumerate(completion)])
         for row, prompt in enumerate(prompts)
         if (completion := _ended(out.sequences[row, ids.shape[1] :].tolist(), asked.eos_token_id))
     ]

@@ -1,4 +1,4 @@
-"""verl's actors, when samplers are held against them: their weights, and a whole model that reads rollouts.
+"""verl's actors in a comparison with samplers: their weights, and a whole model that reads rollouts.
 
 FSDP2 keeps a part of every weight on each rank. All ranks put them together, one weight after another; rank 0 compares each
 with the digests that samplers gave, and keeps it only where it differs, or where a whole model is asked for. Such a model is
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from shaketable.integrations.verl.mismatch.engine import VerlEngine
-from shaketable.mismatch.engines.engine import Rollout
-from shaketable.mismatch.inside_job import floor_and_share
+from shaketable.mismatch.engine import Rollout
+from shaketable.mismatch.in_training import floor_and_share
+from shaketable.mismatch.results import Weights
 from shaketable.mismatch.trainer import Trainer
 from shaketable.mismatch.weights import DigestComparison
 
@@ -36,14 +38,14 @@ WRAPPER = "_checkpoint_wrapped_module."
 
 
 class MeasuredWorker(ActorRolloutRefWorker):  # type: ignore[misc]
-    """verl's worker, which can be held against samplers."""
+    """verl's worker, which can be compared with samplers."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def compare_with_samplers(
         self, servers: Sequence[Any], folder: str, rollouts: Sequence[tuple[list[int], list[int]]]
     ) -> dict[str, Any] | None:
-        """Hold the weights against those of all samplers and, where there are rollouts, measure floor and share with the first.
+        """Compare the weights with those of all samplers and, where there are rollouts, measure floor and share with the first.
 
         Returns:
             On rank 0 what was found; every other rank helps to put weights together, and has nothing to say.
@@ -56,7 +58,7 @@ class MeasuredWorker(ActorRolloutRefWorker):  # type: ignore[misc]
             if is_first and rollouts:
                 whole[name] = value
             for one in compared:
-                one.look(name, value)
+                one.add(name, value)
         if not is_first:
             return None
         found: dict[str, Any] = {"weights": _together([c.result(e.parameters) for c, e in zip(compared, engines, strict=True)])}
@@ -73,11 +75,12 @@ class MeasuredWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         return found
 
 
-def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What was found of all samplers."""
-    rows = [row | {"name": f"{row['name']} (replica {i})"} for i, one in enumerate(found) for row in one["differing"]]
-    unknown = [name for one in found for name in one["unknown"]]
-    return {"differing": rows, "unknown": unknown, **{key: sum(one[key] for one in found) for key in ("compared", "cast")}}
+def _together(found: Sequence[Weights]) -> Weights:
+    """The comparisons with all samplers as one."""
+    differing = [replace(row, name=f"{row.name} (replica {i})") for i, one in enumerate(found) for row in one.differing]
+    unknown = [name for one in found for name in one.unknown]
+    compared, cast = sum(one.compared for one in found), sum(one.cast for one in found)
+    return Weights(compared, cast, differing, found[0].engine_dtype if found else "", [], unknown)
 
 
 def _whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

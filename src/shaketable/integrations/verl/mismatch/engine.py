@@ -1,4 +1,4 @@
-"""A sampler of verl as an engine that is held against the trainer: vLLM behind a server that only Ray reaches."""
+"""A sampler of verl as an engine that is compared with the trainer: vLLM behind a server that only Ray reaches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import ray
 import torch
 import vllm
 
-from shaketable.mismatch.engines.engine import EngineError
-from shaketable.mismatch.engines.vllm import EngineAnswer, VLLMEngine
+from shaketable.integrations.vllm.engine import EngineAnswer, VLLMEngine
+from shaketable.mismatch.engine import EngineError
 
 PATIENCE = 60.0
 """Seconds that an answer may take to be seen: a folder that machines share shows it late."""
@@ -47,15 +47,15 @@ class VerlEngine(VLLMEngine):
 
     def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Mapping[str, Any]]) -> list[EngineAnswer]:
         requests = [
-            self.server.generate.remote(list(prompt), _told(one), f"shaketable-{uuid.uuid4().hex}")
+            self.server.generate.remote(list(prompt), _request(one), f"shaketable-{uuid.uuid4().hex}")
             for prompt, one in zip(prompts, asked, strict=True)
         ]
         return [_answer(output) for output in self._asked(lambda: ray.get(requests))]
 
     def _call(self, name: str, *args: Any) -> Any:
         file = self.folder / f"answer-{uuid.uuid4().hex}.json"
-        told = (str(file), name, json.dumps(args))
-        self._asked(lambda: ray.get(self.server.collective_rpc.remote("shaketable_answer", args=told)))
+        given = (str(file), name, json.dumps(args))
+        self._asked(lambda: ray.get(self.server.collective_rpc.remote("shaketable_answer", args=given)))
         end = time.monotonic() + PATIENCE
         while not file.exists():
             if time.monotonic() > end:
@@ -81,7 +81,7 @@ class VerlEngine(VLLMEngine):
             yield folder
 
 
-def _told(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _request(asked: Mapping[str, Any]) -> dict[str, Any]:
     """A request as verl's server takes it: it knows log-probabilities of the tokens themselves, or none."""
     return {**asked, "logprobs": "logprobs" in asked, "detokenize": False}
 

@@ -18,7 +18,8 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from shaketable.integrations.verl.mismatch.actor import MeasuredWorker
 from shaketable.integrations.verl.own_classes import use_worker
 from shaketable.integrations.verl.settings import OBSERVER, ORDERS, Shaking
-from shaketable.mismatch.inside_job import ROLLOUTS, Budget, gap, named, refuse_stale, weight_counts
+from shaketable.mismatch.in_training import ROLLOUTS, Budget, gap, named, refuse_stale, weight_counts
+from shaketable.mismatch.results import as_json
 
 LINES = "mismatch.jsonl"
 FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"]
@@ -83,12 +84,18 @@ class MeasuringTrainer(PPOTrainerSync):  # type: ignore[misc]
             return found
         rollouts = self._rollouts if self._has_time else []
         with self.budget.spending():
-            told = self._compare(rollouts)
-        numbers = weight_counts(told["weights"]) | told.get("numbers", {}) | {"seconds": self.budget.spent - self._spent_before}
+            compared = self._compare(rollouts)
+        numbers = (
+            weight_counts(compared["weights"])
+            | compared.get("numbers", {})
+            | {"seconds": self.budget.spent - self._spent_before}
+        )
         with (self.shaking.ledger / LINES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": self.global_steps, **numbers, "differing": told["weights"]["differing"]}) + "\n")
+            file.write(
+                json.dumps({"step": self.global_steps, **numbers, "differing": as_json(compared["weights"].differing)}) + "\n"
+            )
         if self.asked.stop:
-            refuse_stale(told["weights"], self.global_steps)
+            refuse_stale(compared["weights"], self.global_steps)
         return {**found, **named(numbers)}
 
     def _compare(self, rollouts: list[Completion]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a vLLM worker tells about itself when it is held against a trainer: its weights, its operators, its routing.
+"""The calls that a vLLM worker answers for `shaketable mismatch`: its weights, its operators, its routing.
 
 vLLM makes its worker a subclass of `Observer` (`worker_extension_cls`), and the front end calls it by `collective_rpc`. Tensors
 come back through safetensors files in a folder that the front end names: vLLM does not pickle what a call returns.
@@ -7,7 +7,7 @@ A compiled model calls none of its modules, so while operators are recorded it r
 and the same kernels of attention; what compiling changes is a variant of its own (`graphs off`). Rejected: recording inside of
 the compiled graph, where most operators no longer exist.
 
-Teacher-forced decoding: vLLM has no way to be told the next token (`trace_decode_token_ids` is for one of its runners, and not
+Teacher-forced decoding: vLLM has no way to set the next token (`trace_decode_token_ids` is for one of its runners, and not
 the CPU's). So the sampler's output is replaced by the token that the request carries, and the log-probability by that of this
 token, by the sampler's own function, on the logits as the model gave them.
 """
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shaketable.integrations.vllm.engine import FORCED
 from shaketable.integrations.vllm.observe.operators import WorkerRecorder
 from shaketable.integrations.vllm.observe.weights import weights
-from shaketable.mismatch.engines.vllm import FORCED
 from shaketable.mismatch.weights import digest
 
 SHARD = 2**30
@@ -57,17 +57,17 @@ class Observer:
         """Write weights, under the trainer's names, into numbered safetensors files; how many files."""
         from safetensors.torch import save_file
 
-        held: dict[str, Tensor] = {}
+        shard: dict[str, Tensor] = {}
         files = size = 0
         for name, weight in weights(_model(self)):
             if names is not None and name not in names:
                 continue
-            held[name] = weight
+            shard[name] = weight
             size += weight.nbytes
             if size > SHARD:
-                save_file(held, Path(folder) / f"weights-{files}.safetensors")
-                held, files, size = {}, files + 1, 0
-        save_file(held, Path(folder) / f"weights-{files}.safetensors")
+                save_file(shard, Path(folder) / f"weights-{files}.safetensors")
+                shard, files, size = {}, files + 1, 0
+        save_file(shard, Path(folder) / f"weights-{files}.safetensors")
         return files + 1
 
     def shaketable_record(self) -> None:
@@ -82,7 +82,7 @@ class Observer:
         recorder: WorkerRecorder = self.__dict__.pop("_shaketable_recorder")
         recorder.close()
         self.shaketable_graphs(True)
-        tensors, calls = recorder.told()
+        tensors, calls = recorder.result()
         save_file(tensors, Path(folder) / "tensors.safetensors")
         (Path(folder) / "calls.json").write_text(json.dumps(calls), encoding="utf-8")
 
@@ -107,7 +107,7 @@ class Observer:
 
 
 def observe(worker: Any) -> None:
-    """Let a worker that was made without this extension answer its calls: one in this process, that somebody else started."""
+    """Let a worker that was made without this extension answer its calls: one in this process, that another program started."""
     for name in [name for name in vars(Observer) if name.startswith("shaketable_")]:
         worker.__dict__[name] = functools.partial(getattr(Observer, name), worker)
 
@@ -133,9 +133,9 @@ def _forcing(runner: Any, sampler: Any) -> list[Any]:
         tokens = output.sampled_token_ids.flatten().long()
         for row, request in enumerate(runner.input_batch.req_ids):
             state = runner.requests[request]
-            told = (state.sampling_params.extra_args or {}).get(FORCED)
-            if told is not None and len(state.output_token_ids) < len(told):
-                tokens[row] = told[len(state.output_token_ids)]
+            forced = (state.sampling_params.extra_args or {}).get(FORCED)
+            if forced is not None and len(state.output_token_ids) < len(forced):
+                tokens[row] = forced[len(state.output_token_ids)]
         output.sampled_token_ids = tokens.to(torch.int32).unsqueeze(-1)
         output.logprobs_tensors = sampler.gather_logprobs(raw.pop(), 0, tokens)
 

@@ -1,8 +1,8 @@
-"""Every operator of a vLLM model: what it read and what it made, in the terms that `mismatch/engines/engine.py` has for them.
+"""Every operator of a vLLM model with its inputs and its result, in the terms of `numerics/decoder_operators.py`.
 
 Hooks on vLLM's modules. Inputs are copied before the call, because norms and rotary embeddings write into them. Fused
-projections are told one by one. A rotary embedding is one module for all layers; the attention that runs tells which layer it
-is in.
+projections are recorded one by one. A rotary embedding is one module for all layers; its layer is that of the attention that
+runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shaketable.integrations.vllm.observe.weights import fused
+from shaketable.sites.engine_modules import is_engine_experts
 from shaketable.sites.structure import Anatomy, Part
-from shaketable.sites.vllm_modules import is_engine_experts
 
 
 @dataclass
@@ -37,7 +37,7 @@ class WorkerRecorder:
     calls: list[_Call] = field(default_factory=list)
     passes: int = 0
     routed: dict[str, Tensor] = field(default_factory=dict)
-    """Chosen experts: pass and layer, as `told` names them."""
+    """Chosen experts: pass and layer, as `result` names them."""
 
     def __post_init__(self) -> None:
         self.hooks: list[Any] = []
@@ -80,7 +80,7 @@ class WorkerRecorder:
 
         router.set_capture_fn(capture)
 
-    def _hook(self, part: Part, tell: Callable[[Part, list[Tensor], tuple[Tensor, ...]], None]) -> None:
+    def _hook(self, part: Part, add: Callable[[Part, list[Tensor], tuple[Tensor, ...]], None]) -> None:
         read: list[Tensor] = []
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,26 +90,26 @@ class WorkerRecorder:
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             made = output if isinstance(output, tuple) else (output,)
-            tell(part, read, tuple(_copy(x) for x in made if isinstance(x, Tensor)))
+            add(part, read, tuple(_copy(x) for x in made if isinstance(x, Tensor)))
 
         self.hooks += [
             part.module.register_forward_pre_hook(before, with_kwargs=True),
             part.module.register_forward_hook(after, with_kwargs=True),
         ]
 
-    def _tell(self, name: str, kind: str, layer: int | None, output: Tensor, **inputs: Tensor) -> None:
+    def _add(self, name: str, kind: str, layer: int | None, output: Tensor, **inputs: Tensor) -> None:
         self.calls.append(_Call(name, kind, layer, inputs, output, self.passes))
 
     def _embedding(self, part: Part, read: list[Tensor], made: tuple[Tensor, ...]) -> None:
-        self._tell(part.name, "embedding", part.layer, made[0], ids=read[0])
+        self._add(part.name, "embedding", part.layer, made[0], ids=read[0])
 
     def _norm(self, part: Part, read: list[Tensor], made: tuple[Tensor, ...]) -> None:
         if len(read) == 1:
-            self._tell(part.name, "rms_norm", part.layer, made[0], x=read[0])
+            self._add(part.name, "rms_norm", part.layer, made[0], x=read[0])
             return
         name, layer = self._sum(part)
-        self._tell(name, "residual", layer, made[1], x=read[0], residual=read[1])
-        self._tell(part.name, "rms_norm", part.layer, made[0], x=read[0], residual=read[1])
+        self._add(name, "residual", layer, made[1], x=read[0], residual=read[1])
+        self._add(part.name, "rms_norm", part.layer, made[0], x=read[0], residual=read[1])
 
     def _sum(self, part: Part) -> tuple[str, int]:
         """What a norm that adds first has added: behind the attention of its own layer, or behind the MLP of the one before."""
@@ -127,11 +127,11 @@ class WorkerRecorder:
         above, _, last = part.name.rpartition(".")
         kind = "router" if part.role == "router" else "linear"
         if (names := self.fused.get(last)) is None or not hasattr(part.module, "output_sizes"):
-            self._tell(part.name, kind, part.layer, made[0], x=read[0])
+            self._add(part.name, kind, part.layer, made[0], x=read[0])
             return
         sizes: Any = part.module.output_sizes
         for name, output in zip(names, made[0].split(list(sizes), -1), strict=True):
-            self._tell(f"{above}.{name}", kind, part.layer, output, x=read[0])
+            self._add(f"{above}.{name}", kind, part.layer, output, x=read[0])
 
     def _rotary(self, part: Part, read: list[Tensor], made: tuple[Tensor, ...]) -> None:
         assert self.attention is not None
@@ -139,7 +139,7 @@ class WorkerRecorder:
         for name, before, after in zip(("rotary_q", "rotary_k"), read[1:3], made, strict=True):
             heads = (-1, before[0].numel() // rotary.head_size, rotary.head_size)
             path = f"{self.attention.name}.{name}"
-            self._tell(path, "rotary", self.attention.layer, after.view(heads), x=before.view(heads), positions=read[0])
+            self._add(path, "rotary", self.attention.layer, after.view(heads), x=before.view(heads), positions=read[0])
 
     def _attention(self, part: Part, read: list[Tensor], made: tuple[Tensor, ...]) -> None:
         module: Any = part.module
@@ -147,17 +147,17 @@ class WorkerRecorder:
         k = read[1].view(-1, module.num_kv_heads, module.head_size)
         v = read[2].view(-1, module.num_kv_heads, module.head_size_v)
         name = part.name.rpartition(".")[0]
-        self._tell(name, "attention", part.layer, made[0].reshape(len(q), -1), q=q, k=k, v=v)
+        self._add(name, "attention", part.layer, made[0].reshape(len(q), -1), q=q, k=k, v=v)
 
     def _activation(self, part: Part, read: list[Tensor], made: tuple[Tensor, ...]) -> None:
         gate, up = read[0].chunk(2, -1)
-        self._tell(part.name, "activation", part.layer, made[0], x=gate, up=up)
+        self._add(part.name, "activation", part.layer, made[0], x=gate, up=up)
 
     def _experts(self, part: Part, read: list[Tensor], made: tuple[Tensor, ...]) -> None:
-        self._tell(part.name, "experts", part.layer, made[0], x=read[0])
+        self._add(part.name, "experts", part.layer, made[0], x=read[0])
 
     def _head(self, part: Part, read: list[Tensor], made: tuple[Tensor, ...]) -> None:
-        self._tell("lm_head", "lm_head", None, made[0], x=read[0])
+        self._add("lm_head", "lm_head", None, made[0], x=read[0])
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -166,15 +166,15 @@ class WorkerRecorder:
         for router, capture in self.routers:
             router.set_capture_fn(capture)
 
-    def told(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors by number, and what each is of."""
         tensors: dict[str, Tensor] = {f"routed/{key}": ids for key, ids in self.routed.items()}
         calls: list[dict[str, Any]] = []
         for number, call in enumerate(self.calls):
             tensors |= {f"{number}/{key}": value.contiguous().clone() for key, value in call.inputs.items()}
             tensors[f"{number}/output"] = call.output.contiguous().clone()
-            told = {"name": call.name, "kind": call.kind, "layer": call.layer, "pass": call.number}
-            calls.append(told | {"inputs": list(call.inputs)})
+            about = {"name": call.name, "kind": call.kind, "layer": call.layer, "pass": call.number}
+            calls.append(about | {"inputs": list(call.inputs)})
         return tensors, {"calls": calls, "routed": list(self.routed)}
 
 

@@ -1,0 +1,360 @@
+"""The operators of a Hugging Face decoder while it runs, to record or to change them.
+
+Operators that are modules are hooked: first in line on the input, last in line on the output, so that the effect of other hooks
+belongs to the operator. Operators between modules are read off the modules around them: attention is the input of o_proj, the
+activation that of down_proj, a sum of the residual stream that of the next norm. The rotation is a function of the model's
+file and is replaced there for the time of the call. `recorder.py` records torch functions instead, which an engine with fused
+kernels does not have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shaketable.errors import UnavailableError
+from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall, scale_of
+from shaketable.sites.structure import find_layers
+
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+Visit = Callable[[OperatorCall, int], Tensor | None]
+"""Called with an operator's call for one row of the batch, and the row; a result replaces the operator's, in a batch of one."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """The parts of a decoder of Llama's shape: Llama, Mistral, Qwen 2 and 3, SmolLM, Granite, and others with their names."""
+
+    model: Any
+    layers: list[nn.Module]
+    paths: list[str]
+    embedding: str
+    norm: str
+    rotary: str
+    head: str
+
+    @classmethod
+    def of(cls, model: Any) -> DecoderParts:
+        """The parts of a model; an error in one line where it has another shape."""
+        layers, paths = find_layers(model)
+        for layer in layers:
+            lacks = [n for n in NORMS if n not in layer._modules]
+            lacks += [n for n in ATTENTION if not hasattr(layer._modules.get("self_attn"), n)]
+            if lacks or len([n for n in layer._modules if "norm" in n]) != len(NORMS):
+                what = f"has no {lacks[0]}" if lacks else "has other norms"
+                raise UnavailableError(
+                    f"the operators of {type(model).__name__} are not known: its layer {what}, unlike Llama's"
+                )
+        names = {id(module): name for name, module in model.named_modules()}
+        outside = {n: m for n, m in model.named_modules() if not any(n.startswith(f"{p}.") for p in paths)}
+        norm = [n for n, m in outside.items() if "rmsnorm" in type(m).__name__.lower()]
+        rotary = [n for n, m in outside.items() if "rotary" in type(m).__name__.lower()]
+        if not layers or len(norm) != 1 or len(rotary) != 1:
+            raise UnavailableError(f"the operators of {type(model).__name__} are not known: it is not of Llama's shape")
+        ends = [names[id(m)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+        return cls(model, layers, paths, ends[0], norm[0], rotary[0], ends[1])
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """The part of one row of a batch that is not padding."""
+
+    padding: int = 0
+    """Columns in front of the sequence."""
+    start: int = 0
+    """Position of the first token behind them."""
+
+
+@contextmanager
+def observed(model: Any, visit: Visit, spans: Sequence[RowSpan | None] = (RowSpan(),)) -> Iterator[None]:
+    """Calls of the model with every operator shown to `visit`; a span for each row of the batch, None to pass it over."""
+    observer = _Observer(DecoderParts.of(model), visit, spans)
+    try:
+        with torch.no_grad():
+            observer.attach()
+            yield
+    finally:
+        observer.remove()
+
+
+class _Observer:
+    """Hooks on one model; `made` has the last result of every operator by its name."""
+
+    def __init__(self, decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None]) -> None:
+        self.decoder, self.visit, self.spans = decoder, visit, spans
+        self.handles: list[Any] = []
+        self.made: dict[str, Tensor] = {}
+        self.rotating: tuple[int, str] | None = None
+        """Layer and path of the attention that runs."""
+        self.replaced: list[tuple[Any, Any]] = []
+
+    def attach(self) -> None:
+        d = self.decoder
+        self._module(d.embedding, "embedding", None, "ids")
+        for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
+            self._layer(index, layer, path)
+        if scale_of(d.model, "embedding_scale") != 1:
+            self._before(d.layers[0], lambda x: self._between("embedding_scale", "scale", None, x, x=d.embedding))
+        self._module(d.norm, "rms_norm", None)
+        self._module(d.head, "lm_head", None)
+        if scale_of(d.model, "logits_scale") != 1:
+            self.handles.append(d.model.register_forward_hook(self._logits))
+        for home in {sys.modules[type(layer.self_attn).__module__] for layer in d.layers}:
+            rotate = vars(home).get("apply_rotary_pos_emb")
+            if rotate is None:
+                raise UnavailableError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
+            self.replaced.append((home, rotate))
+            home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for home, rotate in self.replaced:
+            home.apply_rotary_pos_emb = rotate
+
+    # ---- one layer
+
+    def _layer(self, index: int, layer: nn.Module, path: str) -> None:
+        attention, own = f"{path}.self_attn", layer._modules["self_attn"]
+        assert own is not None
+        self._before(layer, lambda x: self.made.update({f"{path}.in": x}))
+        self._module(f"{path}.input_layernorm", "rms_norm", index)
+        self.handles.append(own.register_forward_pre_hook(lambda m, a: setattr(self, "rotating", (index, attention))))
+        self.handles.append(own.register_forward_hook(lambda m, a, o: setattr(self, "rotating", None)))
+        for name in ("q_norm", "k_norm"):
+            if name in own._modules:
+                self._module(f"{attention}.{name}", "rms_norm", index)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self._module(f"{attention}.{name}", "linear", index)
+        self._before(self._get(f"{attention}.o_proj"), lambda x: self._attention(index, attention, x))
+        self._module(f"{attention}.o_proj", "linear", index)
+        self._before(self._get(f"{path}.post_attention_layernorm"), lambda x: self._middle(index, path, x))
+        self._module(f"{path}.post_attention_layernorm", "rms_norm", index)
+        self._mlp(index, layer, f"{path}.mlp")
+        self.handles.append(layer.register_forward_hook(lambda m, a, o: self._end(index, path, o)))
+
+    def _mlp(self, index: int, layer: nn.Module, path: str) -> None:
+        block = layer._modules["mlp"]
+        assert block is not None
+        if not all(name in block._modules for name in MLP):
+            name: str | None = next((n for n in ROUTERS if n in block._modules), None)
+            if name is not None and block._modules[name]._parameters.get("weight") is not None:  # type: ignore[union-attr]
+                self._module(f"{path}.{name}", "router", index)
+            self._module(path, "experts", index)
+            return
+        self.handles.append(block.register_forward_hook(lambda m, a, o: self.made.update({path: o})))
+        gate, up = f"{path}.gate_proj", f"{path}.up_proj"
+        for name in (gate, up):
+            self._module(name, "linear", index)
+        self._before(
+            self._get(f"{path}.down_proj"), lambda x: self._between(f"{path}.act_fn", "activation", index, x, x=gate, up=up)
+        )
+        self._module(f"{path}.down_proj", "linear", index)
+
+    def _attention(self, index: int, path: str, output: Tensor) -> Tensor | None:
+        names = {"q": f"{path}.rotary_q", "k": f"{path}.rotary_k", "v": f"{path}.v_proj"}
+        if all(name in self.made for name in names.values()):
+            v, k = self.made[names["v"]], self.made[names["k"]]
+            self.made[f"{path}.v"] = v.view(*v.shape[:-1], -1, k.shape[-1])
+        return self._between(path, "attention", index, output, **names | {"v": f"{path}.v"})
+
+    def _middle(self, index: int, path: str, output: Tensor) -> None:
+        """The residual stream after attention; a change of it is added before it, by o_proj."""
+        self.made[f"{path}.middle"] = output
+        name = f"{path}.attention_residual"
+        self._between(name, "residual", index, output, x=f"{path}.self_attn.o_proj", residual=f"{path}.in")
+
+    def _end(self, index: int, path: str, output: Any) -> Any:
+        made = output[0] if isinstance(output, tuple) else output
+        name = f"{path}.mlp_residual"
+        changed = self._between(name, "residual", index, made, x=f"{path}.mlp", residual=f"{path}.middle")
+        return changed if changed is None or not isinstance(output, tuple) else (changed, *output[1:])
+
+    def _logits(self, model: nn.Module, args: Any, output: Any) -> Any:
+        changed = self._between("logits_scale", "scale", None, output.logits, x=self.decoder.head)
+        if changed is not None:
+            output.logits = changed
+        return output
+
+    def _rotation(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
+        def rotated(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            ends: list[Tensor] = list(rotate(q, k, *args, **kwargs))
+            if self.rotating is None:
+                return ends[0], ends[1]
+            index, path = self.rotating
+            for i, (name, x) in enumerate((("rotary_q", q), ("rotary_k", k))):
+                inputs = {"x": x.transpose(1, 2)}
+                changed = self._show(f"{path}.{name}", "rotary", index, inputs, ends[i].transpose(1, 2))
+                ends[i] = ends[i] if changed is None else changed.transpose(1, 2)
+                self.made[f"{path}.{name}"] = ends[i].transpose(1, 2)
+            return ends[0], ends[1]
+
+        return rotated
+
+    # ---- hooks
+
+    def _get(self, path: str) -> nn.Module:
+        found: nn.Module = self.decoder.model.get_submodule(path)
+        return found
+
+    def _before(self, module: nn.Module, see: Callable[[Tensor], Tensor | None]) -> None:
+        """Call `see` with a module's input before any other hook changes it."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            changed = see(args[0] if args else kwargs["hidden_states"])
+            return None if changed is None else ((changed, *args[1:]), kwargs)
+
+        self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+
+    def _module(self, path: str, kind: str, layer: int | None, key: str = "x") -> None:
+        """An operator that is a module."""
+        given: dict[str, Tensor] = {}
+        module = self._get(path)
+        self._before(module, lambda x: given.update(x=x))
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+            made = output[0] if isinstance(output, tuple) else output  # a router gives its choice too
+            changed = self._show(path, kind, layer, {key: given["x"]}, made)
+            self.made[path] = made if changed is None else changed
+            return changed if isinstance(output, Tensor) else None
+
+        self.handles.append(module.register_forward_hook(after))
+
+    def _between(self, name: str, kind: str, layer: int | None, output: Tensor, **sources: str) -> Tensor | None:
+        """An operator between modules, whose inputs are results of others; a layer that is skipped has none."""
+        if not all(source in self.made for source in sources.values()):
+            return None
+        return self._show(name, kind, layer, {key: self.made[source] for key, source in sources.items()}, output)
+
+    def _show(self, name: str, kind: str, layer: int | None, inputs: dict[str, Tensor], output: Tensor) -> Tensor | None:
+        changed = None
+        for row, span in enumerate(self.spans):
+            if span is None:
+                continue
+            read = {key: self._row(t, row, span) for key, t in inputs.items()}
+            made = self._row(output, row, span)
+            if kind in ("rotary", "attention"):
+                read["positions"] = torch.arange(span.start, span.start + len(made))
+            changed = self.visit(OperatorCall(name, kind, layer, read, made), row)
+        if changed is None:
+            return None
+        # nothing reads logits in the model's dtype, and rounding would hide a difference in float32
+        dtype = changed.dtype if name == "logits_scale" or kind == "lm_head" else output.dtype
+        return changed.reshape(output.shape).to(output.device, dtype)
+
+    def _row(self, x: Tensor, row: int, span: RowSpan) -> Tensor:
+        """One row of the batch; a router has flattened it."""
+        flattened = x.dim() == 2 and x.is_floating_point()
+        return (x.reshape(len(self.spans), -1, x.shape[-1]) if flattened else x)[row, span.padding :]
+
+
+@dataclass(frozen=True)
+class RecordedRow:
+    """The calls of one sequence of a batch."""
+
+    calls: list[OperatorCall]
+    prompt: list[OperatorCall] | None
+    """In `decode`, the calls of reading the prompt, which went before."""
+    logits: Tensor
+    """The model's own, before each token of the completion."""
+    head: Tensor
+    """The result of the head for the same tokens: another one where the model changes logits behind it."""
+
+
+def padded(rows: Sequence[Sequence[int]], side: Literal["left", "right"] = "left", extra: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of rows of different lengths."""
+    width = max(len(row) for row in rows) + extra
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, place], mask[i, place] = torch.tensor(row), 1
+    return ids, mask
+
+
+def masked(mask: Tensor, last: int | None = None) -> dict[str, Tensor]:
+    """Mask and positions of the last so many columns; none where nothing is padded, as trainers call their models then."""
+    if bool(mask.all()):
+        return {}
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    return {"attention_mask": mask, "position_ids": places if last is None else places[:, -last:]}
+
+
+@torch.no_grad()
+def record_batch(
+    model: Any, sequences: Sequence[tuple[list[int], list[int]]], phase: Phase, rows: Sequence[int] | None = None
+) -> list[RecordedRow]:
+    """The calls of every operator on these sequences, read together: padded on the left, as a sampler batches them.
+
+    Args:
+        model: A causal language model.
+        sequences: Prompts and completions; in `decode`, prompts are read first and completions token by token.
+        phase: prefill or decode.
+        rows: Those of the sequences that are recorded; the others are read with them. All by default.
+    """
+    kept = range(len(sequences)) if rows is None else rows
+    prefill = phase == "prefill" or not any(completion for _, completion in sequences)
+    front = [[*prompt, *completion] if prefill else prompt for prompt, completion in sequences]
+    device = model.get_input_embeddings().weight.device
+    ids, mask = (x.to(device) for x in padded(front))
+    width = ids.shape[1]
+    spans = {row: RowSpan(width - len(front[row])) for row in kept}
+    calls, logits, cache = _pass(model, ids, mask, spans, None)
+    if prefill:
+        ends = {i: slice(len(sequences[i][0]) - 1, -1) for i in kept}
+        return [RecordedRow(calls[i], None, logits[i][ends[i]], calls[i][-1].output[ends[i]]) for i in kept]
+    passes = {row: [calls[row]] for row in kept}
+    made = {row: [logits[row][-1:]] for row in kept}
+    for step in range(max(len(completion) for _, completion in sequences)):
+        tokens = [one[step] if step < len(one) else 0 for _, one in sequences]
+        mask = torch.cat([mask, mask.new_ones(len(sequences), 1)], 1)
+        spans = {i: RowSpan(0, len(sequences[i][0]) + step) for i in kept if step < len(sequences[i][1])}
+        calls, logits, cache = _pass(model, torch.tensor(tokens, device=device).unsqueeze(1), mask, spans, cache)
+        for row in spans:
+            passes[row].append(calls[row])
+            made[row].append(logits[row])
+    found = []
+    for row, one in passes.items():
+        joined, prompt = _joined(one), one[0]
+        head = torch.cat([prompt[-1].output[-1:], joined[-1].output[:-1]])
+        found.append(RecordedRow(joined, prompt, torch.cat(made[row][:-1]), head))
+    return found
+
+
+def _pass(
+    model: Any, ids: Tensor, mask: Tensor, spans: Mapping[int, RowSpan], cache: Any
+) -> tuple[dict[int, list[OperatorCall]], dict[int, Tensor], Any]:
+    """One forward with a cache: calls and logits of some rows, on the CPU, without the padding."""
+    calls: dict[int, list[OperatorCall]] = {row: [] for row in spans}
+    with observed(model, lambda call, row: calls[row].append(_copied(call)), [spans.get(i) for i in range(len(ids))]):
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, **masked(mask, ids.shape[1]))
+    logits = {row: out.logits[row, span.padding :].detach().cpu() for row, span in spans.items()}
+    return calls, logits, out.past_key_values
+
+
+def _copied(call: OperatorCall) -> OperatorCall:
+    inputs = {key: t.detach().cpu().clone() for key, t in call.inputs.items()}
+    return OperatorCall(call.name, call.kind, call.layer, inputs, call.output.detach().cpu().clone())
+
+
+def _joined(passes: list[list[OperatorCall]]) -> list[OperatorCall]:
+    """Calls of single tokens put together; keys and values are those of the prompt too."""
+    joined = []
+    by_name = [{call.name: call for call in calls} for calls in passes]
+    for first in passes[0]:
+        if not all(first.name in calls for calls in by_name):  # it ran in some passes only
+            continue
+        calls = [one[first.name] for one in by_name]
+        later = calls[1:]
+        inputs = {key: torch.cat([c.inputs[key] for c in (calls if key in ("k", "v") else later)]) for key in first.inputs}
+        joined.append(OperatorCall(first.name, first.kind, first.layer, inputs, torch.cat([c.output for c in later])))
+    return joined

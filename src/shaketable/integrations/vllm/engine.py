@@ -1,0 +1,341 @@
+"""The engine vllm of `shaketable mismatch`: a `vllm.LLM` that is compared with a trainer.
+
+vLLM runs as its user runs it, in a process of its own, compiled or not, with its own kernels and packed weights: nothing is
+switched off for the comparison. Its worker (`observe`) gives what a front end cannot see: weights, operators, routing, and
+decoding along given tokens.
+
+The variants, all of them ways of vLLM itself to compute the same: requests one at a time instead of all at once, `decode` token
+by token instead of as a prompt, `prefix cache` with the front of the sequence taken from the cache, `graphs off` without what
+torch.compile made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from shaketable.capture.decoder import Phase
+from shaketable.errors import UnavailableError, first_problem
+from shaketable.integrations.vllm.recording import WorkerRecording
+from shaketable.mismatch.engine import (
+    ALONE,
+    CACHED,
+    DECODE,
+    EAGER,
+    EngineError,
+    OperatorRecord,
+    Rollout,
+    Routed,
+    Sampling,
+)
+from shaketable.mismatch.results import EngineFacts
+from shaketable.numerics.decoder_operators import OperatorCall, log_softmax_call
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OBSERVER = "shaketable.integrations.vllm.observe.Observer"
+FORCED = "shaketable_forced"
+"""The key in `SamplingParams.extra_args` that holds the tokens a request is to decode."""
+READ = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+"""A request whose prompt is read and given log-probabilities."""
+USUAL = {"disable_log_stats": True, "seed": 0}
+"""Arguments of vLLM's that are ours unless the user gives others."""
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """What vLLM gave back for one request; log-probabilities only where they were asked for."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+    """Of every token of the prompt; the first has none."""
+    finish: str
+    cached: int
+    """Tokens of the prompt that were in the prefix cache."""
+
+
+class VLLMEngine:
+    """A `vllm.LLM` and the one worker behind it."""
+
+    name = "vllm"
+    together = 1
+
+    def __init__(self, llm: Any, arguments: Mapping[str, Any]) -> None:
+        self.llm = llm
+        self.arguments = dict(arguments)
+        self.version = str(sys.modules["vllm"].__version__)
+        config = llm.llm_engine.vllm_config
+        self.dtype = config.model_config.dtype
+        self.mode = str(config.model_config.logprobs_mode)
+        self.facts = self._call("shaketable_facts")
+
+    @classmethod
+    def open(cls, model: str, arguments: Mapping[str, Any]) -> VLLMEngine:
+        """Start vLLM; `arguments` are those of `vllm.LLM`, and `model`."""
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            from vllm import LLM
+        except ImportError:
+            raise EngineError("--engine vllm needs vLLM in this environment: pip install vllm") from None
+        from shaketable.models import servable_path
+
+        given = {**USUAL, **arguments}
+        path = servable_path(str(given.pop("model", model)))
+        try:
+            llm = LLM(path, **{**given, "worker_extension_cls": OBSERVER})
+        except Exception as error:
+            raise EngineError(f"vLLM could not start {path}: {_first_line(error)}") from error
+        return cls(llm, arguments)
+
+    def describe(self) -> EngineFacts:
+        """For the report."""
+        return EngineFacts(self.name, self.version, str(self.dtype).removeprefix("torch."), {**self.facts, **self.arguments})
+
+    # ---- tokens
+
+    def sample(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Rollout]:
+        """Draw one completion for each prompt, all at once."""
+        self._set_mode(f"{sampling.logprobs_mode}_logprobs")
+        common = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "repetition_penalty": sampling.repetition_penalty,
+            "logit_bias": dict(sampling.logit_bias) or None,
+            "stop_token_ids": list(sampling.stop),
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
+        done = self._generate(prompts, [common | {"seed": sampling.seed + i} for i in range(len(prompts))])
+        return [_rollout(list(prompt), answer) for prompt, answer in zip(prompts, done, strict=True)]
+
+    def logprobs(self, rollouts: Sequence[Rollout], variant: str | None = None) -> list[list[float]]:
+        """Log-probabilities of the completions' tokens."""
+        if variant is None:
+            return self._read(rollouts)
+        if variant == ALONE:
+            return [self._read([rollout])[0] for rollout in rollouts]
+        if variant == DECODE:
+            self._forget()
+            return self._decode([(r.prompt, r.completion) for r in rollouts])
+        if variant == CACHED:
+            return self._from_cache(rollouts)
+        if variant == EAGER:
+            with self._switched("shaketable_graphs", False):
+                return self._read(rollouts)
+        raise UnavailableError(f"vLLM has no variant {variant!r}; valid: {', '.join(self.variants())}")
+
+    def variants(self) -> list[str]:
+        """What this engine can do in two ways."""
+        cached, compiled = bool(self.facts["caches_prefixes"]), bool(self.facts["compiled"] and not self.facts["captured"])
+        return [ALONE, DECODE, *([CACHED] if cached else []), *([EAGER] if compiled else [])]
+
+    def _read(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
+        """As vLLM reads a prompt."""
+        done = self._generate([r.tokens for r in rollouts], [READ] * len(rollouts))
+        return [answer.prompt_logprobs[len(r.prompt) :] for r, answer in zip(rollouts, done, strict=True)]
+
+    def _decode(self, parts: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Token by token, along the given ones."""
+        with self._switched("shaketable_force", True):
+            done = self._generate([prompt for prompt, _ in parts], [_forced(rest) for _, rest in parts])
+        return [answer.logprobs for answer in done]
+
+    def _from_cache(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
+        """Decode once, so that the cache knows the sequence, then again from what it knows."""
+        found = self._decode([(r.prompt, r.completion) for r in rollouts])
+        long = [(i, cut) for i, r in enumerate(rollouts) if (cut := self._cut(r)) is not None]
+        if not long:
+            raise UnavailableError(f"no sequence fills a block of {self.facts['block']} tokens, which is what vLLM caches")
+        again = self._decode([(rollouts[i].tokens[:cut], rollouts[i].tokens[cut:]) for i, cut in long])
+        for (i, cut), logprobs in zip(long, again, strict=True):
+            found[i][cut - len(rollouts[i].prompt) :] = logprobs
+        return found
+
+    def _cut(self, rollout: Rollout) -> int | None:
+        """Where to cut a sequence so that the front has been cached: behind the prompt, or else behind the first block."""
+        cut = max(len(rollout.prompt), int(self.facts["block"]) + 1)
+        return cut if cut < len(rollout.tokens) else None
+
+    # ---- inside
+
+    def parameters(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Weights under the trainer's names; all, or those that are named."""
+        from safetensors import safe_open
+
+        self._one_worker("its weights")
+        with self._folder() as folder:
+            for number in range(self._call("shaketable_weights", folder, None if names is None else list(names))):
+                with safe_open(Path(folder) / f"weights-{number}.safetensors", framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118
+                        yield name, file.get_tensor(name)
+
+    def logits(self, rollouts: Sequence[Rollout]) -> Iterator[Tensor]:
+        """Of the model itself, before each token of the completions, decoded along them."""
+        for rollout in rollouts:
+            yield self.record([rollout], "decode")[0].calls[-1].inputs["x"]
+
+    def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[OperatorRecord]:
+        """Every operator on these rollouts, one at a time: a pass of vLLM's mixes tokens of several requests."""
+        found = []
+        for rollout in rollouts if rows is None else [rollouts[i] for i in rows]:
+            calls = self._record(rollout, phase)
+            alone = Rollout(rollout.prompt, [], [])
+            found.append(
+                OperatorRecord(calls, self._record(alone, "prefill") if phase == "decode" and rollout.completion else None)
+            )
+        return found
+
+    def _record(self, rollout: Rollout, phase: Phase) -> list[OperatorCall]:
+        tokens, prompt_length = rollout.tokens, len(rollout.prompt)
+        recording, logprobs = self._recorded(tokens, prompt_length, phase)
+        calls = recording.calls(0 if phase == "prefill" else prompt_length)
+        if not rollout.completion:
+            return calls
+        import torch
+
+        logits = recording.logits(prompt_length - 1, len(tokens) - 1)
+        return [*calls, log_softmax_call(logits, rollout.completion, torch.tensor(logprobs))]
+
+    def routing(self, tokens: list[int]) -> dict[int, Routed] | None:
+        """Chosen experts of every layer that has some."""
+        found = self._recorded(tokens, len(tokens), "prefill")[0].routing()
+        return None if found is None else {layer: Routed(ids) for layer, ids in found.items()}
+
+    def _recorded(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[WorkerRecording, list[float]]:
+        """What the worker recorded, and the log-probabilities of the completion that came out of the same passes."""
+        self._one_worker("its operators")
+        if self.facts["captured"]:
+            raise UnavailableError(
+                "captured CUDA graphs call no module: start vLLM with enforce_eager=true to see its operators"
+            )
+        if len(tokens) >= self.facts["longest"]:
+            raise UnavailableError(f"{len(tokens)} tokens and one more do not fit into max_model_len={self.facts['longest']}")
+        self._forget()
+        self._call("shaketable_record")
+        with self._folder() as folder:
+            try:
+                spans, logprobs = self._run_once(tokens, prompt_length, phase)
+            finally:
+                self._call("shaketable_recorded", folder)
+            return WorkerRecording.load(Path(folder), tokens, spans), logprobs
+
+    def _run_once(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[list[tuple[int, int]], list[float]]:
+        """Run the tokens through the model; of each request, the first token that was computed and the one behind the last.
+
+        And the log-probabilities of the tokens behind the prompt.
+        """
+        if phase == "prefill":
+            (done,) = self._generate([tokens], [READ])
+            return [(0, len(tokens))], done.prompt_logprobs[prompt_length:]
+        first = [(0, prompt_length)] if self.facts["caches_prefixes"] else []
+        if first:
+            self._generate([tokens[:prompt_length]], [{"max_tokens": 1, "temperature": 0}])
+        with self._switched("shaketable_force", True):
+            rest = _forced([*tokens[prompt_length:], tokens[-1]])
+            (done,) = self._generate([tokens[:prompt_length]], [rest])
+        return [*first, (done.cached, len(tokens))], done.logprobs[:-1]
+
+    def close(self) -> None:
+        """End the processes of vLLM."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+
+    # ---- talking to it
+
+    def _generate(self, prompts: Sequence[list[int]], asked: Sequence[Mapping[str, Any]]) -> list[EngineAnswer]:
+        """One request for each prompt; `asked` holds arguments of vLLM's `SamplingParams`."""
+        from vllm import SamplingParams
+
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        chosen = [SamplingParams(**one, detokenize=False) for one in asked]
+        return [_answer(r) for r in self._asked(lambda: self.llm.generate(requests, chosen, use_tqdm=False))]
+
+    @contextmanager
+    def _folder(self) -> Iterator[str]:
+        """A folder that the worker can write to, for as long as it takes."""
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return self._asked(lambda: self.llm.collective_rpc(name, args=args))[0]
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return ask()
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM died: {_first_line(error)}") from error
+        except (ValueError, RuntimeError, VLLMValidationError) as error:
+            raise EngineError(f"vLLM refused: {_first_line(error)}") from error
+
+    @contextmanager
+    def _switched(self, call: str, on: bool) -> Iterator[None]:
+        """Something of the worker's on or off inside, and the other way behind."""
+        self._call(call, on)
+        try:
+            yield
+        finally:
+            self._call(call, not on)
+
+    def _forget(self) -> None:
+        """Let nothing be in the prefix cache."""
+        if self.facts["caches_prefixes"] and not self._reset_prefix_cache():
+            raise EngineError("vLLM would not reset its prefix cache: requests are running")
+
+    def _reset_prefix_cache(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
+    def _set_mode(self, mode: str) -> None:
+        if mode != self.mode:
+            self._call("shaketable_logprobs_mode", mode)
+            self.mode = mode
+
+    def _one_worker(self, what: str) -> None:
+        if self.facts["workers"] != 1:
+            raise UnavailableError(
+                f"this vLLM has {self.facts['workers']} workers, and each holds a part: start it with one to see {what}"
+            )
+
+
+def _forced(tokens: list[int]) -> dict[str, Any]:
+    extra = {FORCED: list(tokens)}
+    return {"max_tokens": len(tokens), "temperature": 0, "ignore_eos": True, "logprobs": 0, "extra_args": extra}
+
+
+def _rollout(prompt: list[int], answer: EngineAnswer) -> Rollout:
+    return Rollout(prompt, answer.tokens, answer.logprobs, "stop" if answer.finish == "stop" else "length")
+
+
+def _answer(request: Any) -> EngineAnswer:
+    best = request.outputs[0]
+    prompt = [] if request.prompt_logprobs is None else zip(request.prompt_logprobs, request.prompt_token_ids, strict=True)
+    written = [] if best.logprobs is None else zip(best.logprobs, best.token_ids, strict=True)
+    return EngineAnswer(
+        tokens=list(best.token_ids),
+        logprobs=[float(row[token].logprob) for row, token in written],
+        prompt_logprobs=[float("nan") if row is None else float(row[token].logprob) for row, token in prompt],
+        finish=str(best.finish_reason),
+        cached=int(request.num_cached_tokens or 0),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """What vLLM minds; of a pydantic error, the message of the first problem."""
+    if isinstance(error, ValidationError):
+        return first_problem(error)
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

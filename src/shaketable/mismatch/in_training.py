@@ -1,0 +1,100 @@
+"""A check of sampler against trainer in the middle of a training, whichever trainer it is.
+
+Gap and weights are part of every check. Floor and shares take most of the time: they are measured in the first check, and
+again as soon as all checks together have taken less than a hundredth of the training (`Budget`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from shaketable.errors import ShaketableError, UnavailableError
+from shaketable.mismatch.engine import Rollout, RolloutEngine
+from shaketable.mismatch.floor import measure_floor
+from shaketable.mismatch.gap import differences, distance
+from shaketable.mismatch.results import Weights
+from shaketable.mismatch.shares import ShareMeter
+from shaketable.mismatch.trainer import Trainer
+
+ROLLOUTS = 4
+"""Completions of one check."""
+BUDGET = 0.01
+"""Of the training's time: while checks have taken more, floor and shares are left out."""
+PREFIX = "shaketable/mismatch/"
+"""Before every name in the trainer's own log."""
+
+
+class StaleWeightsError(ShaketableError, RuntimeError):
+    """The sampler has other weights than the trainer, after a sync."""
+
+
+class Budget:
+    """The time of all checks of one training, of the time since it began."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self._began = time.perf_counter()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether floor and shares may be measured again."""
+        return self.spent <= BUDGET * (time.perf_counter() - self._began)
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count the time inside."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent += time.perf_counter() - started
+
+
+def gap(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The distance between the two sides' log-probabilities of the same tokens; nothing where there is no token."""
+    if not any(len(x) for x in trainer):
+        return {}
+    found = distance(differences(engine, trainer))
+    return {"gap": found.mean_abs, "k3": found.k3, "outside": found.outside}
+
+
+def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How far each side is from itself, and the family of operators that causes most of the divergence, by name."""
+    if not rollouts:
+        return {}
+    found = {"floor": measure_floor(side, engine, rollouts, side.logprobs(rollouts))[0].mean_abs}
+    if engine is None:
+        return found
+    shortest, meter = min(rollouts, key=lambda r: len(r.tokens)), ShareMeter(side.model)
+    try:
+        (record,) = engine.record([shortest], "decode")
+        returned = engine.logprobs([shortest], "decode")[0]
+        meter.add(shortest, {"prompt": record.prompt or [], "decode": record.calls}, returned)
+    except UnavailableError:
+        return found
+    return found | {f"share/{row.family}": row.share for row in meter.result().families[:1]}
+
+
+def weight_counts(found: Weights) -> dict[str, float]:
+    """The comparison of weights as numbers of a log."""
+    counts = {"compared": found.compared, "cast": found.cast, "differing": len(found.differing), "unknown": len(found.unknown)}
+    return {f"weights_{name}": float(count) for name, count in counts.items()}
+
+
+def refuse_stale(found: Weights, step: int) -> None:
+    """End the training when the sampler has other weights.
+
+    Raises:
+        StaleWeightsError: One line that names the first of them.
+    """
+    if found.differing:
+        first = found.differing[0]
+        count = f"{len(found.differing)} of {found.compared} parameters differ"
+        raise StaleWeightsError(f"step {step}: after the sync the sampler's {first.name} {first.says}; {count}")
+
+
+def named(found: Mapping[str, float]) -> dict[str, float]:
+    """Numbers under the names of the trainer's own log."""
+    return {f"{PREFIX}{name}": float(value) for name, value in found.items()}

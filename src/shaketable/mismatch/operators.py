@@ -1,0 +1,259 @@
+"""Stage 7: every recorded operator of the engine against its rounding interval.
+
+The definitions (`numerics/decoder_operators.py`) are tried on the trainer first: an operator of its own that lies outside is
+computed in a way that no definition here knows (a cap on scores), or the trainer's own device is wrong. Such an operator is
+not judged in the engine either, and the verdict says so. The definitions use the trainer's weights; `Recompute` gives what the
+trainer itself makes of the engine's inputs, for the shares.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shaketable.capture.decoder import DecoderParts
+from shaketable.capture.reference import Reference
+from shaketable.errors import UnavailableError
+from shaketable.mismatch.logprobs import chosen
+from shaketable.mismatch.results import KindCount, OperatorFault
+from shaketable.numerics.classify import fault_class
+from shaketable.numerics.decoder_operators import EXACT, TF32, Definitions, OperatorCall, scale_of, visible
+from shaketable.numerics.intervals import host_arithmetic
+
+LOWER = (torch.bfloat16, torch.float16)
+FEWEST = 4
+"""Right and wrong tokens below which a fault of one expert cannot be told from one of all."""
+PRODUCTS = ("linear", "lm_head", "router", "attention")
+
+
+@dataclass
+class _Judged:
+    """One operator over all sequences of one phase."""
+
+    call: OperatorCall
+    phase: str
+    order: int
+    values: int = 0
+    outside: int = 0
+    lanes: set[int] = field(default_factory=set)
+    lanes_of: int = 0
+    looks_like: str = ""
+    """The class of fault; empty when nothing is wrong."""
+    text: str = ""
+
+    def fault(self) -> OperatorFault:
+        name, kind, layer = self.call.name, self.call.kind, self.call.layer
+        counts = self.values, self.outside, sorted(self.lanes), self.lanes_of
+        return OperatorFault(name, kind, layer, self.phase, *counts, self.looks_like, self.text)
+
+
+class Judge:
+    """Judges the calls of one engine.
+
+    Args:
+        model: The trainer's.
+        dtype: In which the engine holds its weights.
+        own_weights: Weights that the engine rounded from the source of the trainer's.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, own_weights: Mapping[str, Tensor] | None = None) -> None:
+        self.definitions = Definitions(model, Reference(model), DecoderParts.of(model).rotary, dtype, own_weights)
+        self.rows: dict[tuple[str, str], _Judged] = {}
+        self.unjudged: dict[str, str] = {}
+        """Operators without a definition, with the reason."""
+
+    def leave_out(self, calls: Sequence[OperatorCall]) -> None:
+        """Try the definitions on calls of the trainer: an operator that lies outside there is not judged."""
+        for call in _with_routers(calls):
+            found = self._outside(call)
+            if found is not None and bool(found.any()):
+                self.unjudged[call.name] = "the trainer itself computes it in a way that has no definition here"
+
+    def judge(self, calls: Sequence[OperatorCall], phase: str) -> None:
+        """Judge calls that an engine recorded."""
+        for order, call in enumerate(_with_routers(calls)):
+            if call.name in self.unjudged or (outside := self._outside(call)) is None:
+                continue
+            row = self.rows.setdefault((call.name, phase), _Judged(call, phase, order))
+            row.values += outside.numel()
+            row.lanes_of = outside.shape[-1]
+            with host_arithmetic():
+                self._add(row, call, outside)
+
+    def _outside(self, call: OperatorCall) -> Tensor | None:
+        try:
+            with host_arithmetic():
+                return self.definitions.allowed(call).outside(call.flat)
+        except UnavailableError as error:
+            self.unjudged.setdefault(call.name, str(error))
+            return None
+
+    def _add(self, row: _Judged, call: OperatorCall, outside: Tensor) -> None:
+        if bool(outside.any()):
+            row.outside += int(outside.sum())
+            row.lanes |= set(outside.any(0).nonzero().flatten().tolist())
+            row.looks_like = row.looks_like or self._class(call, outside)
+            row.text = f"{row.outside:,} of {row.values:,} values lie outside of their rounding interval"
+        if call.kind == "attention" and (wrong := self.definitions.attention(call).wrong()) is not None:
+            row.looks_like, row.text = ("scale" if "scale" in wrong else row.looks_like or "noise"), wrong
+
+    def _class(self, call: OperatorCall, outside: Tensor) -> str:
+        """The class of a fault: another precision, the next position, or one of locate's classes."""
+        own = self.definitions
+
+        def is_inside(other: OperatorCall, definitions: Definitions = own, precision: Any = EXACT) -> bool:
+            return not bool(definitions.allowed(other, precision).outside(other.flat).any())
+
+        if call.output.dtype == torch.float32 and call.kind in PRODUCTS and is_inside(call, precision=TF32):
+            return "products of factors with 10 bits (TF32)"
+        for lower in LOWER if call.output.dtype not in LOWER and call.kind != "experts" else ():
+            if is_inside(_lowered(call, lower), own.in_dtype(lower)):
+                return f"computed in {str(lower).removeprefix('torch.')}"
+        for shift in (1, -1) if call.kind == "rotary" else ():
+            inputs = call.inputs | {"positions": (call.inputs["positions"] + shift).clamp_min(0)}
+            if is_inside(replace(call, inputs=inputs)):
+                return f"positions off by {shift:+d}"
+        if call.kind == "experts":
+            alone = wrong_experts(own.experts_of(call), outside.any(1))
+            return f"a fault of expert {alone[0]}" if len(alone) == 1 else "wrong experts, or wrong weights of them"
+        low, high = own.allowed(call).ends(outside)
+        return fault_class(call.flat, low, high, outside)
+
+    def wrong(self) -> list[OperatorFault]:
+        """The wrong operators, in the order of computation, prefill first."""
+        found = [row for row in self.rows.values() if row.outside or row.looks_like]
+        return [row.fault() for row in sorted(found, key=lambda r: (r.order, r.phase != "prefill"))]
+
+    def kinds(self) -> dict[str, KindCount]:
+        """By kind: how many operators and values were judged, and how many lie outside."""
+        found: dict[str, KindCount] = {}
+        for row in self.rows.values():
+            one, wrong = found.get(row.call.kind, KindCount()), bool(row.outside or row.looks_like)
+            values, outside = one.values + row.values, one.outside + row.outside
+            found[row.call.kind] = KindCount(one.operators + 1, values, outside, one.wrong + wrong)
+        return found
+
+    def reasons(self) -> list[str]:
+        """Operators that were not judged, by reason."""
+        lines = []
+        for why in dict.fromkeys(self.unjudged.values()):
+            names = [name for name, reason in self.unjudged.items() if reason == why]
+            lines.append(f"{names[0]}{f' and {len(names) - 1} more operators' if len(names) > 1 else ''}: {why}")
+        return lines
+
+
+def layers_of(absent: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Layers all of whose operators are absent."""
+    found = []
+    for name in absent:
+        words = name.split(".")
+        at = next((i for i, word in enumerate(words) if word.isdigit()), None)
+        layer = None if at is None else ".".join(words[: at + 1])
+        if layer and layer not in found and all(n in absent for n in names if n.startswith(f"{layer}.")):
+            found.append(layer)
+    return found
+
+
+def wrong_experts(experts: Tensor, wrong: Tensor) -> list[int]:
+    """The fewest experts that every wrong token was sent to, and no right token; empty where there are none.
+
+    Args:
+        experts: Those that each token was sent to, (T, k).
+        wrong: Which tokens are wrong, (T).
+    """
+    found: list[int] = []
+    if min(int(wrong.sum()), int((~wrong).sum())) < FEWEST:
+        return found
+    right, left = set(experts[~wrong].flatten().tolist()), experts[wrong]
+    while len(left):
+        counts = {e: int((left == e).sum()) for e in sorted(set(left.flatten().tolist()) - right)}
+        if not counts:
+            return []
+        found.append(max(counts, key=lambda e: counts[e]))
+        left = left[(left != found[-1]).all(1)]
+    return found
+
+
+def _with_routers(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
+    """Calls of experts, with the logits of the router that sent tokens to them."""
+    routers = {call.layer: call.output for call in calls if call.kind == "router"}
+    return [
+        replace(call, inputs=call.inputs | {"router": routers[call.layer]})
+        if call.kind == "experts" and call.layer in routers
+        else call
+        for call in calls
+    ]
+
+
+def _lowered(call: OperatorCall, dtype: torch.dtype) -> OperatorCall:
+    """The same call as if its inputs were values of a coarser dtype, and its result where it is on that grid."""
+    inputs = {k: t.to(dtype) if t.is_floating_point() else t for k, t in call.inputs.items()}
+    coarse = call.output.to(dtype)
+    return replace(
+        call, inputs=inputs, output=coarse if torch.equal(coarse.to(call.output.dtype), call.output) else call.output
+    )
+
+
+class Recompute:
+    """The trainer's operators on given inputs, one at a time, in its own dtype and with its own kernels."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.decoder = model, DecoderParts.of(model)
+        weight = next(model.parameters())
+        self.dtype, self.device = weight.dtype, weight.device
+
+    @torch.no_grad()
+    def result(self, call: OperatorCall) -> Tensor:
+        """The trainer's result of a call, on the CPU, with the channels of all heads in the last dimension."""
+        if call.kind == "log_softmax":
+            return torch.tensor(chosen(call.inputs["x"], call.inputs["ids"].tolist()), dtype=torch.float64).unsqueeze(1)
+        x = {k: (t.to(self.device, self.dtype) if t.is_floating_point() else t.to(self.device)) for k, t in call.inputs.items()}
+        return self._compute(call, x).reshape(call.output.shape[0], -1).cpu()
+
+    def _compute(self, call: OperatorCall, x: dict[str, Tensor]) -> Tensor:
+        if call.kind == "router":
+            made = self.model.get_submodule(call.name)(x["x"])
+            return made[0] if isinstance(made, tuple) else made  # type: ignore[no-any-return]
+        if call.kind in ("linear", "lm_head", "embedding", "rms_norm", "experts"):
+            given = x["ids"] if call.kind == "embedding" else x["x"] + x["residual"] if "residual" in x else x["x"]
+            made = self.model.get_submodule(call.name)(given.unsqueeze(0))
+            return made[0][0] if isinstance(made, tuple) else made[0]  # type: ignore[no-any-return]
+        if call.kind == "residual":
+            scale = scale_of(self.model, "residual_scale")
+            return x["residual"] + (x["x"] if scale == 1 else x["x"] * scale)
+        if call.kind == "scale":
+            return x["x"] * scale_of(self.model, call.name)
+        if call.kind == "activation":
+            return self.model.get_submodule(call.name)(x["x"]) * x["up"]  # type: ignore[no-any-return]
+        if call.kind == "rotary":
+            return self._rotary(call, x)
+        if call.kind == "attention":
+            return self._attention(call, x)
+        raise UnavailableError(f"the trainer cannot compute {call.kind} by itself")
+
+    def _rotary(self, call: OperatorCall, x: dict[str, Tensor]) -> Tensor:
+        module = self.model.get_submodule(call.name.rpartition(".")[0])
+        rotate = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
+        heads = x["x"].transpose(0, 1).unsqueeze(0)
+        cos, sin = self.model.get_submodule(self.decoder.rotary)(heads, x["positions"].unsqueeze(0))
+        return rotate(heads, heads, cos, sin)[0][0].transpose(0, 1)  # type: ignore[no-any-return]
+
+    def _attention(self, call: OperatorCall, x: dict[str, Tensor]) -> Tensor:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        module, name = self.model.get_submodule(call.name), self.model.config._attn_implementation
+        eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+        q, k, v = (x[n].transpose(0, 1).unsqueeze(0) for n in ("q", "k", "v"))
+        seen = visible(module, call.inputs["positions"], k.shape[2])
+        whole = bool((seen == torch.ones_like(seen).tril()).all()) and seen.shape[0] == seen.shape[1]
+        mask = None
+        if name != "sdpa" or not whole:
+            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill(~seen, torch.finfo(self.dtype).min)
+            mask = mask[None, None].to(self.device)
+        return attend(module, q, k, v, mask, dropout=0.0, scaling=module.scaling)[0][0]  # type: ignore[no-any-return]

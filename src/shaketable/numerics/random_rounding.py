@@ -1,0 +1,82 @@
+"""Every arithmetic result of a forward rounded at random, to measure how far rounding alone moves its results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ACCUMULATION = 8.0 * 2.0**-24
+"""Of a product's size, its error in float32: partial sums are larger than the sum."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul", "convolution")
+ARITHMETIC = ("add", "sub", "mul", "div", "silu", "gelu", "tanh", "sigmoid", "_softmax", "add_", "mul_", "index_add_")
+ATTENTION = "_scaled_dot_product"
+
+
+class RandomRounding(TorchDispatchMode):
+    """Every arithmetic result of a forward is rounded at random, as a program in `dtype` might have rounded it.
+
+    Args:
+        dtype: Of the engine's activations.
+        seed: Of the random rounding.
+    """
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit = torch.finfo(dtype).eps / 2
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
+        self.in_rotary = 0
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> RandomRounding:
+        """Begin; angles of a rotation are computed in float32 by every program, whatever its dtype."""
+        self.hooks = [
+            register_module_forward_pre_hook(lambda module, args: self._pass_rotary(module, 1)),
+            register_module_forward_hook(lambda module, args, out: self._pass_rotary(module, -1)),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self.hooks:
+            hook.remove()
+
+    def _pass_rotary(self, module: nn.Module, step: int) -> None:
+        self.in_rotary += step * ("rotary" in type(module).__name__.lower())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        is_product = name in PRODUCTS or name.startswith(ATTENTION)
+        if self.in_rotary or (not is_product and name not in ARITHMETIC):
+            return out
+        first = out[0] if isinstance(out, tuple) else out
+        if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() == 0 or first.shape[-1] == 1:
+            return out
+        rounded = self._rounded(first, is_product)
+        if name.endswith("_"):
+            first.copy_(rounded)
+            return out
+        return (rounded, *out[1:]) if isinstance(out, tuple) else rounded
+
+    def _rounded(self, x: Tensor, is_product: bool) -> Tensor:
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        usable = wide.isfinite() & (wide.abs() < 1e30)
+        noise = (self._uniform(wide) - 0.5) * 2 * self.unit * wide.abs()
+        if is_product:
+            size = wide.masked_fill(~usable, 0.0).square().mean(-1, keepdim=True).sqrt()
+            noise = noise + (self._uniform(wide) - 0.5) * 2 * ACCUMULATION * size
+        if x.dtype in (torch.bfloat16, torch.float16):  # values on the grid of the dtype need noise that leaves it
+            noise = noise + (self._uniform(wide) - 0.5) * 2 * torch.finfo(x.dtype).eps / 2 * wide.abs()
+        return torch.where(usable, wide + noise, wide).to(x.dtype)
+
+    def _uniform(self, like: Tensor) -> Tensor:
+        if like.device not in self.generators:
+            self.generators[like.device] = torch.Generator(like.device).manual_seed(self.seed)
+        return torch.rand(like.shape, generator=self.generators[like.device], device=like.device, dtype=like.dtype)

@@ -1,0 +1,167 @@
+"""The statistics of attention, a cache that rounds, other shapes of decoders, experts, and the log-softmax."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from shaketable.errors import UnavailableError
+from shaketable.mismatch.engine import Rollout
+from shaketable.mismatch.operators import Judge, Recompute
+from shaketable.mismatch.routing import compare_routing, routing
+from shaketable.mismatch.shares import ShareMeter
+from tests.locate.architectures import build, tokens
+from tests.mismatch import pairs, planted
+from tests.mismatch.pairs import record
+
+
+def wrong(model, dtype, other=None, phases=("prefill", "decode")):
+    own = pairs.trainer().model if other is None else other
+    judge = Judge(own, dtype)
+    (drawn,) = pairs.rollouts(pairs.engine(), pairs.sampling(max_new_tokens=40, stop=()), count=1)
+    for phase in phases:
+        judge.judge(record(model, drawn.tokens, len(drawn.prompt), phase), phase)
+    return judge.wrong()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_cache_that_rounds_is_seen_in_the_attention_that_reads_it(monkeypatch, attention):
+    model, update = pairs.engine(torch.bfloat16, attention).model, DynamicLayer.update
+
+    def rounded(self, key, value, *args, **kwargs):
+        key, value = (t.to(torch.float8_e4m3fn).to(t.dtype) for t in (key, value))
+        return update(self, key, value, *args, **kwargs)
+
+    assert wrong(model, torch.bfloat16) == []
+    monkeypatch.setattr(DynamicLayer, "update", rounded)
+    found = wrong(model, torch.bfloat16)
+    assert {row.kind for row in found} == {"attention"}
+    assert found[0].name == "model.layers.0.self_attn"
+    assert any("times what rounding makes" in row.text for row in found)
+
+
+@pytest.mark.parametrize("seed", [9, 27, 39])
+def test_scores_that_repeat_are_rounded_one_way_and_right(seed):
+    """In layer 0 a score depends on two tokens and their distance, so that few scores, and their roundings, repeat."""
+    other = pairs.engine(torch.bfloat16, "eager")
+    judge = Judge(pairs.trainer().model, torch.bfloat16)
+    how = pairs.sampling(seed=seed, temperature=0.7 if seed // 12 % 2 else 1.0, max_new_tokens=28)
+    drawn = sorted(pairs.rollouts(other, how, 8), key=lambda r: len(r.tokens))
+    for rollout in (drawn[0], drawn[-1]):
+        judge.judge(record(other.model, rollout.tokens, len(rollout.prompt), "decode"), "decode")
+    assert judge.wrong() == []
+
+
+def test_eager_bfloat16_is_not_mistaken_for_a_wrong_scale():
+    model = pairs.engine(torch.bfloat16, "eager").model
+    assert wrong(model, torch.bfloat16) == []
+    model.model.layers[5].self_attn.scaling *= 0.99
+    (first, *_) = found = wrong(model, torch.bfloat16)
+    assert {row.name for row in found} == {"model.layers.5.self_attn"}
+    assert "factor of 0.9" in first.text
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_other_decoders_of_this_shape(name):
+    model = build(name)
+    ids = tokens()[0].tolist()
+    judge, again = Judge(model, torch.float32), Recompute(model)
+    for phase in ("prefill", "decode"):
+        calls = record(model, ids, 10, phase)
+        judge.judge(calls, phase)
+        for call in calls:
+            made = again.result(call)
+            assert torch.allclose(made, call.output.reshape(made.shape), rtol=1e-3, atol=1e-4), call.name
+    assert judge.wrong() == []
+    assert judge.unjudged == {}
+
+
+def test_experts_are_judged_as_a_whole_with_the_routers_own_logits():
+    model = build("qwen3_moe")
+    ids = tokens()[0].tolist()
+    calls = record(model, ids, 10, "decode")
+    assert {"router", "experts"} <= {call.kind for call in calls}
+    judge, again = Judge(model, torch.float32), Recompute(model)
+    judge.judge(calls, "decode")
+    assert judge.wrong() == []
+    assert not judge.unjudged and judge.kinds()["experts"].operators == 3
+    for call in calls:
+        assert torch.allclose(again.result(call), call.output.reshape(len(call.output), -1), rtol=1e-3, atol=1e-4), call.name
+
+
+def test_routing_by_layer():
+    one, two = build("qwen3_moe"), build("qwen3_moe")
+    ids = tokens()[0].tolist()
+    first = routing(one, ids)
+    assert all(row.differs == 0 for row in compare_routing(first, routing(two, ids)))
+    with torch.no_grad():
+        two.model.layers[1].mlp.gate.weight.neg_()
+    rows = {row.layer: row.differs for row in compare_routing(first, routing(two, ids))}
+    assert rows[0] == 0
+    assert rows[1] > 0.5
+    assert routing(pairs.trainer().model, [3, 4]) is None
+
+
+def test_another_shape_is_refused_in_one_line():
+    with pytest.raises(UnavailableError, match="are not known"):
+        record(build("gpt2"), [1, 2, 3], 1, "prefill")
+
+
+# ---- the last operator, from logits to the log-probability that is returned
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_engine_tells_it_for_every_token_of_the_completion(phase):
+    other = pairs.engine()
+    (drawn,) = pairs.rollouts(other, count=1)
+    last = other.record([drawn], phase)[0].calls[-1]
+    assert last.inputs["ids"].tolist() == drawn.completion
+    assert last.output.flatten().tolist() == pytest.approx(drawn.logprobs, abs=1e-4)
+    assert other.record([Rollout(drawn.prompt, [], [])], "prefill")[0].calls[-1].kind == "lm_head"
+
+
+@pytest.mark.parametrize(
+    ("plant", "looks"), [(planted.coarse_log_softmax, "computed in bfloat16"), (planted.shifted_log_softmax, None)]
+)
+def test_a_wrong_log_softmax_is_named(plant, looks):
+    other = pairs.engine()
+    other.log_softmax = plant
+    found = pairs.verdict(other, recorded=1)
+    assert (found.verdict, found.stage) == ("DEFECT", "operators"), found.sentence
+    assert {row.name for row in found.operators.wrong} == {"log_softmax"}
+    assert "the engine's log_softmax" in found.sentence
+    assert looks in (None, found.operators.wrong[0].looks_like)
+    assert found.shares.families[0].family == "log_softmax"
+    assert found.shares.reproduced.explained > 0.99
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_temperature_and_processing_are_not_mistaken_for_it(mode):
+    found = pairs.verdict(pairs.engine(), pairs.sampling(temperature=0.7, top_p=0.9, logprobs_mode=mode), recorded=1)
+    assert found.verdict == "LEGAL", found.sentence
+    assert found.operators.kinds["log_softmax"].outside == 0
+
+
+def test_its_share_is_that_of_its_shift():
+    rollout: Rollout = pairs.rollouts(pairs.engine(), count=1)[0]
+    other = pairs.engine(torch.bfloat16)
+    other.log_softmax = planted.shifted_log_softmax
+    records = {"prefill": other.record([rollout], "prefill")[0].calls}
+    meter = ShareMeter(pairs.trainer().model)
+    meter.add(rollout, records, other.logprobs([rollout])[0])
+    found = meter.result()
+    rows = {row.family: row for row in found.families}
+    assert rows["log_softmax"].kl == pytest.approx(1e-6 / 2, rel=1e-3)
+    assert not any("log_softmax" in clause for clause in found.plan)
+
+
+def test_an_engine_that_does_not_tell_it_is_said_not_to():
+    class Silent(type(pairs.engine())):
+        def record(self, rollouts, phase, rows=None):
+            told = super().record(rollouts, phase, rows)
+            return [replace(one, calls=[c for c in one.calls if c.kind != "log_softmax"]) for one in told]
+
+    found = pairs.verdict(Silent(pairs.engine().model), recorded=1)
+    assert any(line.startswith("log_softmax, from logits") for line in found.conclusion.not_looked_at)
+    assert not any("log_softmax" in line for line in pairs.verdict(pairs.engine(), recorded=1).conclusion.not_looked_at)
