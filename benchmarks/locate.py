@@ -38,8 +38,7 @@ import shaketable as st
 from shaketable.capture.recorder import Recording, same
 from shaketable.capture.trace import LayerCall, forward, record_layer, token_batch, trace
 from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport, decide
-from shaketable.locate.layer_probes import LAYER_PROBES
-from shaketable.locate.layer_probes import Part as JudgedPart
+from shaketable.locate.layer_probes import LAYER_PROBES, ProbedPart
 from shaketable.locate.locate import Locator
 from shaketable.locate.srdd import srdd_verdict
 from shaketable.models import load_model
@@ -233,7 +232,7 @@ class Bench:
             self.statistics.append(own)
             self.locator.reference.forget()
 
-    def judged(self, locator: Locator, call: LayerCall, recording: Recording) -> JudgedPart:
+    def judged(self, locator: Locator, call: LayerCall, recording: Recording) -> ProbedPart:
         return locator.judge(locator.part(self.trace, recording, call), LAYER_PROBES)
 
     def recording(self, call: LayerCall) -> Recording:

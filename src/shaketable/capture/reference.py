@@ -47,7 +47,7 @@ _USAGE = LOCAL | {"use_cache", "return_dict", "output_attentions", "output_hidde
 
 
 @dataclass(frozen=True)
-class Deviation:
+class ConfigDeviation:
     """An attribute or buffer of a module that is not what the config gives."""
 
     path: str
@@ -194,7 +194,7 @@ class Reference:
         """Remember what deviates before a forward: deviations that come with one are written by the model's own code."""
         self._wrong_at_first = {(one.path, one.name) for one in self.unlike(model)}
 
-    def unlike(self, module: nn.Module, prefix: str = "", skip: Collection[str] = ()) -> Iterator[Deviation]:
+    def unlike(self, module: nn.Module, prefix: str = "", skip: Collection[str] = ()) -> Iterator[ConfigDeviation]:
         """Attributes and buffers of a module's parts that are not what the config gives.
 
         Args:
@@ -209,7 +209,7 @@ class Reference:
             for name, text in self._unlike(part, full):
                 if self._wrong_at_first is None or (full, name) in self._wrong_at_first:
                     is_switch = not isinstance(getattr(part, name, None), float | Tensor)
-                    yield Deviation(path, name, text, self._may_be_right(part, name), is_switch)
+                    yield ConfigDeviation(path, name, text, self._may_be_right(part, name), is_switch)
 
     def _unlike(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
         """The name of each, and how it differs in words."""

@@ -61,7 +61,7 @@ def unknown(reason: str, score: float | None = None, op: str | None = None) -> F
 
 
 @dataclass
-class Part:
+class ProbedPart:
     """One decoder layer, or everything outside of the layers, with what probes need to know."""
 
     model: nn.Module
@@ -145,7 +145,7 @@ class Part:
 # ---- weights, attributes and buffers
 
 
-def weights(part: Part) -> Finding:
+def weights(part: ProbedPart) -> Finding:
     """The device's weights against the file's, bit for bit; attributes and buffers against those that the config gives."""
     evidence, worst, own = [], 0.0, ""
     for name in _parameters(part) if part.reference.has_file else ():
@@ -174,13 +174,13 @@ def weights(part: Part) -> Finding:
     return passed() if part.reference.has_file else Finding(Result("skipped", reason="no file to compare with"))
 
 
-def _parameters(part: Part) -> list[str]:
+def _parameters(part: ProbedPart) -> list[str]:
     inside = tuple(f"{path}." for path in part.others)
     names = [f"{part.prefix}.{name}".lstrip(".") for name, _ in part.module.named_parameters()]
     return [name for name in names if not name.startswith(inside)] if inside else names
 
 
-def _weight_evidence(name: str, got: Tensor, expected: Tensor, differs: Tensor, part: Part) -> Evidence:
+def _weight_evidence(name: str, got: Tensor, expected: Tensor, differs: Tensor, part: ProbedPart) -> Evidence:
     op, _, own = name.removeprefix(f"{part.prefix}.").rpartition(".")
     rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
     lanes: list[int] = rows.nonzero().flatten().tolist()
@@ -200,7 +200,7 @@ def _bits(tensor: Tensor) -> Tensor:
 # ---- the same call again
 
 
-def repeat(part: Part) -> Finding:
+def repeat(part: ProbedPart) -> Finding:
     """The same call again: every bit must come back."""
     first, second = part.layer.y, main_result(part.recording.output)
     if same(first, second):
@@ -221,7 +221,7 @@ def repeat(part: Part) -> Finding:
     )
 
 
-def _first_change(part: Part, y: Tensor) -> tuple[int | None, Tensor, Tensor]:
+def _first_change(part: ProbedPart, y: Tensor) -> tuple[int | None, Tensor, Tensor]:
     """The first operator whose result differs between two recordings of the same call; a rare fault needs a few calls."""
     for _ in range(RETRIES):
         two = record_layer(part.layer, part.reference)
@@ -234,7 +234,7 @@ def _first_change(part: Part, y: Tensor) -> tuple[int | None, Tensor, Tensor]:
     return None, part.layer.y, y
 
 
-def repeat_logits(part: Part) -> Finding:
+def repeat_logits(part: ProbedPart) -> Finding:
     """Three whole forwards. A difference is found in its layer, or nowhere."""
     logits = part.traced.logits
     others = [one for one in part.logits if not same(one, logits)]
@@ -246,7 +246,7 @@ def repeat_logits(part: Part) -> Finding:
     return Finding(Result("suspect", float(differs.double().mean()), reason=text))
 
 
-def links(part: Part, recording: Recording | None = None) -> Finding:
+def links(part: ProbedPart, recording: Recording | None = None) -> Finding:
     """Every operator is given exactly what the operators before it made."""
     recording = recording or part.recording
     if not recording.breaks:
@@ -264,7 +264,7 @@ def links(part: Part, recording: Recording | None = None) -> Finding:
 # ---- on the device
 
 
-def twin(part: Part) -> Finding:
+def twin(part: ProbedPart) -> Finding:
     """The layer in another gauge: the same bits must come back."""
     if part.status("repeat") != "pass":
         return unknown(UNSTABLE)
@@ -287,7 +287,7 @@ def twin(part: Part) -> Finding:
     return Finding(Result("fail", found.share, found.path, text), [evidence], compared)
 
 
-def _in_gauge(part: Part, circuit: Circuit, powers: bool) -> tuple[twins.TwinDifference | None, Recording]:
+def _in_gauge(part: ProbedPart, circuit: Circuit, powers: bool) -> tuple[twins.TwinDifference | None, Recording]:
     call = part.layer
     gauge = twins.draw_gauge(circuit, part.seed * 1000 + call.index, powers)
     with gauged(call.module, circuit, gauge):
@@ -295,7 +295,7 @@ def _in_gauge(part: Part, circuit: Circuit, powers: bool) -> tuple[twins.TwinDif
     return twins.first_difference(circuit, gauge, part.recording, other), other
 
 
-def causal(part: Part) -> Finding:
+def causal(part: ProbedPart) -> Finding:
     """One token in the middle changes: the tokens before it must keep every bit, as a causal mask hides it from them."""
     if part.status("replay") not in ("", "inconclusive"):
         return Finding(Result("skipped", reason="replay has judged this layer, and sees more"))
@@ -322,7 +322,7 @@ def causal(part: Part) -> Finding:
 # ---- on the host
 
 
-def replay(part: Part) -> Finding:
+def replay(part: ProbedPart) -> Finding:
     """Every operator inside of its rounding interval. With `quick`, products whose checksum does not fire are not replayed."""
     quick = part.quick and part.call is not None
     judgement = judge(part.recording, part.reference, part.prefix, part.precision, part.others, quick)
@@ -346,7 +346,7 @@ def _checksum(scores: dict[str, float], quick: bool) -> Finding:
     return Finding(Result("suspect", worst, path, f"a checksum is off by {worst:.3g} times its threshold"))
 
 
-def _excuse(part: Part) -> None:
+def _excuse(part: ProbedPart) -> None:
     """An accelerator may sum in another order at every call. If every result is right, that is no fault."""
     again, call = part.report.results["repeat"], part.layer
     if again.status != "fail" or call.x.device.type == "cpu":
@@ -366,7 +366,7 @@ def _beyond(a: Tensor, b: Tensor, x: Tensor, precision: Precision) -> float:
     return float(((y - z).abs() / allowed.clamp_min(1e-30)).nan_to_num(nan=float("inf")).max())
 
 
-def in_use(part: Part, name: str) -> Finding | None:
+def in_use(part: ProbedPart, name: str) -> Finding | None:
     """Replay in a batch or while decoding; only where nothing is wrong so far, and the model can be run like that."""
     if name not in part.uses or part.status("replay") != "pass" or any(e.probe not in USES for e in part.evidence):
         return None
@@ -386,7 +386,7 @@ def in_use(part: Part, name: str) -> Finding | None:
     return finding
 
 
-def _judged(part: Part, violations: list[Violation], unjudged: dict[str, str], recording: Recording) -> Finding:
+def _judged(part: ProbedPart, violations: list[Violation], unjudged: dict[str, str], recording: Recording) -> Finding:
     evidence = [_violation(v, recording, part.index) for v in violations]
     if evidence:
         return failed(evidence, max(v.share for v in violations))
@@ -430,12 +430,12 @@ class Probe:
     """One probe: its name, its function, and in which modes it runs."""
 
     name: str
-    work: Callable[[Part], Finding | None]
+    work: Callable[[ProbedPart], Finding | None]
     modes: tuple[str, ...]
     calls: str = ""
     """The thing that the probe calls with other arguments than the model; if that raises, the part is inconclusive."""
 
-    def run(self, part: Part) -> Finding | None:
+    def run(self, part: ProbedPart) -> Finding | None:
         """The finding; None where the probe does not apply."""
         if not self.calls:
             return self.work(part)

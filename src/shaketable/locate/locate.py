@@ -35,8 +35,8 @@ from shaketable.locate.layer_probes import (
     ON_HOST,
     OUTSIDE_PROBES,
     USES,
-    Part,
     Probe,
+    ProbedPart,
     failure,
 )
 from shaketable.numerics.intervals import device_precision
@@ -220,12 +220,12 @@ class Locator:
         diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
         diagnosis.cost_forwards = round(sum(self.spent.values()) / unit, 3)
 
-    def part(self, traced: Trace, recording: Recording, call: LayerCall | None) -> Part:
+    def part(self, traced: Trace, recording: Recording, call: LayerCall | None) -> ProbedPart:
         """A layer, or with no call what is outside of the layers."""
         known = (self.model, self.reference, self.precision, self.seed)
-        return Part(*known, recording, traced, call, self.quick, self.uses)
+        return ProbedPart(*known, recording, traced, call, self.quick, self.uses)
 
-    def judge(self, part: Part, probes: Sequence[Probe]) -> Part:
+    def judge(self, part: ProbedPart, probes: Sequence[Probe]) -> ProbedPart:
         """Run the probes of this mode, one after another."""
         for probe in probes:
             if self.mode in probe.modes:
@@ -235,7 +235,7 @@ class Locator:
                     part.take(probe.name, finding)
         return part
 
-    def _keep(self, part: Part, diagnosis: Diagnosis) -> None:
+    def _keep(self, part: ProbedPart, diagnosis: Diagnosis) -> None:
         """Put a part's findings into the diagnosis and let go of its tensors."""
         diagnosis.probes.append(part.report)
         diagnosis.evidence += part.evidence
@@ -302,7 +302,7 @@ class Locator:
             raise ModelError(f"a plain forward of {type(self.model).__name__} fails on these tokens: {line}") from error
         return logits, min(times)
 
-    def statistics(self, part: Part) -> srdd.LayerStatistics | None:
+    def statistics(self, part: ProbedPart) -> srdd.LayerStatistics | None:
         """SRDD's six numbers of a layer; None without the device's modes, and of a layer that is given tokens."""
         call = part.layer
         if self.mode not in ON_DEVICE or not call.x.is_floating_point():
