@@ -220,6 +220,8 @@ class VLLMEngine:
             raise UnavailableError(
                 "captured CUDA graphs call no module: start vLLM with enforce_eager=true to see its operators"
             )
+        if self.facts["logits_scale"] != 1:
+            raise UnavailableError("vLLM scales the logits of this model together with its head: neither is seen alone")
         if len(tokens) >= self.facts["longest"]:
             raise UnavailableError(f"{len(tokens)} tokens and one more do not fit into max_model_len={self.facts['longest']}")
         self._forget()

@@ -47,6 +47,7 @@ class Observer:
             "caches_prefixes": bool(config.cache_config.enable_prefix_caching),
             "block": int(config.cache_config.block_size),
             "longest": int(config.model_config.max_model_len),
+            "logits_scale": float(getattr(getattr(_model(self), "logits_processor", None), "scale", 1.0)),
         }
 
     def shaketable_digests(self) -> dict[str, tuple[str, str]]:
