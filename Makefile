@@ -12,7 +12,7 @@ FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHO
 	PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python -m pytest $(2)
 
 .DEFAULT_GOAL := help
-PYTEST = $(BIN)/python -m pytest -n 4 --dist loadfile  # four on two cores: many tests wait for programs that they started
+PYTEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # four on two cores: many tests wait for programs that they started
 .PHONY: help help-all demo test test-all test-repeat test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store bench-mismatch validate validate-sample numbers nano example-ledger example-harden format clean
 
 # `##` is listed by `make`, `#-` only by `make help-all`.

@@ -35,10 +35,11 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import shaketable as st
-from shaketable.capture.prompts import token_batch
 from shaketable.capture.recorder import Recording, same
-from shaketable.capture.trace import LayerCall, forward, record_layer, trace
-from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport
+from shaketable.capture.trace import LayerCall, forward, record_layer, token_batch, trace
+from shaketable.locate.diagnosis import Diagnosis, Evidence, LayerReport, decide
+from shaketable.locate.layer_probes import LAYER_PROBES
+from shaketable.locate.layer_probes import Part as JudgedPart
 from shaketable.locate.locate import Locator
 from shaketable.locate.srdd import srdd_verdict
 from shaketable.models import load_model
@@ -218,19 +219,22 @@ class Bench:
         self.model.set_attn_implementation(attention)
         self.tokens = tokens
         self.ids = token_batch(self.tokenizer, None, tokens).to(device)
-        self.locator = Locator(self.model, "all", "smollm2-135m", 0, None)
-        self.quick = Locator(self.model, "all", "smollm2-135m", 0, None)
-        self.quick.quick = True
-        self.device = Locator(self.model, "device", None, 0, None)
+        self.locator = Locator(self.model, "all", "smollm2-135m")
+        self.quick = Locator(self.model, "all", "smollm2-135m", quick=True)
+        self.device = Locator(self.model, "device")
         self.trace = trace(self.model, self.ids, self.locator.reference)
         self.clean: dict[int, Recording] = {}
         self.statistics = []
         for call in self.trace.calls:
-            report, own = self.locator.layer(call, self.recording(call), [])
+            part = self.judged(self.locator, call, self.recording(call))
+            own = self.locator.statistics(part)
             assert own is not None
-            assert not any(r.status in ("fail", "suspect") for r in report.results.values()), report
+            assert not any(r.status in ("fail", "suspect") for r in part.report.results.values()), part.report
             self.statistics.append(own)
             self.locator.reference.forget()
+
+    def judged(self, locator: Locator, call: LayerCall, recording: Recording) -> JudgedPart:
+        return locator.judge(locator.part(self.trace, recording, call), LAYER_PROBES)
 
     def recording(self, call: LayerCall) -> Recording:
         if call.index not in self.clean:
@@ -247,15 +251,15 @@ class Bench:
             recording = record_layer(call, self.locator.reference)
             inert = case.kind != "weight" and same(call.y, healthy.y) and _is_same(clean, recording)
             effect = _effect(clean, healthy.module, case) if case.kind == "eps" else 1.0
-            evidence: list[Evidence] = []
-            report, own = self.locator.layer(call, recording, evidence)
-            others = [locator.layer(call, recording, [])[0].results for locator in (self.quick, self.device)]
+            part = self.judged(self.locator, call, recording)
+            own, report = self.locator.statistics(part), part.report
+            others = [self.judged(locator, call, recording).report.results for locator in (self.quick, self.device)]
             report.results |= {"checksum": others[0]["checksum"], "causal": others[1]["causal"]}
         self.quick.reference.forget()
         self.locator.reference.forget()
         assert own is not None
         verdict = srdd_verdict([*self.statistics[: case.layer], own, *self.statistics[case.layer + 1 :]])
-        host = [e for e in evidence if e.probe in ("weights", "replay", "links", "repeat")]
+        host = [e for e in part.evidence if e.probe in ("weights", "replay", "links", "repeat")]
         blamed = self._blamed(host, report)
         return Outcome(
             case,
@@ -276,7 +280,7 @@ class Bench:
         if not evidence:
             return None
         diagnosis = Diagnosis("", "", 0, "", "", "", "host", "", {}, 1, 1, 0, evidence=evidence, probes=[report])
-        diagnosis.decide(True)
+        decide(diagnosis, has_file=True)
         return diagnosis
 
     def baselines(self, case: Case) -> dict[str, bool]:

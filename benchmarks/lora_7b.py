@@ -27,7 +27,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shaketable as st
-from shaketable.capture.model_identity import product_name
+from shaketable.capture.reference import product_name
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))

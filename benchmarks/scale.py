@@ -46,7 +46,7 @@ from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
 from shaketable.integrations.verl.tally import Span
 from shaketable.integrations.verl.workers import VerlWorkers
-from shaketable.launch.live_json import PAUSE, SHARE
+from shaketable.launch.ledger_file import PAUSE, SHARE
 from shaketable.launch.run import collect
 from shaketable.ledger.ledger import Ledger
 
@@ -180,7 +180,7 @@ def skewed(bodies: list[dict[str, Any]], n: int) -> dict[str, Any]:
         "processes": n,
         "counts_equal": added(right.ledger) == added(wrong.ledger),
         "magnitude_differs_by": abs(errors[0] - errors[1]) / errors[0],
-        "rows_in_another_place": sum(a["pid"] != b["pid"] for a, b in zip(right.processes, wrong.processes, strict=True)),
+        "rows_in_another_place": sum(a.pid != b.pid for a, b in zip(right.processes, wrong.processes, strict=True)),
         "lives_in_order": lives,
         "verl_strikes": _strikes_by_clock(bodies[0]),
     }
@@ -190,7 +190,7 @@ def _lives_by_clock(parent: Path, ledger: dict[str, Any]) -> list[int]:
     """Three lives of an actor; the machine of its second one is an hour behind."""
     for i, started in enumerate((100.0, 200.0 - SKEW, 300.0)):
         write(parent / "lives", "process", i, process_record(ledger, i, actor="abc", started=started))
-    rows = {p["pid"]: p["life"] for p in collect(parent / "lives", ["train.py"], 0).processes}
+    rows = {p.pid: p.life for p in collect(parent / "lives", ["train.py"], 0).processes}
     return [rows[1000 + i] for i in range(3)]
 
 
@@ -222,7 +222,7 @@ def restarts(bodies: list[dict[str, Any]]) -> dict[str, Any]:
         "lives": LIVES + 1,
         "files": len(result.processes),
         "seconds": seconds,
-        "last_life": max(p["life"] for p in result.processes if p["actor"]),
+        "last_life": max(p.life for p in result.processes if p.actor),
         "fires_kept": result.ledger.forward == expected == whole.forward,
         "verl_says": says,
     }

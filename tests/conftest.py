@@ -60,8 +60,10 @@ SLOW = (
     "tests/cli/test_train_killed.py",
     "tests/faults/gpu/",
     "tests/harden/grpo/test_static_rollouts.py",
-    "tests/inject/compile/",
+    "tests/inject/test_compiled_passes.py",
+    "tests/inject/test_custom_ops.py",
     "tests/inject/test_known_differences.py",
+    "tests/inject/test_off.py",
     "tests/integrations/test_fsdp1.py",
     "tests/integrations/test_fsdp2.py",
     "tests/launch/test_short_processes.py",
@@ -85,6 +87,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         for mark in item.iter_markers("covers"):
             item.user_properties.append(("covers", [*mark.args]))
+    # Files with slow tests start first: a worker that got one last would keep the others waiting.
+    late = {item.path: 0 for item in items} | {item.path: -1 for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: late[item.path])
 
 
 def pytest_runtest_logreport(report):

@@ -13,27 +13,27 @@ from shaketable.faults.rng import key_of, mix64
 
 CONSTANTS = {
     # locate: no false alarm, and what is missed
-    "locate.checksums.THRESHOLD": 6.0,  # six standard deviations: one in 10⁹ sums of a healthy device
+    "locate.replay.THRESHOLD": 6.0,  # six standard deviations: one in 10⁹ sums of a healthy device
     "numerics.intervals.ACCUMULATION": 2.0**-24,  # float32 inside of every kernel
     "numerics.intervals.TINY": 2.0**-125,  # what a device may flush to zero
-    "numerics.precision.TOLERANCE": {
+    "numerics.intervals.TOLERANCE": {
         torch.float32: (128.0, 2.0**-24), torch.bfloat16: (6.0, 2.0**-8), torch.float16: (6.0, 2.0**-11),
     },
     "locate.twins.LARGEST_EXPONENT": 3,
     # a plan that does nothing is an error, and a rare one is not
-    "faults.inert.ENOUGH": 256,
-    "faults.inert.NEVER": 1e-6,
-    "launch.inert_notices.PASSES": 2,
+    "ledger.inert.ENOUGH": 256,
+    "ledger.inert.NEVER": 1e-6,
+    "launch.process.PASSES": 2,
     # measured equals asked
     "ledger.ledger.TOLERANCE": 0.1,
     "faults.sums.SAMPLE": 2**14,
     "faults.sums.ROWS": 2**16,
     "inject.counters._PATIENCE": 7,
     # recomputed micro-batches find their noise
-    "inject.pass_context._REMEMBERED": 256,
+    "inject.passes._REMEMBERED": 256,
     # what a killed process loses
-    "launch.live_json.PAUSE": 0.05,
-    "launch.live_json.SHARE": 20,
+    "launch.ledger_file.PAUSE": 0.05,
+    "launch.ledger_file.SHARE": 20,
     "harden.grpo.checkpoints.KEEP": 2,
     # what is called legal between sampler and trainer
     "mismatch.results.MEAN": 1.5,

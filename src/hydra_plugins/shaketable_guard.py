@@ -2,7 +2,7 @@
 
 All programs of verl are Hydra's, and Hydra accepts `+shaketable.plan=…` whether or not anybody reads it. verl before 0.9 has no
 plugins, and `VERL_USE_EXTERNAL_PLUGINS=none` switches them off: only Hydra is always there. What is done then is in
-`shaketable.integrations.hydra_guard`; a Hydra program without verl never gets so far.
+`shaketable.integrations.job_keys`; a Hydra program without verl never gets so far.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ class ShaketableGuard(SearchPathPlugin):  # type: ignore[misc]
     def manipulate_search_path(self, search_path: Any) -> None:
         """Watch this program if it is one of verl's."""
         if "verl" in sys.modules:
-            from shaketable.integrations.hydra_guard import watch
+            from shaketable.integrations.job_keys import watch
 
             watch(sys.argv[1:])

@@ -34,7 +34,7 @@ from shaketable.io.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 BUILT_IN = ("nano", "smollm2-135m")
 NANO = Path(__file__).parent / "data" / "nano"
@@ -93,8 +93,12 @@ def built_in_path(name: str) -> Path:
 
 
 def load_model(
-    name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    name: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str | None = None,
+    tokenizer: bool = True,
+) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer.
 
     Args:
@@ -102,30 +106,31 @@ def load_model(
             file, or a hub id.
         device: Where the weights go.
         dtype: The weights' dtype; None keeps the checkpoint's own.
+        tokenizer: Whether a tokenizer is wanted.
 
     Returns:
-        The model, in eval mode, and its tokenizer.
+        The model, in eval mode, and its tokenizer or None.
 
     Raises:
         ModelError: If the name means nothing, or what it names cannot be loaded.
     """
     source = _locate(name)
     if Path(source).suffix == GGUF and Path(source).is_file():
-        return _load_gguf(name, Path(source), device, dtype)
+        return _load_gguf(name, Path(source), device, dtype, tokenizer)
     if Path(source).is_file():
         raise _error(name, "is a file, which holds no weights")
     if (Path(source) / ADAPTER).is_file():
-        return _load_adapter(name, Path(source), device, dtype)
+        return _load_adapter(name, Path(source), device, dtype, tokenizer)
     if (shards := sharded_folder(Path(source))) is not None:
-        return _load_shards(name, shards, device, dtype)
+        return _load_shards(name, shards, device, dtype, tokenizer)
     with _one_line_errors(name):
         hf = _transformers()
         model, report = hf.AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-        tokenizer = hf.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        words = hf.AutoTokenizer.from_pretrained(source, trust_remote_code=False) if tokenizer else None
     _check_complete(name, report)
-    return _placed(model, device), tokenizer
+    return _placed(model, device), words
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:
@@ -225,8 +230,8 @@ def load_skeleton(name: str) -> PreTrainedModel:
 
 
 def _load_gguf(
-    name: str, file: Path, device: str | torch.device, dtype: torch.dtype | str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    name: str, file: Path, device: str | torch.device, dtype: torch.dtype | str | None, tokenizer: bool
+) -> tuple[PreTrainedModel, Any]:
     """Weights of a GGUF file, dequantized into a plain model: transformers refuses to save what it read from GGUF."""
     with _one_line_errors(name):
         import torch
@@ -236,13 +241,13 @@ def _load_gguf(
         packed = hf.AutoModelForCausalLM.from_pretrained(file.parent, dtype=chosen, **gguf)
         plain = hf.AutoModelForCausalLM.from_config(_config(str(file)), dtype=packed.dtype)
         plain.load_state_dict(packed.state_dict())
-        tokenizer = hf.AutoTokenizer.from_pretrained(file.parent, **gguf)
-    return _placed(plain, device), tokenizer
+        words = hf.AutoTokenizer.from_pretrained(file.parent, **gguf) if tokenizer else None
+    return _placed(plain, device), words
 
 
 def _load_shards(
-    name: str, folder: Path, device: str | torch.device, dtype: torch.dtype | str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    name: str, folder: Path, device: str | torch.device, dtype: torch.dtype | str | None, tokenizer: bool
+) -> tuple[PreTrainedModel, Any]:
     """The dtype is that of the config, as for any other folder: what FSDP trains in is finer."""
     weights = merged_weights(folder)
     with _one_line_errors(name):
@@ -250,27 +255,27 @@ def _load_shards(
         model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, trust_remote_code=False)
         missing, unknown = model.load_state_dict(weights, strict=False)
         model.tie_weights()
-        tokenizer = hf.AutoTokenizer.from_pretrained(folder / HF, trust_remote_code=False)
+        words = hf.AutoTokenizer.from_pretrained(folder / HF, trust_remote_code=False) if tokenizer else None
     tied = set(model.state_dict()) - {key for key, _ in model.named_parameters()} - {key for key, _ in model.named_buffers()}
     _check_complete(name, {"missing_keys": set(missing) - tied})
     if unknown:
         raise _error(name, f"holds {unknown[0]}, which its config knows nothing of ({len(unknown)} such)")
-    return _placed(model, device), tokenizer
+    return _placed(model, device), words
 
 
 def _load_adapter(
-    name: str, folder: Path, device: str | torch.device, dtype: torch.dtype | str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    name: str, folder: Path, device: str | torch.device, dtype: torch.dtype | str | None, tokenizer: bool
+) -> tuple[PreTrainedModel, Any]:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise _error(name, f"is an adapter without weights: there is no {ADAPTER_WEIGHTS} in it")
-    model, tokenizer = load_model(_base_of(name, folder), device=device, dtype=dtype)
+    model, words = load_model(_base_of(name, folder), device=device, dtype=dtype, tokenizer=tokenizer)
     with _one_line_errors(name):
         from peft import PeftModel
 
         adapted = PeftModel.from_pretrained(model, folder, use_safetensors=True)
-        if (folder / "tokenizer_config.json").is_file():
-            tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return _placed(adapted, device), tokenizer
+        if tokenizer and (folder / "tokenizer_config.json").is_file():
+            words = _transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return _placed(adapted, device), words
 
 
 def _adapter_skeleton(name: str, folder: Path) -> PreTrainedModel:

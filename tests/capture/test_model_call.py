@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shaketable.capture.model_call import call_with_tokens, logits_of
+from shaketable.capture.trace import call_with_tokens, logits_of
 from shaketable.errors import ModelError
 
 IDS = torch.tensor([[1, 3, 2]])

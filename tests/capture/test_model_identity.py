@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from shaketable.capture.model_identity import config_hash, describe, device_name
+from shaketable.capture.reference import config_hash, describe, device_name
 from tests.locate.architectures import build
 
 

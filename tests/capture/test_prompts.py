@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shaketable.capture.prompts import TEXT, read_prompts, token_batch
+from shaketable.capture.trace import TEXT, read_prompts, token_batch
 from shaketable.errors import ShaketableError
 
 

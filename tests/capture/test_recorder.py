@@ -1,15 +1,13 @@
 """What the recorder sees of a call, and what it leaves behind."""
 
-import collections
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import shaketable as st
-from shaketable.capture.recorder import Recorder, function_name, same
-from shaketable.sites.nested_tensors import map_tensors, tensors_of
+from shaketable.capture.recorder import Recorder, same
+from shaketable.sites.nested_tensors import tensors_of
 from tests.locate.architectures import build, tokens
 from tests.tensors import draw
 
@@ -103,64 +101,6 @@ def test_a_leaf_is_seen_from_outside_of_other_peoples_hooks():
     assert names(recording) == names(record(made(Layer), x)), "what hooks compute is not the layer's"
 
 
-def test_nothing_inside_of_a_leaf_is_looked_at():
-    recording = record(made(Stack), x=draw(3, 4), leaf=lambda path, module: path in ("inner", "inner.mlp.up"))
-    assert names(recording) == [("", "mul"), ("inner", None), ("last", "linear")]
-    whole = recording.leaf("inner")
-    assert set(whole.kwargs) == {"x", "extra"} and whole.args == ()
-
-
-def test_a_leaf_called_twice_is_recorded_twice():
-    class Twice(Layer):
-        def forward(self, x):
-            return self.mlp.up(x) + self.mlp.up(x * 2)
-
-    recording = record(made(Twice), draw(3, 4))
-    assert names(recording) == [("mlp.up", None), ("", "mul"), ("mlp.up", None), ("", "add")]
-
-
-def test_the_root_is_never_a_leaf():
-    recording = record(made(Layer), draw(3, 4), leaf=lambda path, module: True)
-    assert names(recording) == [("mlp", None), ("", "add")]
-
-
-def test_nothing_is_recorded_beside_the_call():
-    layer, x = made(Layer), draw(3, 4)
-    with Recorder(layer, is_leaf).watching() as recording:
-        _ = x * 2
-        layer(x)
-        _ = x * 2
-    assert names(recording)[-1] == ("", "add") and len(recording.records) == 5
-
-
-def test_gradients_are_off():
-    recording = record(made(Layer), draw(3, 4).requires_grad_())
-    assert not any(t.requires_grad for r in recording.records for t in tensors_of(r.output))
-
-
-def test_properties_and_methods_have_short_names():
-    class Turn(nn.Module):
-        def forward(self, x):
-            return torch.softmax(x.T, -1)[0].float()
-
-    assert names(record(Turn(), draw(3, 4))) == [("", "T"), ("", "softmax"), ("", "__getitem__"), ("", "float")]
-    assert function_name(torch.Tensor.T.__get__) == "T"
-    assert function_name(F.linear) == "linear"
-
-
-def test_values_without_memory_are_passed_over():
-    class Mapped(nn.Module):
-        def forward(self, x):
-            y = torch.vmap(lambda row: row * 2)(x)
-            torch.empty(3, device="meta") + 1
-            return y + 1
-
-    x = draw(3, 4)
-    recording = record(Mapped(), x)
-    assert [r.function for r in recording.records if any(t.device.type == "meta" for t in tensors_of(r.output))] == []
-    assert recording.records[-1].function == "add" and torch.equal(recording.output, x * 2 + 1)
-
-
 def test_strangers_are_tensors_nobody_made():
     constant = draw(3, 4, seed=9)
 
@@ -173,7 +113,7 @@ def test_strangers_are_tensors_nobody_made():
             return torch.add(x * self.scale, other=constant) + self.scale[:4]
 
     recording = record(Odd(), draw(3, 4))
-    assert [(r.function, r.strangers) for r in recording.records] == [
+    assert [(r.function, r.external) for r in recording.records] == [
         ("mul", ()), ("add", ("other",)), ("__getitem__", ()), ("add", ()),
     ]  # fmt: skip
 
@@ -235,32 +175,6 @@ def test_earlier_records_keep_the_values_they_had(overwrite):
     assert not recording.breaks
 
 
-def test_overwriting_twice_keeps_each_stage():
-    class Twice(nn.Module):
-        def forward(self, x):
-            y = x + 0
-            y.add_(1)
-            y.mul_(5)
-            return y.clone()
-
-    x = draw(3)
-    zero, one, five, _ = record(Twice(), x).records
-    assert torch.equal(zero.output, x)
-    assert torch.equal(one.args[0], x) and torch.equal(one.output, x + 1)
-    assert torch.equal(five.args[0], x + 1) and torch.equal(five.output, (x + 1) * 5)
-
-
-def test_memory_of_others_is_not_copied():
-    class Other(nn.Module):
-        def forward(self, x):
-            a, b = x + 1, x + 2
-            b.mul_(2)
-            return a + b
-
-    recording = record(Other(), draw(3))
-    assert recording.records[-1].args[0] is recording.records[0].output
-
-
 def test_what_is_overwritten_inside_of_a_mapping():
     class Cache(nn.Module):
         def forward(self, x, *, cache):
@@ -299,7 +213,7 @@ def test_other_values_behind_a_module_are_a_break_at_its_output(path):
     root.get_submodule(path).register_forward_hook(silent(lambda args, out: out + 1))
     recording = record(root, x=x)
     (found,) = recording.breaks
-    assert (found.path, found.door) == (path, "output")
+    assert (found.path, found.side) == (path, "output")
     assert torch.equal(found.got, found.expected + 1)
     assert found.expected is recording.records[found.after - 1].output
 
@@ -310,16 +224,10 @@ def test_other_values_before_a_module_are_a_break_at_its_input(path):
     change = silent(lambda args, kwargs: (tuple(a + 1 for a in args), {k: v + 1 for k, v in kwargs.items()}))
     root.get_submodule(path).register_forward_pre_hook(change, with_kwargs=True)
     recording = record(root, x=x)
-    assert {(b.path, b.door) for b in recording.breaks} == {(path, "input")}
+    assert {(b.path, b.side) for b in recording.breaks} == {(path, "input")}
     assert len(recording.breaks) == (2 if path == "inner" else 1), "every argument is looked at"
     assert all(torch.equal(b.got, b.expected + 1) for b in recording.breaks)
     assert recording.breaks[0].after == (0 if path == "mlp" else 1)
-
-
-def test_a_break_is_told_once_and_not_passed_on():
-    root = made(Stack)
-    root.inner.mlp.register_forward_hook(silent(lambda args, out: out * 2))
-    assert [b.path for b in record(root, x=draw(3, 4)).breaks] == ["inner.mlp"]
 
 
 @pytest.mark.parametrize("copy", [torch.clone, lambda t: t + 0, lambda t: t.view_as(t)])
@@ -332,14 +240,6 @@ def test_equal_copies_are_no_break(copy):
     assert not record(root, x=draw(3, 4)).breaks
 
 
-def test_values_that_are_no_numbers_are_equal_to_each_other():
-    root = made(Layer)
-    root.mlp.register_forward_hook(silent(lambda args, out: out.clone()))
-    x = draw(3, 4)
-    x[0, 0] = float("nan")
-    assert not record(root, x).breaks
-
-
 def test_what_the_layer_returns_stands_for_its_last_operator():
     layer, x = made(Layer), draw(3, 4)
     healthy = layer(x)
@@ -348,35 +248,6 @@ def test_what_the_layer_returns_stands_for_its_last_operator():
     assert torch.equal(recording.output, healthy * 2)
     assert recording.records[-1].output is recording.output
     assert not recording.breaks
-
-
-def test_the_door_of_the_layer_itself_is_watched_too():
-    layer = made(Layer)
-    layer.register_forward_pre_hook(silent(lambda args: (args[0] + 1,)))
-    recording = record(layer, draw(3, 4))
-    assert [(b.path, b.door) for b in recording.breaks] == [("", "input")]
-
-
-def test_several_results_keep_their_kinds():
-    class Both(nn.Module):
-        def forward(self, x):
-            return x + 1, {"ids": (x > 0).long()}
-
-    class Root(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.both = Both()
-
-        def forward(self, x):
-            return self.both(x)[0] * 2
-
-    root = Root()
-    root.both.register_forward_hook(silent(lambda args, out: (out[0] + 1, {"ids": out[1]["ids"] + 1})))
-    breaks = record(root, draw(3, 4)).breaks
-    assert [(b.path, b.door, b.got.dtype) for b in breaks] == [
-        ("both", "output", torch.float32),
-        ("both", "output", torch.int64),
-    ]
 
 
 # ---- planted faults
@@ -399,21 +270,6 @@ def layer_inputs(model):
 
 def llama_leaf(path, module):
     return isinstance(module, nn.Linear) or "Norm" in type(module).__name__ or "SiLU" in type(module).__name__
-
-
-def test_a_decoder_layer_is_what_its_code_says(llama):
-    args, kwargs = layer_inputs(llama)
-    recording = record(llama.model.layers[0], *args, leaf=llama_leaf, **kwargs)
-    leaves = [r.path for r in recording.records if r.func is None]
-    assert leaves == [
-        "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-        "post_attention_layernorm", "mlp.gate_proj", "mlp.act_fn", "mlp.up_proj", "mlp.down_proj",
-    ]  # fmt: skip
-    functions = [(r.path, r.function) for r in recording.records if r.func is not None]
-    assert ("self_attn", "scaled_dot_product_attention") in functions
-    assert [f for f in functions if f[0] == "mlp"] == [("mlp", "mul")]
-    assert [f for f in functions if f[0] == ""] == [("", "add"), ("", "add")]
-    assert not recording.breaks
 
 
 @pytest.mark.parametrize(
@@ -443,13 +299,13 @@ def test_planted_faults_are_not_seen_as_operators(llama, plan, hit):
 
 
 @pytest.mark.parametrize(
-    ("plan", "door"), [("gain:0.5@module.self_attn", "output"), ("gain:0.5@module.mlp,point=input", "input")]
+    ("plan", "side"), [("gain:0.5@module.self_attn", "output"), ("gain:0.5@module.mlp,point=input", "input")]
 )
-def test_planted_faults_at_doors_are_breaks(llama, plan, door):
+def test_planted_faults_at_doors_are_breaks(llama, plan, side):
     args, kwargs = layer_inputs(llama)
     with st.inject(llama, plan, seed=0):
         recording = record(llama.model.layers[0], *args, leaf=llama_leaf, **kwargs)
-    assert [(b.path, b.door) for b in recording.breaks] == [(plan.split("module.")[1].split(",")[0], door)]
+    assert [(b.path, b.side) for b in recording.breaks] == [(plan.split("module.")[1].split(",")[0], side)]
 
 
 # ---- what is left behind
@@ -457,14 +313,6 @@ def test_planted_faults_at_doors_are_breaks(llama, plan, door):
 
 def hooks(root):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in root.modules())
-
-
-def test_no_hook_is_left():
-    root, x = made(Stack), draw(3, 4)
-    own = root.inner.register_forward_hook(lambda m, args, out: None)
-    record(root, x=x)
-    assert hooks(root) == 1
-    own.remove()
 
 
 @pytest.mark.parametrize("where", ["", "inner", "inner.mlp", "inner.mlp.act", "last"])
@@ -494,39 +342,4 @@ def test_no_hook_and_no_mode_is_left_by_an_exception(where, moment, monkeypatch)
     assert len(record(root, x=x).records) == 7, "the next recording is whole"
 
 
-def test_a_leaf_that_fails_and_is_forgiven_hides_nothing():
-    class Forgiving(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            try:
-                self.linear(x[..., :3])
-            except RuntimeError:
-                x = x * 2
-            return self.linear(x) + 1
-
-    recording = record(made(Forgiving), draw(3, 4))
-    assert names(recording)[-3:] == [("", "mul"), ("linear", None), ("", "add")]
-
-
 # ---- nests of tensors
-
-Pair = collections.namedtuple("Pair", "a b")
-
-
-def test_tensors_are_found_and_changed_in_any_nest():
-    one, two, three = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)
-    nest = (one, [None, {"k": two}], Pair(three, "text"))
-    assert [t.item() for t in tensors_of(nest)] == [1, 2, 3]
-    changed = map_tensors(nest, lambda t: t * 10)
-    assert [t.item() for t in tensors_of(changed)] == [10, 20, 30]
-    assert isinstance(changed[2], Pair) and changed[2].b == "text" and changed[1][0] is None
-    assert one.item() == 1
-
-
-def test_same_compares_values_and_shapes():
-    nan = torch.tensor([1.0, float("nan")])
-    assert same(nan, nan.clone()) and same(torch.zeros(2), -torch.zeros(2))
-    assert not same(nan, torch.tensor([1.0, 2.0])) and not same(torch.ones(2), torch.ones(3))

@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shaketable.capture.reference import Reference, _fills, _index, check_model
+from shaketable.capture.reference import Reference
 from shaketable.capture.trace import record_layer, trace
 from shaketable.errors import ModelError
 from shaketable.locate.replay import judge
@@ -60,19 +59,6 @@ def test_weights_come_from_the_file(tmp_path, shards):
         assert reference.weight(name).data_ptr() != parameter.data_ptr()
 
 
-def test_a_weight_that_was_changed_on_the_device_is_seen(tmp_path):
-    model = build("llama")
-    source = save(model, tmp_path)
-    kept = model.get_parameter(UP).detach().clone()
-    with torch.no_grad():
-        model.get_parameter(UP)[3] *= 1.5
-    assert torch.equal(Reference(model, source).weight(UP), kept)
-    assert blamed(model, Reference(model, source)) == {"mlp.up_proj"}
-    own = Reference(model)
-    assert not own.has_file
-    assert blamed(model, own) == set(), "without a file the device is believed"
-
-
 def test_file_weights_are_cast_to_the_devices_dtype(tmp_path):
     model = build("llama")
     source = save(model, tmp_path)
@@ -116,15 +102,6 @@ def test_files_with_other_names_are_loaded(tmp_path):
     assert torch.equal(reference.weight("lm_head.weight"), model.lm_head.weight)
 
 
-def test_experts_that_are_stored_one_by_one_are_loaded(tmp_path):
-    model = build("mixtral")
-    source = save(model, tmp_path)
-    tokenizer(tmp_path)
-    reference = Reference(model, source)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(reference.weight(name), parameter)
-
-
 @pytest.mark.parametrize(
     ("name", "path"),
     [("mlp.gate.weight", "mlp.gate"), ("mlp.experts.down_proj", "mlp.experts")],
@@ -136,38 +113,6 @@ def test_a_parameter_that_a_function_takes_comes_from_the_file_too(tmp_path, nam
     with torch.no_grad():
         model.get_parameter(f"model.layers.1.{name}").mul_(1.25)
     assert blamed(model, Reference(model, source)) == {path}
-
-
-@pytest.mark.parametrize(
-    "part", [lambda p: p, lambda p: p[3], lambda p: p.T, lambda p: p[2:5, ::2], lambda p: p.view(-1)[7:], lambda p: p.data]
-)
-def test_a_part_of_a_parameter_is_the_same_part_of_the_files(tmp_path, part):
-    model = build("llama")
-    source = save(model, tmp_path)
-    kept = model.get_parameter(UP).detach().clone()
-    with torch.no_grad():
-        model.get_parameter(UP).mul_(3)
-    found = Reference(model, source).like(part(model.get_parameter(UP)))
-    assert torch.equal(found, part(kept))
-
-
-def test_other_tensors_are_not_in_the_file(tmp_path):
-    model = build("llama")
-    reference = Reference(model, save(model, tmp_path))
-    parameter = model.get_parameter(UP)
-    for tensor in (torch.ones(2), parameter.detach().clone(), parameter * 2, parameter.detach().view(torch.int32)):
-        assert reference.like(tensor) is None
-
-
-def test_weights_are_read_once_per_layer(tmp_path):
-    model = build("llama")
-    reference = Reference(model, save(model, tmp_path))
-    first = reference.weight(UP)
-    assert reference.weight(UP) is first
-    wide = reference.wide(first)
-    assert reference.wide(first) is wide and wide.dtype == torch.float64
-    reference.forget()
-    assert reference.weight(UP) is not first and reference.wide(first) is not wide
 
 
 def break_index(folder):
@@ -208,118 +153,4 @@ def test_a_file_of_another_model_is_not_taken_for_the_models(tmp_path):
 # ---- definitions
 
 
-def test_the_config_says_what_eps_is_and_not_the_device():
-    model = build("llama")
-    norm = model.model.layers[1].input_layernorm
-    norm.variance_epsilon = 0.5
-    reference = Reference(model)
-    leaf = reference.leaf("model.layers.1.input_layernorm")
-    assert leaf.module is not norm and leaf.module.variance_epsilon == model.config.rms_norm_eps
-    assert blamed(model, reference) == {"input_layernorm"}
-
-
-def test_the_config_says_which_activation():
-    model = build("llama")
-    model.model.layers[1].mlp.act_fn = nn.ReLU()
-    reference = Reference(model)
-    assert reference.leaf("model.layers.1.mlp.act_fn").kind == "silu"
-    assert blamed(model, reference) == {"mlp.act_fn"}
-
-
-def test_the_skeleton_has_no_values():
-    reference = Reference(build("llama"))
-    assert reference.is_rebuilt and not reference.skeleton.training
-    assert {p.device.type for p in reference.skeleton.parameters()} == {"meta"}
-
-
-def test_leaves_by_their_paths():
-    model = build("llama")
-    reference = Reference(model)
-    assert reference.leaf(UP.removesuffix(".weight")).kind == "linear"
-    assert reference.leaf("model.layers.1.mlp") is None and reference.leaf("nowhere") is None
-
-
-def test_a_model_without_config_defines_itself():
-    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
-    reference = Reference(model)
-    assert reference.skeleton is model and not reference.is_rebuilt and not reference.has_file
-    assert {path: leaf.kind for path, leaf in reference.leaves.items()} == {"0": "linear", "1": "silu"}
-    assert torch.equal(reference.weight("0.weight"), model[0].weight)
-
-
-def test_a_model_with_other_modules_than_its_config_says_defines_itself():
-    model = build("llama")
-    model.model.layers[0].mlp.extra = nn.Linear(2, 2)
-    reference = Reference(model)
-    assert reference.skeleton is model and not reference.is_rebuilt
-
-
 # ---- refusals
-
-
-def poisoned(value):
-    def change(model):
-        with torch.no_grad():
-            model.get_parameter(UP)[0, :2] = value
-        return model
-
-    return change
-
-
-def whole_numbers(model):
-    layer = model.model.layers[0].mlp
-    layer.up_proj.weight = nn.Parameter(torch.ones(48, 32, dtype=torch.int8), requires_grad=False)
-    return model
-
-
-def quantized(config):
-    def change(model):
-        model.config.quantization_config = config
-        return model
-
-    return change
-
-
-class Method:
-    quant_method = "gptq"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (poisoned(float("nan")), f"{UP} holds 2 of 1536 values that are NaN or infinite"),
-        (poisoned(float("inf")), f"{UP} holds 2 of 1536 values that are NaN or infinite"),
-        (
-            lambda model: model.to("meta"),
-            "model.embed_tokens.weight is on the meta device and has no values; load the model's weights first",
-        ),
-        (whole_numbers, "model.layers.0.mlp.up_proj.weight is torch.int8; locate judges float32, bfloat16 and float16"),
-        (quantized({"quant_method": "bitsandbytes"}), "the checkpoint is quantized (bitsandbytes); locate has no host definition for that"),
-        (quantized(Method()), "the checkpoint is quantized (gptq); locate has no host definition for that"),
-        (quantized({}), "the checkpoint is quantized (unknown method); locate has no host definition for that"),
-        (lambda model: nn.Linear(2, 2), "Linear has no list of decoder layers to look into; no module in it holds others that have parts"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_judged_is_refused_in_one_line(change, message):
-    with pytest.raises(ModelError) as error:
-        check_model(change(build("llama")))
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gpt_neox"])
-def test_healthy_models_are_not_refused(name):
-    check_model(build(name, torch.bfloat16))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "fills"), [(torch.zeros(4), True), (torch.zeros(4)[:2], False), (torch.zeros(2, device="meta"), False)]
-)
-def test_a_part_of_a_larger_memory_does_not_fill_it(tensor, fills):
-    assert _fills(tensor) == fills
-
-
-@pytest.mark.parametrize("index", [[], {"weight_map": []}, {"weight_map": {"a": 3}}, {}])
-def test_an_index_of_another_kind_is_told_in_one_line(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="cannot be read again"):
-        _index(tmp_path)

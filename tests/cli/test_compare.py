@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from shaketable.compare.fingerprint import make_fingerprint
-from shaketable.compare.fingerprint_file import write_fingerprint
+from shaketable.compare.fingerprint import fingerprint
 from shaketable.plan import Plan
 from tests.cli.invoked import shaketable
 
@@ -30,7 +29,7 @@ def model(tiny_llama, tmp_path):
 
 @pytest.fixture
 def good(tiny_llama, tmp_path):
-    write_fingerprint(make_fingerprint(tiny_llama, IDS, name="tiny"), tmp_path / "good.safetensors")
+    fingerprint(tiny_llama, input_ids=IDS, name="tiny").save(tmp_path / "good.safetensors")
     return tmp_path / "good.safetensors"
 
 

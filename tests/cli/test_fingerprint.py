@@ -29,7 +29,7 @@ def test_it_writes_a_file_and_says_what_is_in_it(folder, tmp_path):
     assert done.exit_code == 0, done.output
     assert "float32 on cpu, sdpa attention, 32 tokens: 4 layers and 43 operators" in done.output
 
-    from shaketable.compare.fingerprint_file import read_fingerprint
+    from shaketable.compare.fingerprint import read_fingerprint
 
     about = read_fingerprint(out).about
     assert (about.tokens, about.prompts, about.model) == (32, None, str(folder))
@@ -43,7 +43,7 @@ def test_prompts_dtype_and_attention_are_followed_and_recorded(folder, tmp_path)
     done = shaketable("fingerprint", folder, "-o", out, *words)
     assert done.exit_code == 0, done.output
 
-    from shaketable.compare.fingerprint_file import read_fingerprint
+    from shaketable.compare.fingerprint import read_fingerprint
 
     about = read_fingerprint(out).about
     assert (about.dtype, about.attention, about.tokens) == ("bfloat16", "eager", 30)

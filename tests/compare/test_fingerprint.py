@@ -8,8 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shaketable.compare.fingerprint import HEAD_TOKENS, FingerprintError, make_fingerprint
-from shaketable.compare.fingerprint_file import check_same_model, read_fingerprint, write_fingerprint
+from shaketable.compare.fingerprint import (
+    HEAD_TOKENS,
+    FingerprintError,
+    check_same_model,
+    fingerprint,
+    read_fingerprint,
+)
 from shaketable.errors import ModelError
 from tests.locate.architectures import build, tokens
 
@@ -18,12 +23,12 @@ IDS = torch.arange(24)[None] * 7 % 64
 
 @pytest.fixture
 def made(tiny_llama):
-    return make_fingerprint(tiny_llama, IDS, name="tiny", prompts=["a", "b"])
+    return fingerprint(tiny_llama, input_ids=IDS, name="tiny", prompts=["a", "b"])
 
 
 @pytest.fixture
 def path(made, tmp_path):
-    write_fingerprint(made, tmp_path / "good.safetensors")
+    made.save(tmp_path / "good.safetensors")
     return tmp_path / "good.safetensors"
 
 
@@ -85,21 +90,16 @@ def test_a_tensor_with_several_names_is_stored_once(made):
 
 
 def test_operators_inside_of_stacked_experts_are_left_out():
-    made = make_fingerprint(build("qwen2_moe"), tokens())
+    made = fingerprint(build("qwen2_moe"), input_ids=tokens())
     assert "mlp.shared_expert.act_fn" in made.about.layers[0]
     assert not any("mlp.experts" in label for label in made.about.layers[0])
-
-
-def test_two_fingerprints_of_one_device_hold_the_same_bits(made, tiny_llama):
-    again = make_fingerprint(tiny_llama, IDS)
-    assert all(torch.equal(again.tensors[name], made.tensors[name]) for name in made.tensors)
 
 
 def test_an_argument_made_from_hidden_states_is_named(tiny_llama):
     model = tiny_llama.model
     original = model.rotary_emb.forward
     model.rotary_emb.forward = lambda x, *rest, **more: tuple(part + x.mean() for part in original(x, *rest, **more))
-    assert make_fingerprint(tiny_llama, IDS).about.unsteady == ["position_embeddings"]
+    assert fingerprint(tiny_llama, input_ids=IDS).about.unsteady == ["position_embeddings"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 0.999])
@@ -134,12 +134,6 @@ def test_changed_metadata_is_refused(path):
     rewrite(path, lambda about, tensors: about.update(device="cuda (another)"))
     with pytest.raises(FingerprintError, match="sha256"):
         read_fingerprint(path)
-
-
-def test_a_text_file_is_refused(tmp_path):
-    (tmp_path / "x.safetensors").write_text("this is no tensor file at all, only words\n" * 10)
-    with pytest.raises(FingerprintError, match="no safetensors file"):
-        read_fingerprint(tmp_path / "x.safetensors")
 
 
 class Bomb:
@@ -179,11 +173,6 @@ def test_a_missing_tensor_is_refused_by_name(path):
         read_fingerprint(path)
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(FingerprintError, match="does not exist"):
-        read_fingerprint(tmp_path / "none.safetensors")
-
-
 def test_another_model_is_refused(made, tiny_llama, tinier_llama):
     check_same_model(made.about, tiny_llama)
     with pytest.raises(FingerprintError, match="number of layers is 4, not 2"):
@@ -207,9 +196,9 @@ def test_how_a_model_was_loaded_does_not_make_it_another(made, tiny_llama, tmp_p
 
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ModelError, match="no list of decoder layers"):
-        make_fingerprint(nn.Linear(3, 3), IDS)
+        fingerprint(nn.Linear(3, 3), input_ids=IDS)
 
 
 def test_a_file_in_a_folder_that_is_not_there_is_told_in_one_line(tmp_path):
     with pytest.raises(FingerprintError, match="cannot write"):
-        write_fingerprint(make_fingerprint(build("llama"), tokens(n=4)), tmp_path / "none" / "f")
+        fingerprint(build("llama"), input_ids=tokens(n=4)).save(tmp_path / "none" / "f")

@@ -1,12 +1,10 @@
 """What a comparison of two devices says, from rows made up by hand."""
 
-import json
-
 import pytest
 import torch
 import yaml
 
-from shaketable.compare.result import ComparisonRow, DeviceComparison, Difference, LayerRow
+from shaketable.compare.compare import ComparisonRow, DeviceComparison, Difference, LayerRow
 from shaketable.numerics.fit import ROUNDING, Fit
 from shaketable.plan import Plan
 
@@ -49,41 +47,12 @@ def test_a_difference_from_zeros_is_itself_and_of_nothing_is_nothing():
     assert mixed.differing == 1 and mixed.max_abs == pytest.approx(0.001, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("here", "stored", "beyond"),
-    [(0, 0, ""), (2, 0, "here"), (0, 2, "stored"), (1, 1, "both"), (None, 0, ""), (None, 3, "stored")],
-)
-def test_a_row_says_whose_result_the_dtype_does_not_explain(here, stored, beyond):
-    found = row(here=here, stored=stored)
-    assert found.beyond == beyond
-    assert found.to_dict()["beyond"] == (beyond or None)
-    assert (found.to_dict()["outside_here"], found.to_dict()["outside_stored"]) == (here, stored)
-
-
-@pytest.mark.parametrize(
-    ("op", "point", "place"),
-    [("mlp", "output", "mlp"), ("mlp", "input", "what reaches mlp"), (None, "output", "the layer's own output")],
-)
-def test_a_place_in_words(op, point, place):
-    assert row(op=op, point=point).place == place
-
-
 def test_the_best_error_model_that_a_plan_can_hold():
     bare, gain, rounding = fit("gain", -0.5), fit(), fit(ROUNDING)
     assert row().fit is None and row().injectable is None
     assert row(fits=[gain, bare]).injectable is gain and row(fits=[bare, gain]).injectable is gain
     assert row(fits=[bare, gain]).fit is bare and row(fits=[bare]).injectable is None
     assert row(fits=[rounding, gain]).injectable is None, "rounding is the best"
-
-
-def test_rows_are_in_the_order_of_computation_and_the_first_beyond_decides():
-    rows = [row(op=name) for name in "abc"]
-    found = comparison(rows[1], before=rows[:1], after=rows[2:])
-    assert [r.op for r in found.rows] == ["a", "b", "c"] and found.first is None and found.exit_code == 0
-    for at in (2, 1, 0):
-        rows[at].here = 1
-        assert found.first is rows[at] and found.exit_code == 1
-    assert found.layers[0].beyond is rows[1] and comparison(row()).layers[0].beyond is None
 
 
 PAIR = "float32 on cpu and bfloat16 on npu"
@@ -111,21 +80,6 @@ def test_the_sentence_says_exactly_this(rows, sentence):
     assert comparison(*rows).sentence == sentence
 
 
-def test_what_is_written_as_json_is_all_of_it():
-    beyond = row(difference=APART, here=2, fits=[fit()])
-    found = comparison(row(op="a"), beyond, before=[row(None, "embed")], after=[row(None, "head")], notes=["a note"])
-    told = json.loads(json.dumps(found.to_dict()))
-    assert (told["schema"], told["kind"], told["beyond"], told["sentence"]) == (1, "comparison", True, found.sentence)
-    assert (told["fingerprint"], told["here"], told["notes"]) == (GOOD, HERE, ["a note"])
-    assert told["first"] == json.loads(json.dumps(beyond.to_dict())) and told["plan"] == ["gain:0.25@module.mlp,layers=1"]
-    [layer] = told["layers"]
-    assert (layer["layer"], layer["name"], layer["beyond"]) == (1, "layers.1", True) and len(layer["ops"]) == 2
-    assert [r["op"] for r in told["before"] + told["after"]] == ["embed", "head"]
-    assert layer["ops"][1]["fit"]["kind"] == "gain" and layer["ops"][0]["fit"] is None and layer["whole"]["values"] == 8
-    healthy = comparison(row()).to_dict()
-    assert (healthy["beyond"], healthy["first"], healthy["plan"]) == (False, None, [])
-
-
 @pytest.mark.parametrize(
     ("here", "rounds", "written"), [(2, False, True), (0, False, False), (None, False, True), (0, True, True)]
 )
@@ -151,21 +105,6 @@ def test_a_plan_of_measured_errors_can_be_read_and_says_what_it_leaves_out():
     assert Plan.from_data(yaml.safe_load(text)) == Plan.parse("gain:0.25@module.mlp,layers=1;bias:0.25@module.attn,layers=1")
     assert text.count("# measured relative error 2.500e-01; ") == 2
     assert text.count("  # next best: gain:-0.125 fits better, and no plan can say it") == 1
-
-
-@pytest.mark.parametrize(
-    ("found", "good", "words"),
-    [
-        (fit(explained=0.81), True, "81.0% of the error's variance explained"),
-        (fit(explained=0.8), False, "80.0% of the error's variance explained"),
-        (fit("relative_gaussian", ks=0.0999, explained=0.0), True, "KS 0.100"),
-        (fit("absolute_gaussian", ks=0.1, explained=0.9), False, "KS 0.100"),
-        (fit(ROUNDING, 0.0, explained=0.0), True, "0.0% of the error's variance explained"),
-    ],
-)
-def test_a_fit_is_good_if_noise_is_normal_or_the_error_is_explained(found, good, words):
-    assert found.is_good is good
-    assert found.goodness() == f"{words}, log-likelihood +9 over rounding, 64 values" + ("" if good else ", a poor fit")
 
 
 @pytest.mark.parametrize(

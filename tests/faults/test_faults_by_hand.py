@@ -13,9 +13,9 @@ from shaketable.faults.bits import as_integers, bits_set, everywhere, mantissa_b
 from shaketable.faults.blocks import join_blocks, split_blocks
 from shaketable.faults.clipping import top
 from shaketable.faults.cpu import native
-from shaketable.faults.inert import changes_nothing
 from shaketable.faults.noise import deviation, in_units, middle, scaled, size, spread, wide
 from shaketable.faults.rng import lanes, mix64, normals, normals_of_words, plain_normals, signed, uniforms
+from shaketable.ledger.inert import changes_nothing
 from tests.tensors import bits, same_bits
 
 NAN, INF = float("nan"), float("inf")

@@ -11,10 +11,10 @@ from shaketable.faults import KINDS, Draw, make_fault
 from shaketable.faults import sums as s
 from shaketable.faults.blocks import join_blocks, split_blocks
 from shaketable.faults.cpu import native
-from shaketable.faults.inert import changes_nothing
 from shaketable.faults.noise import at_least, deviation, middle, rms, size, spread
 from shaketable.faults.rng import Draw as Drawn
 from shaketable.faults.rng import key_of, mix64, normals, signed, uniforms
+from shaketable.ledger.inert import changes_nothing
 
 NAN, INF = float("nan"), float("inf")
 

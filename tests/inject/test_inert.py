@@ -8,8 +8,8 @@ from torch import nn
 
 import shaketable as st
 from shaketable.faults import make_fault
-from shaketable.faults.inert import changes_nothing
 from shaketable.inject.injection import Injection
+from shaketable.ledger.inert import changes_nothing
 from shaketable.plan import Plan
 
 NOTHING = "saturation:2@module.linear"

@@ -10,8 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import shaketable as st
-from shaketable.inject.injection import Injection
-from shaketable.inject.other_plan import exchange, has_same_sites
+from shaketable.inject.injection import Injection, exchange, has_same_sites
 from shaketable.plan import Plan
 
 IDS = torch.tensor([[3, 7, 11, 5]])

@@ -184,3 +184,26 @@ def test_the_head_of_a_second_model_is_left_alone(moved):
     second(X)
     assert injection.ledger.forward == before + 1
     injection.close()
+
+
+class ReadsOutside(nn.Linear):
+    """Multiplies in a function that dynamo leaves out of its graphs."""
+
+    @torch._dynamo.disable
+    def product(self, x):
+        return torch.nn.functional.linear(x, self.weight)
+
+    def forward(self, x):
+        return self.product(x) + self.product(2 * x)
+
+
+def test_a_weight_that_is_read_between_the_graphs_of_a_compiled_model_is_faulty():
+    torch._dynamo.reset()
+    model, x = nn.Sequential(ReadsOutside(4, 4, bias=False)), torch.ones(1, 4)
+    clean = model(x).detach()
+    with st.inject(model, "gain:1@module.ReadsOutside,point=weight") as ledger:
+        compiled = torch.compile(model, backend="eager")
+        for fires in (1, 2):
+            assert torch.allclose(compiled(x), 2 * clean) and ledger.forward == fires
+    assert torch.equal(torch.compile(model, backend="eager")(x), clean)
+    torch._dynamo.reset()

@@ -9,10 +9,9 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import InertError, PlanError
-from shaketable.inject.compile import custom_ops
-from shaketable.inject.hooks import checkpointing
+from shaketable.inject import op, passes
 from shaketable.inject.injection import Injection, inject, this_rank
-from shaketable.inject.pass_context import Entry, Frame
+from shaketable.inject.passes import Entry, Frame
 from shaketable.plan import Plan
 
 X = torch.ones(2, 4)
@@ -171,14 +170,14 @@ def test_off_is_clean_and_on_again_goes_on_counting():
 def test_what_a_closed_injection_leaves_behind_is_its_ledger():
     model = linear()
     injection = inject(model, "gain:1@op.matmul").enable()
-    assert injection in checkpointing._watching
+    assert injection in passes._watching
     model(X)
     ledger = injection.ledger
     assert ledger.settle is not None and ledger.forget is not None
     injection.close()
     assert ledger.settle is None and ledger.forget is None and ledger.forward == 1
-    assert injection not in checkpointing._watching
-    assert custom_ops.present[injection.handle] is False
+    assert injection not in passes._watching
+    assert op.present[injection.handle] is False
     assert torch.overrides._get_current_function_mode_stack() == [] and not is_hooked(model)
     assert not injection.tables.all and torch.equal(model(X), torch.full((2, 4), 4.0))
 
@@ -391,7 +390,7 @@ def test_blocks_of_changes_nest_and_one_that_breaks_off_does_not_keep_the_others
 def test_a_fault_without_a_magnitude_keeps_a_plan_there():
     injection = made("mxfp4@module.linear;gain:1@module.linear").enable()
     injection.set_magnitude(0)
-    assert custom_ops.present[injection.handle] is True
+    assert op.present[injection.handle] is True
     assert [site.asked for site in injection.sites] == [None, 0.0]
 
 
@@ -457,7 +456,7 @@ ROOT, PART = Entry(1, nn.Identity(), None, is_root=True), Entry(2, nn.Identity()
 def test_a_pass_that_was_left_open_by_a_graph_is_forgotten_without_rows_too():
     injection = made("gain:1@op.matmul")
     injection.enable()
-    tracing = custom_ops.traces[injection.handle]
+    tracing = op.traces[injection.handle]
     tracing.entries[:] = [ROOT, PART]
     injection.enter(ROOT, (X,), {})
     assert tracing.entries == [] and [f.entry for f in injection.calls.stack] == [ROOT]

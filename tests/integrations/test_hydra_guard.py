@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from shaketable.integrations import hydra_guard
-from shaketable.integrations.hydra_guard import asks_for, judge, quoted, unread
+from shaketable.integrations import job_keys
+from shaketable.integrations.job_keys import asks_for, judge, quoted, unread
 from tests import ROOT
 
 PLAN = "gain:0.1@layer.1"
@@ -24,9 +24,9 @@ def ray(monkeypatch):
     """A Ray that starts when it is told to."""
     module = types.SimpleNamespace(init=lambda: "started")
     monkeypatch.setitem(sys.modules, "ray", module)
-    monkeypatch.setitem(sys.modules, hydra_guard.PLUGIN, types.ModuleType("plugin"))
-    monkeypatch.setattr(hydra_guard, "_read", False)
-    monkeypatch.delenv(hydra_guard.READ, raising=False)
+    monkeypatch.setitem(sys.modules, job_keys.PLUGIN, types.ModuleType("plugin"))
+    monkeypatch.setattr(job_keys, "_read", False)
+    monkeypatch.delenv(job_keys.READ, raising=False)
     return module
 
 
@@ -78,12 +78,12 @@ def test_ray_does_not_start_before_the_keys_were_read(ray, capsys):
     with pytest.raises(SystemExit, match="2"):
         ray.init()
     assert "Ray starts, and nobody has read shaketable.plan" in capsys.readouterr().err
-    hydra_guard.keys_were_read("here")
+    job_keys.keys_were_read("here")
     assert ray.init() == "started"
 
 
 def test_the_origins_own_verl_is_left_to_itself(ray, monkeypatch, capsys):
-    monkeypatch.setattr(hydra_guard, "OF_THE_ORIGIN", ("no.such.module", "json"))
+    monkeypatch.setattr(job_keys, "OF_THE_ORIGIN", ("no.such.module", "json"))
     judge(BEFORE_V1 | DEAD_ZONE)
     assert "deadzone: this verl reads them itself (json), and no ledger proves it" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
@@ -95,7 +95,7 @@ def test_quotes_for_hydra_are_inside_of_those_for_the_shell():
 
 
 def test_the_guard_costs_no_torch():
-    code = "import sys, shaketable.integrations.hydra_guard; print('torch' in sys.modules)"
+    code = "import sys, shaketable.integrations.job_keys; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=True
     )

@@ -1,21 +1,14 @@
-"""Being told when a module has been imported."""
+"""Functions that are called when a module has been imported."""
 
 import importlib
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from shaketable.launch.import_hooks import WATCHED, AfterImport, install
-
-
-def test_two_who_watch_are_both_told(monkeypatch):
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    told = []
-    first, second = {"json": lambda module: told.append("first")}, {"json": lambda module: told.append("second")}
-    for watched in (first, second, first):
-        install(watched)
-    assert told == ["first", "second"], "each once"
+from shaketable.integrations import ray, vllm
+from shaketable.launch.import_hooks import WATCHED, install
 
 
 @pytest.fixture
@@ -28,33 +21,48 @@ def fresh(tmp_path, monkeypatch):
     sys.modules.pop("a_fresh_module", None)
 
 
-def test_a_module_is_told_of_once_and_after_it_has_run(fresh):
-    told = []
-    install({fresh: lambda module: told.append((module, module.value)), "no_such_module": told.append})
-    assert told == [], "it is not imported yet"
-    module = importlib.import_module(fresh)
+def test_each_function_is_called_once_after_the_module_has_run(fresh):
+    called = []
+    first = {fresh: lambda module: called.append((1, module.value)), "no_such_module": called.append}
+    second = {fresh: lambda module: called.append((2, module.value)), "json": lambda module: called.append("json")}
+    for watched in (first, second, first):
+        install(watched)
+    assert called == ["json"], "imported already; the other is not yet"
     importlib.import_module(fresh)
-    assert told == [(module, 7)]
+    importlib.import_module(fresh)
+    assert sorted(called[1:]) == [(1, 7), (2, 7)]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module")
     assert importlib.util.find_spec("another_one_that_is_not_there") is None
 
 
-def test_what_is_imported_already_is_told_at_once_and_is_the_module_itself(fresh):
-    module, told = importlib.import_module(fresh), []
-    install({fresh: told.append})
-    assert told == [module]
+def test_every_framework_is_given_to_the_function_that_is_meant_for_it(monkeypatch):
+    given = {}
 
+    def note(home, name):
+        monkeypatch.setattr(home, name, lambda what: given.__setitem__(name, what) or "wrapped")
 
-def test_who_watches_comes_before_those_who_find(fresh):
-    before = list(sys.meta_path)
-    watched = {fresh: lambda module: None}
-    install(watched)
-    assert isinstance(sys.meta_path[0], AfterImport) and sys.meta_path[0].watched is watched and sys.meta_path[1:] == before
-
-
-def test_these_are_watched():
-    assert set(WATCHED) == {
-        "torch", "transformers.generation.utils", "ray", "vllm.v1.worker.worker_base", "vllm.v1.engine.core",
-        "vllm.config", "vllm.entrypoints.cli.main", "vllm.v1.engine.core_client", "vllm.v1.executor.abstract",
+    for name in ("adopt_workers", "guard_cache", "check_config", "tell_reasons", "end_quietly", "with_a_name"):
+        note(vllm, name)
+    note(ray, "follow")
+    names = ("WorkerBase", "EngineCore", "VllmConfig", "MPClient", "Executor", "main")
+    module = SimpleNamespace(**{name: f"the {name}" for name in names})
+    for name, function in WATCHED.items():
+        if not name.startswith(("torch", "transformers")):
+            function(module)
+    assert given == {
+        "follow": module, "with_a_name": "the main", "check_config": "the VllmConfig", "tell_reasons": "the MPClient",
+        "end_quietly": "the Executor", "adopt_workers": "the WorkerBase", "guard_cache": "the EngineCore",
     }  # fmt: skip
+    assert module.main == "wrapped"
+
+
+def test_generate_of_transformers_is_a_rollout_once_it_is_imported():
+    from shaketable.sites.phases import current_phase
+
+    class GenerationMixin:
+        def generate(self):
+            return current_phase(True)
+
+    WATCHED["transformers.generation.utils"](SimpleNamespace(GenerationMixin=GenerationMixin))
+    assert GenerationMixin().generate() == "rollout" and current_phase(True) == "train"

@@ -1,4 +1,4 @@
-"""The ledger of a program on a disk that is full at every use of it in turn."""
+"""The ledger of a process on disk: when it is written, and what a full disk does to it."""
 
 import json
 import os
@@ -6,12 +6,121 @@ import os
 import pytest
 
 from shaketable.errors import ShaketableError
+from shaketable.launch.ledger_file import PAUSE, SHARE, TRIES, KeptFile, pause_after
 from shaketable.launch.run import collect
 from tests.faulty_disk import every_use
+from tests.waiting import wait_until
 
-pytestmark = pytest.mark.attack("full disks")
+
+@pytest.fixture
+def kept(request):
+    """Makes files that are kept until the test ends."""
+
+    def make(*arguments):
+        file = KeptFile(*arguments)
+        request.addfinalizer(file.close)
+        return file
+
+    return make
 
 
+def test_one_slow_write_delays_nothing_and_two_do():
+    """The first write of a worker pays for imports. A pause of a second after it lost what a killed worker did next."""
+    assert pause_after(0.05, 0.0) == PAUSE
+    assert pause_after(0.0001, 0.05) == PAUSE
+    assert pause_after(0.05, 0.04) == SHARE * 0.04
+
+
+def test_catching_up_writes_only_what_is_new(kept, tmp_path):
+    state, asked = {"n": 0}, []
+    file = kept(tmp_path / "f.json", lambda: asked.append(1) or dict(state), lambda: state["n"])
+    file.catch_up()
+    assert len(asked) == 1
+    state["n"] = 1
+    file.catch_up()
+    assert json.loads(file.path.read_text()) == {"n": 1} and len(asked) == 2
+
+
+def test_news_that_comes_while_it_is_written_is_written_the_next_time(kept, tmp_path):
+    """The clock may look in the middle of a pass; what it then wrote must not count as all of it."""
+    state = {"n": 0}
+
+    def ask():
+        seen = dict(state)
+        state["n"] = 1
+        return seen
+
+    file = kept(tmp_path / "f.json", ask, lambda: state["n"])
+    file.catch_up()
+    assert json.loads(file.path.read_text()) == {"n": 1}
+
+
+@pytest.mark.attack("full disks")
+def test_a_file_that_cannot_be_written_is_told_once_and_has_everything_later(kept, tmp_path, capsys):
+    state, folder = {"n": 0}, tmp_path / "l"
+    folder.mkdir()
+    file = kept(folder / "f.json", lambda: dict(state), lambda: state["n"])
+    file.path.unlink()
+    folder.rmdir()
+    for n in (1, 2):
+        state["n"] = n
+        file.catch_up()
+    with pytest.raises(OSError, match="No such file"):
+        file.flush()
+    assert (
+        capsys.readouterr().err
+        == f"shaketable: cannot write {file.path}: No such file or directory; it is behind what was done\n"
+    )
+    folder.mkdir()
+    file.catch_up()
+    assert json.loads(file.path.read_text()) == {"n": 2}
+
+
+def test_what_changes_is_written_and_flush_writes_at_once(kept, tmp_path):
+    state = {"n": 0}
+    file = kept(tmp_path / "f.json", lambda: dict(state), lambda: state["n"])
+    assert json.loads(file.path.read_text()) == {"n": 0}
+    state["n"] = 1
+    file.flush()
+    assert json.loads(file.path.read_text()) == {"n": 1}
+    state["n"] = 2
+    file.start()
+    wait_until(lambda: json.loads(file.path.read_text()) == {"n": 2})
+
+
+def test_a_write_that_breaks_off_leaves_what_was_there(kept, tmp_path, monkeypatch):
+    content, path = {"a": 1}, tmp_path / "file.json"
+    file = kept(path, lambda: dict(content))
+
+    def half(self, text, **_):
+        with self.open("w") as file:
+            file.write(text[:3])
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(type(path), "write_text", half)
+    content["a"] = 2
+    file.try_flush()
+    assert path.read_text() == '{"a": 1}'
+
+
+@pytest.mark.parametrize("failures", [0, 1, TRIES, TRIES + 1])
+def test_content_that_changes_while_it_is_read_is_read_again_but_not_for_ever(kept, tmp_path, failures):
+    left = [failures]
+
+    def ask():
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("dictionary changed size during iteration")
+        return {"a": 1}
+
+    if failures > TRIES:
+        with pytest.raises(RuntimeError, match="changed size"):
+            kept(tmp_path / "x.json", ask)
+        return
+    assert json.loads(kept(tmp_path / "x.json", ask).path.read_text()) == {"a": 1}
+
+
+@pytest.mark.attack("full disks")
 def test_a_merged_ledger_that_cannot_be_written_is_one_line_and_none_is_torn(tmp_path, monkeypatch):
     def folder_of(at):
         return tmp_path / str(at)

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests import slow
 from tests.launch.shaken_programs import shake
-from tests.launch.test_process_identity import Process, X, model, noise
+from tests.launch.test_process import Process, X, model, noise
 
 LINEAR = "relative_gaussian:0.05@module.linear"
 
@@ -30,11 +30,11 @@ class Calls(nn.Module):
 def test_a_model_that_calls_another_in_its_first_pass_keeps_that_pass():
     outer, inner = Calls(nn.Sequential(nn.Linear(8, 8))).eval(), None
     inner = outer.other[0].train()
-    with Process("gain:1@module.linear") as injection:
+    with Process("gain:1@module.linear") as process:
         for _ in range(2):
             outer(X)
-        assert injection.ledger.sites[0].by("phase") == {"eval": {"forward": 4, "backward": 0}}
-        assert dict(injection.inert_check.phases) == {"rollout": 0, "train": 0, "eval": 2}
+        assert process.injection.ledger.sites[0].by("phase") == {"eval": {"forward": 4, "backward": 0}}
+        assert dict(process.injection.inert_check.phases) == {"rollout": 0, "train": 0, "eval": 2}
     assert inner.training
 
 
@@ -62,11 +62,11 @@ def test_a_rank_that_joins_its_group_after_torch_was_imported_is_asked_again(wit
     for rank in (0, 1):
         one = model()
         clean = one(X).detach()
-        with Process() as injection, monkeypatch.context() as patch:
+        with Process() as process, monkeypatch.context() as patch:
             patch.setattr(torch.distributed, "is_initialized", lambda: True)
             patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
             found.append(one(X).detach() - clean)
-            assert injection.rank == rank
+            assert process.injection.rank == rank
     assert not torch.equal(*found)
 
 

@@ -1,4 +1,4 @@
-"""What a run left behind, from processes made up so that no two of their numbers are alike."""
+"""What a run left behind: exit code, lines, and files, from the ledgers of processes that were made up."""
 
 import json
 import os
@@ -9,9 +9,7 @@ import pytest
 
 from shaketable.errors import PlanError
 from shaketable.launch import run
-from shaketable.launch.inert_notices import Notices
-from shaketable.launch.run import RunResult, collect, environment, new_folder
-from shaketable.launch.unshaken_processes import called, unshaken
+from shaketable.launch.run import collect, environment, new_folder
 from shaketable.ledger.ledger import Ledger, SiteLedger
 from shaketable.ledger.spot import Measured, Spot
 from shaketable.plan import Plan
@@ -19,116 +17,193 @@ from shaketable.plan import Plan
 PLAN = "gain:0.5@layer.1"
 
 
-def ledger(forward=0, backward=0, changed=0):
-    sums = Measured(fires=1, values=1000, changed=changed, alive=1000)
-    spot = Spot("a", 1, {"train": [forward, backward]} if forward + backward else {}, forward=sums)
-    return Ledger(PLAN, 0, [SiteLedger("layer.1", "gain:0.5", 0.5, {"a": spot})])
+def site(text, forward=0, backward=0, changed=0, alive=1000):
+    """What a clause did: fires, and what was measured at them."""
+    fault, _, where = text.partition("@")
+    sums = Measured(fires=1, values=1000, changed=changed, alive=alive)
+    measured = {"backward" if backward else "forward": sums} if forward + backward else {}
+    spot = Spot("a", 1, {"train": [forward, backward]} if forward + backward else {}, **measured)
+    return SiteLedger(where, fault, 0.5, {"a": spot})
 
 
-def process(pid, forward=0, backward=0, changed=0, **more):
-    told = {
-        "pid": pid, "parent": pid - 1, "rank": pid % 7, "place": "", "actor": "", "forked": pid % 2 == 0, "started": float(pid),
-        "command": f"program {pid}", "models": ["Net"], "late": [], "unmatched": [], "unmatched_models": [], "phases": ["train"],
-        "distributed": None, "engine": False, "trained": True, "ledger": ledger(forward, backward, changed).to_dict(),
+def process(pid, *sites, plan=None, **more):
+    """The file of a process; without sites it did nothing. A value of `...` leaves the key out, as old files do."""
+    found = sites or (site(PLAN),)
+    body = {
+        "schema": "shaketable.process/1", "pid": pid, "parent": 1, "rank": 0, "place": "", "actor": "", "forked": False,
+        "started": float(pid), "command": f"program {pid}", "models": ["Net"], "late": [], "unmatched": [], "unmatched_models": [],
+        "phases": ["train"], "distributed": None, "engine": False, "trained": True, "refused": None,
+        "ledger": Ledger(";".join(f"{s.fault}@{s.site}" for s in found), 0, list(found)).to_dict(),
     }  # fmt: skip
-    return told | more
+    body["ledger"]["plan"] = plan or body["ledger"]["plan"]
+    return {key: value for key, value in (body | more).items() if value is not ...}
 
 
-def result(*processes, code=0, **more):
-    merged = Ledger.merge([Ledger.from_dict(p["ledger"]) for p in processes]) if processes else None
-    return RunResult(["python", "x.py"], code, None, merged, list(processes), **more)
+def acts(pid=1, **more):
+    return process(pid, site(PLAN, 4, changed=9), **more)
 
 
-def test_every_process_is_told_with_its_own_numbers_under_the_merged_ledger():
-    one, two = process(11, 5, 3, 7), process(24, 2, 1, 9, place="rank 1", actor="actor", life=2)
-    told = json.loads(json.dumps(result(one, two, code=4).to_dict()))
-    shown = ("pid", "parent", "rank", "place", "actor", "forked", "command", "models")
-    assert told["workers"] == [
-        {k: one[k] for k in shown} | {"life": None, "forward": 5, "backward": 3},
-        {k: two[k] for k in shown} | {"life": 2, "forward": 2, "backward": 1},
-    ]
-    assert (told["forward"], told["backward"], told["processes"], told["schema"]) == (7, 4, 2, "shaketable.ledger/1")
-    assert (told["command"], told["program_exit"], told["exit"], told["warnings"]) == (["python", "x.py"], 4, 4, [])
-    empty = result().to_dict()
-    assert (
-        empty["schema"] is None
-        and empty["workers"] == []
-        and empty["warnings"] == ["nothing was injected: no process of this command imported torch"]
-    )
+@pytest.fixture
+def left(tmp_path):
+    """Collects the processes that a program left behind."""
+
+    def left(*processes, code=0, allow_inert=False):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        for body in processes:
+            (tmp_path / f"process-{body['pid']}.json").write_text(json.dumps(body))
+        found = collect(tmp_path, ["python", "x.py"], code, allow_inert=allow_inert)
+        assert json.loads((tmp_path / "ledger.json").read_text()) == json.loads(json.dumps(found.to_dict()))
+        return found
+
+    return left
+
+
+# ---- exit codes and lines
 
 
 @pytest.mark.parametrize(
-    ("code", "acts", "allowed", "exits"),
+    ("code", "allowed", "good", "bad"), [(0, False, 0, 3), (0, True, 0, 0), (5, False, 5, 5), (-9, False, 137, 137)]
+)
+def test_the_exit_code_is_that_of_the_program_or_three(left, code, allowed, good, bad):
+    for processes, expected in (
+        ([acts()], good),
+        ([process(1, site(PLAN, 0, 3, changed=5))], good),
+        ([process(1)], bad),
+        ([process(1, site(PLAN, 4))], bad),
+        ([acts(), process(2)], bad),
+        ([], bad),
+    ):
+        found = left(*processes, code=code, allow_inert=allowed)
+        assert (found.exit_code, found.to_dict()["exit"], found.to_dict()["program_exit"]) == (expected, expected, code)
+
+
+def test_lines_are_of_processes_without_the_plan_of_idle_ones_of_late_modules_and_of_inert_clauses(left):
+    assert left().warnings == ["nothing was injected: no process of this command imported torch"]
+    other, late = process(2, unmatched=["no layer 1", "more"]), acts(3, late=["a module came later", "and another"])
+    assert left(process(1, phases=[]), other, late).warnings == [
+        "process 2 (program 2) ran without the plan, and others under it: Net ran there, and no layer 1",
+        "process 1 (program 1) imported torch but injected nothing (it called no model)",
+        "process 3: a module came later",
+        "process 3: and another",
+    ]
+    assert left(process(1, site(PLAN, 2))).warnings == [f"{PLAN} fired 2 times and changed no value"]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
     [
-        (0, True, False, 0),
-        (0, False, False, 3),
-        (0, False, True, 0),
-        (5, False, False, 5),
-        (-9, True, False, 137),
-        (-9, False, True, 137),
+        ({"phases": []}, "program 2) imported torch but injected nothing (it called no model)"),
+        ({"phases": [], "unmatched_models": [["Net", "eval"]]}, "program 2) imported torch but injected nothing"),
+        ({"phases": ["eval"], "unmatched": ["first", "second"]}, "program 2) imported torch but injected nothing (first)"),
+        ({"phases": ..., "unmatched": ["first"]}, "program 2) imported torch but injected nothing (first)"),
+        ({"phases": [], "place": "worker 3"}, "worker 3) imported torch but injected nothing (it called no model)"),
     ],
 )
-def test_the_exit_code_is_the_programs_or_three(code, acts, allowed, exits):
-    assert result(process(1, 5, 0, 7 if acts else 0), code=code, allow_inert=allowed).exit_code == exits
-    assert result(code=code, allow_inert=allowed).exit_code == (
-        exits if not acts else 0 if code == 0 and allowed else exits or 3
+def test_an_idle_process_is_named_with_the_reason_if_there_is_one(left, more, why):
+    assert (
+        f"process 2 ({why}" in left(acts(plan=f"{PLAN},phase=train"), process(2, plan=f"{PLAN},phase=train", **more)).warnings
     )
 
 
-def test_warnings_are_of_idle_processes_of_late_modules_and_of_inert_clauses_in_this_order():
-    rest = process(1, phases=[], models=[])
-    other = process(2, unmatched=["no layer 1", "more"], phases=["train"], distributed=None)
-    late = process(3, 4, 0, 9, late=["a module came later", "and another"])
-    lines = result(rest, other, late).warnings
-    assert lines[0] == "process 2 (program 2) was not shaken, and others were: Net ran there, and no layer 1"
-    assert lines[1] == "process 1 (program 1) imported torch but injected nothing (it called no model)"
-    assert lines[2:] == ["process 3: a module came later", "process 3: and another"]
-    assert result(process(1, 2, 0, 0)).warnings == ["gain:0.5@layer.1 fired 2 times and changed no value"]
-    old = {k: v for k, v in process(5, unmatched=["why", "more"]).items() if k != "phases"}
-    assert result(old, process(6, 1, 0, 1)).warnings == ["process 5 (program 5) imported torch but injected nothing (why)"]
+def test_reasons_of_engines_are_given_once_each(left):
+    found = left(acts(1, refused="b"), acts(2), acts(3, refused="a"), acts(4, refused="b"), acts(5, refused=...))
+    assert found.refused == found.to_dict()["refused"] == ["b", "a"]
 
 
-def test_only_processes_that_should_have_been_shaken_are_named():
-    """By the place in the list; nothing when none was shaken, nor of a process that says too little of itself."""
-    idle, acts = process(2), process(3, 4, 0, 9)
-    assert list(unshaken([acts, idle, acts])) == [1] and unshaken([idle, idle]) == {}
-    assert unshaken([acts, {k: v for k, v in idle.items() if k != "phases"}]) == {}
-    assert unshaken([acts, process(4, phases=["eval"], ledger=_in_phase("train"))]) == {}
-    ranked = process(7, phases=[], distributed=[3, 8])
-    assert unshaken([acts, ranked]) == {}, "the others are no ranks"
-    line = unshaken([acts | {"distributed": [0, 8]}, ranked])[1]
-    assert line == "rank 3 (process 7, program 7) was not shaken, and others were: no pass of a model was seen there"
-    assert unshaken([acts | {"distributed": [0, 8]}, ranked | {"engine": True}]) == {}
+# ---- processes without the plan
 
 
-def _in_phase(phase):
-    told = ledger().to_dict()
-    return told | {"plan": f"{PLAN},phase={phase}"}
+@pytest.mark.parametrize(
+    ("sites", "did"),
+    [
+        ([site(PLAN, 4, changed=9)], True),
+        ([site(PLAN, 0, 4, changed=9)], True),
+        ([site(PLAN)], False),
+        ([site(PLAN, 4)], False),
+        ([site(PLAN, 4, alive=0)], True),
+        ([site(PLAN, 4, alive=255)], True),
+        ([site(PLAN, 4, alive=256)], False),
+        ([site("bit_flip:0.0001@layer.1", 2)], True),
+        ([site("bit_flip:0.0001@layer.1")], False),
+    ],
+)
+def test_a_process_did_something_if_a_clause_changed_a_value_or_fired_too_rarely_to_tell(left, sites, did):
+    plan = f"{sites[0].fault}@{sites[0].site}"
+    good = process(1, site(plan, 4, changed=9))
+    assert list(left(good, process(2, *sites)).without_plan) == ([] if did else [1])
 
 
-def test_a_process_is_called_by_its_place_and_from_its_second_life_on_by_that_too():
-    assert called(process(1)) == "program 1"
-    assert called(process(1, place="worker 0")) == "worker 0" == called(process(1, place="worker 0", life=1))
-    assert called(process(1, place="worker 0", life=2)) == "worker 0, life 2"
+@pytest.mark.parametrize(
+    ("plan", "more", "said"),
+    [
+        (PLAN, {}, "Net ran there, and no clause changed a value"),
+        (PLAN, {"models": ["B", "A", "B"], "unmatched_models": [["C", "train"]]}, "B, A, C ran there"),
+        (PLAN, {"phases": []}, None),
+        (PLAN, {"phases": ...}, None),
+        (PLAN, {"phases": [], "unmatched_models": [["Tower", "train"]]}, "Net, Tower ran there"),
+        (f"{PLAN},phase=eval", {}, None),
+        (f"{PLAN},phase=eval", {"unmatched_models": [["Net", "eval"]]}, "Net ran there"),
+        (f"{PLAN},phase=eval+rollout", {"phases": ["train", "eval"]}, "Net ran there"),
+        (f"{PLAN},direction=backward", {"trained": False}, None),
+        (f"{PLAN},direction=backward", {"trained": True}, "Net ran there"),
+        (f"{PLAN},direction=both", {"trained": False}, "Net ran there"),
+    ],
+)
+def test_a_process_is_named_if_the_plan_was_meant_for_it(left, plan, more, said):
+    found = left(acts(plan=plan), process(2, plan=plan, **more)).without_plan
+    assert said in found[1] if said else not found
+    assert not left(process(2, plan=plan, **more)).without_plan, "where it acted nowhere, the plan as a whole is inert"
 
 
-def test_what_processes_wrote_is_read_in_the_order_in_which_they_began_and_actors_live_on(tmp_path):
-    for pid, started, actor in ((1, 30.0, "a"), (2, 10.0, "a"), (3, 20.0, "")):
-        text = json.dumps(process(pid, 1, 0, 5, started=started, actor=actor))
-        (tmp_path / f"process-{pid}.json").write_text(text)
-    found = collect(tmp_path, ["x"], 0)
-    assert [(p["pid"], p.get("life")) for p in found.processes] == [(2, 1), (3, None), (1, 2)]
-    assert json.loads((tmp_path / "ledger.json").read_text()) == json.loads(json.dumps(found.to_dict()))
-    assert found.ledger.forward == 3 and found.exit_code == 0
+@pytest.mark.parametrize(
+    ("rank", "others", "engine", "named"),
+    [((1, 2), (0, 2), False, True), ((1, 2), None, False, False), ((1, 2), (0, 2), True, False), (None, (0, 2), False, False)],
+)
+def test_a_rank_without_a_pass_is_named_unless_it_serves(left, rank, others, engine, named):
+    idle = process(3, phases=[], distributed=rank, engine=engine, place="worker 1", actor="a")
+    found = left(acts(1, actor="a"), acts(2, distributed=others), idle).without_plan
+    line = "rank 1 (process 3, worker 1, life 2) ran without the plan, and others under it: no pass of a model was seen there"
+    assert found == ({2: line} if named else {})
+
+
+# ---- files
+
+
+def test_processes_are_merged_in_the_order_in_which_they_began_and_lives_of_actors_counted(left):
+    bodies = [acts(pid, actor=actor, started=10.0 - pid) for pid, actor in ((1, "a"), (2, "b"), (3, "a"), (4, ""), (6, "a"))]
+    found = left(*bodies, code=6)
+    told = found.to_dict()
+    assert [(row["pid"], row["life"], row["forward"]) for row in told["workers"]] == [
+        (6, 1, 4), (4, None, 4), (3, 2, 4), (2, 1, 4), (1, 3, 4),
+    ]  # fmt: skip
+    assert told["workers"][0] == {
+        "pid": 6, "parent": 1, "rank": 0, "place": "", "actor": "a", "forked": False, "command": "program 6", "models": ["Net"],
+        "life": 1, "forward": 4, "backward": 0,
+    }  # fmt: skip
+    assert (told["forward"], told["processes"], told["schema"], told["command"]) == (
+        20,
+        5,
+        "shaketable.ledger/1",
+        ["python", "x.py"],
+    )
+    again = collect(found.folder, ["x"], 6)
+    assert again.ledger.forward == 20, "its own file is not one of a process"
 
 
 @pytest.mark.parametrize("name", ["ledger.json", "process-1.json"])
 def test_a_folder_of_another_run_is_refused(tmp_path, name):
-    new_folder(tmp_path / "deep" / "er")
-    new_folder(tmp_path / "deep" / "er")
-    (tmp_path / "deep" / "er" / name).write_text("{}")
+    new_folder(tmp_path / "deep")
+    (tmp_path / "deep" / "process-1.txt").write_text("")
+    new_folder(tmp_path / "deep")
+    (tmp_path / "deep" / name).write_text("{}")
     with pytest.raises(PlanError, match="holds the ledger of another run; name another folder, nothing is overwritten"):
-        new_folder(tmp_path / "deep" / "er")
+        new_folder(tmp_path / "deep")
+
+
+def test_a_folder_that_the_program_deleted_is_made_again(tmp_path):
+    folder = tmp_path / "a" / "b"
+    assert collect(folder, ["true"], 0).ledger is None and (folder / "ledger.json").is_file()
 
 
 @pytest.mark.parametrize("path", [None, "/some/where"])
@@ -147,8 +222,11 @@ def test_a_plan_travels_in_four_variables_and_the_rest_stays(monkeypatch, tmp_pa
     assert found["OTHER"] == "1"
 
 
+# ---- the program itself
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_go_to_the_program_and_afterwards_to_who_had_them_before(tmp_path, number):
+def test_signals_go_to_the_program_and_afterwards_to_who_had_them_before(number):
     seen = []
     before = signal.signal(number, lambda *_: seen.append(1))
     try:
@@ -161,13 +239,23 @@ def test_signals_go_to_the_program_and_afterwards_to_who_had_them_before(tmp_pat
         signal.signal(number, before)
 
 
-def test_every_notice_is_told_once_for_all_processes_and_each_by_itself(tmp_path, capfd):
-    class Injection:
-        plan = Plan.parse("gain:0.5@layer.1;gain:0.1@layer.2")
+def test_an_interrupt_is_for_the_program_and_its_own_end_is_waited_for():
+    code = "import os, signal; signal.signal(2, signal.SIG_IGN); os.kill(os.getppid(), 2); os._exit(7)"
+    assert run.run_command([sys.executable, "-S", "-c", code], dict(os.environ)) == 7
 
-    ours, other = Notices(Injection(), tmp_path), Notices(Injection(), tmp_path)
-    for what, line in ((0, "a"), (1, "b"), ((0, "Net"), "c"), ((1, "Net"), "d"), ((0, "Other"), "e")):
-        for notices in (ours, other, ours):
-            notices._tell(what, line)
-    said = capfd.readouterr().err.splitlines()
-    assert said == [f"shaketable: {line} (process {os.getpid()}; the program goes on)" for line in "abcde"]
+
+def test_a_program_that_may_not_be_run_is_named(tmp_path):
+    (tmp_path / "plain.txt").write_text("")
+    with pytest.raises(PlanError, match=r"^cannot run '.*plain\.txt': Permission denied$"):
+        run.run_command([str(tmp_path / "plain.txt"), "x"], dict(os.environ))
+
+
+def test_a_python_without_the_package_is_left_at_once(tmp_path):
+    (tmp_path / "shaketable").mkdir()
+    (tmp_path / "shaketable" / "__init__.py").write_text("raise ImportError('no pydantic here')")
+    variables = {"SHAKETABLE_PLAN": PLAN, "PYTHONPATH": f"{run.STARTUP}:{tmp_path}"}
+    done = run.subprocess.run(
+        [sys.executable, "-c", "print('went on')"], env=os.environ | variables, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"shaketable: cannot inject into {sys.executable}: no pydantic here. Install shaketable there.\n"

@@ -23,7 +23,7 @@ def ranks(folder, kind, plan=LINEAR):
 def test_a_rank_in_which_nothing_happened_is_an_error_and_is_named(tmp_path, kind):
     code, ledger, said = ranks(tmp_path / "l", kind)
     assert code == ledger["exit"] == 3, said
-    (line,) = [line for line in ledger["warnings"] if "was not shaken" in line]
+    (line,) = [line for line in ledger["warnings"] if "ran without the plan" in line]
     assert line.startswith("rank 1 (process ")
     assert "error: rank 1" in said
     why = {"other model": "Sequential ran there", "layer": "Conv1d ran there", "no model": "no pass of a model was seen"}
@@ -45,7 +45,7 @@ def test_a_rank_in_which_nothing_happened_is_an_error_and_is_named(tmp_path, kin
 def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
     code, ledger, said = ranks(tmp_path / "l", kind, plan)
     assert code == 0, said
-    assert not any("was not shaken" in line for line in ledger["warnings"])
+    assert not any("ran without the plan" in line for line in ledger["warnings"])
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_ranks_whose_passes_were_not_meant_are_no_error(tmp_path, kind, plan):
 def test_children(tmp_path, kind, plan, code):
     found, ledger, printed = shake(tmp_path / "l", plan, *program("processes_apart.py", kind))
     assert found == code, printed
-    lines = [line for line in ledger["warnings"] if "was not shaken" in line]
+    lines = [line for line in ledger["warnings"] if "ran without the plan" in line]
     assert len(lines) == (code == 3)
     if kind in ("subprocess", "serve"):
         assert any("imported torch but injected nothing (it called no model)" in line for line in ledger["warnings"])
@@ -78,9 +78,9 @@ def other_model(tmp_path_factory):
 def test_a_child_with_another_model_is_an_error_and_allow_inert_accepts_it(other_model):
     code, ledger, printed, folder = other_model
     assert code == 3, printed
-    assert len([line for line in ledger["warnings"] if "was not shaken" in line]) == 1
+    assert len([line for line in ledger["warnings"] if "ran without the plan" in line]) == 1
     again = collect(folder, [], 0, allow_inert=True)
-    assert (again.exit_code, len(again.unshaken)) == (0, 1)
+    assert (again.exit_code, len(again.without_plan)) == (0, 1)
     assert collect(folder, [], 7).exit_code == 7
 
 
@@ -92,5 +92,5 @@ def test_ledgers_from_before_are_read_and_complained_about_as_before(other_model
             del body[new]
         file.write_text(json.dumps(body))
     result = collect(tmp_path / "l", [], 0)
-    assert (result.exit_code, result.unshaken) == (0, {})
+    assert (result.exit_code, result.without_plan) == (0, {})
     assert any("imported torch but injected nothing" in line for line in result.warnings)

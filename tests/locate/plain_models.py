@@ -118,105 +118,6 @@ class NanoGPT(nn.Module):
         return self.lm_head(x[:, [-1], :]), None
 
 
-# ---- the activation written out, the MLP a ModuleDict and a lambda
-
-
-class NewGELU(nn.Module):
-    def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-class MinBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn = CausalSelfAttention(flash=False, bias=True)
-        self.mlp = nn.ModuleDict(
-            {
-                "c_fc": nn.Linear(WIDTH, 4 * WIDTH),
-                "c_proj": nn.Linear(4 * WIDTH, WIDTH),
-                "act": NewGELU(),
-                "dropout": nn.Dropout(0.1),
-            }
-        )
-        m = self.mlp
-        self.mlpf = lambda x: m.dropout(m.c_proj(m.act(m.c_fc(x))))
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlpf(self.ln_2(x))
-
-
-class MinGPT(nn.Module):
-    """All logits, and a loss that is None."""
-
-    def __init__(self):
-        super().__init__()
-        self.tok_emb, self.drop = nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(0.1)
-        self.pos_emb = nn.Parameter(torch.zeros(1, LONGEST, WIDTH))
-        self.blocks = nn.Sequential(*[MinBlock() for _ in range(LAYERS)])
-        self.ln_f, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, idx, targets=None):
-        x = self.drop(self.tok_emb(idx) + self.pos_emb[:, : idx.shape[1], :])
-        return self.head(self.ln_f(self.blocks(x))), None
-
-
-# ---- heads one by one in a ModuleList, an MLP that is a Sequential
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.key, self.query, self.value = (nn.Linear(WIDTH, SIZE, bias=False) for _ in range(3))
-        self.register_buffer("tril", torch.tril(torch.ones(LONGEST, LONGEST)))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        t = x.shape[1]
-        wei = self.query(x) @ self.key(x).transpose(-2, -1) * SIZE**-0.5
-        wei = wei.masked_fill(self.tril[:t, :t] == 0, float("-inf"))
-        return self.dropout(F.softmax(wei, dim=-1)) @ self.value(x)
-
-
-class MultiHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList([Head() for _ in range(HEADS)])
-        self.proj, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return self.dropout(self.proj(torch.cat([h(x) for h in self.heads], dim=-1)))
-
-
-class LectureBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.sa, self.ln1, self.ln2 = MultiHead(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.ffwd = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
-
-    def forward(self, x):
-        x = x + self.sa(self.ln1(x))
-        return x + self.ffwd(self.ln2(x))
-
-
-class Lecture(nn.Module):
-    """Blocks in a Sequential of another name; the answer is a dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.token_embedding_table, self.position_embedding_table = (
-            nn.Embedding(VOCABULARY, WIDTH),
-            nn.Embedding(LONGEST, WIDTH),
-        )
-        self.trunk = nn.Sequential(*[LectureBlock() for _ in range(LAYERS)])
-        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, idx, targets=None):
-        x = self.token_embedding_table(idx) + self.position_embedding_table(torch.arange(idx.shape[1], device=idx.device))
-        return {"loss": None, "hidden": x, "logits": self.lm_head(self.ln_f(self.trunk(x)))}
-
-
 # ---- complex rotation, a norm by hand, keys and values written into tensors that are no buffers
 
 
@@ -487,85 +388,6 @@ class GPTFast(nn.Module):
         return self.output(self.norm(x))
 
 
-# ---- one product for queries, keys and values of a group, rotated in halves; parallel residual
-
-
-class LitAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn, self.proj = nn.Linear(WIDTH, (HEADS + 4) * SIZE), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, cos, sin, mask=None, input_pos=None):
-        b, t, c = x.size()
-        qkv = self.attn(x).view(b, t, 2, HEADS // 2 + 2, SIZE).permute(0, 2, 3, 1, 4)
-        q, k, v = qkv.split((HEADS // 2, 1, 1), dim=2)
-        k, v = k.expand(b, 2, HEADS // 2, t, SIZE), v.expand(b, 2, HEADS // 2, t, SIZE)
-        q, k, v = (z.reshape(b, -1, t, SIZE) for z in (q, k, v))
-        half = SIZE // 2
-        q = torch.cat((self.rope(q[..., :half], cos, sin), q[..., half:]), dim=-1)
-        k = torch.cat((self.rope(k[..., :half], cos, sin), k[..., half:]), dim=-1)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=0.0, scale=1 / math.sqrt(SIZE), is_causal=mask is None
-        )
-        return self.proj(y.transpose(1, 2).reshape(b, t, c))
-
-    @staticmethod
-    def rope(x, cos, sin):
-        size = x.size(-1)
-        rotated = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), dim=-1)
-        return ((x * cos) + (rotated * sin)).to(dtype=x.dtype)
-
-
-class LitMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.proj(F.gelu(self.fc(x), approximate="tanh"))
-
-
-class LitBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm_1, self.attn, self.norm_2, self.mlp = nn.LayerNorm(WIDTH), LitAttention(), nn.LayerNorm(WIDTH), LitMLP()
-
-    def forward(self, x, cos, sin, mask=None, input_pos=None):
-        n_1 = self.norm_1(x)
-        h = self.attn(n_1, cos, sin, mask, input_pos)
-        return self.mlp(self.norm_2(x)) + h + x
-
-
-class LitGPT(nn.Module):
-    """Positions that may be left out, a cache of the rotation that is made when it is first needed."""
-
-    def __init__(self):
-        super().__init__()
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=True)
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(VOCABULARY, WIDTH),
-                "h": nn.ModuleList(LitBlock() for _ in range(LAYERS)),
-                "ln_f": nn.LayerNorm(WIDTH),
-            }
-        )
-        self.rope_made = False
-
-    def forward(self, idx, input_pos=None):
-        if not self.rope_made:
-            theta = 1.0 / (10000 ** (torch.arange(0, SIZE // 2, 2).float() / (SIZE // 2)))
-            angles = torch.outer(torch.arange(LONGEST), theta).repeat(1, 2)
-            dtype = self.lm_head.weight.dtype
-            self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
-            self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
-            self.rope_made = True
-        cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
-        x = self.transformer.wte(idx)
-        for block in self.transformer.h:
-            x = block(x, cos, sin, None, input_pos)
-        return self.lm_head(self.transformer.ln_f(x))
-
-
 # ---- einsum and ALiBi, keyword arguments all the way down
 
 
@@ -760,93 +582,6 @@ class Experts(nn.Module):
         return Answer(self.output(self.norm(h)), states)
 
 
-# ---- keyword-only arguments, rotation as a module with a cache, a norm that computes in float32, scaled residuals
-
-
-class RotaryPositionalEmbeddings(nn.Module):
-    def __init__(self):
-        super().__init__()
-        theta = 1.0 / (10000 ** (torch.arange(0, SIZE, 2)[: (SIZE // 2)].float() / SIZE))
-        idx_theta = torch.einsum("i, j -> ij", torch.arange(LONGEST, dtype=theta.dtype), theta).float()
-        self.register_buffer("cache", torch.stack([torch.cos(idx_theta), torch.sin(idx_theta)], dim=-1), persistent=False)
-
-    def forward(self, x, *, input_pos=None):
-        xshaped = x.float().reshape(*x.shape[:-1], -1, 2)
-        rope_cache = self.cache[: x.size(1)].view(-1, xshaped.size(1), 1, xshaped.size(3), 2)
-        x_out = torch.stack(
-            [
-                xshaped[..., 0] * rope_cache[..., 0] - xshaped[..., 1] * rope_cache[..., 1],
-                xshaped[..., 1] * rope_cache[..., 0] + xshaped[..., 0] * rope_cache[..., 1],
-            ],
-            -1,
-        )
-        return x_out.flatten(3).type_as(x)
-
-
-class TuneAttention(nn.Module):
-    def __init__(self, pos_embeddings):
-        super().__init__()
-        self.q_proj, self.output_proj = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k_proj, self.v_proj = (nn.Linear(WIDTH, 2 * SIZE, bias=False) for _ in range(2))
-        self.q_norm, self.k_norm, self.pos_embeddings = RMSNorm(SIZE), RMSNorm(SIZE), pos_embeddings
-
-    def forward(self, x, y, *, mask=None, input_pos=None):
-        b, s, _ = x.shape
-        q = self.pos_embeddings(self.q_proj(x).view(b, s, 2 * (HEADS // 2), SIZE), input_pos=input_pos).transpose(1, 2)
-        k = self.pos_embeddings(self.k_proj(y).view(b, s, -1, SIZE), input_pos=input_pos).transpose(1, 2)
-        v = self.v_proj(y).view(b, s, -1, SIZE).transpose(1, 2)
-        shape = (b, 2, HEADS // 2, s, SIZE)
-        k, v = (t.unsqueeze(2).expand(shape).flatten(1, 2) for t in (k, v))
-        q, k = self.q_norm(q), self.k_norm(k)
-        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=mask is None)
-        return self.output_proj(output.transpose(1, 2).contiguous().view(b, s, -1))
-
-
-class TanhGate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return x * self.scale.tanh()
-
-
-class TuneLayer(nn.Module):
-    def __init__(self, pos_embeddings):
-        super().__init__()
-        self.sa_norm, self.attn, self.mlp_norm, self.mlp = (
-            nn.RMSNorm(WIDTH),
-            TuneAttention(pos_embeddings),
-            nn.RMSNorm(WIDTH),
-            SwiGLU(),
-        )
-        self.sa_scale, self.mlp_scale = TanhGate(), nn.Identity()
-
-    def forward(self, x, *, mask=None, input_pos=None, **kwargs):
-        h = self.sa_norm(x)
-        h = self.sa_scale(self.attn(h, h, mask=mask, input_pos=input_pos)) + x
-        return h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
-
-
-class TorchTune(nn.Module):
-    """One rotation shared by all layers, keyword-only arguments, a head without a module."""
-
-    def __init__(self):
-        super().__init__()
-        rope = RotaryPositionalEmbeddings()
-        self.tok_embeddings, self.layers = (
-            nn.Embedding(VOCABULARY, WIDTH),
-            nn.ModuleList([TuneLayer(rope) for _ in range(LAYERS)]),
-        )
-        self.norm = nn.RMSNorm(WIDTH)
-
-    def forward(self, tokens, *, mask=None, encoder_input=None, input_pos=None):
-        h = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            h = layer(h, mask=mask, input_pos=input_pos)
-        return F.linear(self.norm(h), self.tok_embeddings.weight).float()
-
-
 # ---- recurrence and convolution
 
 
@@ -921,20 +656,16 @@ class Convolution(nn.Module):
 MODELS = {
     "nanogpt": NanoGPT,
     "nanogpt_manual": lambda: NanoGPT(flash=False, bias=True),
-    "mingpt": MinGPT,
-    "lecture": Lecture,
     "reference_llama": ReferenceLlama,
     "llama2c": Llama2C,
     "llama2c_flash": lambda: Llama2C(flash=True),
     "gpt_fast": GPTFast,
-    "lit_gpt": LitGPT,
     "x_transformer": XTransformer,
     "encoder": Encoder,
     "encoder_first": lambda: Encoder(norm_first=True),
     "encoder_seq_first": lambda: Encoder(batch_first=False),
     "own_attention": OwnAttention,
     "experts": Experts,
-    "torchtune": TorchTune,
     "lstm_stack": LSTMStack,
     "lstm": LSTM,
     "convolution": Convolution,

@@ -602,6 +602,56 @@ def test_an_odd_model_is_judged_or_refused_in_one_line(make, folder):
             located(model, source=source)
 
 
+def with_lora(model):
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
+
+
+def with_lora_and_a_trained_head(model):
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).eval()
+
+
+def with_lora_inside(model):
+    import peft
+
+    return peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "v_proj"]), model).eval()
+
+
+def with_prefix(model):
+    import peft
+
+    return peft.get_peft_model(model, peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")).eval()
+
+
+@pytest.mark.parametrize(
+    "adapt", [with_lora, with_lora_and_a_trained_head, with_lora_inside, with_prefix], ids=lambda f: f.__name__
+)
+def test_adapters_do_not_keep_a_model_from_being_compared_with_its_config(adapt):
+    pytest.importorskip("peft")
+    healthy = located(adapt(build("llama")), strict=True)
+    assert healthy.verdict == "HEALTHY" and "against the config (" not in healthy.sentence, healthy.sentence
+    model = build("llama")
+    adapted = adapt(model)
+    model.model.layers[1].post_attention_layernorm.variance_epsilon = 0.5
+    wrong = located(adapted)
+    assert (wrong.verdict, wrong.layer, wrong.op) == ("FAULT", 1, "post_attention_layernorm"), wrong.sentence
+    assert "variance_epsilon" in wrong.sentence
+
+
+def test_a_source_without_a_tokenizer_is_enough(tmp_path):
+    """The names of Mixtral's experts in the file are not those of the model, so the file is loaded as a second model."""
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    assert located(model, source=str(tmp_path)).verdict == "HEALTHY"
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[0, 0, 0] += 1
+    wrong = located(model, source=str(tmp_path))
+    assert (wrong.verdict, wrong.layer, wrong.fault_class) == ("FAULT", 1, "weight"), wrong.sentence
+
+
 # ---- changes between two loads of a model that only a name, a config or an attribute shows
 
 

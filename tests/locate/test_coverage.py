@@ -122,6 +122,24 @@ def test_quick_says_that_products_were_not_replayed():
     assert "checksums alone" in found.sentence
 
 
+def two_tokens_swapped(y):
+    y[:, [3, 9]] = y[:, [9, 3]]
+
+
+def one_channel_louder(y):
+    y[..., 5] *= 1.05
+
+
+@pytest.mark.parametrize("fault", [two_tokens_swapped, one_channel_louder])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quick_replays_a_product_whose_checksum_fires(dtype, fault):
+    model = with_fault(long(dtype), "model.layers.1.mlp.down_proj", fault)
+    found = st.locate(model, mode="host", input_ids=tokens(n=32), quick=True)
+    assert (found.verdict, found.layer, found.op) == ("FAULT", 1, "mlp.down_proj"), found.sentence
+    assert found.probes[1].results["checksum"].op == "mlp.down_proj"
+    assert coverage(found, 1, "mlp.up_proj") == {"rows": 32, "replayed": 0, "checksums": 32}
+
+
 def test_device_mode_says_what_it_only_repeated_and_that_it_is_blind_to_tokens():
     found = st.locate(long(), mode="device", input_ids=tokens(n=64))
     assert "embeddings, rotation, last norm and head were only repeated" in found.sentence
@@ -137,3 +155,13 @@ def test_a_function_without_a_definition_is_named(monkeypatch):
     assert found.verdict == "HEALTHY"
     assert "of scaled_dot_product_attention only that the host makes the same bits is known" in found.sentence
     assert found.coverage["agreed"] == 3 * 24 * 4
+
+
+def test_rows_outside_of_the_layers_are_counted_as_judged():
+    found = st.locate(build("llama"), mode="host", input_ids=tokens(n=8))
+    [outside] = [probe for probe in found.probes if probe.layer is None]
+    judged = {op.partition(":")[0]: counts for op, counts in outside.coverage.items()}
+    assert judged.keys() >= {"lm_head", "model.norm", "model.embed_tokens"}
+    assert judged["lm_head"] == {"rows": 8, "replayed": 8, "checksums": 0}
+    inside = sum(counts["rows"] for probe in found.probes if probe.layer is not None for counts in probe.coverage.values())
+    assert found.coverage["rows"] == inside + sum(counts["rows"] for counts in outside.coverage.values())

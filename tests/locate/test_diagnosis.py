@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 
 import pytest
 
-from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result
+from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result, decide
 
 
 def diagnosis(mode="all", layers=3, **fields):
@@ -34,7 +33,7 @@ def evidence(layer, probe, op="mlp.up_proj", place=None, **fields):
 
 
 def decided(found, has_file=True):
-    found.decide(has_file)
+    decide(found, has_file)
     return found
 
 
@@ -89,12 +88,6 @@ def test_in_one_layer_the_strongest_evidence_names_the_operator(probes, wins):
     assert found.fault_class == ("repeat" if "repeat" in probes else wins), "an unstable fault is named after its instability"
 
 
-def test_the_class_of_another_layers_instability_is_its_own():
-    found = passing()
-    found.evidence = [evidence(2, "repeat", fault_class="noise"), evidence(0, "replay", fault_class="gain")]
-    assert decided(found).fault_class == "gain"
-
-
 def test_before_and_behind_the_layers():
     found = passing()
     found.evidence = [evidence(None, "replay", "lm_head", place=3.0), evidence(2, "replay")]
@@ -133,15 +126,6 @@ def test_the_sentence_counts_channels(lanes, size, words):
     assert str(decided(found)) == f"FAULT: layer 1, mlp.up_proj: {words}replay failed (gain)."
 
 
-def test_few_bits_hide_more_from_twins():
-    covered = {}
-    for dtype in ("float32", "bfloat16"):
-        found = passing(mode="device")
-        found.dtype = dtype
-        covered[dtype] = decided(found).not_covered
-    assert covered["bfloat16"][:-1] == covered["float32"] and "in this dtype" in covered["bfloat16"][-1]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_suspicion_alone_decides_nothing(mode):
     found = passing(mode=mode)
@@ -151,14 +135,6 @@ def test_a_suspicion_alone_decides_nothing(mode):
     assert "layer 1 is suspect (twin: 3 times the tolerance)" in str(found)
     assert ("Host mode decides" in str(found)) == (mode == "device")
     assert found.suspicions == [{"layer": 1, "probe": "twin", "text": "3 times the tolerance"}]
-
-
-def test_evidence_is_stronger_than_a_suspicion():
-    found = passing()
-    found.probes[0].results["twin"] = Result("suspect", 3.0, reason="somewhat")
-    found.evidence = [evidence(2, "replay")]
-    decided(found)
-    assert (found.verdict, found.layer) == ("FAULT", 2) and len(found.suspicions) == 1
 
 
 @pytest.mark.parametrize(("replay", "verdict"), [("pass", "HEALTHY"), ("inconclusive", "INCONCLUSIVE"), (None, "INCONCLUSIVE")])
@@ -171,12 +147,6 @@ def test_replay_overrules_a_checksum(replay, verdict):
         found.probes[1].results["replay"] = Result(replay, reason="cumsum")
     assert decided(found).verdict == verdict
     assert bool(found.suspicions) == (verdict != "HEALTHY")
-
-
-def test_replay_does_not_overrule_another_suspicion():
-    found = passing()
-    found.probes[1].results["repeat"] = Result("suspect", 0.5, reason="other logits")
-    assert decided(found).verdict == "INCONCLUSIVE"
 
 
 @pytest.mark.parametrize(
@@ -194,34 +164,6 @@ def test_a_gap_of_the_deciding_probe_is_no_health(mode, probe, verdict):
     assert found.verdict == verdict and found.exit_code == (0 if verdict == "HEALTHY" else 4)
     if verdict != "HEALTHY":
         assert str(found) == f"INCONCLUSIVE: layer 2, {probe}: no host definition of cumsum; nothing that was judged is wrong."
-
-
-def test_gaps_are_counted_in_their_order():
-    found = passing(mode="host")
-    for i in (0, 1, 3):
-        found.probes[i].results["replay"] = Result("inconclusive", reason=f"gap {i}")
-    assert str(decided(found)).startswith("INCONCLUSIVE: layer 0, replay: gap 0 and 2 more;")
-
-
-def test_two_gaps_of_a_layer_are_told_in_the_same_order_everywhere():
-    program = (
-        "from shaketable.locate.diagnosis import *;"
-        "d = Diagnosis('m','M',1,'f','cpu','s','host','d',{},1,8,0);"
-        "d.probes = [LayerReport(0,'l',{n: Result('inconclusive', reason=n) for n in ('replay','repeat')})];"
-        "d.decide(True); print(d)"
-    )
-    said = set()
-    for seed in "0123":
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        said.add(subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout)
-    assert len(said) == 1
-
-
-def test_deciding_again_gives_the_same():
-    found = passing()
-    found.evidence = [evidence(2, "replay"), evidence(1, "replay")]
-    first = decided(found).as_dict()
-    assert decided(found).as_dict() == first
 
 
 # ---- what is written down
@@ -310,4 +252,4 @@ def test_foreign_code_is_named_and_counted(count, strict):
     if strict:
         assert said == f"INCONCLUSIVE: hook 0 is not the model's code{more}; nothing that was judged is wrong."
     else:
-        assert said.endswith(f" Code that is not the model's was believed: hook 0{more}.") and found.verdict == "HEALTHY"
+        assert said.endswith(f" Code that is not the model's was trusted: hook 0{more}.") and found.verdict == "HEALTHY"

@@ -87,7 +87,7 @@ def test_foreign_code_is_named(case, mode):
     assert CASES[case] in diagnosis.as_dict()["foreign"]
     if diagnosis.verdict == "HEALTHY":
         assert diagnosis.foreign[0] in diagnosis.sentence
-        assert "believed" in diagnosis.sentence
+        assert "was trusted" in diagnosis.sentence
 
 
 @pytest.mark.parametrize("mode", ["host", "device", "all"])

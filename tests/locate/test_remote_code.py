@@ -47,7 +47,7 @@ def test_a_healthy_model_is_healthy_in_every_mode_and_dtype(name, mode, dtype):
     assert_not_faulty(name, st.locate(build(name, dtype), mode=mode, input_ids=IDS))
 
 
-@pytest.mark.parametrize("name", ["QWen", "StableLM", "OpenELM", "Baichuan", "MPT"])
+@pytest.mark.parametrize("name", ["QWen", "Baichuan"])
 def test_a_model_that_has_been_used_is_not_called_faulty(name):
     """Caches are as long as the longest text so far, and numbers follow them."""
     model = build(name)
@@ -72,8 +72,8 @@ def test_what_own_code_makes_of_the_file_s_weights_is_no_fault(name, verdict, tm
 
 
 def last_linear(model):
-    """A linear of the second layer from the end, the head of Phi's list excepted."""
-    layers = [layer for layer in find_layers(model)[0] if type(layer).__name__ != "PhiHead"]
+    """A linear of the second layer from the end."""
+    layers = find_layers(model)[0]
     return [module for module in layers[-2].modules() if isinstance(module, nn.Linear)]
 
 
@@ -160,8 +160,6 @@ class Calls(TorchFunctionMode):
 
 
 PRODUCTS = "mm addmm bmm baddbmm matmul linear einsum"
-WATCHED = ("Tutorial",)
-"""torch's own attention takes another kernel while its functions are watched: operator plans meet other functions then."""
 
 
 def logits(model):
@@ -183,7 +181,5 @@ def test_a_plan_changes_a_model_while_it_is_on_and_leaves_no_trace(name, site):
         injection.disable()
         off = logits(model)
     assert torch.equal(logits(model), clean)
-    if name in WATCHED and site.startswith("op."):
-        return
     assert torch.equal(off, clean) and torch.equal(shaken, clean) == (fired == 0)
-    assert fired == calls.count if site.startswith("op.") else fired == ledger.sites[0].matched or name in WATCHED
+    assert fired == calls.count if site.startswith("op.") else fired == ledger.sites[0].matched

@@ -13,11 +13,9 @@ from shaketable.capture.recorder import Recorder
 from shaketable.capture.reference import Reference
 from shaketable.capture.trace import record_layer, trace
 from shaketable.locate import replay
-from shaketable.locate.checksums import row_scores
 from shaketable.locate.replay import judge
-from shaketable.sites.nested_tensors import tensors_of
 from tests.locate.architectures import ARCHITECTURES, build, tokens
-from tests.numerics.replayed_functions import EXACT, Root, judged
+from tests.numerics.replayed_functions import EXACT, judged
 
 LEAVES = [
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -57,7 +55,7 @@ def blamed(judgement):
 def test_a_healthy_layer_has_no_violation(dtype, attention):
     judgement = of_layer(dtype=dtype, attention=attention)
     assert not judgement.violations and not judgement.unknown
-    assert judgement.judged > 15
+    assert len(judgement.coverage) > 10
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -80,52 +78,6 @@ def test_a_fault_of_a_leaf_is_blamed_on_it_alone(leaf, dtype, fault):
         assert violation.share > 0.5
 
 
-@pytest.mark.parametrize("point", ["input", "weight"])
-@pytest.mark.parametrize("leaf", ["self_attn.q_proj", "mlp.down_proj"])
-def test_a_fault_before_a_leaf_is_the_leafs(leaf, point):
-    assert blamed(of_layer(plan=f"gain:0.05@module.layers.1.{leaf},point={point}")) == {(leaf, None)}
-
-
-def test_a_fault_of_the_layers_result_is_blamed_on_its_last_operator():
-    assert blamed(of_layer(plan="gain:0.05@layer.1")) == {("", "add")}
-
-
-def test_a_fault_of_another_layer_is_nobodys():
-    model, reference, found = traced()
-    with st.inject(model, "gain:0.5@layer.0", allow_inert=True):
-        recording = record_layer(found.calls[1], reference)
-    assert not judge(recording, reference, found.calls[1].name, EXACT).violations
-
-
-ATTENTION = {("self_attn", "scaled_dot_product_attention")}
-PRODUCTS = {(leaf, None) for leaf in LEAVES if leaf.endswith("proj")}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("attention", "op", "expected"),
-    [
-        ("sdpa", "sdpa", ATTENTION),
-        ("sdpa", "silu", {("mlp.act_fn", None)}),
-        ("sdpa", "rms_norm", {("input_layernorm", None), ("post_attention_layernorm", None)}),
-        ("sdpa", "matmul", PRODUCTS),
-        ("eager", "softmax", {("self_attn", "softmax")}),
-        ("eager", "matmul", PRODUCTS | {("self_attn", "matmul")}),
-    ],
-)
-def test_a_fault_of_a_function_is_blamed_on_it_alone(attention, op, expected, dtype):
-    judgement = of_layer(dtype=dtype, attention=attention, plan=f"gain:0.1@op.{op},direction=forward,layers=1")
-    assert blamed(judgement) == expected and not judgement.unknown
-
-
-def test_violations_say_what_was_allowed():
-    (violation,) = of_layer(plan="gain:0.05@module.layers.1.mlp.up_proj").violations
-    y = violation.got[violation.outside].double()
-    assert violation.low.shape == violation.high.shape == y.shape
-    assert ((y / 1.05 - violation.low.double()).abs() <= 1e-5).all() and (violation.low <= violation.high).all()
-    assert violation.lanes == sorted(violation.lanes) and len(violation.lanes) == 48
-
-
 # ---- any function
 
 
@@ -139,15 +91,10 @@ UNDEFINED = {
 @pytest.mark.parametrize("name", UNDEFINED)
 def test_a_function_without_definition_passes_with_equal_bits_only(name):
     healthy = judged(UNDEFINED[name])
-    assert not healthy.violations and not healthy.unknown and healthy.judged == 1
+    assert not healthy.violations and not healthy.unknown and len(healthy.coverage) == 1
     other = judged(UNDEFINED[name], tamper=lambda y: y * (1 + 2.0**-20))
     assert not other.violations
     assert other.unknown == {name: f"no host definition of {name}, and host and device differ"}
-
-
-def test_a_function_that_draws_numbers_is_unknown():
-    found = judged(lambda x: torch.rand_like(x))
-    assert not found.violations and "rand_like" in found.unknown and not found.coverage
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -188,13 +135,6 @@ def test_functions_with_a_definition_are_judged(function, dtype):
     assert len(faulty.violations) == 1 and not faulty.unknown
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_in_place_with_a_number_is_judged(dtype):
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert not judged(lambda x: (x + 0).mul_(2), x).violations
-    assert judged(lambda x: (x + 0).mul_(2), x, tamper=lambda y: y * 1.5).violations
-
-
 def setting(x):
     y = x + 0
     y[1] = 7.0
@@ -224,12 +164,7 @@ def test_in_place_operators_are_judged_by_what_they_found(function, dtype):
 )
 def test_views_are_not_computed(function):
     found = judged(function)
-    assert found.judged == 0 and not found.violations
-
-
-def test_memory_without_values_is_not_judged():
-    found = judged(lambda x: torch.empty_like(x).copy_(x))
-    assert not found.violations and not found.unknown
+    assert not found.coverage and not found.violations
 
 
 def test_indices_are_judged_where_they_are_the_result():
@@ -239,36 +174,6 @@ def test_indices_are_judged_where_they_are_the_result():
         "ties have any order"
     )
     assert judged(lambda x: x.topk(2), tamper=lambda y: (y[0] + 1, y[1])).violations
-
-
-def test_a_device_argument_is_the_hosts():
-    assert not judged(lambda x: torch.zeros(2, device=x.device) + 1).unknown
-
-
-def test_a_single_number_has_one_lane():
-    (violation,) = judged(lambda x: x.sum(), tamper=lambda y: y + 1).violations
-    assert violation.lanes == [0] and violation.share == 1.0
-
-
-def test_a_recording_can_be_judged_again():
-    """Replaying what happened in place leaves the recorded values alone."""
-    root = Root(adding)
-    reference = Reference(root)
-    with Recorder(root, lambda path, module: False).watching() as recording:
-        root(torch.randn(4, 6))
-    kept = [[t.clone() for t in tensors_of(r.args)] for r in recording.records]
-    for _ in range(2):
-        assert not judge(recording, reference, "", EXACT).violations
-    assert all(
-        torch.equal(a, b)
-        for r, old in zip(recording.records, kept, strict=True)
-        for a, b in zip(tensors_of(r.args), old, strict=True)
-    )
-
-
-def test_positions_in_the_call():
-    found = judged(lambda x: (x + 1) * 2, tamper=lambda y: y * 2)
-    assert [v.order for v in found.violations] == [1]
 
 
 def test_a_value_that_is_no_number_is_blamed_where_it_appears():
@@ -329,72 +234,6 @@ def test_of_long_sequences_every_token_whose_checksum_fires_is_judged(monkeypatc
     assert found.outside.nonzero().tolist() == [[0, 1, 7]]
 
 
-@pytest.mark.parametrize("score", [1.5, 5.0, 9.5])
-def test_a_token_whose_checksum_is_little_above_its_threshold_is_judged(monkeypatch, score):
-    monkeypatch.setattr(replay, "ROWS", 2)
-    root = Head()
-    reference = Reference(root)
-    with Recorder(root, lambda path, module: reference.leaf(path) is not None).watching() as recording:
-        root(torch.randn(1, 8, 6))
-    record = recording.records[0]
-    x, clean = record.args[0], record.output
-
-    def score_of(by):
-        record.output = clean.clone()
-        record.output[0, 3, 7] += by
-        return float(row_scores(x, record.output, root.head.weight.detach(), root.head.bias.detach(), EXACT)[3])
-
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        low, high = ((low + high) / 2, high) if score_of((low + high) / 2) < score else (low, (low + high) / 2)
-    assert score_of(high) == pytest.approx(score, rel=0.2)
-    [found] = judge(recording, reference, "", EXACT).violations
-    assert found.tokens == [0, 3, 4, 7] and found.lanes == [7]
-
-
-@pytest.mark.parametrize(
-    "function", [lambda x: torch.addmm(input=x, mat1=x, mat2=x.new_ones(6, 6)), lambda x: torch.pow(10.0, x)]
-)
-def test_keywords_and_numbers_are_judged_too(function):
-    assert not judged(function).violations
-    assert not judged(function).unknown
-    assert judged(function, tamper=lambda y: y * 1.001).violations
-
-
-def test_a_number_divided_by_a_tensor_is_rounded_once():
-    assert not judged(lambda x: 1.0 / x).violations
-    assert judged(lambda x: 1.0 / x, tamper=lambda y: y * (1 + 2.0**-20)).violations
-
-
-def test_leaves_that_are_judged_elsewhere_are_skipped():
-    def through(root, x):
-        return root.linear(x)
-
-    root = Root(None)
-    root.function = functools.partial(through, root)
-    reference = Reference(root)
-    with Recorder(root, lambda path, module: path == "linear").watching() as recording:
-        root(torch.randn(2, 6))
-    recording.records[0].output = recording.records[0].output + 1
-    assert judge(recording, reference, "", EXACT).violations
-    skipped = judge(recording, reference, "", EXACT, {"linear"})
-    assert skipped.judged == 0 and not skipped.violations
-
-
-def test_the_rest_of_the_model_is_judged_too():
-    _, reference, found = traced(dtype=torch.bfloat16)
-    layers = {call.name for call in found.calls}
-    judgement = judge(found.outside, reference, "", EXACT, layers)
-    assert not judgement.violations and not judgement.unknown
-    last = found.outside.records[-1]
-    assert last.path == "lm_head"
-    healthy, last.output = last.output, last.output * 1.1
-    try:
-        assert blamed(judge(found.outside, reference, "", EXACT, layers)) == {("lm_head", None)}
-    finally:
-        last.output = healthy
-
-
 @pytest.mark.parametrize("op", ["aten.mm", "aten.silu"])
 def test_a_mode_of_torch_that_makes_the_device_wrong_does_not_make_the_host_wrong(op):
     """Both run on the same CPU here: what a dispatch mode does to every product must not be done to the replay."""
@@ -410,15 +249,3 @@ def test_a_mode_of_torch_that_makes_the_device_wrong_does_not_make_the_host_wron
         found = st.locate(model, mode="host", input_ids=tokens())
     assert (found.verdict, found.layer) == ("FAULT", 0)
     assert found.op == {"aten.mm": "self_attn.q_proj", "aten.silu": "mlp.act_fn"}[op]
-
-
-@pytest.mark.parametrize(("head", "replayed"), [(9, 3), (10, 8)])
-def test_of_a_head_a_quarter_of_the_rows_is_replayed_and_of_other_products_all_that_there_is_time_for(
-    monkeypatch, head, replayed
-):
-    """Ten channels are a head where nine are not; of eight tokens the first, the fifth and the last are looked at then."""
-    monkeypatch.setattr(replay, "ROWS", 8)
-    monkeypatch.setattr(replay, "HEAD", head)
-    recording, reference = recorded_head()
-    found = judge(recording, reference, "", EXACT)
-    assert found.coverage["head"] == {"rows": 8, "replayed": replayed, "checksums": 8 - replayed}

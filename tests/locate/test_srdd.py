@@ -44,30 +44,6 @@ def layers(count=12, **at):
 # The inputs
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_probe_has_the_std_asked_for_and_repeats_itself(dtype):
-    x = (3 * normal(2, 64, 128) + 5).to(dtype)
-    probe = (probe_input(x, seed=7, scale=0.2).double() - x.double()).numpy()
-    assert probe.std() == pytest.approx(0.2 * x.double().std().item(), rel=0.02)
-    assert abs(probe.mean()) < 0.02
-    assert probe_input(x, 7).dtype == dtype
-    assert torch.equal(probe_input(x, 7), probe_input(x, 7))
-    assert not torch.equal(probe_input(x, 7), probe_input(x, 8))
-
-
-def test_the_constant_is_the_same_everywhere():
-    x = normal(1, 16, 64)
-    assert torch.allclose(dc_input(x, scale=0.5) - x, torch.full_like(x, 0.5 * x.std(correction=0).item()), atol=1e-6)
-
-
-def test_no_global_generator_is_touched_and_no_input_changed():
-    x = normal(1, 8, 32)
-    kept, before = x.clone(), torch.random.get_rng_state()
-    measured(torch.tanh, x)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert torch.equal(x, kept)
-
-
 # The six numbers
 
 
@@ -79,20 +55,12 @@ def test_a_linear_layer_has_its_factor_as_gain(a, dtype):
     assert found.gain == pytest.approx(abs(a), rel=1e-9)
 
 
-def test_the_gain_is_of_the_probe_and_not_of_the_input():
-    assert measured(lambda x: 3 * x + 100, normal(1, 32, 64)).gain == pytest.approx(3, rel=1e-4)
-
-
 def test_a_dead_zone_answers_nothing():
     x = normal(1, 32, 64).clamp(-2, 2)
     x[0, 0, 0] = 1000.0
     found = measured(lambda v: v.masked_fill(v.abs() < 0.5 * v.abs().max(), 0), x)
     assert found.gain < 0.1
     assert found.min_gain == 0.0
-
-
-def test_min_gain_of_a_linear_layer_is_its_factor():
-    assert measured(lambda x: -2 * x, normal(2, 32, 64)).min_gain == pytest.approx(2, rel=1e-4)
 
 
 @pytest.mark.parametrize(("stuck", "expected"), [(1, 3.0), (4, 0.0)])
@@ -107,13 +75,6 @@ def test_min_gain_sees_the_weakest_thousandth(stuck, expected):
     assert measured(layer, normal(1, 8, 2000)).min_gain == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("power", [1, 3])
-def test_kurtosis_is_scipys(power, dtype):
-    y = (normal(2, 16, 64) ** power + 1).to(dtype)
-    assert answers(y).kurtosis == pytest.approx(scipy.stats.kurtosis(y.double().numpy(), axis=None), rel=1e-9)
-
-
 @settings(max_examples=50)
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=4, max_size=50))
 def test_kurtosis_is_scipys_on_any_values(values):
@@ -123,24 +84,10 @@ def test_kurtosis_is_scipys_on_any_values(values):
         assert answers(y).kurtosis == pytest.approx(scipy.stats.kurtosis(y.double().numpy(), axis=None), rel=1e-6, abs=1e-6)
 
 
-def test_kurtosis_of_huge_values_does_not_overflow():
-    y = normal(1, 8, 64)
-    assert answers(y.double() * 1e200).kurtosis == pytest.approx(answers(y).kurtosis, rel=1e-6)
-
-
-@pytest.mark.parametrize("repeats", [2, 3, 7])
-def test_identical_repeats_are_exactly_stable(repeats):
-    assert measured(lambda x: x / 3 + 0.1, normal(1, 8, 64), repeats).instability == 0.0
-
-
 def test_relative_noise_has_its_scale_as_instability():
     y = normal(1, 64, 256)
     noisy = [y * (1 + 0.05 * normal(1, 64, 256, seed=i)) for i in range(2, 6)]
     assert answers(*noisy).instability == pytest.approx(0.05, rel=0.03)
-
-
-def test_one_answer_says_nothing_of_stability():
-    assert math.isnan(answers(normal(1, 4, 8)).instability)
 
 
 def test_clamped_values_pile_up():
@@ -164,16 +111,6 @@ def test_non_finite_values_are_left_out():
     expected, found = answers(clean[..., :64]), answers(y)
     assert found.kurtosis == pytest.approx(expected.kurtosis)
     assert found.pile_up == expected.pile_up
-
-
-def test_a_constant_layer_has_no_kurtosis_and_no_gain():
-    found = measured(lambda x: torch.full_like(x, 0.1), normal(1, 8, 32))
-    assert (found.gain, found.min_gain, found.instability, found.pile_up, found.distinct) == (0.0, 0.0, 0.0, 1.0, 1)
-    assert math.isnan(found.kurtosis)
-
-
-def test_as_dict_names_the_six():
-    assert list(HEALTHY.as_dict()) == ["gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct"]
 
 
 weird = st.one_of(st.floats(width=32), st.sampled_from([0.0, -0.0, math.inf, math.nan, 65504.0, 3.4e38, 1e-45, 1.0]))
@@ -215,16 +152,6 @@ def test_a_fault_in_one_layer_is_blamed_on_it(layer, change, word):
     assert word in verdict["why"]
 
 
-def test_a_gain_that_is_only_a_little_low_is_not_blamed():
-    assert srdd_verdict(layers(l4={"gain": 0.9}))["blames"] is None
-
-
-def test_a_gain_near_zero_is_blamed_even_among_uneven_ones():
-    uneven = {f"l{i}": {"gain": 0.3 + 0.3 * i} for i in range(12)}
-    assert srdd_verdict(layers(**uneven))["blames"] is None
-    assert srdd_verdict(layers(**{**uneven, "l5": {"gain": 0.05}}))["blames"] == 5
-
-
 @pytest.mark.parametrize("layer", [1, 6, 11])
 def test_the_sharpest_fall_of_the_kurtosis_is_blamed(layer):
     small = {} if layer == 3 else {"l3": {"kurtosis": 300.0}}
@@ -241,23 +168,10 @@ def test_the_first_rise_is_the_edge_when_instability_goes_on():
     assert srdd_verdict(layers(l4={"instability": 0.05}, l8={"instability": 0.5}))["blames"] == 4
 
 
-@pytest.mark.parametrize("count", [3, 4])
-def test_the_edge_is_seen_in_a_small_model(count):
-    """The fall after a teacher-forced faulty layer must not count as spread."""
-    verdict = srdd_verdict(layers(count, l1={"instability": 0.05}))
-    assert verdict["blames"] == 1
-    assert verdict["edges"]["instability"][:3] == [0.0, 0.05, -0.05]
-
-
 def test_all_layers_unstable_alike_is_nobodys_fault():
     verdict = srdd_verdict(layers(**{f"l{i}": {"instability": 0.01 * (1 + i % 3), "gain": i / 12} for i in range(12)}))
     assert (verdict["blames"], verdict["global_anomaly"]) == (None, True)
     assert "every layer is unstable" in verdict["why"]
-
-
-def test_a_layer_far_above_the_unstable_others_is_blamed():
-    verdict = srdd_verdict(layers(**{f"l{i}": {"instability": 0.2 if i == 7 else 0.001 * (1 + i % 3)} for i in range(12)}))
-    assert (verdict["blames"], verdict["global_anomaly"]) == (7, False)
 
 
 def test_instability_comes_before_gain_and_gain_before_kurtosis():
@@ -271,12 +185,6 @@ def test_few_layers_are_no_error(count):
     verdict = srdd_verdict(layers(count))
     assert verdict["blames"] is None
     assert len(verdict["edges"]["kurtosis"]) == count
-
-
-def test_layers_without_a_number_are_passed_over():
-    nothing = LayerStatistics(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
-    assert srdd_verdict([nothing] * 3)["blames"] is None
-    assert srdd_verdict([*layers(l5={"gain": 0.0}), nothing])["blames"] == 5
 
 
 @pytest.mark.parametrize(

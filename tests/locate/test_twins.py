@@ -9,8 +9,7 @@ from shaketable.capture.recorder import same
 from shaketable.capture.reference import Reference
 from shaketable.capture.trace import record_layer, trace
 from shaketable.locate import twins
-from shaketable.locate.gauge import gauged
-from shaketable.locate.wiring import circuit_of
+from shaketable.locate.twins import circuit_of, gauged
 from shaketable.sites.nested_tensors import tensors_of
 from tests.locate.architectures import ARCHITECTURES, UNWIRED, build, tokens
 
@@ -58,21 +57,6 @@ def test_every_matrix_is_really_changed_by_a_gauge(name):
     assert {n: torch.equal(p, before[n]) for n, p in call.module.named_parameters()} == dict.fromkeys(before, True)
 
 
-def test_weights_and_eps_come_back_after_an_exception():
-    _, _, layers = prepared("llama")
-    call, circuit = layers[0]
-    before = dict(call.module.named_parameters())
-    eps = call.module.input_layernorm.variance_epsilon
-    with (
-        pytest.raises(RuntimeError, match="on purpose"),
-        gauged(call.module, circuit, twins.draw_gauge(circuit, 0, True)),
-    ):
-        assert call.module.input_layernorm.variance_epsilon != eps
-        raise RuntimeError("on purpose")
-    assert call.module.input_layernorm.variance_epsilon == eps
-    assert all(p is before[n] for n, p in call.module.named_parameters())
-
-
 def test_the_first_difference_names_the_leaf():
     _, reference, layers = prepared("llama")
     call, circuit = layers[1]
@@ -110,10 +94,3 @@ def test_a_parameter_that_the_wiring_does_not_explain_is_a_reason():
     reason = circuit_of(layer, model.config)
     assert isinstance(reason, str)
     assert "self_attn.extra.weight is not explained" in reason
-
-
-def test_values_near_the_ends_of_the_range_leave_no_room_for_powers_of_two():
-    _, reference, layers = prepared("llama")
-    call, _ = layers[0]
-    assert twins.stays_normal(record_layer(call, reference))
-    assert not twins.stays_normal(record_layer(call, reference, call.x * 1e-30))

@@ -1,12 +1,18 @@
 """Rollouts as trainers name them, and one line for what is no rollout."""
 
 import json
+import re
+import types
 
 import pytest
+import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.mismatch.engine import Rollout
+from shaketable.mismatch.engine import Rollout, Sampling
+from shaketable.mismatch.hf import HFEngine
 from shaketable.mismatch.rollout_file import read_rollouts, write_rollouts
+from shaketable.models import load_model
+from tests import ROOT
 
 GOOD = Rollout([5, 6], [7, 8], [-1.0, -2.0])
 
@@ -74,3 +80,78 @@ def test_a_file_that_is_not_there_and_a_table_of_texts(tmp_path):
         read_rollouts(tmp_path / "none.jsonl")
     with pytest.raises(ShaketableError, match="a table of texts"):
         read_rollouts(tmp_path / "completions_00010.parquet")
+
+
+def snippet(framework):
+    """The Python block of docs/mismatch.md on this framework."""
+    part = (ROOT / "docs" / "mismatch.md").read_text().partition(f"**{framework}**")[2]
+    return re.search(r"```python\n(.*?)```", part, re.DOTALL)[1]
+
+
+def test_the_file_that_nemo_rl_writes(tmp_path):
+    """Each value is the row of a batch of one; log-probabilities of the prompt and of padding are zeros."""
+    row = {
+        "token_ids": [[5, 6, 7, 8, 0]],
+        "token_loss_mask": [[0, 0, 1, 1, 0]],
+        "generation_logprobs": [[0.0, 0.0, -1.0, -2.0, 0.0]],
+    }
+    assert read(tmp_path, row | {"input_lengths": [4], "content": ["text"], "rewards": [1.0], "idx": 0}) == [GOOD]
+    with pytest.raises(ShaketableError, match="holes"):
+        read(tmp_path, row | {"token_loss_mask": [[0, 1, 0, 1, 0]]})
+    with pytest.raises(ShaketableError, match="not of one length"):
+        read(tmp_path, row | {"token_loss_mask": [[0, 1]]})
+    with pytest.raises(ShaketableError, match="has no list generation_logprobs"):
+        read(tmp_path, {name: value for name, value in row.items() if name != "generation_logprobs"})
+
+
+def test_the_snippet_for_openrlhf(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(snippet("OpenRLHF"), names)
+    names["keep"](
+        types.SimpleNamespace(
+            sequences=torch.tensor([[0, 5, 6, 7, 8]]),
+            attention_mask=torch.tensor([[0, 1, 1, 1, 1]]),
+            action_mask=torch.tensor([[0, 0, 1, 1]]),
+            rollout_log_probs=torch.tensor([[0.0, 0.0, -1.0, -2.0]]),
+        )
+    )
+    assert read_rollouts(tmp_path / "rollouts.jsonl") == [GOOD]
+
+
+@pytest.mark.slow
+def test_the_snippet_for_trl_in_a_real_training(tmp_path, monkeypatch):
+    """GRPO with a sampler of its own (`rollout_func`), whose tokens and log-probabilities must come back from the file."""
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    names: dict = {}
+    exec(snippet("TRL"), names)
+    model, tokenizer = load_model("nano")
+    drawn = []
+
+    def sample(prompts, trainer):
+        ids = [tokenizer(text)["input_ids"] for text in prompts]
+        engine = HFEngine(trainer.model.eval())
+        found = engine.sample(ids, Sampling(6, seed=len(drawn), stop=(tokenizer.eos_token_id,)))
+        trainer.model.train()
+        drawn.extend(found)
+        return {"prompt_ids": ids, "completion_ids": [r.completion for r in found], "logprobs": [r.logprobs for r in found]}
+
+    usual = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
+    trainer = names["RecordingTrainer"](
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
+        args=GRPOConfig(output_dir="out", report_to=[], save_strategy="no", use_cpu=True, bf16=False, use_vllm=False, **usual),
+        train_dataset=Dataset.from_list([{"prompt": f"{a}+{a + 3}="} for a in range(1, 40, 2)]),
+        processing_class=tokenizer,
+        rollout_func=sample,
+    )
+    trainer.train()
+    found = read_rollouts(tmp_path / "rollouts.jsonl")
+    assert len(found) == len(drawn) == 8
+    assert [(r.prompt, r.completion) for r in found] == [(r.prompt, r.completion) for r in drawn]
+    for one, other in zip(found, drawn, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-6)

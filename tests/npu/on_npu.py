@@ -5,7 +5,7 @@ import torch
 
 import shaketable as st
 from shaketable.compare.compare import compare
-from shaketable.compare.fingerprint import make_fingerprint
+from shaketable.compare.fingerprint import fingerprint
 from shaketable.faults import Draw
 from shaketable.harden.grpo.config import TrainConfig
 from shaketable.harden.grpo.warm_start import warm_start
@@ -82,7 +82,7 @@ def test_locate_judges_the_device(nano, plan):
 
 
 def test_another_device_is_compared_with_the_cpu(nano):
-    record = make_fingerprint(load_model("nano")[0], torch.arange(1, 25).view(1, 24))
+    record = fingerprint(load_model("nano")[0], input_ids=torch.arange(1, 25).view(1, 24))
     assert compare(record, nano[0]).exit_code == 0
     with st.inject(nano[0], "gain:0.01@layer.2"):
         found = compare(record, nano[0])

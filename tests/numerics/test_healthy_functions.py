@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shaketable.locate.twins import _has_room
 from tests.numerics.replayed_functions import judged
 
 ATTENTION = torch.nn.MultiheadAttention(6, 2)
@@ -83,14 +82,6 @@ def test_rows_behind_the_last_expert_are_nobody_s(row, value, is_wrong):
 
     found = judged(lambda x: grouped(x, [2, 5]), x=x, tamper=tamper)
     assert bool(found.violations) is is_wrong
-
-
-@pytest.mark.parametrize(
-    ("values", "has_room"),
-    [([0.0, 0.0], True), ([], True), ([0.0, 1.0], True), ([0.0, 1e-38], False), ([1.0, 1e38], False), ([-1e38], False)],
-)
-def test_zeros_take_no_room(values, has_room):
-    assert _has_room(torch.tensor(values)) is has_room
 
 
 HIDDEN = torch.ones(5, 5, dtype=torch.bool).tril()

@@ -12,7 +12,7 @@ from scipy import special
 
 from shaketable.capture.recorder import function_name
 from shaketable.numerics.intervals import Precision
-from shaketable.numerics.operators import ARITHMETIC, BOUNDED, ROUNDED_ONCE, Call, rounded_once
+from shaketable.numerics.operators import BOUNDED, Call, rounded_once
 from shaketable.sites.nested_tensors import map_tensors
 from tests.numerics.test_norms_and_sums import CALLS as NORMS_AND_SUMS
 
@@ -516,11 +516,6 @@ def test_in_place_without_a_result():
     assert not expected.outside(x).any()
     x[0, 0] += 1
     assert expected.outside(x).sum() == 1
-
-
-def test_names_belong_to_one_kind():
-    assert ARITHMETIC < ROUNDED_ONCE
-    assert not ROUNDED_ONCE & set(BOUNDED)
 
 
 def test_whole_numbers_are_computed_as_whole_numbers():

@@ -403,7 +403,7 @@ def test_page_reads_what_json_gives_back_and_needs_no_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_page_says_what_was_judged_and_what_was_believed():
+def test_the_page_says_what_was_judged_and_what_was_trusted():
     made = healthy(2, foreign=["the hook <b>louder</b> of model.layers.1.self_attn"], strict=False)
     for row in made["probes"][:2]:
         row["coverage"] = {
@@ -415,7 +415,7 @@ def test_the_page_says_what_was_judged_and_what_was_believed():
     assert all(f'<td class="n">{n}</td>' in text for n in (2, 512, 258, 254))
     assert '<th scope="row" class="mono">add</th>' not in text
     assert "not replayed at every row. The other operators (1) were." in text
-    assert "and was believed" in text and "&lt;b&gt;louder" in text
+    assert "and was trusted" in text and "&lt;b&gt;louder" in text
 
 
 def test_a_diagnosis_from_before_coverage_still_makes_a_page():

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from shaketable.cli import flops
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.plan import Plan
-from shaketable.sites import flops, phases
+from shaketable.sites import phases
 from shaketable.sites.match import check_layers, check_range, is_wanted, targets
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 from shaketable.sites.phases import as_rollout, current_phase, current_rollout, mark_generate, phase, unmark_generate

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from shaketable.cli import app
 from shaketable.io.locks import held
-from shaketable.launch.live_json import KeptFile
+from shaketable.launch.ledger_file import KeptFile
 from shaketable.models import NANO
 from shaketable.records.record import RunRecord, unique_folder
 from shaketable.report.study_html import page

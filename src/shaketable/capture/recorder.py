@@ -1,16 +1,15 @@
-"""What one call of a layer really computed: every operator with its inputs and its output.
+"""Records one call of a layer: every operator with its inputs and its output.
 
 Two kinds of operator are recorded. A *leaf* is a module that is one operator by definition (a Linear, an RMSNorm, a SiLU):
-its inputs are taken before anybody else's hooks, its output after them, and nothing inside is looked at, so what the
-device made of it is judged as one. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
+its inputs are taken before all other hooks, its output after them, and nothing inside is recorded, so that it is judged as
+one operator. Everything else is a *function*: torch functions met by a TorchFunctionMode in the
 modules that call them (the rotation, attention, residual additions). A fused attention kernel is one such function. Of a
 function that torch has written in Python and that has no definition here (multi-head attention), those inside are recorded.
 
-The recorder also follows every tensor from the operator that made it to the operator that takes it. Where hooks put other
-values into a module's door than its code made, or than it was handed, there is a *break*, and that module is named. So
-the identities of a layer (attention's output is the output projection's, and so on) hold for any architecture, with
-nothing to write down per model. What hooks make of the layer's own result counts as the result of its last operator,
-the residual addition: whether that is right is for the other probes to say.
+The recorder also follows every tensor from the operator that made it to the operator that takes it. Where hooks of other code
+change what a module was given or what it returns, there is a *break*, and that module is named. So the identities of a layer
+(attention's output is the output projection's, and so on) hold for any architecture, with nothing to write down per model. A
+changed result of the layer itself counts as the result of its last operator, the residual addition: the other probes judge it.
 
 Rejected: TorchDispatchMode. It sees the same arithmetic cut into aten pieces, so that an RMSNorm with another eps replays
 as correct: the definition has to come from the model's config, and that lives at the level of modules.
@@ -19,9 +18,10 @@ as correct: the definition has to come from the model's config, and that lives a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,14 +48,14 @@ class Record:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-    strangers: tuple[str, ...] = ()
-    """Arguments that no operator made."""
+    external: tuple[str, ...] = ()
+    """Arguments that no recorded operator made."""
     overwrites: bool = False
-    """Of a leaf: whether it wrote into what it was given."""
+    """Whether a leaf wrote into its arguments."""
     lowered: torch.dtype | None = None
     """The dtype that autocast, which the model's own code put on, gave the arguments."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """Of a leaf: tensors that it was called with in the place of its parameters, as `functional_call` does."""
+    """Tensors that a leaf was called with in the place of its parameters, as `functional_call` does."""
 
     @property
     def function(self) -> str | None:
@@ -65,13 +65,13 @@ class Record:
 
 @dataclass
 class Break:
-    """A tensor that was changed between two operators, at the door of a module."""
+    """A tensor that was changed between two operators, where a module takes or returns it."""
 
     path: str
-    door: str
+    side: str
     """`input` or `output`."""
     after: int
-    """How many operators had been recorded by then."""
+    """Number of operators recorded by then."""
     expected: Tensor
     got: Tensor
 
@@ -103,6 +103,10 @@ class Recording:
 class Recorder(TorchFunctionMode):
     """Records calls of one module (a decoder layer, or the whole model with its layers as leaves).
 
+        recorder = Recorder(layer, lambda path, module: isinstance(module, nn.Linear))
+        with recorder.watching() as recording:
+            layer(x)
+
     Args:
         root: The module that will be called.
         is_leaf: Says for a path whether that module is one operator.
@@ -114,12 +118,14 @@ class Recorder(TorchFunctionMode):
         self.is_leaf = is_leaf
         self.recording = Recording()
         self._depth = 0
+        """Number of leaves that are being called, one inside of the other."""
         self._paths: list[str] = []
+        """Containers that are being called."""
+        self._arrived: list[tuple[Tensor, ...]] = []
         self._known: dict[int, Tensor] = {}
         self._owned: set[int] = set()
         self._patched = patched_methods()
         self._resting: dict[int, dict[str, Tensor | None]] = {}
-        self._doors: list[tuple[Tensor, ...]] = []
 
     @contextmanager
     def watching(self) -> Iterator[Recording]:
@@ -137,7 +143,7 @@ class Recorder(TorchFunctionMode):
                 hook.remove()
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules to hook: leaves, and what holds them; nothing inside of a leaf. Scripted modules take no hooks."""
+        """Modules to hook: leaves, and their containers; nothing inside of a leaf. Scripted modules take no hooks."""
         leaves = [path for path, module in self.root.named_modules() if isinstance(module, torch.jit.ScriptModule)]
         for path, module in self.root.named_modules():
             if any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves):
@@ -151,12 +157,11 @@ class Recorder(TorchFunctionMode):
             leaf = _Leaf(self, path)
             before = module.register_forward_pre_hook(leaf.before, with_kwargs=True, prepend=True)
             return [before, module.register_forward_hook(leaf.after, with_kwargs=True, always_call=True)]
-        room = _Room(self, path)
         return [
-            module.register_forward_pre_hook(room.arrive, with_kwargs=True, prepend=True),
-            module.register_forward_pre_hook(room.enter, with_kwargs=True),
-            module.register_forward_hook(room.depart, prepend=True),
-            module.register_forward_hook(room.leave, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(partial(self._given, path), with_kwargs=True, prepend=True),
+            module.register_forward_pre_hook(partial(self._entered, path), with_kwargs=True),
+            module.register_forward_hook(partial(self._returned, path), prepend=True),
+            module.register_forward_hook(partial(self._left, path), with_kwargs=True, always_call=True),
         ]
 
     # ---- functions
@@ -171,15 +176,15 @@ class Recorder(TorchFunctionMode):
         if is_composite(func) and not is_defined(function_name(func)):
             with self:
                 return opened(func)(*args, **kwargs)
-        kept = self.before_overwriting(args, kwargs) if _overwrites(func, kwargs) else (args, kwargs)
-        strangers = self.strangers(args, kwargs)
+        kept = self._before_overwriting(args, kwargs) if _overwrites(func, kwargs) else (args, kwargs)
+        external = self.external(args, kwargs)
         result = func(*args, **kwargs)
         made = args[0] if result is None and args else result
         if any(not _is_wrapped(t) for t in tensors_of(made)):
-            self.note(Record(self._paths[-1], func, *kept, made, strangers))
+            self.note(Record(self._paths[-1], func, *kept, made, external))
         return result
 
-    def before_overwriting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before_overwriting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copies of what is about to be overwritten, for this record and for those before it."""
         target = kwargs["out"] if kwargs.get("out") is not None else args[:1] or kwargs
         without = {k: v for k, v in kwargs.items() if k not in ("out", "inplace")}
@@ -192,8 +197,7 @@ class Recorder(TorchFunctionMode):
         """Copies of these tensors, and of all that were recorded or are given with them and share their memory."""
         copies = _Copies({t.untyped_storage().data_ptr() for t in tensors_of(target) if not _is_wrapped(t)})
         for value in (target, others, *((r.args, r.kwargs, r.output) for r in self.recording.records)):
-            for tensor in tensors_of(value):
-                copies.take(tensor)
+            copies.take(value)
         return copies
 
     def put_back(self, copies: _Copies) -> None:
@@ -211,19 +215,12 @@ class Recorder(TorchFunctionMode):
         self.learn(record.output)
         self.recording.records.append(record)
 
-    def strangers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the arguments that hold a tensor nobody made."""
+    # ---- tensors that are accounted for
+
+    def external(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the arguments that hold a tensor which no recorded operator made."""
         inputs = [*enumerate(args), *kwargs.items()]
         return tuple(str(k) for k, v in inputs if any(not self.knows(t) for t in tensors_of(v)))
-
-    def replaced(self, module: nn.Module) -> dict[str, Tensor]:
-        """Tensors that stand in the place of a module's parameters for the time of a call, as `functional_call` puts them."""
-        return {
-            f"{path}.{name}".lstrip("."): tensor
-            for path, part in module.named_modules()
-            for name, tensor in part._parameters.items()
-            if tensor is not None and tensor is not self._resting.get(id(part), part._parameters).get(name)
-        }
 
     def learn(self, value: Any) -> None:
         """These tensors are accounted for."""
@@ -236,19 +233,92 @@ class Recorder(TorchFunctionMode):
             return True
         return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned
 
+    def replaced(self, module: nn.Module) -> dict[str, Tensor]:
+        """Tensors that stand in the place of a module's parameters for the time of a call, as `functional_call` puts them."""
+        return {
+            f"{path}.{name}".lstrip("."): tensor
+            for path, part in module.named_modules()
+            for name, tensor in part._parameters.items()
+            if tensor is not None and tensor is not self._resting.get(id(part), part._parameters).get(name)
+        }
+
+    # ---- containers: hooks that find values which other code's hooks have changed
+
+    def _given(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before all other hooks."""
+        if self._depth:
+            return
+        if not self._paths and path == "":
+            self.learn((args, kwargs))
+        self._arrived.append(tuple(tensors_of((args, kwargs))))
+        self._paths.append(path)
+
+    def _entered(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After all other hooks on the input."""
+        if self._depth or not self._paths:
+            return
+        for old, new in zip(self._arrived.pop(), tensors_of((args, kwargs)), strict=False):
+            if new is not old and not self.knows(new):
+                self._note_break(path, "input", old, new)
+
+    def _returned(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Before all other hooks on the output: a scripted function or a kernel may have made it."""
+        if self._depth or not self._paths or self._paths[-1] != path:
+            return
+        for tensor in tensors_of(output):
+            if not self.knows(tensor):
+                likely = self._last_like(path, tensor)
+                with torch._C.DisableTorchFunction():
+                    is_copy = likely is not None and same(likely[1], tensor)
+                if not is_copy:
+                    self.recording.unmade.append(path)
+                self.learn(tensor)
+
+    def _left(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """After all other hooks. A tensor that one of them put there stands for the last of its kind that was made inside."""
+        if self._depth or not self._paths or self._paths[-1] != path:
+            return
+        self._paths.pop()
+        for tensor in tensors_of(output):
+            if self.knows(tensor) or (likely := self._last_like(path, tensor)) is None:
+                continue
+            if path == "":
+                likely[0].output = tensor
+                self.learn(tensor)
+            else:
+                self._note_break(path, "output", likely[1], tensor)
+        if path == "":
+            self.recording.output = output
+
+    def _note_break(self, path: str, side: str, expected: Tensor, got: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            if not same(expected, got):
+                self.recording.breaks.append(Break(path, side, len(self.recording.records), expected, got))
+        self.learn(got)
+
+    def _last_like(self, path: str, tensor: Tensor) -> tuple[Record, Tensor] | None:
+        """The last tensor of this shape and dtype that was made inside of a module, and its record."""
+        prefix = f"{path}." if path else ""
+        for record in reversed(self.recording.records):
+            if record.path == path or record.path.startswith(prefix):
+                for made in tensors_of(record.output):
+                    if made.shape == tensor.shape and made.dtype == tensor.dtype:
+                        return record, made
+        return None
+
 
 class _Copies:
-    """What tensors held that share some memory, before it is overwritten."""
+    """Copies of tensors that share some memory, made before it is overwritten."""
 
     def __init__(self, memory: set[int]) -> None:
         self.memory = memory
         self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def take(self, tensor: Tensor) -> None:
-        """Copy a tensor, if it is of this memory."""
-        if id(tensor) in self.pairs or _is_wrapped(tensor) or tensor.untyped_storage().data_ptr() not in self.memory:
-            return
-        self.pairs[id(tensor)] = (tensor, tensor.clone())
+    def take(self, value: Any) -> None:
+        """Copy the tensors of this memory."""
+        for tensor in tensors_of(value):
+            if id(tensor) not in self.pairs and not _is_wrapped(tensor) and tensor.untyped_storage().data_ptr() in self.memory:
+                self.pairs[id(tensor)] = (tensor, tensor.clone())
 
     def of(self, value: Any) -> Any:
         """The same nest with the copies in it."""
@@ -266,12 +336,12 @@ class _Leaf:
         self.recorder = recorder
         self.path = path
         self.arguments: list[tuple[Any, _Copies]] = []
-        self.strange: tuple[str, ...] = ()
+        self.external: tuple[str, ...] = ()
         self.weights: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.recorder._depth == 0:
-            self.strange = self.recorder.strangers(args, kwargs)
+            self.external = self.recorder.external(args, kwargs)
             self.weights = self.recorder.replaced(module)
             with torch._C.DisableTorchFunction():
                 copies = self.recorder.copies((args, kwargs) if _may_overwrite(module) else ())
@@ -288,90 +358,46 @@ class _Leaf:
             if overwrites:
                 self.recorder.put_back(copies)
                 given, named = copies.of(given), copies.of(named)
-            self.recorder.note(Record(self.path, None, given, named, output, self.strange, overwrites, None, self.weights))
+            self.recorder.note(Record(self.path, None, given, named, output, self.external, overwrites, None, self.weights))
 
 
-class _Room:
-    """Hooks of a module that holds others: what arrives is what enters, what leaves was made inside."""
+@contextmanager
+def watched(
+    modules: Mapping[str, nn.Module],
+    after: Callable[[str, Tensor, Tensor], Tensor | None],
+    before: Callable[[str, Tensor], Tensor | None] | None = None,
+) -> Iterator[None]:
+    """Look at the inputs and outputs of some modules, for as long as the context is open.
 
-    def __init__(self, recorder: Recorder, path: str) -> None:
-        self.recorder = recorder
-        self.path = path
+        with watched({"q": layer.self_attn.q_proj}, lambda name, x, y: print(name, x.shape, y.shape)):
+            model(ids)
 
-    def arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder = self.recorder
-        if recorder._depth:
-            return
-        if not recorder._paths and self.path == "":
-            recorder.learn((args, kwargs))
-        recorder._doors.append(tuple(tensors_of((args, kwargs))))
-        recorder._paths.append(self.path)
+    Args:
+        modules: By the names that the callbacks are given.
+        after: Called with name, first tensor of the input, first tensor of the output, behind all hooks that were set before.
+            A tensor that it returns becomes the output.
+        before: Called with name and first tensor of the input, ahead of all other hooks. A tensor that it returns is put in
+            its place.
+    """
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder = self.recorder
-        if recorder._depth or not recorder._paths:
-            return
-        came = recorder._doors.pop()
-        for old, new in zip(came, tensors_of((args, kwargs)), strict=False):
-            if new is not old and not recorder.knows(new):
-                self._broken("input", old, new)
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = next(tensors_of((args, kwargs)))
+        other = None if before is None else before(name, first)
+        return None if other is None else map_tensors((args, kwargs), lambda t: other if t is first else t)
 
-    def depart(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """What the module's own code returns, before anybody's hooks: a scripted function or a kernel may have made it."""
-        recorder = self.recorder
-        if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
-            return
-        for tensor in tensors_of(output):
-            if not recorder.knows(tensor):
-                record = self._maker(tensor)
-                with torch._C.DisableTorchFunction():
-                    is_copy = record is not None and same(_of_its_kind(record, tensor), tensor)
-                if not is_copy:
-                    recorder.recording.unmade.append(self.path)
-                recorder.learn(tensor)
+    def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return after(name, next(tensors_of((args, kwargs))), next(tensors_of(output)))
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        recorder = self.recorder
-        if recorder._depth or not recorder._paths or recorder._paths[-1] != self.path:
-            return
-        recorder._paths.pop()
-        for tensor in tensors_of(output):
-            if not recorder.knows(tensor):
-                self._left(tensor)
-        if self.path == "":
-            recorder.recording.output = output
-
-    def _left(self, got: Tensor) -> None:
-        """A hook has put another tensor there: it stands for the last one of its kind that was made inside."""
-        record = self._maker(got)
-        if record is None:
-            return
-        if self.path == "":
-            record.output = got
-            self.recorder.learn(got)
-        else:
-            self._broken("output", _of_its_kind(record, got), got)
-
-    def _broken(self, door: str, expected: Tensor, got: Tensor) -> None:
-        recording = self.recorder.recording
-        with torch._C.DisableTorchFunction():
-            if not same(expected, got):
-                recording.breaks.append(Break(self.path, door, len(recording.records), expected, got))
-        self.recorder.learn(got)
-
-    def _maker(self, tensor: Tensor) -> Record | None:
-        prefix = f"{self.path}." if self.path else ""
-        for record in reversed(self.recorder.recording.records):
-            if record.path == self.path or record.path.startswith(prefix):
-                for made in tensors_of(record.output):
-                    if made.shape == tensor.shape and made.dtype == tensor.dtype:
-                        return record
-        return None
-
-
-def _of_its_kind(record: Record, tensor: Tensor) -> Tensor:
-    """What a record made of the shape and dtype of another tensor."""
-    return next(t for t in tensors_of(record.output) if t.shape == tensor.shape and t.dtype == tensor.dtype)
+    hooks: list[RemovableHandle] = []
+    try:
+        for name, module in modules.items():
+            if before is not None:
+                hooks.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_hook(partial(leave, name), with_kwargs=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -1,30 +1,43 @@
-"""What the device should compute: the model's class built anew from its config, and the weights of its file.
+"""The reference that a device is held to: the model's class built anew from its config, and the weights of its file.
 
 The skeleton has parameters without values and gives definitions (which module is what, with which eps). Weights are read
 from the file when they are asked for, one layer at a time, and cast on the host to the device's dtype, as loading does.
 A model that came without a file is its own reference: then a wrong weight is not seen, and the diagnosis says so.
+
+`describe` names a model, its device and this installation: the facts that must agree before two devices are compared.
 """
 
 from __future__ import annotations
 
 import copy
 import dis
+import hashlib
 import inspect
 import json
-from collections.abc import Collection, Iterator
+import platform
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata as packages
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shaketable.capture.model_identity import LOCAL
 from shaketable.errors import ModelError
-from shaketable.numerics.intervals import UNIT
-from shaketable.numerics.leaf_modules import Leaf, leaf_of
+from shaketable.numerics.intervals import UNIT, device_precision
+from shaketable.numerics.operators import Leaf, leaf_of
+from shaketable.records.weight_hash import weights_hash
 from shaketable.sites.structure import canonical, find_layers
+
+LOCAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "_attn_implementation"}
+LOCAL |= {"attn_implementation", "_attn_implementation_internal"}
+"""Config keys that say where and how a model was loaded, not which model it is."""
+
 
 _MISSING = object()
 _SWITCHES = {"training", "gradient_checkpointing", "name_or_path", "loss_type"}
@@ -33,12 +46,26 @@ _USAGE = LOCAL | {"use_cache", "return_dict", "output_attentions", "output_hidde
 """Config keys of the same kind; so are token ids and dropouts."""
 
 
+@dataclass(frozen=True)
+class Deviation:
+    """An attribute or buffer of a module that is not what the config gives."""
+
+    path: str
+    name: str
+    text: str
+    """In words."""
+    is_own: bool
+    """Whether it may be right: trained and saved, or written by the model's own code when it runs."""
+    is_switch: bool
+    """Whether it is neither a real number nor a buffer."""
+
+
 class Reference:
     """Definitions and weights to judge a model by.
 
     Args:
         model: The model under test.
-        source: Its name or folder, when its weights can be read again; None when the model itself has to be believed.
+        source: Its name or folder, when its weights can be read again; None when the model itself has to be trusted.
         layers: Path of the module that holds the decoder layers, where they are not found by themselves.
     """
 
@@ -49,7 +76,7 @@ class Reference:
         self._config: Any = getattr(model, "config", None)
         self.other_config: list[str] = []
         """Keys in which the model's config is not that of its source."""
-        self.odd_part = ""
+        self.unexplained = ""
         """A module that the model has and its config does not give, or the other way round."""
         self.skeleton = self._build(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -58,6 +85,7 @@ class Reference:
         self._files = None if source is None else _open(source, self._parameters, hasattr(model, "peft_config"))
         self.dtype = _main_dtype(self._parameters.values())
         self._recent: dict[str, Tensor] = {}
+        self._near: dict[int, tuple[Tensor, Tensor]] = {}
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self._wrong_at_first: set[tuple[str, str]] | None = None
         self.written: set[int] = set()
@@ -67,17 +95,17 @@ class Reference:
     def _build(self, model: nn.Module) -> nn.Module:
         """The class built from the config of its source, else from its own; the model itself where that cannot be done."""
         try:
-            skeleton = rebuilt(model)
-        except Exception:  # somebody's constructor, which wants more than a config, or looks at its weights
+            skeleton = _rebuilt_with_adapters(model)
+        except Exception:  # a constructor that wants more than a config, or reads its weights; `_unchecked` reports it
             skeleton = None
         if skeleton is not None and _paths(skeleton) != _paths(model):
-            self.odd_part = min(_paths(skeleton) ^ _paths(model))
+            self.unexplained = min(_paths(skeleton) ^ _paths(model))
             skeleton = None
         config: Any = getattr(model, "config", None)
         if self.source is not None and hasattr(config, "to_dict"):
             given = _config_of(self.source, config)
             if skeleton is not None and given is not None:
-                skeleton = rebuilt(model, given) or skeleton
+                skeleton = _rebuilt_with_adapters(model, given) or skeleton
                 if _paths(skeleton) != _paths(model):
                     one = next(iter(sorted(_paths(skeleton) ^ _paths(model))))
                     side = "no" if one in _paths(skeleton) else "a module"
@@ -100,16 +128,20 @@ class Reference:
             raise LookupError(f"it has no parameter {name.rpartition('.')[2]}, which the config gives it")
         own = self._parameters[name]
         if name not in self._recent:
-            given = own.detach().cpu() if self.is_believed(name) else self._files.read(name)  # type: ignore[union-attr]
+            given = own.detach().cpu() if self.is_trusted(name) else self._file(name)
             if given.shape != own.shape:
                 shapes = f"has the shape {tuple(own.shape)} where {self.source} holds {tuple(given.shape)}"
                 raise ModelError(f"{name} {shapes}; give the source of this model, or none")
             self._recent[name] = given.to(own.dtype)
         return self._recent[name]
 
-    def is_believed(self, name: str) -> bool:
+    def is_trusted(self, name: str) -> bool:
         """Whether a parameter is in no file, and so is its own reference."""
-        return self._files is None or self._files.lacks(name)
+        return self._files is None or name not in self._files.parameters
+
+    def _file(self, name: str) -> Tensor:
+        assert self._files is not None
+        return self._files.parameters[name]()
 
     def own(self, name: str) -> Tensor:
         """The model's parameter."""
@@ -118,15 +150,22 @@ class Reference:
 
     def is_rounded(self, name: str) -> bool:
         """Whether the file holds more of a parameter than the model does."""
-        if self.is_believed(name):
+        if self.is_trusted(name):
             return False
-        given = self._files.read(name)  # type: ignore[union-attr]
-        return not torch.equal(given.to(self.dtype), self.own(name).detach().cpu().to(self.dtype))
+        return not torch.equal(self._file(name).to(self.dtype), self.own(name).detach().cpu().to(self.dtype))
 
     def lowered(self) -> list[str]:
         """Parameters that are held in a lower dtype than the model's, such as a norm in bfloat16 in a model of float32."""
         u = UNIT[self.dtype]
         return [name for name, p in self._parameters.items() if UNIT.get(p.dtype, u) > u]
+
+    def near(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model on the host, copied once per layer."""
+        if tensor.device.type == "cpu":
+            return tensor.detach()
+        if id(tensor) not in self._near:
+            self._near[id(tensor)] = (tensor, tensor.detach().cpu())
+        return self._near[id(tensor)][1]
 
     def wide(self, tensor: Tensor) -> Tensor:
         """A host tensor in float64, made once per layer."""
@@ -136,11 +175,11 @@ class Reference:
 
     def forget(self) -> None:
         """Let go of the weights that were read, before the next layer."""
-        self._recent.clear()
-        self._wide.clear()
+        for kept in (self._recent, self._near, self._wide):
+            kept.clear()
 
     def like(self, tensor: Tensor) -> Tensor | None:
-        """What a parameter, or a view into one, should hold; None for any other tensor."""
+        """Reference values of a parameter, or of a view into one; None for any other tensor."""
         name = self._names.get(id(tensor)) or self._homes.get(tensor.untyped_storage().data_ptr())
         if name is None:
             return None
@@ -151,52 +190,36 @@ class Reference:
             return None
         return whole.contiguous().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - own.storage_offset())
 
-    def note_numbers(self, model: nn.Module) -> None:
-        """Remember which numbers are wrong before a forward: what is wrong only after one, the model's own code has written."""
-        self._wrong_at_first = {(path, name) for path, name, _, _ in self._unlike_numbers(model, "", ())}
+    def note_deviations(self, model: nn.Module) -> None:
+        """Remember what deviates before a forward: deviations that come with one are written by the model's own code."""
+        self._wrong_at_first = {(one.path, one.name) for one in self.unlike(model)}
 
-    def other_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-        """Numbers and buffers of a module's parts that are not what the config gives: the path, and what is wrong.
+    def unlike(self, module: nn.Module, prefix: str = "", skip: Collection[str] = ()) -> Iterator[Deviation]:
+        """Attributes and buffers of a module's parts that are not what the config gives.
 
         Args:
             module: A layer, or the model.
             prefix: Its path in the model.
             skip: Paths whose parts are looked at elsewhere.
         """
-        return ((path, text) for path, _, text, is_own in self._unlike_numbers(module, prefix, skip) if not is_own)
-
-    def own_numbers(self, module: nn.Module, prefix: str, skip: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-        """The same, of numbers that the model's own code writes when it runs, or that are saved in a file that is not given."""
-        for path, name, text, is_own in self._unlike_numbers(module, prefix, skip):
-            if is_own and isinstance(getattr(module.get_submodule(path), name), float | Tensor):
-                yield path, text
-
-    def own_switches(self, model: nn.Module) -> Iterator[str]:
-        """Switches and counts that are not the config's and that the code of their module sets when it runs, in words."""
-        for path, name, text, is_own in self._unlike_numbers(model, "", ()):
-            if is_own and not isinstance(getattr(model.get_submodule(path), name), float | Tensor):
-                yield f"{path or 'the model'}: {text}"
-
-    def _unlike_numbers(self, module: nn.Module, prefix: str, skip: Collection[str]) -> Iterator[tuple[str, str, str, bool]]:
-        """Path, name, what is wrong, and whether nobody can say that it is."""
-        if not self.is_rebuilt:
-            return
-        for path, part in module.named_modules():
+        for path, part in module.named_modules() if self.is_rebuilt else ():
             if any(path == s or path.startswith(f"{s}.") for s in skip) or isinstance(part, nn.Dropout):
                 continue
             full = ".".join(p for p in (prefix, path) if p)
-            for name, text in self._unlike_numbers_of(part, full):
+            for name, text in self._unlike(part, full):
                 if self._wrong_at_first is None or (full, name) in self._wrong_at_first:
-                    yield path, name, text, self._may_be_right(part, name)
+                    is_switch = not isinstance(getattr(part, name, None), float | Tensor)
+                    yield Deviation(path, name, text, self._may_be_right(part, name), is_switch)
 
-    def _unlike_numbers_of(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
+    def _unlike(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
+        """The name of each, and how it differs in words."""
         expected = self.skeleton.get_submodule(full)
         for name in attributes_of(part) | attributes_of(expected):
             value = vars(part).get(name, getattr(part, name, _MISSING))
             given = vars(expected).get(name, getattr(type(expected), name, _MISSING))
             if _is_plain(given) and not (_is_plain(value) and value == given):
                 yield name, f"its {name} is {_in_words(value)} where the config says {_in_words(given)}"
-        for text in self._unlike_the_model_s(vars(part).get("config"), vars(expected).get("config")):
+        for text in self._unlike_own_config(vars(part).get("config"), vars(expected).get("config")):
             yield "config", f"its own config is another: {text}"
         for name in sorted(expected._buffers.keys() - part._buffers.keys()):
             yield name, f"it has no buffer {name}, which the config gives it"
@@ -205,9 +228,9 @@ class Reference:
             if buffer is None or given is None or buffer.layout != torch.strided or _agree(buffer, given):
                 continue
             if self._is_static(expected) or not any(_agree(buffer, other) for other in _rotations(part, expected)):
-                yield name, _unlike(name, buffer, given)
+                yield name, _unlike_buffer(name, buffer, given)
 
-    def _unlike_the_model_s(self, own: Any, given: Any) -> Iterator[str]:
+    def _unlike_own_config(self, own: Any, given: Any) -> Iterator[str]:
         """Keys of the config that a module holds, where it is not the model's own, that are not what they should be."""
         if own is self._config or not hasattr(own, "to_dict") or not hasattr(given, "to_dict"):
             return
@@ -216,25 +239,26 @@ class Reference:
             yield f"its attention is {kinds[0]!r} where the model's is {kinds[1]!r}"
         yield from (text for text in _unlike_config(own, given) if text not in self.other_config)
 
-    def odd_ones(self, layers: list[nn.Module], paths: list[str]) -> Iterator[str]:
-        """Attributes of one layer that are otherwise in all the others, in words; only of a model that no config gives."""
-        if self.is_rebuilt or len(layers) < 3:
+    def unlike_siblings(self) -> Iterator[str]:
+        """Attributes in which one layer differs from all the others, in words; only for a model without a config."""
+        if self.is_rebuilt or len(self.layers) < 3:
             return
-        parts = [{path: attributes_of(part) for path, part in layer.named_modules()} for layer in layers]
+        parts = [{path: attributes_of(part) for path, part in layer.named_modules()} for layer in self.layers]
         for path, attributes in parts[0].items():
             for name in attributes:
                 values = [part[path].get(name, _MISSING) if path in part else _MISSING for part in parts]
                 common = max(values, key=values.count)
                 odd = [i for i, value in enumerate(values) if value != common]
                 if len(odd) == 1 and values[odd[0]] is not _MISSING:
-                    where, value = ".".join(p for p in (paths[odd[0]], path) if p), values[odd[0]]
+                    where, value = ".".join(p for p in (self.paths[odd[0]], path) if p), values[odd[0]]
                     yield f"{where}: its {name} is {_in_words(value)} where it is {_in_words(common)} in the other layers"
 
     def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
-        """What a buffer should hold: one that is saved with the weights is the file's to say, not the config's."""
-        if name in part._non_persistent_buffers_set:
+        """Reference values of a buffer: from the file if it is saved there, else as the config's class makes it."""
+        if name in part._non_persistent_buffers_set or self._files is None:
             return built
-        return built if self._files is None else self._files.buffer(canonical(f"{full}.{name}".lstrip(".")), built)
+        read = self._files.buffers.get(canonical(f"{full}.{name}".lstrip(".")))
+        return built if read is None else read()
 
     def _may_be_right(self, part: nn.Module, name: str) -> bool:
         """Whether a number that is not the config's may have been trained and saved, or written by the model's own code."""
@@ -339,6 +363,36 @@ def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:
     return skeleton
 
 
+def _rebuilt_with_adapters(model: nn.Module, config: Any = None) -> nn.Module | None:
+    """The same; in a model with PEFT's adapters, every module that the config gives, with the adapters around it."""
+    if not hasattr(model, "peft_config"):
+        return rebuilt(model, config)
+    base = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    plain = rebuilt(base, config)
+    if plain is None:
+        return None
+    start = next(path for path, module in model.named_modules() if module is base)
+    given, made = dict(plain.named_modules()), dict[nn.Module, nn.Module]()
+    found = set()
+
+    def build(path: str, module: nn.Module) -> nn.Module:
+        if module in made:
+            return made[module]
+        is_inside = not start or path == start or path.startswith(f"{start}.")
+        name, source = canonical(path.removeprefix(start).lstrip(".")), module
+        if is_inside and name in given:
+            found.add(name)
+            source = module if type(module).__module__.startswith("peft.") else given[name]
+        made[module] = type(source).__new__(type(source))
+        made[module].__dict__.update(source.__dict__, _modules={})
+        for key, child in module._modules.items():
+            made[module]._modules[key] = None if child is None else build(f"{path}.{key}".lstrip("."), child)
+        return made[module]
+
+    adapted = build("", model)
+    return adapted if found == given.keys() else plain
+
+
 def sets_attribute(kind: type, name: str) -> bool:
     """Whether a class's own code sets an attribute elsewhere than in its constructor."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
@@ -360,7 +414,7 @@ def _agree(buffer: Tensor, given: Tensor) -> bool:
     return torch.allclose(got.double(), expected.double(), rtol=8 * UNIT.get(buffer.dtype, 2.0**-24), atol=0.0, equal_nan=True)
 
 
-def _unlike(name: str, buffer: Tensor, given: Tensor) -> str:
+def _unlike_buffer(name: str, buffer: Tensor, given: Tensor) -> str:
     """In words: how a buffer differs from the one that the config gives."""
     if buffer.shape != given.shape:
         return f"its {name} has the shape {tuple(buffer.shape)} where the config gives {tuple(given.shape)}"
@@ -383,6 +437,7 @@ def _parameters_on_meta() -> Iterator[None]:
     nn.Module.register_parameter = without_values  # type: ignore[method-assign,assignment]
     try:
         with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # random buffers, and what is said of them, are the same every time
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -393,74 +448,51 @@ def _fills(parameter: Tensor) -> bool:
     return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
-class _Folder:
-    """Safetensors files, read tensor by tensor."""
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of a model's files, each read when it is asked for."""
 
-    def __init__(self, files: dict[str, Path], keys: dict[str, str]) -> None:
-        self.files = files
-        self.keys = keys
-
-    def lacks(self, name: str) -> bool:
-        """Whether the files do not hold a parameter."""
-        return name not in self.keys
-
-    def read(self, name: str) -> Tensor:
-        return self._read(self.keys[name])
-
-    def buffer(self, name: str, built: Tensor | None) -> Tensor | None:
-        """A saved buffer; the built one where the file has none."""
-        return self._read(name) if name in self.files else built
-
-    def _read(self, key: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.files[key], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
+    parameters: Mapping[str, Callable[[], Tensor]]
+    """By the model's names; those of an adapter are not in the files of its base."""
+    buffers: Mapping[str, Callable[[], Tensor]]
 
 
-class _Loaded:
-    """A second copy of the model, for files whose names are not those of the model's parameters."""
-
-    def __init__(self, source: str, names: Collection[str], is_adapted: bool) -> None:
-        from shaketable.models import load_model
-
-        model, _ = load_model(source)
-        given = dict(model.named_parameters(remove_duplicate=False))
-        given |= {canonical(name): p for name, p in given.items()}
-        self.buffers = dict(model.named_buffers())
-        found = {name: given.get(name, given.get(canonical(name))) for name in names}
-        self.parameters = {name: p for name, p in found.items() if p is not None}
-        lacking = [name for name, p in found.items() if p is None]
-        if lacking and not is_adapted:
-            raise ModelError(f"{source} is not the source of this model: it holds no {lacking[0]} ({len(lacking)} missing)")
-
-    def lacks(self, name: str) -> bool:
-        """Whether the copy has no such parameter."""
-        return name not in self.parameters
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self.parameters[name].detach()
-        return tensor
-
-    def buffer(self, name: str, built: Tensor | None) -> Tensor | None:
-        """A buffer as it was loaded."""
-        return self.buffers.get(name, built)
-
-
-def _open(source: str, parameters: dict[str, Any], is_adapted: bool) -> _Folder | _Loaded:
+def _open(source: str, parameters: dict[str, Any], is_adapted: bool) -> _Source:
+    """A folder whose names are the model's is read tensor by tensor; anything else is loaded as a second model."""
     from shaketable.models import BUILT_IN, built_in_path
 
     folder = built_in_path(source) if source in BUILT_IN else Path(source).expanduser()
     if not folder.is_dir():
-        return _Loaded(source, parameters, is_adapted)
-    files = _index(folder)
+        return _loaded(source, parameters, is_adapted)
+    files = {key: partial(_read, file, key) for key, file in _index(folder).items()}
     keys = {name: next((key for key in (name, canonical(name)) if key in files), "") for name in parameters}
     tied = {id(p): keys[name] for name, p in parameters.items() if keys[name]}
     keys = {name: keys[name] or tied.get(id(p), "") for name, p in parameters.items()}
-    found = {name: key for name, key in keys.items() if key}
-    is_enough = len(found) == len(keys) or (is_adapted and found)  # an adapter is not in the file of its base
-    return _Folder(files, found) if is_enough else _Loaded(source, parameters, is_adapted)
+    found = {name: files[key] for name, key in keys.items() if key}
+    is_enough = len(found) == len(keys) or (is_adapted and found)
+    return _Source(found, files) if is_enough else _loaded(source, parameters, is_adapted)
+
+
+def _read(path: Path, key: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(key)
+    return tensor
+
+
+def _loaded(source: str, names: Collection[str], is_adapted: bool) -> _Source:
+    from shaketable.models import load_model
+
+    model, _ = load_model(source, tokenizer=False)
+    given = dict(model.named_parameters(remove_duplicate=False))
+    given |= {canonical(name): p for name, p in given.items()}
+    found = {name: given.get(name, given.get(canonical(name))) for name in names}
+    lacking = [name for name, p in found.items() if p is None]
+    if lacking and not is_adapted:
+        raise ModelError(f"{source} is not the source of this model: it holds no {lacking[0]} ({len(lacking)} missing)")
+    parameters = {name: p.detach for name, p in found.items() if p is not None}
+    return _Source(parameters, {name: buffer.detach for name, buffer in model.named_buffers()})
 
 
 def _index(folder: Path) -> dict[str, Path]:
@@ -511,3 +543,82 @@ def check_model(model: nn.Module, stack: str | None = None) -> None:
         if not bool(finite.all()):
             bad = int((~finite).sum())
             raise ModelError(f"{name} holds {bad} of {parameter.numel()} values that are NaN or infinite")
+
+
+# ---- naming a model and its device
+
+
+def describe(model: nn.Module, layers: str | None = None) -> dict[str, Any]:
+    """The fields of the metadata that a model, its device and this installation give."""
+    import shaketable
+
+    weight = next(model.parameters())
+    config: Any = getattr(model, "config", None)
+    precision = device_precision(weight.device, weight.dtype)
+    return {
+        "model_class": type(model).__name__,
+        "num_layers": len(find_layers(model, layers)[0]),
+        "hidden_size": _width(model, config),
+        "config_sha256": config_hash(config) if hasattr(config, "to_diff_dict") else _sha256(repr(model)),
+        "weights_sha256": weights_hash(model),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": device_name(weight.device),
+        "attention": str(getattr(config, "_attn_implementation", None) or "unknown"),
+        "versions": {
+            "shaketable": shaketable.__version__,
+            "torch": str(torch.__version__),
+            "transformers": packages.version("transformers"),
+            "python": platform.python_version(),
+        },
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "switches": {
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "cuda_tf32": torch.backends.cuda.matmul.allow_tf32,
+        },
+        "product_input": precision.product_input,
+    }
+
+
+def _width(model: nn.Module, config: Any) -> int:
+    """Size of the hidden states, from the config; without one, the width of the first embedding."""
+    if hasattr(config, "get_text_config"):
+        return int(config.get_text_config().hidden_size)
+    return input_embedding(model).embedding_dim
+
+
+def input_embedding(model: nn.Module) -> nn.Embedding:
+    """The embedding of tokens, as the model names it; else the first one there is."""
+    if callable(ask := getattr(model, "get_input_embeddings", None)):
+        named: nn.Embedding = ask()
+        return named
+    found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if found is None:
+        raise ModelError(f"{type(model).__name__} has no embedding of tokens to take a fingerprint of")
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The device as a person knows it."""
+    name = product_name(device)
+    return device.type if name is None else f"{device.type} ({name})"
+
+
+def product_name(device: torch.device) -> str | None:
+    """Product name of an accelerator; None for a CPU, and where torch cannot tell."""
+    ask = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if ask is None else str(ask(device))
+
+
+def config_hash(config: Any) -> str:
+    """sha256 of what a config says of the model, wherever and however it was loaded."""
+    return _sha256(json.dumps(_without_local(config.to_diff_dict()), sort_keys=True, default=str))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_local(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _without_local(v) for k, v in value.items() if k not in LOCAL}
+    return value

@@ -1,26 +1,137 @@
 """One forward of the whole model, kept as one call per decoder layer, and the operators outside of the layers.
 
-Every later probe is teacher-forced: a layer is called again with exactly what it was given here, so that a fault
-upstream never flags a healthy layer downstream. What is kept is a layer's input, arguments and output; what happens
-inside of a layer is recorded later, one layer at a time, and forgotten again, so memory grows with one layer, not with
-the model.
+Every later probe is teacher-forced: a layer is called again with exactly the arguments it had here, so that a fault upstream
+never flags a healthy layer downstream. Only inputs, arguments and outputs of layers are kept; their operators are recorded
+later, one layer at a time, so memory grows with one layer and not with the model.
+
+Hugging Face's models take `input_ids` and return an object. Any other model takes tokens as its first argument and returns a
+tensor, a tuple, a mapping or an object. Tokens are one sequence: padding would put masked positions into every probe. The
+built-in text mixes prose, numbers, code and other scripts, so that many channels of a model are in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from inspect import Parameter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shaketable.capture.model_call import Arguments, call_with_tokens, logits_of
 from shaketable.capture.recorder import Recorder, Recording, copied, main_result, snapshot
 from shaketable.capture.reference import Reference
-from shaketable.errors import ModelError
+from shaketable.errors import ModelError, ShaketableError
 from shaketable.sites.nested_tensors import tensors_of
+
+Arguments = Mapping[str, Any]
+"""Arguments of a model besides tokens, by name."""
+BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+BEGINNING = {"start_pos": 0}
+"""Where a sequence begins, for models that do not know it by themselves."""
+
+
+def call_with_tokens(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Any:
+    """Call a model with tokens.
+
+    Args:
+        model: The model.
+        ids: Token ids of shape (1, n): `input_ids` where forward takes that, and the first argument where it does not.
+        arguments: What else forward needs.
+    """
+    parameters = _parameters(model)
+    named = {name for name, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    first = next((p for p in parameters.values() if p.kind in BY_POSITION), None)
+    given = {name: value for name, value in BEGINNING.items() if name in named and parameters[name].default is Parameter.empty}
+    by_name = "input_ids" in named or (takes_any and first is None)
+    if "use_cache" in named or (by_name and takes_any):
+        given["use_cache"] = False
+    given |= arguments or {}
+    return model(input_ids=ids, **given) if by_name else model(ids, **given)
+
+
+def _parameters(model: nn.Module) -> Mapping[str, Parameter]:
+    """The parameters of forward; of a wrapper that passes everything on, those of the model in it."""
+    parameters = inspect.signature(model.forward).parameters
+    inner = list(model.children())
+    passes_on = {p.kind for p in parameters.values()} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
+    return _parameters(inner[0]) if passes_on and len(inner) == 1 else parameters
+
+
+def logits_of(answer: Any, model: nn.Module) -> Tensor:
+    """The logits in what a model returned.
+
+    In an object or a mapping they have that name. In a tuple they are the one tensor of numbers, or the one with a channel
+    for each row of an embedding; what lies deeper (a cache, states) is not looked at, nor is a single number, such as a loss.
+    """
+    if isinstance(answer, Mapping):
+        answer = answer.get("logits", {**answer})
+    answer = getattr(answer, "logits", answer)
+    members = answer if isinstance(answer, tuple | list) else (answer,)
+    found = [m for m in members if isinstance(m, Tensor) and m.is_floating_point() and m.dim() > 1]
+    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    fitting = found if len(found) == 1 else [m for m in found if m.shape[-1] in sizes]
+    if len(fitting) == 1:
+        return fitting[0]
+    shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(answer)) or f"a {type(answer).__name__}"
+    raise ModelError(
+        f"a plain forward of {type(model).__name__} fails to give logits: it returns {shapes}; "
+        "let it return a floating-point tensor, or something with `logits` in it"
+    )
+
+
+# ---- prompts
+
+
+TEXT = """\
+A shake table is what engineers put a building on to see which floor cracks in an earthquake. In 1995 the table in Miki
+moved 1,200 tonnes at 0.9 g for 20 seconds; the third floor failed first. What is 37 + 58? The answer is 95, because
+30 + 50 = 80 and 7 + 8 = 15.
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)  # fails on an empty list
+
+Das Haus steht noch, sagte sie, und zählte die Risse. La tour penche, mais elle ne tombe pas. 建物は揺れたが、倒れなかった。
+The report says: "no damage above level 2", yet the sensors at levels 7, 9 and 11 disagree by 3.4e-2. If all bolts are
+sound and every beam is straight, then either the table lied or the sensors did. Which one would you check first, and why?
+First, repeat the test with nothing changed. Second, turn the table around. Third, take a second set of sensors, and put
+them where the first ones were. A fault that stays with the place is in the building; one that moves with the sensor is not.
+"""
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt per line of a text file; empty lines are left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ShaketableError(f"prompts cannot be read from {path}: {error}") from error
+    return [line for line in lines if line.strip()]
+
+
+def token_batch(tokenizer: Any, prompts: Sequence[str] | None, tokens: int) -> Tensor:
+    """One sequence of at most `tokens` tokens, of shape (1, tokens).
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        prompts: Texts, joined by newlines; None takes the built-in text.
+        tokens: How many tokens to keep.
+    """
+    if tokenizer is None:
+        raise ShaketableError("there is no tokenizer to make tokens with; give one, or token ids")
+    if prompts is not None and not any(p.strip() for p in prompts):
+        raise ShaketableError("the prompts are empty; give at least one line of text")
+    text = TEXT * (1 + tokens // 64) if prompts is None else "\n".join(p for p in prompts if p.strip())
+    ids: list[int] = tokenizer(text)["input_ids"][:tokens]
+    if len(ids) < 2:
+        raise ShaketableError(f"the prompts make {len(ids)} tokens; at least 2 are needed")
+    return torch.tensor([ids])
+
+
+# ---- trace
 
 
 @dataclass
@@ -57,7 +168,7 @@ class LayerCall:
         """
         given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, self.x, x)
         args, kwargs = copied(given, torch.clone) if self.overwrites else snapshot(given)
-        with _in_the_open(), torch.inference_mode() if self.x.is_inference() else nullcontext():
+        with _without_shortcuts(), torch.inference_mode() if self.x.is_inference() else nullcontext():
             if self.weights:
                 return torch.func.functional_call(self.module, self.weights, args, kwargs)
             return self.module(*args, **kwargs)
@@ -75,8 +186,8 @@ class Trace:
 
 
 @contextmanager
-def _in_the_open() -> Iterator[None]:
-    """No gradients, and no way around the modules: torch's own layers take one unless somebody watches them."""
+def _without_shortcuts() -> Iterator[None]:
+    """Disable gradients and torch's fast path of multi-head attention, which calls no modules."""
     switch = torch.backends.mha
     was = switch.get_fastpath_enabled()
     switch.set_fastpath_enabled(False)
@@ -105,7 +216,7 @@ def with_hidden(
 
 def forward(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Tensor:
     """The logits of a plain forward."""
-    with _in_the_open():
+    with _without_shortcuts():
         return logits_of(_call(model, ids, arguments), model)
 
 
@@ -119,7 +230,7 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Argume
     layers, paths = reference.layers, reference.paths
     places = {id(layer): i for i, layer in enumerate(layers)}
     recorder = Recorder(model, lambda path, module: id(module) in places or reference.leaf(path) is not None)
-    with recorder.watching() as recording, _in_the_open():
+    with recorder.watching() as recording, _without_shortcuts():
         answer = _call(model, ids, arguments)
         logits = logits_of(answer, model)
     calls: dict[int, LayerCall] = {}

@@ -15,8 +15,8 @@ from shaketable.io.output_files import check_free, write
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from shaketable.compare.compare import ComparisonRow, DeviceComparison, LayerRow
     from shaketable.compare.fingerprint import Fingerprint
-    from shaketable.compare.result import ComparisonRow, DeviceComparison, LayerRow
 
 SHOWN = 20
 SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
@@ -50,7 +50,7 @@ def compare(
     check_free([f for f in (plan_out, json_file) if f is not None], [fingerprint], force)
     planted = None if plan is None else Plan.load(plan)
 
-    from shaketable.compare.fingerprint_file import read_fingerprint
+    from shaketable.compare.fingerprint import read_fingerprint
 
     file = read_fingerprint(fingerprint)
     _check_text(file, prompts, tokens)
@@ -66,7 +66,7 @@ def compare(
 
 
 def _check_text(file: Fingerprint, prompts: Path | None, tokens: int | None) -> None:
-    from shaketable.capture.prompts import read_prompts
+    from shaketable.capture.trace import read_prompts
     from shaketable.compare.fingerprint import FingerprintError
 
     if tokens is not None and tokens != file.about.tokens:
@@ -86,7 +86,7 @@ def _load(
 ) -> Any:
     """The model as the file's, checked; then in the dtype that was asked for."""
     from shaketable.cli.locate import load
-    from shaketable.compare.fingerprint_file import check_same_model
+    from shaketable.compare.fingerprint import check_same_model
 
     about = file.about
     loaded, _ = load(model, device, about.dtype, attention or about.attention, allow_code)

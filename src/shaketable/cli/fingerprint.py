@@ -30,19 +30,18 @@ def fingerprint(
     """
     check_free([f for f in (output, json_file) if f is not None], [], force)
 
-    from shaketable.capture.prompts import read_prompts
+    from shaketable.capture.trace import read_prompts
     from shaketable.cli.locate import load, progress_bar, token_ids
 
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention, allow_code)
     ids = token_ids(loaded, tokenizer, texts, tokens)
 
-    from shaketable.compare.fingerprint import make_fingerprint
-    from shaketable.compare.fingerprint_file import write_fingerprint
+    from shaketable.compare.fingerprint import fingerprint as take
 
     with progress_bar() as tell:
-        made = make_fingerprint(loaded, ids, name=model, prompts=texts, layers=layers, progress=tell)
-    write_fingerprint(made, output)
+        made = take(loaded, input_ids=ids, name=model, prompts=texts, layers=layers, progress=tell)
+    made.save(output)
     if json_file is not None:
         write(json_file, made.about.model_dump_json(by_alias=True, indent=2) + "\n")
     about = made.about

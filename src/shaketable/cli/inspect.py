@@ -47,7 +47,7 @@ def inspect(
 
 def describe(anatomy: Anatomy, name: str, tokens: int, plan: Plan | None) -> dict[str, Any]:
     """Everything `inspect` shows, as data."""
-    from shaketable.sites.flops import costs
+    from shaketable.cli.flops import costs
 
     table = costs(anatomy, tokens)
     flops = sum(c.flops for c in table.values()) or 1.0
@@ -80,7 +80,7 @@ def describe(anatomy: Anatomy, name: str, tokens: int, plan: Plan | None) -> dic
 
 
 def _target(anatomy: Anatomy, names: tuple[str, ...], flops: float) -> dict[str, Any]:
-    from shaketable.sites.flops import part_flops
+    from shaketable.cli.flops import part_flops
 
     parts = [p for p in anatomy.parts if p.role in names or p.name.rsplit(".", 1)[-1] in names]
     return {"count": len(parts), "flops_share": sum(part_flops(p, anatomy) for p in parts) / flops}
@@ -88,9 +88,8 @@ def _target(anatomy: Anatomy, names: tuple[str, ...], flops: float) -> dict[str,
 
 def _hits(anatomy: Anatomy, plan: Plan, index: int, flops: float) -> dict[str, Any]:
     """What one clause would hit. Operators are met at run time: only their families can be named."""
-    from shaketable.inject.hooks.fused_attention import hidden_by_attention
-    from shaketable.inject.hooks.operator_taps import families
-    from shaketable.sites.flops import part_flops
+    from shaketable.cli.flops import part_flops
+    from shaketable.inject.operators import families, hidden_by_attention
     from shaketable.sites.match import check_layers, targets
 
     clause = plan.clauses[index]

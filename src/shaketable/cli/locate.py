@@ -62,7 +62,7 @@ def locate(
 
     shaketable locate smollm2-135m --plan 'dead_zone:0.05,sparsity=0.01@module.*.down_proj,layers=12'
     """
-    from shaketable.capture.prompts import read_prompts
+    from shaketable.capture.trace import read_prompts
     from shaketable.locate.diagnosis import MODES
     from shaketable.models import names_code
     from shaketable.plan import Plan
@@ -140,8 +140,8 @@ def token_ids(model: Any, tokenizer: Any, prompts: list[str] | None, tokens: int
     """Token ids to run: of the prompts, the ones that the model came with, or, without a tokenizer, random ones."""
     import torch
 
-    from shaketable.capture.model_identity import input_embedding
-    from shaketable.capture.prompts import token_batch
+    from shaketable.capture.reference import input_embedding
+    from shaketable.capture.trace import token_batch
 
     if isinstance(tokenizer, torch.Tensor):
         return tokenizer[:, :tokens]

@@ -39,6 +39,7 @@ class Inputs:
     n: int
     seed: int
     max_new_tokens: int | None
+    exact: bool
 
     def check(self) -> None:
         """One line for a combination that has no meaning."""
@@ -46,6 +47,8 @@ class Inputs:
             raise ShaketableError("give either --task, to sample, or --tokens FILE, with rollouts that were recorded")
         if self.engine is None and self.task is not None:
             raise ShaketableError("--task samples with an engine: add --engine vllm or --engine hf")
+        if self.engine is None and self.exact:
+            raise ShaketableError("--exact compares the operators of two programs: add --engine vllm or --engine hf")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ def mismatch(
         list[str] | None, typer.Option(metavar="MODEL", help="An earlier checkpoint, to say which one a stale weight is of.")
     ] = None,
     recorded: Annotated[int, typer.Option(min=1, help="Rollouts whose operators are recorded.")] = 8,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Also compare each operator bit by bit, and say why the first one differs.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Draws prompts and tokens.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every stage as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write every stage as one page.")] = None,
@@ -117,7 +123,7 @@ def mismatch(
     outputs.check(tokens, force)
     if logprobs not in MODES:
         raise ShaketableError(f"unknown --logprobs {logprobs!r}; {nearest(logprobs, MODES)}")
-    inputs = Inputs(engine, _arguments(engine_args), task, tokens, n, seed, max_new_tokens)
+    inputs = Inputs(engine, _arguments(engine_args), task, tokens, n, seed, max_new_tokens, exact)
     inputs.check()
     from shaketable.cli.locate import load
     from shaketable.mismatch.engine import Sampling
@@ -155,6 +161,7 @@ def _compared(
     own: Trainer, inputs: Inputs, sampling: Sampling, earlier: dict[str, Any], recorded: int, tokens_out: Path | None
 ) -> Mismatch:
     """Sample or read the rollouts, and run the stages."""
+    from shaketable.mismatch.exact import compare_bits
     from shaketable.mismatch.rollout_file import read_rollouts, write_rollouts
     from shaketable.mismatch.stages import Question, run_stages
 
@@ -172,6 +179,9 @@ def _compared(
             if tokens_out is not None:
                 write(tokens_out, write_rollouts(rollouts))
             found = run_stages(Question(own, engine, rollouts, sampling, earlier, recorded), progress)
+            if inputs.exact and engine is not None and found.died is None:
+                progress("bits of every operator", 0.95)
+                found.exact = compare_bits(own, engine, [r for r in rollouts if r.completion], recorded)
     found.made_by = _made_by()
     return found
 

@@ -23,15 +23,15 @@ def run(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the merged ledger here too.")] = None,
     allow_inert: Annotated[bool, typer.Option(help="Accept a plan that does nothing.")] = False,
 ) -> None:
-    """Run any program with its models shaken, unchanged.
+    """Run any program under a plan, unchanged.
 
     The plan travels by environment into children, DataLoader workers and torchrun ranks, and by `ray.init` into Ray
     workers, also those of a cluster that runs already. Each process writes its own ledger; at the end they are merged
     and printed.
 
-    A clause that does nothing is told on stderr as soon as that is known; the program goes on. Exits with the program's
+    A clause that does nothing is reported on stderr as soon as that is known; the program goes on. Exits with the program's
     own code, or with **3** when a clause of the plan did nothing anywhere, or when a process that computed with a model
-    was not shaken while others were.
+    ran without the plan while others ran under it.
 
         shaketable run --plan relative_gaussian:0.05@op.matmul --seed 0 -- python train.py --epochs 3
 
@@ -59,7 +59,7 @@ def run(
 
 
 def _run_with_keys(command: list[str], options: tuple[object, ...]) -> int:
-    from shaketable.launch.job_keys import keys_of, run_with_keys
+    from shaketable.integrations.job_keys import keys_of, run_with_keys
 
     keys = keys_of(command, os.environ)
     if not keys:
@@ -70,7 +70,7 @@ def _run_with_keys(command: list[str], options: tuple[object, ...]) -> int:
 
 
 def _refuse_two_plans(command: list[str]) -> None:
-    from shaketable.launch.job_keys import keys_of
+    from shaketable.integrations.job_keys import keys_of
 
     if keys := keys_of(command, os.environ):
         raise PlanError(f"--plan and {keys[0]} both ask for faults; leave one out")
@@ -89,7 +89,6 @@ def _print(result: object) -> None:
     from rich.table import Table
 
     from shaketable.launch.run import RunResult
-    from shaketable.launch.unshaken_processes import called
     from shaketable.ledger.table import build_table, remarks
 
     assert isinstance(result, RunResult)
@@ -101,11 +100,11 @@ def _print(result: object) -> None:
             console.print(f"  ! {line}", style="yellow", markup=False)
     if len(result.processes) > 1:
         table = Table("process", "rank", "what", "models", "forward", "backward", title="Processes", title_justify="left")
-        for row in result.to_dict()["workers"]:
-            cells = [row["pid"], row["rank"], called(row)[:60], _counted(row["models"]), row["forward"], row["backward"]]
+        for p in result.processes:
+            cells = [p.pid, p.rank, p.title[:60], _counted(p.models), p.ledger.forward, p.ledger.backward]
             table.add_row(*(str(c) for c in cells))
         console.print(table)
-    shown, errors = set(remarks(result.ledger)) if result.ledger else set(), set(result.unshaken.values())
+    shown, errors = set(remarks(result.ledger)) if result.ledger else set(), set(result.without_plan.values())
     for line in result.warnings:
         if line not in shown:
             word, style = ("error", "red") if line in errors else ("warning", "yellow")

@@ -15,37 +15,254 @@ attention in it, within
 
 which allows for the angle of the rotation being off by an ulp at the last position. Where bits agree nothing is judged.
 
-What a layer is given besides hidden states comes from a forward here: it depends on the tokens and the config alone, which
-`fingerprint` checks; where it does not, a note says so. When the dtype differs from the file's, its tensors are cast, and
+Arguments of a layer besides hidden states come from a forward here: they depend on the tokens and the config alone, which
+`fingerprint` checks; where they do not, a note says so. When the dtype differs from the file's, its tensors are cast, and
 only this device is judged.
+
+The result is the divergence per layer and operator, the first beyond its dtype, and a plan that reproduces it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shaketable.capture.model_call import Arguments
-from shaketable.capture.model_identity import describe
-from shaketable.capture.recorder import Record, Recording, main_result
-from shaketable.capture.reference import Reference
-from shaketable.capture.trace import LayerCall, record_layer, trace
-from shaketable.compare.fingerprint import Fingerprint, Progress
-from shaketable.compare.fingerprint_file import check_same_model, read_fingerprint
-from shaketable.compare.result import ComparisonRow, DeviceComparison, Difference, LayerRow
-from shaketable.compare.teacher_forcing import Forcing
+from shaketable.capture.recorder import Record, Recording, main_result, watched
+from shaketable.capture.reference import Reference, describe
+from shaketable.capture.trace import Arguments, LayerCall, record_layer, trace
+from shaketable.compare.fingerprint import Fingerprint, Progress, check_same_model, read_fingerprint
+from shaketable.faults.noise import rms
 from shaketable.locate.replay import Judgement, judge
-from shaketable.numerics import operators as operator_rounding
-from shaketable.numerics.fit import fit_all
-from shaketable.numerics.intervals import ACCUMULATION, TINY, UNIT, Precision
+from shaketable.numerics import operators
+from shaketable.numerics.fit import ROUNDING, Fit, fit_all
+from shaketable.numerics.intervals import ACCUMULATION, TINY, UNIT, Precision, device_precision
 from shaketable.numerics.operators import Call
-from shaketable.numerics.precision import device_precision
+from shaketable.plan import Plan
 from shaketable.sites.nested_tensors import tensors_of
 from shaketable.sites.structure import Anatomy
+
+SCHEMA = 1
+CASES = {"here": "on this device", "stored": "in the fingerprint", "both": "on both devices"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two results of the same operator."""
+
+    values: int
+    differing: int
+    max_abs: float
+    relative: float
+    """rms of the difference over rms of the stored values; of the difference itself where those are all zero."""
+    not_finite: int
+    """Values that are a number on one device only."""
+
+    @classmethod
+    def of(cls, stored: Tensor, here: Tensor) -> Difference:
+        """Measure it, on the host and in float64."""
+        a, b = stored.detach().cpu(), here.detach().cpu()
+        a, b = (a, b) if a.dtype == b.dtype else (a.double(), b.double())
+        differs = ~((a == b) | (a.isnan() & b.isnan()))
+        known = a.isfinite() & b.isfinite()
+        gap, size = (b.double() - a.double())[known], rms(a[known])
+        top = float(gap.abs().max()) if gap.numel() else 0.0
+        return cls(a.numel(), int(differs.sum()), top, rms(gap) / (size or 1.0), int((differs & ~known).sum()))
+
+    @property
+    def share(self) -> float:
+        """Share of the values that differ."""
+        return self.differing / self.values if self.values else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"share": self.share}
+
+
+@dataclass
+class ComparisonRow:
+    """One operator, or what lies between operators."""
+
+    layer: int | None
+    op: str | None
+    """Path in the layer (in the model, outside of the layers); None for the layer's own output."""
+    point: str
+    """`output`: the operator's result for its stored input. `input`: its input, computed from the stored results before it."""
+    site: str
+    """As the plan language names it."""
+    difference: Difference
+    here: int | None = 0
+    """Values of this device that a correct device cannot return; None when that is not known."""
+    stored: int | None = 0
+    """The same for the values in the file."""
+    remark: str = ""
+    fits: list[Fit] = field(default_factory=list)
+
+    @property
+    def beyond(self) -> str:
+        """The side whose result the dtype does not explain: here, stored, both, or neither (empty)."""
+        sides = [name for name, count in (("here", self.here), ("stored", self.stored)) if count]
+        return "both" if len(sides) == 2 else "".join(sides)
+
+    @property
+    def place(self) -> str:
+        """The operator in words."""
+        if self.op is None:
+            return "the layer's own output"
+        return self.op if self.point == "output" else f"what reaches {self.op}"
+
+    @property
+    def fit(self) -> Fit | None:
+        """The best error model."""
+        return self.fits[0] if self.fits else None
+
+    @property
+    def injectable(self) -> Fit | None:
+        """The best error model that a plan can hold; None when rounding is the best."""
+        if self.fit is None or self.fit.kind == ROUNDING:
+            return None
+        return next((f for f in self.fits if f.fault is not None), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        facts: dict[str, Any] = {"layer": self.layer, "op": self.op, "point": self.point, "site": self.site}
+        facts |= self.difference.to_dict()
+        facts |= {"outside_here": self.here, "outside_stored": self.stored, "beyond": self.beyond or None}
+        fit = self.fit
+        return facts | {"remark": self.remark, "fit": None if fit is None else fit.to_dict()}
+
+
+@dataclass
+class LayerRow:
+    """One decoder layer: as a whole, and its operators one by one."""
+
+    layer: int
+    name: str
+    whole: Difference
+    """The layer called with its stored input, nothing inside of it forced."""
+    rows: list[ComparisonRow]
+
+    @property
+    def beyond(self) -> ComparisonRow | None:
+        """Its first operator beyond the dtype."""
+        return next((r for r in self.rows if r.beyond), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        facts = {"layer": self.layer, "name": self.name, "whole": self.whole.to_dict(), "beyond": self.beyond is not None}
+        return facts | {"ops": [r.to_dict() for r in self.rows]}
+
+
+@dataclass
+class DeviceComparison:
+    """A fingerprint against this device."""
+
+    stored: dict[str, Any]
+    """Model, device, dtype, attention, versions and date of the fingerprint."""
+    here: dict[str, Any]
+    before: list[ComparisonRow]
+    layers: list[LayerRow]
+    after: list[ComparisonRow]
+    notes: list[str] = field(default_factory=list)
+    rounds_factors: bool = False
+    """Whether one of the devices rounds the factors of its products below their dtype, as TF32 does."""
+
+    @property
+    def rows(self) -> Iterator[ComparisonRow]:
+        """Every row in the order of computation."""
+        yield from self.before
+        for layer in self.layers:
+            yield from layer.rows
+        yield from self.after
+
+    @property
+    def first(self) -> ComparisonRow | None:
+        """The first row beyond what the dtype explains."""
+        return next((r for r in self.rows if r.beyond), None)
+
+    @property
+    def exit_code(self) -> int:
+        """0 within what the dtype explains, 1 beyond."""
+        return 0 if self.first is None else 1
+
+    @property
+    def sentence(self) -> str:
+        """The result in one line."""
+        pair = f"{self.stored['dtype']} on {self.stored['device']} and {self.here['dtype']} on {self.here['device']}"
+        differing = sum(1 for r in self.rows if r.difference.differing)
+        total = sum(1 for _ in self.rows)
+        if self.first is None and not differing:
+            return f"SAME: {total} operators in {len(self.layers)} layers agree bit for bit, {pair}."
+        if self.first is None:
+            return f"EXPLAINED: {differing} of {total} operators differ, none beyond what rounding explains, {pair}."
+        return f"BEYOND: {self._blame(self.first)}"
+
+    def _blame(self, row: ComparisonRow) -> str:
+        where = "the first is outside of the layers" if row.layer is None else f"layer {row.layer} is the first"
+        count = max(row.here or 0, row.stored or 0)
+        fit = row.fit
+        model = "" if fit is None or fit.kind == ROUNDING else f", best described as {fit.kind}:{fit.magnitude:.3g}"
+        share = f"{count} of {row.difference.values} values {CASES[row.beyond]} are not what rounding allows"
+        return f"{where}, {row.place}: {share} (relative error {row.difference.relative:.2e}{model})."
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `--json` writes it."""
+        first = self.first
+        return {
+            "schema": SCHEMA,
+            "kind": "comparison",
+            "sentence": self.sentence,
+            "beyond": first is not None,
+            "first": None if first is None else first.to_dict(),
+            "fingerprint": self.stored,
+            "here": self.here,
+            "layers": [layer.to_dict() for layer in self.layers],
+            "before": [r.to_dict() for r in self.before],
+            "after": [r.to_dict() for r in self.after],
+            "plan": [f"{fit.fault.text()}@{row.site}" for row, fit in self.clauses() if fit.fault is not None],
+            "notes": self.notes,
+        }
+
+    def clauses(self) -> Iterator[tuple[ComparisonRow, Fit]]:
+        """Sites with an error that can be injected, and that the dtype does not explain."""
+        for row in self.rows:
+            explained = not row.beyond and row.here is not None and not self.rounds_factors
+            if not explained and (fit := row.injectable) is not None:
+                yield row, fit
+
+    def plan_text(self) -> str | None:
+        """The measured errors as a plan file; None when there is nothing to inject."""
+        lines: list[str] = []
+        for row, fit in self.clauses():
+            assert fit.fault is not None
+            lines.append(f"  # measured relative error {row.difference.relative:.3e}; {fit.goodness()}")
+            if fit is not row.fit and row.fit is not None:
+                lines.append(f"  # next best: {row.fit.kind}:{row.fit.magnitude:.4g} fits better, and no plan can say it")
+            lines.append(f'  - "{fit.fault.text()}@{row.site}"')
+        if not lines:
+            return None
+        stored, here = (f"{d['model']}, {d['dtype']} on {d['device']}, {d['date']}" for d in (self.stored, self.here))
+        head = ["# Errors measured by shaketable compare, one clause per site.", f"# good: {stored}", f"# here: {here}"]
+        text = "\n".join([*head, "seed: 0", "plan:", *lines, ""])
+        _check(text)
+        return text
+
+
+def _check(text: str) -> None:
+    """What is written can be read."""
+    import yaml
+
+    Plan.from_data(yaml.safe_load(text), name="the measured plan")
+
+
+# ---- compare
+
 
 SHOWN = ("model", "device", "dtype", "attention", "tokens", "versions", "date", "switches")
 
@@ -141,8 +358,8 @@ class _Replay:
         x, y = (self.file.tensor(f"layer.{index}.{end}") for end in ("input", "output"))
         whole = Difference.of(y, main_result(call.again(self.bring(x))))
         ops = {label: self.file.op(index, label) for label in self.file.about.layers[index]}
-        forcing = Forcing(call.module, {label: (self.bring(a), self.bring(b)) for label, (a, b) in ops.items()})
-        with forcing.active():
+        forcing = _Forcing({label: (self.bring(a), self.bring(b)) for label, (a, b) in ops.items()})
+        with forcing.active(call.module):
             recording = record_layer(call, self.reference, self.bring(x))
         between = _Between(self, call, recording, {label.partition("#")[0] for label in ops})
         rows = []
@@ -191,7 +408,7 @@ class _Replay:
 
 
 class _Between:
-    """What one forced call computed between its operators.
+    """Results of one forced call between its operators.
 
     A tensor is followed from the function that made it through the functions that read it; operators end the chase, because
     what they made was replaced by the file's. So an error belongs to the places it really reaches.
@@ -202,7 +419,7 @@ class _Between:
         self.call = call
         self.recording = recording
         self.forced = forced
-        self.inexact = self._reached_from(lambda i, r: r.function not in operator_rounding.ROUNDED_ONCE, set())
+        self.inexact = self._reached_from(lambda i, r: r.function not in operators.ROUNDED_ONCE, set())
         """Tensors that a correct device may make otherwise."""
         self._judgement: Judgement | None = None
 
@@ -231,7 +448,7 @@ class _Between:
         return ids
 
     def _wrong_here(self, arrived: Tensor) -> str:
-        """What this device did wrong on the way to a tensor; empty when nothing."""
+        """The first wrong operator of this device on the way to a tensor; empty when there is none."""
         for v in self.judgement.violations:
             if not v.got.is_floating_point():  # sorted indices: equal keys may come in any order
                 continue
@@ -239,7 +456,7 @@ class _Between:
                 return f"{v.path or 'the layer'}:{v.function}"
         for gap in self.recording.breaks:
             if id(arrived) in self._reached_from(lambda i, r: False, {id(gap.got)}):
-                return f"changed at the {gap.door} of {gap.path or 'the layer'}"
+                return f"changed at the {gap.side} of {gap.path or 'the layer'}"
         return ""
 
     @property
@@ -260,6 +477,51 @@ class _Between:
 
 
 def closeness(stored: Tensor, tokens: int, roundoff: float) -> Tensor:
-    """How far a correct result of attention may be off, per token."""
+    """Error bound of a correct result of attention, per token."""
     size = stored.double().abs().amax(-1, keepdim=True)
     return (16 * roundoff + (1024 + 64 * tokens) * ACCUMULATION) * size + TINY
+
+
+class _Forcing:
+    """Holds the operators of one call to the file, and keeps what they were given and made.
+
+    Args:
+        ops: Stored input and output of every operator, on the model's device.
+    """
+
+    def __init__(self, ops: dict[str, tuple[Tensor, Tensor]]) -> None:
+        self.ops = ops
+        self.arrived: dict[str, Tensor] = {}
+        self.made: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+
+    def active(self, layer: nn.Module) -> AbstractContextManager[None]:
+        """Force every operator of a layer for as long as the context is open."""
+        paths = dict.fromkeys(label.partition("#")[0] for label in self.ops)
+        return watched({path: layer.get_submodule(path) for path in paths}, self._after, self._before)
+
+    def _label(self, path: str) -> str:
+        return path if self._counts[path] == 1 else f"{path}#{self._counts[path]}"
+
+    def _before(self, path: str, x: Tensor) -> Tensor | None:
+        self._counts[path] += 1
+        label = self._label(path)
+        if label not in self.ops:
+            return None
+        self.arrived[label] = x
+        return _laid_out_like(self.ops[label][0].clone(), x)
+
+    def _after(self, path: str, x: Tensor, made: Tensor) -> Tensor | None:
+        label = self._label(path)
+        if label not in self.ops:
+            return None
+        self.made[label] = made
+        return self.ops[label][1].clone()
+
+
+def _laid_out_like(x: Tensor, other: Tensor) -> Tensor:
+    """The same values with the strides of another tensor: a kernel may round otherwise on a slice than on a whole."""
+    overlaps = any(step == 0 and size > 1 for step, size in zip(other.stride(), other.shape, strict=True))
+    if x.shape != other.shape or x.stride() == other.stride() or overlaps:
+        return x
+    return torch.empty_strided(x.shape, other.stride(), dtype=x.dtype, device=x.device).copy_(x)

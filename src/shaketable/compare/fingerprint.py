@@ -1,4 +1,4 @@
-"""A fingerprint: what one device made of one model, in one safetensors file that another device can be held against.
+"""A fingerprint: the results of one device for one model, in one safetensors file with which another device is compared.
 
 Stored are the inputs and outputs of every decoder layer and of every operator that is a module (Linear, norms, activations),
 so that the other device can be *teacher-forced*: each operator gets the input that it had here, and an error upstream never
@@ -15,28 +15,31 @@ is called once more on the last 8 tokens alone, and that call is stored. What el
 masks) depends on the tokens and the config only and is made again where the file is replayed; that this is so is checked with
 a second forward, in which the embeddings are stretched and nothing but hidden states may change.
 
-The metadata is one JSON text; a sha256 over it and over every tensor is stored beside it, so one wrong byte is refused.
-Pickle is never loaded: safetensors is the only format that is opened.
+The metadata is one JSON text; a sha256 over it and over every tensor is stored beside it.
+
+A file is refused, in one line, when it is no safetensors file (a pickle is named and never opened), when another program or
+another schema wrote it, when a tensor is missing, and when its sha256 is not that of its contents.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from shaketable.capture.model_call import Arguments
-from shaketable.capture.model_identity import describe, input_embedding
-from shaketable.capture.prompts import token_batch
 from shaketable.capture.recorder import Record, Recording
-from shaketable.capture.reference import Reference, check_model
-from shaketable.capture.trace import LayerCall, Trace, record_layer, trace
+from shaketable.capture.reference import Reference, check_model, describe, input_embedding
+from shaketable.capture.trace import Arguments, LayerCall, Trace, record_layer, token_batch, trace
 from shaketable.errors import ShaketableError
+from shaketable.io.replacing import replacing
+from shaketable.records.weight_hash import digest
 from shaketable.sites.nested_tensors import tensors_of
 
 FORMAT = "shaketable-fingerprint"
@@ -74,7 +77,7 @@ class Metadata(BaseModel):
     versions: dict[str, str]
     date: str
     switches: dict[str, str | bool]
-    """What torch was allowed to do to float32 products: TF32 and its like."""
+    """Settings of torch for float32 products: TF32 and its like."""
     product_input: float
     """Relative rounding of the factors of float32 products that these switches allow."""
     layers: list[list[str]]
@@ -117,14 +120,21 @@ class Fingerprint:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def save(self, path: Path | str) -> None:
-        """Write it as one safetensors file."""
-        from shaketable.compare.fingerprint_file import write_fingerprint
+        """Write all of it as one safetensors file, or nothing: written beside its place, then moved there."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
 
-        write_fingerprint(self, Path(path))
+        path, about = Path(path), self.about.model_dump_json(by_alias=True)
+        try:
+            with replacing(path.resolve()) as draft:
+                save_file(self.tensors, draft, metadata={"shaketable": about, "sha256": digest(about, self.tensors)})
+                os.chmod(draft, 0o666 & ~_umask())
+        except (OSError, SafetensorError) as error:
+            raise FingerprintError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def op_name(layer: int | None, label: str) -> str:
-    """What an operator is called in the file."""
+    """Name of an operator in the file."""
     return f"outside.op.{label}" if layer is None else f"layer.{layer}.op.{label}"
 
 
@@ -143,44 +153,20 @@ def fingerprint(
     layers: str | None = None,
     progress: Progress | None = None,
 ) -> Fingerprint:
-    """Keep what a device made of a model, so that another device can be compared with it.
+    """Record a device's results for a model, so that another device can be compared with it.
 
     Args:
         model: The model, on the device whose fingerprint is taken.
         tokenizer: Its tokenizer; not needed with `input_ids`.
-        prompts: Texts to run; a built-in text by default.
-        input_ids: Token ids of shape (1, n) instead of prompts.
+        prompts: Texts to run, or the texts behind `input_ids`, for the record; a built-in text by default.
+        input_ids: Token ids of shape (1, n); made from the prompts by default.
         tokens: How many tokens to run.
-        name: What the model is called in the file; its class by default.
+        name: Name of the model in the file; its class by default.
         arguments: What `forward` needs besides tokens, by name.
         layers: Path of the module that holds the decoder layers, where they are not found by themselves.
         progress: Called with (layers done, layers in all, what is done).
     """
     ids = input_ids if input_ids is not None else token_batch(tokenizer, prompts, tokens)
-    return make_fingerprint(model, ids, name=name, prompts=prompts, arguments=arguments, layers=layers, progress=progress)
-
-
-def make_fingerprint(
-    model: nn.Module,
-    ids: Tensor,
-    *,
-    name: str = "",
-    prompts: list[str] | None = None,
-    arguments: Arguments | None = None,
-    layers: str | None = None,
-    progress: Progress | None = None,
-) -> Fingerprint:
-    """Run a model once, then every layer once more, and keep what its operators read and made.
-
-    Args:
-        model: The model, on the device whose fingerprint is taken.
-        ids: Token ids of shape (1, tokens).
-        name: What the model is called in the file; its class by default.
-        prompts: The texts behind the ids, for the record.
-        arguments: What `forward` needs besides tokens, by name.
-        layers: Path of the module that holds the decoder layers, where they are not found by themselves.
-        progress: Called with (layers done, layers in all, what is done).
-    """
     check_model(model, layers)
     reference = Reference(model, layers=layers)
     device = next(model.parameters()).device
@@ -251,7 +237,7 @@ def labelled(recording: Recording) -> Iterator[tuple[str, Record]]:
 
 
 def first_tensor(record: Record) -> Tensor:
-    """What an operator read."""
+    """The first tensor that an operator read."""
     return next(tensors_of((record.args, record.kwargs)))
 
 
@@ -301,3 +287,95 @@ def _arguments(call: LayerCall) -> Iterator[tuple[str, Any]]:
 def _equal(a: Any, b: Any) -> bool:
     ours, theirs = list(tensors_of(a)), list(tensors_of(b))
     return len(ours) == len(theirs) and all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+# ---- reading
+
+
+def _umask() -> int:
+    """The rights this process takes from new files; safetensors takes all from others, and a fingerprint is to be shared."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def read_fingerprint(path: Path) -> Fingerprint:
+    """Read a fingerprint and check every byte of it.
+
+    Raises:
+        FingerprintError: The file is missing, no safetensors, another program's, of another schema, or damaged.
+    """
+    head, tensors = _open(path)
+    about = _metadata(path, head)
+    fingerprint = Fingerprint(about, tensors)
+    missing = next((n for n in _names(about) if about.aliases.get(n, n) not in tensors), None)
+    if missing is not None:
+        raise FingerprintError(f"{path} is damaged: the tensor {missing} is missing")
+    if digest(head["shaketable"], tensors) != head.get("sha256"):
+        raise FingerprintError(f"{path} is damaged: its contents do not have the sha256 that is written in it")
+    return fingerprint
+
+
+def _open(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FingerprintError(f"{path} does not exist or is no file; make one with: shaketable fingerprint MODEL -o {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            # A copy, because kernels may round otherwise on memory that is not aligned.
+            return file.metadata() or {}, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise FingerprintError(f"{path} {_not_safetensors(path)}: {error}") from None
+
+
+def _not_safetensors(path: Path) -> str:
+    with path.open("rb") as file:
+        start = file.read(2)
+    pickled = start == b"PK" or (start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"))
+    if pickled:
+        return "is a pickle or an archive of torch.save, which is never loaded; a fingerprint is a safetensors file"
+    return "is truncated, damaged or no safetensors file"
+
+
+def _metadata(path: Path, head: dict[str, str]) -> Metadata:
+    if "shaketable" not in head:
+        raise FingerprintError(f"{path} is a safetensors file, but not one of shaketable fingerprint")
+    try:
+        data = json.loads(head["shaketable"])
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise FingerprintError(f"{path} is not a file of shaketable fingerprint")
+        if data.get("schema") != SCHEMA:
+            raise FingerprintError(f"{path} has schema {data.get('schema')}; this version of shaketable reads schema {SCHEMA}")
+        return Metadata.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise FingerprintError(f"{path} is damaged: its metadata says nothing valid for {where} ({first['msg']})") from None
+    except json.JSONDecodeError:
+        raise FingerprintError(f"{path} is damaged: its metadata is no JSON") from None
+
+
+def _names(about: Metadata) -> Iterator[str]:
+    """Every name that the metadata promises."""
+    yield "ids"
+    for layer, labels in [*enumerate(about.layers), (None, [*about.before, *about.after])]:
+        places = [op_name(layer, label) for label in labels] + ([] if layer is None else [f"layer.{layer}"])
+        for place in places:
+            yield from (f"{place}.input", f"{place}.output")
+
+
+# ---- the same model
+
+
+def check_same_model(about: Metadata, model: nn.Module, layers: str | None = None) -> None:
+    """Refuse, in one line, a model that is not the one of the fingerprint. Weights are compared in the file's dtype only."""
+    check_model(model, layers)
+    here = describe(model, layers)
+    for key, what in (("model_class", "class"), ("num_layers", "number of layers"), ("hidden_size", "hidden size")):
+        if getattr(about, key) != here[key]:
+            raise FingerprintError(f"the fingerprint is of another model: its {what} is {getattr(about, key)}, not {here[key]}")
+    if about.config_sha256 != here["config_sha256"]:
+        raise FingerprintError(f"the fingerprint is of another model: the config of {about.model} was not the same")
+    if about.dtype == here["dtype"] and about.weights_sha256 != here["weights_sha256"]:
+        raise FingerprintError(f"the fingerprint is of another model: the weights of {about.model} were not the same")

@@ -7,7 +7,7 @@ fixed order of operations and without fused multiply-adds, so that this file (pl
 
 The two of a pair lie side by side. So whoever computes element by element (a compiler that fuses noise with its neighbours) has
 both of them in one thread, and makes their hashes once. Keys are made in Python from (seed, site, moment, rank): see
-`inject/pass_context.py`.
+`inject/passes.py`.
 
 Rejected: torch.Generator. One per site is needed to key the noise, a CPU generator makes 125 M normals a second and
 core, and on an accelerator its stream depends on launch geometry.

@@ -2,7 +2,7 @@
 
 torch.compile bakes hooks into graphs and does not look again. So setting and removing hooks drops what has been compiled
 so far; what is compiled while the plan is on carries the taps, and from then on the magnitude and the phase change nothing in
-the graph. Switched off there is a second graph, without them (`compile/custom_ops.py`).
+the graph. Switched off there is a second graph, without them (`op.py`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import NoMatchError, PlanError
-from shaketable.inject.hooks import checkpointing, operator_mode
-from shaketable.inject.hooks.base import Hook, end_clean_copies, keep_copies_clean
-from shaketable.inject.hooks.fused_attention import hidden_by_attention
-from shaketable.inject.hooks.modules import ModuleTaps
-from shaketable.inject.hooks.operator_taps import families
-from shaketable.inject.hooks.residual_pair import PairTaps, carries_pair
-from shaketable.inject.pass_context import Entry
-from shaketable.inject.tap import Tap
-from shaketable.inject.weights import on_read
-from shaketable.inject.weights.in_place import Written
+from shaketable.inject import operators, passes, weights
+from shaketable.inject.modules import Hook, ModuleTaps, end_clean_copies, keep_copies_clean
+from shaketable.inject.op import Tap
+from shaketable.inject.operators import families, hidden_by_attention
+from shaketable.inject.passes import Entry
+from shaketable.inject.residual_pair import PairTaps, carries_pair
+from shaketable.inject.weights_in_place import Written
+from shaketable.sites.engine_modules import shard_of
 from shaketable.sites.match import Target, check_layers, targets
 from shaketable.sites.phases import mark_generate, unmark_generate
 from shaketable.sites.structure import Anatomy, Part, class_name, is_rotary
-from shaketable.sites.vllm_modules import shard_of
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
@@ -67,7 +64,7 @@ class Attached(Hook):
         self.left_out = {name: r for name, r in reasons.items() if r in ("lm_head", "router", "lora", "rotary")}
         self.entries: dict[int, Entry] = {}
         self.points: dict[tuple[int, str], tuple[nn.Module, list[Tap]]] = {}
-        self.weights: list[tuple[nn.Module, on_read.WeightTap]] = []
+        self.weights: list[tuple[nn.Module, weights.WeightTap]] = []
         self.heads: list[Tap] = []
         """Those on what heads are given and return."""
         self.written: Written | None = None
@@ -116,7 +113,7 @@ class Attached(Hook):
             shown = f"{name}:weight" if own == "weight" else f"{name}.{own}:weight"
             tap = self.injection.make_tap(clause, f"{name}{shard}.{own}", "weight", part.layer, shown)
             tap.transposed = class_name(part.module) == "Conv1D"
-            self.weights.append((part.holder, on_read.WeightTap(own, tap, self._entry(part))))
+            self.weights.append((part.holder, weights.WeightTap(own, tap, self._entry(part))))
 
     def _entry(self, part: Part) -> Entry:
         known = self.entries.get(id(part.module))
@@ -143,7 +140,7 @@ class Attached(Hook):
         met = {family for site in operator_sites for family in families(site.names)}
         layers = set(self.anatomy.layers)
         for part in self.anatomy.parts:
-            family = operator_mode.atomic_family(part) if met else None
+            family = operators.atomic_family(part) if met else None
             atomic = family if family in met else None
             special = met and (atomic or self.anatomy.excluded(part) or is_rotary(part.module))
             inside = any(part.module.children()) if met or not self.anatomy.layers else part.module in layers
@@ -182,7 +179,7 @@ class Attached(Hook):
             self.written = Written(self.weights)
             if not self.points and not self.injection.has_operators:
                 return
-        operator_mode.cover_transformers()
+        operators.cover_transformers()
         keep_copies_clean()
         framed = list(self._framed())
         wrapped = [] if any(p.module is self.model for p, _ in framed) else [(Part(self.model, "", None, None), None)]
@@ -207,12 +204,12 @@ class Attached(Hook):
                 self._hook_operator(entry)
         if self.written is None:
             for module, tap in self.weights:
-                on_read.add_tap(module, tap)
+                weights.add_tap(module, tap)
         for entry in entries:
             leave = _Leave(self.injection, entry)
             self.hooks.append(entry.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
         self._mark_generate()
-        checkpointing.watch(self.injection)
+        passes.watch(self.injection)
         forget_compiled()
 
     def _hook_operator(self, entry: Entry) -> None:
@@ -221,12 +218,12 @@ class Attached(Hook):
         taps = self.injection.operators.of(entry.atomic, entry)
         if not taps:
             return
-        hook = operator_mode.OperatorModule(self.injection, taps)
+        hook = operators.OperatorModule(self.injection, taps)
         self.hooks.append(entry.module.register_forward_pre_hook(hook, with_kwargs=True))
         self.hooks.append(entry.module.register_forward_hook(hook, with_kwargs=True))
         if entry.module._parameters.get("weight") is not None:
             for tap in hook.backward:
-                own = on_read.WeightTap("weight", tap, entry, gradient_only=True)
+                own = weights.WeightTap("weight", tap, entry, gradient_only=True)
                 self.weights.append((entry.module, own))
 
     def _mark_generate(self) -> None:
@@ -242,7 +239,7 @@ class Attached(Hook):
         if not self.hooks:
             return
         for module, tap in self.weights:
-            on_read.remove_taps(module, {tap.tap})
+            weights.remove_taps(module, {tap.tap})
         for hook in self.hooks:
             hook.remove()
         for home in self.generators:

@@ -28,7 +28,7 @@ from shaketable.io.replacing import WRITER
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
-    from shaketable.inject.tap import Tap
+    from shaketable.inject.op import Tap
     from shaketable.ledger.spot import Spot
 
 RECOMPUTED = len(PHASES)

@@ -1,20 +1,15 @@
-"""Clauses that should have acted by now and did nothing.
+"""Counts passes for the judge of "this clause did nothing" (`ledger/inert.py`), so that it can be asked while a run goes on.
 
-`close` judges a plan when it ends, which may be hours after the mistake was made. Most mistakes show in the first pass, so this
-file counts passes while clauses have not changed a value yet, and says which of them are inert already:
+`close` judges a plan when it ends, which may be hours after the mistake was made. Most mistakes show in the first pass, so
+this file counts the passes of whole models in which a clause was **on**: its phase is that of the pass, its magnitude is not
+0, and the model has a site that it matches. A pass that raised does not count, nor does one that was recomputed, nor one of a
+part of the model. A clause that acts backward only counts where a backward pass has run. A clause that fired is left alone
+when its magnitude has been set, because it may follow a schedule.
 
-*   A clause that was **on** in a pass of the whole model and never fired. It is on when its phase is that of the pass, its
-    magnitude is not 0, and the model has a place that it matches. A pass that raised does not count, nor does one that was
-    recomputed, nor one of a part of the model. A clause that acts backward only counts where a backward pass has run.
-*   A clause that **fired and changed no value**, if enough values were seen. A bit flip of one in a billion may well leave a
-    first step as it was, and an output that is all zeros (adapters, projections that start at 0) has nothing that a gain could
-    change. Such a clause is left to the end. So is clipping at an absolute ceiling, because an overflow may come late, and a
-    clause whose magnitude has been set, because it may follow a schedule.
+A clause that was seen to change a value is not looked at again, so a plan that works pays for a few integers in each pass.
 
-What was seen to change a value once is not looked at again, so a plan that works pays for a few integers in each pass.
-
-Not seen here: passes of a model that is compiled as a whole, or replayed from a CUDA graph, in which no Python runs. What fires
-there is counted by the ledger, so `changed no value` is known, and `never fired` is left to the end.
+Passes of a model that is compiled as a whole, or replayed from a CUDA graph, run no Python and are not counted here; an engine
+that knows of them says so (`saw_pass`). The ledger counts what fires there, so `changed no value` is known anyway.
 """
 
 from __future__ import annotations
@@ -29,13 +24,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from shaketable.errors import InertError
-from shaketable.faults.inert import changes_nothing
+from shaketable.ledger.inert import why_inert
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
-    from shaketable.inject.pass_context import Frame
+    from shaketable.inject.passes import Frame
     from shaketable.ledger.ledger import SiteLedger
+
+
+_EVERY_MODEL = -1
 
 
 @dataclass
@@ -88,6 +86,11 @@ class InertCheck:
         with self._lock:
             self._new[frame.entry.owner, current.acts, graded] += 1
 
+    def saw_pass(self, acts: tuple[bool, ...]) -> None:
+        """A pass of every model has ended in which no Python may have run; `acts` says which clauses were on in it."""
+        with self._lock:
+            self._new[_EVERY_MODEL, acts, False] += 1
+
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for model in self.injection.models for p in model.model.parameters())
 
@@ -131,15 +134,14 @@ class InertCheck:
         for i in list(self.waiting):
             if found[i].measured().changed:
                 del self.waiting[i]
-            elif (why := self._why(i, found[i], trained, passes)) is not None:
-                lines[i] = f"{found[i].fault}@{found[i].site} {why}"
+            elif (line := self._judged(i, found[i], trained, passes)) is not None:
+                lines[i] = line
         return lines
 
-    def _why(self, i: int, site: SiteLedger, trained: bool, least: int) -> str | None:
-        clause, fires = self.waiting[i], site.forward + site.backward
-        if fires:
-            is_inert = not clause.is_moved and changes_nothing(self.injection.faults[i], site.measured().alive)
-            return f"fired {fires} times and changed no value" if is_inert else None
+    def _judged(self, i: int, site: SiteLedger, trained: bool, least: int) -> str | None:
+        clause = self.waiting[i]
+        if clause.is_moved and site.forward + site.backward:
+            return None
         is_forward = "forward" in self.injection.plan.clauses[i].site.directions
         passes = clause.passes if is_forward else clause.graded if trained else 0
-        return f"was on in {passes} {'pass' if passes == 1 else 'passes'} and never fired" if passes >= least else None
+        return why_inert(site, self.injection.faults[i], passes, least)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,20 +21,18 @@ from torch import nn
 from shaketable.errors import PlanError, nearest
 from shaketable.faults import FaultBase, MagnitudeFault
 from shaketable.faults.cpu import native
+from shaketable.inject import cuda_graphs, op, operators, passes
 from shaketable.inject.attach import Attached
-from shaketable.inject.compile import custom_ops
 from shaketable.inject.counters import HostTable, capturing
-from shaketable.inject.device import graph_key
-from shaketable.inject.device.table import DeviceTables
-from shaketable.inject.hooks import checkpointing, operator_mode
-from shaketable.inject.hooks.operator_taps import OperatorTaps
+from shaketable.inject.cuda_graphs import DeviceTables
 from shaketable.inject.inert import InertCheck
-from shaketable.inject.pass_context import Calls, Entry, Frame, Pass
-from shaketable.inject.tap import Tap
-from shaketable.inject.weights.held_noise import HeldTap, Rollouts
+from shaketable.inject.op import Tap
+from shaketable.inject.operators import OperatorTaps
+from shaketable.inject.passes import Calls, Entry, Frame, Pass
+from shaketable.inject.weights import HeldTap, Rollouts
 from shaketable.ledger.ledger import Ledger, LiveLedger
 from shaketable.ledger.spot import Spot
-from shaketable.plan import PHASES, Plan
+from shaketable.plan import PHASES, Clause, Plan
 from shaketable.sites.phases import current_phase
 
 
@@ -67,8 +66,8 @@ def inject(
     """
     injection = Injection(Plan.load(plan, seed=seed), step=step, rank=rank, allow_inert=allow_inert)
     if (other := open_injection(model)) is not None:
-        line = f"this model already has an open injection ({other.plan.text()}), and its faults stay on: close() it first if "
-        warnings.warn(f"{line}this plan is to take its place", RuntimeWarning, stacklevel=2)
+        line = f"this model already has an open injection ({other.plan.text()}), and its faults stay on"
+        warnings.warn(f"{line}: {other.how_to_end} if this plan is to take its place", RuntimeWarning, stacklevel=2)
     injection.attach(model)
     for clause, hidden in zip(injection.plan.clauses, injection.models[0].hidden, strict=True):
         if "softmax" in clause.site.names and hidden:
@@ -78,7 +77,7 @@ def inject(
 
 def open_injection(model: nn.Module) -> Injection | None:
     """An injection that is on, on this very model."""
-    on = (injection for injection in graph_key.injections() if injection.enabled and not injection.closed)
+    on = (injection for injection in cuda_graphs.injections() if injection.enabled and not injection.closed)
     return next((injection for injection in on if any(attached.model is model for attached in injection.models)), None)
 
 
@@ -93,28 +92,31 @@ def this_rank() -> int:
 class Injection:
     """A plan on one or several models. Make it with `inject`."""
 
+    how_to_end = "close() it first"
+
     def __init__(
         self,
         plan: Plan,
         *,
         step: int = 0,
-        rank: int | None = None,
+        rank: int | Callable[[], int] | None = None,
         allow_inert: bool = False,
         hold: bool = False,
         sampler: bool = False,
     ) -> None:
         """Args:
+        rank: Keys the noise of this process; a function is asked whenever a pass begins, `this_rank` by default.
         hold: Draw the noise of weights once per rollout instead of once per call.
         sampler: The models live in a sampling engine: a forward is a rollout unless `phase` says otherwise, and faults of
-            weights are written into them (`weights/in_place.py`), once per step. Engines trace once, without guards: taps
+            weights are written into them (`weights_in_place.py`), once per step. Engines trace once, without guards: taps
             are in the graph also when it is traced while the plan is off. Elsewhere such a graph is the clean one.
         """
         self.plan = plan
         self.hold = hold or sampler
         self.sampler = sampler
         self.rollouts = Rollouts()
-        self._asks_rank = rank is None
-        self.rank = self.rank_now() if rank is None else rank
+        self._ask_rank = None if isinstance(rank, int) else rank or this_rank
+        self.rank = rank if isinstance(rank, int) else (rank or this_rank)()
         self.allow_inert = allow_inert
         self.faults: list[FaultBase] = [c.fault for c in plan.clauses]
         self.ledger: Ledger = LiveLedger.for_plan(plan, native.name())
@@ -124,10 +126,10 @@ class Injection:
         self.counters = HostTable()
         self.tables = DeviceTables(self)
         self.ledger.settle, self.ledger.forget = self.settle, self.forget
-        self.handle = custom_ops.know(self)
+        self.handle = op.know(self)
         self.compiled_pass: Pass | None = None
         """The pass that compiled code ran last."""
-        graph_key.watch(self)
+        cuda_graphs.watch(self)
         self.calls = Calls(self, step)
         self.calls.phase = "rollout" if sampler else None
         self.enabled = False
@@ -138,10 +140,10 @@ class Injection:
         """Statistics that faults of another process of this run took at their first use, by tap."""
         self.fires = 0
         """Grows after every fire, when it is counted; tells whoever keeps a copy of the ledger that it is out of date."""
-        self.models: list[Attached] = []
+        self._models: list[Callable[[], Attached | None]] = []
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self.operators = OperatorTaps(self)
-        self._mode = operator_mode.Operators(self) if self.has_operators else None
+        self._mode = operators.Operators(self) if self.has_operators else None
         self._depth = 0
         self._changing = 0
         self.inert_check = InertCheck(self)
@@ -152,15 +154,25 @@ class Injection:
     def attach(self, model: nn.Module) -> None:
         """Match the plan on a model, and hook it if the injection is enabled."""
         attached = Attached(self, model, len(self.models))
-        self.models.append(attached)
+        self.add(attached)
         if self.enabled:
             attached.hook()
+
+    @property
+    def models(self) -> list[Attached]:
+        """The models that it is on, in the order in which it met them."""
+        return [attached for known in self._models if (attached := known()) is not None]
+
+    def add(self, attached: Attached, *, weakly: bool = False) -> None:
+        """Count a model among its own. `weakly` does not keep the model alive, which then has to hold `attached` itself."""
+        alive = [known for known in self._models if known() is not None]
+        self._models = [*alive, weakref.ref(attached) if weakly else lambda: attached]
 
     def enable(self) -> Self:
         """Switch on. Hooks are set the first time and stay until `close`."""
         if self.closed:
             raise PlanError("this injection is closed; make a new one with inject()")
-        operator_mode.take_off_closed()
+        operators.take_off_closed()
         for model in self.models:
             model.hook()
         self.tables.make()
@@ -193,7 +205,7 @@ class Injection:
         self.drop_mode()
         for model in self.models:
             model.unhook()
-        checkpointing.unwatch(self)
+        passes.unwatch(self)
         if check and not self.allow_inert:
             self.ledger.check()
 
@@ -243,13 +255,9 @@ class Injection:
         self.calls.phase = phase
         self.rewrite()
 
-    def rank_now(self) -> int:
-        """The rank of this process, as far as it is known now."""
-        return this_rank()
-
     def _follow_rank(self) -> None:
         """A process may join its group after a plan was attached: key the noise by the rank that it has now."""
-        if self._asks_rank and (rank := self.rank_now()) != self.rank:
+        if self._ask_rank is not None and (rank := self._ask_rank()) != self.rank:
             self.rank = rank
             for tap in self.taps:
                 tap.make_keys()
@@ -286,7 +294,7 @@ class Injection:
     def _announce(self) -> None:
         """Tell those who trace whether the plan is there at all."""
         on = self.enabled and not all(fault.is_off for fault in self.faults)
-        custom_ops.present[self.handle] = on or self.sampler
+        op.present[self.handle] = on or self.sampler
 
     def settle(self) -> None:
         """Tell the ledger what happened. Nobody else writes to it."""
@@ -341,8 +349,9 @@ class Injection:
 
     @property
     def is_training(self) -> bool:
-        """Whether any of the models is in training mode."""
-        return any(m.model.training for m in self.models)
+        """Whether any of the models is in training mode, or there is none."""
+        models = self.models
+        return not models or any(attached.model.training for attached in models)
 
     # ---- what hooks and the operator mode ask for
 
@@ -352,24 +361,33 @@ class Injection:
         label = shown or (name if point == "output" else f"{name}:{point}")
         kind = HeldTap if self.hold and point == "weight" else Tap
         tap = kind(self, clause, spots.setdefault(label, Spot(label, layer)), name, point)
-        custom_ops.register(tap)
+        op.register(tap)
         self.taps.append(tap)
         self.counters.add_tap()
         return tap
 
     def operator_frame(self) -> Frame | None:
-        """The frame an operator belongs to; None outside the models of this injection, and when it is off."""
-        return self.calls.top() if self.enabled else None
+        """The frame an operator belongs to; None when the injection is off, and where no model of it is called.
+
+        Under `shaketable run` operators outside of all modules are met too, each in a pass of its own.
+        """
+        if not self.enabled:
+            return None
+        frame, loose = self.calls.top(), self.operators.loose
+        if frame is None and loose is not None:
+            current = self.begin_pass(loose, current_phase(training=torch.is_grad_enabled()))
+            frame = Frame(loose, current, None, None, recomputing=False)
+        return frame
 
     def frame_between_graphs(self) -> Frame | None:
         """The frame of code that runs between the graphs of a compiled pass, where hooks are in graphs of their own."""
-        tracing = custom_ops.traces[self.handle]
+        tracing = op.traces[self.handle]
         if not tracing.entries:
             return None
         first, entry = tracing.entries[0], tracing.entries[-1]
         if tracing.frame is None:
             known = tracing.known
-            current = self.begin_compiled_pass(first.index) if known is None else custom_ops.read(self, known)[0]
+            current = self.begin_compiled_pass(first.index) if known is None else op.unpack(self, known)[0]
             tracing.frame = Frame(first, current, first.layer, first.excluded, recomputing=False)
         if entry is first:
             return tracing.frame
@@ -395,8 +413,8 @@ class Injection:
         self.operators.weights.refresh()
         skipped = self.skip_pass is not None and self.skip_pass()
         acts = (False,) * len(self.faults) if skipped else self.acting(phase, captured)
-        moment = self.calls.new_moment(entry.index, phase)
-        current = Pass(self, phase, moment, acts, tuple(self.faults), captured, torch.is_grad_enabled())
+        key = self.calls.new_key(entry.index, phase)
+        current = Pass(self, phase, key, acts, tuple(self.faults), captured, torch.is_grad_enabled())
         if captured:
             self.tables.begin(current)
         return current
@@ -428,7 +446,7 @@ class Injection:
 
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
-        tracing = custom_ops.traces[self.handle]
+        tracing = op.traces[self.handle]
         if entry.is_root and tracing.entries and tracing.entries[0] is entry:
             tracing.forget()  # a compiled pass of several graphs has raised between them, where nobody closes it
         if torch.compiler.is_compiling():
@@ -448,7 +466,7 @@ class Injection:
     def leave(self, entry: Entry) -> None:
         """A module returns, or raises. Its frame is open unless the injection was off when it was called."""
         if torch.compiler.is_compiling():
-            tracing = custom_ops.traces[self.handle]
+            tracing = op.traces[self.handle]
             tracing.entries.pop()
             if not tracing.entries:
                 tracing.begin()
@@ -465,3 +483,45 @@ class Injection:
 
 _NO_MODULE = nn.Identity()
 """Stands for the module of a compiled graph that is no module of a model."""
+
+
+# ---- another plan at the same sites
+
+
+def has_same_sites(plan: Plan, other: Plan) -> bool:
+    """Whether two plans hit the same places, clause by clause; when they do is theirs."""
+    return [_place(clause) for clause in plan.clauses] == [_place(clause) for clause in other.clauses]
+
+
+def _place(clause: Clause) -> object:
+    return clause.site.model_copy(update={"phase": (), "point": ()}), clause.points
+
+
+def exchange(injection: Injection, plan: Plan, rank: int) -> None:
+    """Put a plan with the same sites in place of the present one. The injection is off afterwards.
+
+    Hooks, taps and compiled graphs stay: a graph asks its taps, when it runs, what they are to do, so fault, magnitude,
+    phase and seed may change while a compiled model lives. What was counted stays in the ledger of the old plan. On a GPU
+    captured kernels are those of one fault, and only magnitudes can change. (Rejected: a second injection whose taps take
+    over the numbers of the first. Modules that an engine does not compile would go on calling the hooks of the first.)
+    """
+    assert has_same_sites(plan, injection.plan)
+    assert not injection.tables.all
+    injection.disable()
+    injection.settle()
+    injection.ledger.settle = injection.ledger.forget = None
+    injection.plan, injection.rank = plan, rank
+    injection.faults = [clause.fault for clause in plan.clauses]
+    injection.ledger = LiveLedger.for_plan(plan, native.name())
+    injection.sites = injection.ledger.sites
+    injection.ledger.settle, injection.ledger.forget = injection.settle, injection.forget
+    injection.counters = HostTable()
+    for tap in injection.taps:
+        spot = Spot(tap.spot.name, tap.spot.layer)
+        tap.begin(injection.sites[tap.clause].spots.setdefault(spot.name, spot))
+        injection.counters.add_tap()
+    for attached in injection.models:
+        attached.note_hidden()
+    injection.references, injection.compiled_pass = {}, None
+    injection.inert_check = InertCheck(injection)
+    injection.calls.set_step(injection.calls.step)

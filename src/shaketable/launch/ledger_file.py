@@ -1,19 +1,33 @@
-"""The ledger of a process whose code never heard of us, on disk."""
+"""The ledger of a process whose code never heard of us, in a JSON file that follows the process.
+
+The file is written when it is made, so that a process which never acts can be named; within a twentieth of a second of any
+change, less often when writing would cost more than 5 % of a core (twice in a row: the first time pays for imports, and a
+worker that is killed soon after would have lost its second pass); and whenever `flush` or `catch_up` is called. Writes are
+atomic, so kill -9 loses at most the changes since the last one, and a reader never sees half a file.
+
+A busy machine may let the thread that writes wait for a second. A framework that hands out results, which must not be ahead of
+the file, calls `catch_up` first, as workers of Ray and of multiprocessing do: clocks prove nothing.
+
+A disk that is full must not stop or hang a program that knows nothing of us: unless the file itself is asked for (`flush`), the
+error is one line on stderr, and the next write that succeeds has everything.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shaketable.io.replacing import WRITER, replacing
 from shaketable.launch import process_identity
-from shaketable.launch.live_json import KeptFile
 from shaketable.ledger.ledger import Ledger
 from shaketable.plan import PHASES
 
@@ -22,16 +36,99 @@ if TYPE_CHECKING:
     from shaketable.launch.process import ProcessInjection
 
 SCHEMA = "shaketable.process/1"
+PAUSE = 0.05
+SHARE = 20
+"""A write is followed by a pause of so many times what it took."""
+TRIES = 20
+
+
+def pause_after(cost: float, before: float) -> float:
+    """Seconds to the next look, from what this write and the one before it took."""
+    return max(PAUSE, SHARE * min(cost, before))
+
+
+class KeptFile:
+    """A JSON file, and the function that makes its content."""
+
+    def __init__(self, path: Path, ask: Callable[[], dict[str, Any]], news: Callable[[], object] | None = None) -> None:
+        """Args:
+        path: The file.
+        ask: Makes its content, as plain data.
+        news: Differs whenever the content does; compared instead of it, where that is cheaper.
+        """
+        self.path = path
+        self._ask, self._news = ask, news
+        self._written = ""
+        self._seen: object = None
+        self._has_failed = False
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=WRITER, daemon=True)
+        self.try_flush()
+
+    def start(self) -> None:
+        """Follow the process from now on, in a thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End that thread, and write once more."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.try_flush()
+
+    def flush(self) -> None:
+        """Write, if there is anything new."""
+        with self._lock:
+            seen = self._news() if self._news is not None else None  # before the content, which may be newer and never older
+            text = json.dumps(self._asked())
+            if text != self._written:
+                with replacing(self.path) as draft:
+                    draft.write_text(text, encoding="utf-8")
+                self._written = text
+            self._seen = seen
+
+    def catch_up(self) -> None:
+        """Write, if `news` says that there is anything new; costs next to nothing when there is not."""
+        if self._news is None or self._news() != self._seen:
+            self.try_flush()
+
+    def try_flush(self) -> None:
+        """Write, if there is anything new and it can be written."""
+        try:
+            self.flush()
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                sys.stderr.write(f"shaketable: cannot write {self.path}: {error.strerror}; it is behind what was done\n")
+            self._has_failed = True
+
+    def _asked(self) -> dict[str, Any]:
+        """The program goes on while we ask: a dictionary that grew meanwhile is read again."""
+        for _ in range(TRIES):
+            try:
+                return self._ask()
+            except RuntimeError:
+                time.sleep(0.001)
+        return self._ask()
+
+    def _follow(self) -> None:
+        pause, before = PAUSE, 0.0
+        while not self._closing.wait(pause):
+            start = time.thread_time()
+            self.catch_up()
+            cost = time.thread_time() - start
+            pause, before = pause_after(cost, before), cost
 
 
 class LedgerFile:
     """The ledger of this process on disk."""
 
-    def __init__(self, injection: ProcessInjection, folder: Path) -> None:
-        self.injection = injection
+    def __init__(self, process: ProcessInjection, folder: Path) -> None:
+        self.process = process
         self.folder = folder
         self.engines: list[tuple[str, Injection, Ledger]] = []
-        """Models of sampling engines in this process, their injections, and what those did under the plan of the process:
+        """Models of sampling engines in this process, their injections, and the ledgers of those under the plan of the process:
         an engine may be given another plan, which has another ledger."""
         self.refused: str | None = None
         """Why a sampling engine of this process cannot do what the plan says."""
@@ -68,16 +165,9 @@ class LedgerFile:
     def after_fork(self) -> None:
         """A forked child has a ledger of its own, which starts from zero."""
         process_identity.note_fork()
-        self.injection.ledger.clear()
-        self.injection.inert_check.clear()
-        self.injection.unmatched_models.clear()
-        if self.injection.notices is not None:
-            self.injection.notices.after_fork()
         self.distributed, self._inherited = None, _is_in_a_group()
-        self.injection.has_group_of_parent = self._inherited
+        self.process.after_fork(self._inherited)
         self.engines.clear()
-        self.injection.calls._lock = threading.Lock()
-        self.injection.attaching = threading.RLock()
         self.place = self.place.child()
         self.fork = True
         self._begin()
@@ -86,40 +176,42 @@ class LedgerFile:
     def _record(self) -> dict[str, Any]:
         found = self.place if self.fork else process_identity.current_place()
         self.place = found if found.label else self.place
-        ledger, notices = self._whole(), self.injection.notices
-        if notices is not None:
-            notices.look(ledger.sites)
+        process, ledger = self.process, self._whole()
+        if process.reports is not None:
+            process.reports.judge(ledger.sites)
         return {
             "schema": SCHEMA,
             "pid": os.getpid(),
             "parent": os.getppid(),
-            "rank": self.injection.rank,
+            "rank": process.injection.rank,
             "place": self.place.label,
             "actor": self.place.actor,
             "forked": self.fork,
             "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *sys.argv[1:]])[:60],
             "started": self.started,
-            "models": [*self.injection.names, *(name for name, _, _ in self.engines)],
+            "models": [*process.names, *(name for name, _, _ in self.engines)],
             "refused": self.refused,
-            "late": sorted(self.injection.late),
-            "unmatched": sorted(set(self.injection.unmatched))[:8],
-            "unmatched_models": sorted(self.injection.unmatched_models),
+            "late": sorted(process.late),
+            "unmatched": sorted(set(process.unmatched))[:8],
+            "unmatched_models": sorted(process.unmatched_models),
             "phases": [phase for phase, passes in self._passes().items() if passes],
-            "trained": notices is not None and notices.trained,
+            "trained": self._is_trained(),
             "distributed": self.note_rank(),
             "engine": bool(self.engines),
             "ledger": ledger.to_dict() | {"processes": 1},
         }
 
     def _injections(self) -> list[Injection]:
-        return [self.injection, *(injection for _, injection, _ in self.engines)]
+        return [self.process.injection, *(injection for _, injection, _ in self.engines)]
 
     def _news(self) -> tuple[object, ...]:
-        mine, fires = self.injection, sum(injection.fires for injection in self._injections())
+        mine, fires = self.process, sum(injection.fires for injection in self._injections())
         known = len(mine.names), len(mine.late), len(mine.unmatched), len(mine.unmatched_models), len(self.engines)
-        trained = mine.notices is not None and mine.notices.trained
         passes = (n.bit_length() for n in self._passes().values())  # the 1st, 2nd, 4th, … is news
-        return fires, *passes, trained, self.distributed, self.refused, *known
+        return fires, *passes, self._is_trained(), self.distributed, self.refused, *known
+
+    def _is_trained(self) -> bool:
+        return self.process.reports is not None and self.process.reports.trained
 
     def _passes(self) -> dict[str, int]:
         """Passes of whole models, by phase."""
@@ -132,8 +224,8 @@ class LedgerFile:
         return self.distributed
 
     def _whole(self) -> Ledger:
-        """What the plan did in this process."""
-        mine = self.injection.ledger
+        """The ledger of all injections of this process."""
+        mine = self.process.injection.ledger
         return Ledger.merge([mine, *(ledger for _, _, ledger in self.engines)]) if self.engines else mine
 
 

@@ -1,45 +1,50 @@
-"""A plan made active in a whole process whose code never heard of us.
+"""A plan in a whole process whose code never heard of us.
 
-Models are found when they are first called: a global module hook attaches the plan to every outermost module it
-meets, once. Operators are met in all threads and also outside of modules. The ledger goes to a file of this process
-(`ledger_file.py`).
+One `Injection` acts on every model of the process. Models are found when they are first called: a global module hook attaches
+the plan to every outermost module it meets, once. Operators are met in all threads and also outside of modules. The ledger goes
+to a file of this process (`ledger_file.py`), and a clause that does nothing is reported on stderr while the program runs.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import multiprocessing
 import os
+import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shaketable.faults.rng import mix64
 from shaketable.inject.attach import Attached
-from shaketable.inject.hooks.base import Hook
-from shaketable.inject.hooks.module_tensors import change_input
-from shaketable.inject.hooks.modules import ModuleTaps
 from shaketable.inject.injection import Injection
-from shaketable.inject.pass_context import Calls, Entry, Frame
+from shaketable.inject.modules import Hook, ModuleTaps, change_input
+from shaketable.inject.passes import Calls, Entry
 from shaketable.launch import process_identity
-from shaketable.launch.inert_notices import Notices
 from shaketable.launch.ledger_file import LedgerFile
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
 
+if TYPE_CHECKING:
+    from shaketable.ledger.ledger import SiteLedger
+
 PLAN, SEED, LEDGER = "SHAKETABLE_PLAN", "SHAKETABLE_SEED", "SHAKETABLE_LEDGER"
+PASSES = 2
+"""Passes in which a clause was on before it is reported that it never fired."""
 _LOOSE = -1
 """The owner of operators outside of all modules."""
 
@@ -48,8 +53,8 @@ class Seen(Hook):
     """Marks a module that has been met; a copy of the module is not marked. Dynamo can read it."""
 
 
-class ByTask(Calls):
-    """The frames of a process that does one task after another: each task counts its passes and its models from zero."""
+class CallsByTask(Calls):
+    """The calls of a process that does one task after another: each task counts its passes and its models from zero."""
 
     def __init__(self, injection: Injection, step: int = 0) -> None:
         super().__init__(injection, step)
@@ -58,7 +63,7 @@ class ByTask(Calls):
         """Models met in this task."""
 
     def follow(self) -> None:
-        """Notice that another task has begun. Threads of a task do not know it, and belong to the one that was noticed last."""
+        """Notice that another task has begun. Other threads do not know their task, and belong to the one noticed last."""
         if threading.current_thread() is not threading.main_thread():
             return
         task = process_identity.current_task()
@@ -66,69 +71,78 @@ class ByTask(Calls):
             self.task, self.models = task, 0
             self.set_step(self.step)
 
-    def new_moment(self, who: int, phase: str) -> int:
+    def new_key(self, who: int, phase: str) -> int:
         self.follow()
-        moment = super().new_moment(who, phase)
+        moment = super().new_key(who, phase)
         return mix64(moment ^ self.task) if self.task else moment
 
+    def after_fork(self) -> None:
+        """Another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
-class ProcessInjection(Injection):
-    """An injection on every model of the process."""
 
-    calls: ByTask
-    has_group_of_parent = False
-    """Whether the process group that this process seems to be in is that of the process it is a fork of."""
+class ProcessInjection:
+    """The injection of a process, and the models that it has met."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, allow_inert=True)
-        self.calls = ByTask(self)
+        self.has_group_of_parent = False
+        """Whether the process group that this process seems to be in is that of the process it is a fork of."""
+        self.injection = Injection(plan, rank=self._rank_now, allow_inert=True)
+        self.injection.how_to_end = "run the program without --plan"
+        self.injection.calls = self.calls = CallsByTask(self.injection)
         self.seen: WeakSet[nn.Module] = WeakSet()
-        self.roots: WeakSet[nn.Module] = WeakSet()
         self.attaching = threading.RLock()
         self.names: list[str] = []
+        """Classes of the models that a clause matched."""
         self.late: set[str] = set()
         self.unmatched: list[str] = []
         self.unmatched_models: set[tuple[str, str]] = set()
         """Classes of models with parameters in which nothing matched, and the phase of their first call."""
-        self.notices: Notices | None = None
-        self.aside = 0
-        """Above 0 while an engine runs its own models, which have an injection of their own."""
+        self.reports: Reports | None = None
         self.meet = torch.compiler.disable(self._meet)
         """A model that is first called inside a compiled function: the graph is left to meet it."""
         self._loose = Entry(0, nn.Identity(), None, _LOOSE)
-        self.operators.loose = self._loose
-        self.operators.make(_LOOSE, "", range(0))
+        self._aside = 0
+        self.injection.operators.loose = self._loose
+        self.injection.operators.make(_LOOSE, "", range(0))
 
-    @property
-    def is_training(self) -> bool:
-        return any(m.training for m in self.roots) or not len(self.roots)
-
-    def rank_now(self) -> int:
+    def _rank_now(self) -> int:
         is_joined = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if is_joined else process_identity.rank_of_launcher()
         return rank if is_joined and not self.has_group_of_parent else process_identity.child_rank(rank)
 
-    def operator_frame(self) -> Frame | None:
-        return None if self.aside or not self.enabled else self.calls.top() or self._loose_frame()
-
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
-        """Leave alone what happens inside: an engine's own loop, outside of all modules too."""
-        self.aside += 1
+        """Leave alone what happens inside and outside of all modules: an engine runs models with an injection of their own."""
+        self._stand_aside(1)
         try:
             yield
         finally:
-            self.aside -= 1
+            self._stand_aside(-1)
+
+    def _stand_aside(self, more: int) -> None:
+        with self.attaching:
+            self._aside += more
+            self.injection.operators.loose = None if self._aside else self._loose
 
     def leave_alone(self, model: nn.Module) -> None:
-        """A model that another injection acts on."""
+        """A model that has been met, or that another injection acts on."""
         self.seen.update(model.modules())
         for module in model.modules():
             module.__dict__["_shaketable_seen"] = Seen()
 
-    def _loose_frame(self) -> Frame:
-        current = self.begin_pass(self._loose, current_phase(training=torch.is_grad_enabled()))
-        return Frame(self._loose, current, None, None, recomputing=False)
+    def after_fork(self, has_group: bool) -> None:
+        """A forked child has done nothing yet, and is in no process group of its own."""
+        self.injection.ledger.clear()
+        self.injection.inert_check.clear()
+        self.unmatched_models.clear()
+        if self.reports is not None:
+            self.reports.trained = False
+        self.has_group_of_parent = has_group
+        self.calls.after_fork()
+        self.attaching = threading.RLock()
+
+    # ---- meeting models
 
     def on_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global forward pre-hook: attach the plan to a model that is called for the first time."""
@@ -145,7 +159,7 @@ class ProcessInjection(Injection):
             if module in self.seen:
                 return []
             if self._was_added(module):
-                self.late.add(f"a {type(module).__name__} came into a model after its first call and is not shaken")
+                self.late.add(f"a {type(module).__name__} was added to a model after its first call and has no faults")
                 return []
             before = len(module._forward_pre_hooks)
             self._attach_root(module)
@@ -160,31 +174,30 @@ class ProcessInjection(Injection):
         self.calls.follow()
         attached = None
         if any(root.children()) or any(p is not None for p in root._parameters.values()):
-            attached = Attached(self, root, len(self.names), skip=self.seen, lenient=True, number=self.calls.models)
+            attached = Attached(self.injection, root, len(self.names), skip=self.seen, lenient=True, number=self.calls.models)
             self.unmatched.extend(attached.unmatched)
             self._note(root, attached)
         if attached is not None and self._acts_on(attached):
             self.names.append(type(root).__name__)
             self.calls.models += 1
-            self.roots.add(root)
-            attached.hook()
             root.__dict__["_shaketable_attached"] = attached
+            self.injection.add(attached, weakly=True)
+            attached.hook()
         self.leave_alone(root)
 
     def _acts_on(self, attached: Attached) -> bool:
-        return bool(attached.points or attached.weights or self.has_operators)
+        return bool(attached.points or attached.weights or self.injection.has_operators)
 
     def _note(self, root: nn.Module, attached: Attached) -> None:
         """A model is called for the first time: which clauses match in it, and which do not."""
-        lost = unmatched_clauses(self.plan, attached.unmatched)
-        self.inert_check.matched[attached.owner] = set(range(len(self.plan.clauses))) - lost.keys()
+        lost = unmatched_clauses(self.injection.plan, attached.unmatched)
+        self.injection.inert_check.matched[attached.owner] = set(range(len(self.injection.plan.clauses))) - lost.keys()
         if next(root.parameters(), None) is None or any(module in self.seen for module in root.modules()):
             return
         if not self._acts_on(attached):
             self.unmatched_models.add((type(root).__name__, current_phase(root.training)))
-        if self.notices is not None:
-            self.notices.on_model(root, lost)
-            self.notices.on_hidden(root, attached.hidden)
+        if self.reports is not None:
+            self.reports.on_model(root, lost, attached.hidden)
 
     def _catch_up(self, module: nn.Module, args: tuple[Any, ...], hooks: list[Callable[..., Any]]) -> Any:
         """Run the hooks that came too late for the call they were added in."""
@@ -203,6 +216,86 @@ def unmatched_clauses(plan: Plan, errors: list[str]) -> dict[int, str]:
     return {i: e.removeprefix(site) for i, site in sites for e in errors if e.startswith(site)}
 
 
+# ---- reports while the program runs
+
+
+class Reports:
+    """One line on stderr, while a program runs, about a clause of its plan that does nothing. The program goes on.
+
+    The exit code says so too, at the end, which may be tomorrow. Each line is written once for all processes of the program, by
+    the one that is first to leave a mark in the folder of ledgers.
+
+    A clause that matches nothing is reported when the model is called for the first time. The others are judged whenever the
+    ledger of the process is written, a twentieth of a second after it has changed. Rejected: to judge when a pass ends, because
+    compiled models and replayed graphs run no Python then.
+
+    A clause that acts backward only needs a backward pass to be judged. The first step of an optimizer shows that there was
+    one, because the models have gradients then. That hook is set for such plans alone, and removed after its first use.
+    """
+
+    def __init__(self, injection: Injection, folder: Path) -> None:
+        self.injection = injection
+        self.folder = folder
+        self.trained = False
+        """Whether a model has been trained; known only where a clause needs it."""
+        self._done: set[object] = set()
+        self._matched: set[int] = set()
+        if any(clause.site.directions == ("backward",) for clause in injection.plan.clauses):
+            self._hook = register_optimizer_step_pre_hook(self._on_optimizer)
+
+    def on_model(self, model: nn.Module, lost: dict[int, str], hidden: Sequence[Sequence[str]]) -> None:
+        """A model is called for the first time.
+
+        Nothing is reported of a clause that has matched in another model, nor of a model that is a single layer: a program may
+        be made of those.
+
+        Args:
+            model: The model.
+            lost: The clauses that match nothing in it, and why.
+            hidden: Per clause, the operators that the model computes where they cannot be hit.
+        """
+        clauses, name = self.injection.plan.clauses, type(model).__name__
+        self._matched |= set(range(len(clauses))) - lost.keys()
+        for i, why in lost.items():
+            if i not in self._matched and any(model.children()):
+                self._report((i, name), f"{clauses[i].text()} does nothing in {name}: {why}")
+        for clause, lines in zip(clauses, hidden, strict=True):
+            for line in lines:
+                self._report((clause.text(), line), f"{clause.text()} in {name}: {line}")
+
+    def judge(self, sites: Sequence[SiteLedger]) -> None:
+        """The ledger of the process is about to be written: see what each clause has done so far."""
+        for i, line in self.injection.inert_check.inert(trained=self.trained, passes=PASSES, sites=sites).items():
+            self._report(i, line)
+
+    def _on_optimizer(self, *_: Any) -> None:
+        """An optimizer is about to step."""
+        if any(p.grad is not None for attached in self.injection.models for p in attached.model.parameters()):
+            self.trained = True
+            self._hook.remove()
+
+    def _report(self, key: object, line: str) -> None:
+        if key not in self._done:
+            self._done.add(key)
+            if self._is_first(repr(key)):
+                sys.stderr.write(f"shaketable: {line} (process {os.getpid()}; the program goes on)\n")
+                sys.stderr.flush()
+
+    def _is_first(self, key: str) -> bool:
+        """Whether no process of this program has reported it yet."""
+        mark = self.folder / f"told-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.mark"
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+# ---- the plan of this process
+
+
 def active() -> LedgerFile | None:
     """The ledger of this process, when a plan is active in all of it."""
     return _active
@@ -216,13 +309,13 @@ def activate() -> None:
     global _active
     if _active is not None:
         return
-    injection = ProcessInjection(Plan.parse(os.environ[PLAN], seed=int(os.environ.get(SEED, "0"))))
-    injection.enable()
-    _in_every_thread(injection)
-    register_module_forward_pre_hook(injection.on_call)
+    process = ProcessInjection(Plan.parse(os.environ[PLAN], seed=int(os.environ.get(SEED, "0"))))
+    process.injection.enable()
+    _in_every_thread(process.injection)
+    register_module_forward_pre_hook(process.on_call)
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-    _active = LedgerFile(injection, Path(os.environ[LEDGER]))
-    injection.notices = Notices(injection, _active.folder)
+    _active = LedgerFile(process, Path(os.environ[LEDGER]))
+    process.reports = Reports(process.injection, _active.folder)
     atexit.register(_active.flush)
     process_identity.before_an_answer = _active.catch_up
     os.register_at_fork(before=process_identity.count_fork, after_in_child=_active.after_fork)
@@ -238,7 +331,7 @@ def _flush_before_exit(file: LedgerFile) -> None:
     def flush_and_leave(status: int) -> NoReturn:
         try:
             file.flush()
-        except BaseException:  # who asks to leave must leave: a forked child would run on in the code of its parent
+        except BaseException:  # the process must end all the same: a forked child would run on in the code of its parent
             traceback.print_exc()
         finally:
             leave(status)
@@ -261,7 +354,7 @@ def _note_rank_before_leaving(file: LedgerFile) -> None:
 
 
 def _write_before_answers() -> None:
-    """What a child of multiprocessing sends is pickled by one class; a pool ends children by a signal, too late to write."""
+    """A child of multiprocessing sends what one class pickles; a pool ends children by a signal, too late to write."""
     begin = ForkingPickler.__init__
 
     def write_and_begin(self: ForkingPickler, *args: Any) -> None:
@@ -272,7 +365,7 @@ def _write_before_answers() -> None:
     ForkingPickler.__init__ = write_and_begin  # type: ignore[method-assign]
 
 
-def _in_every_thread(injection: ProcessInjection) -> None:
+def _in_every_thread(injection: Injection) -> None:
     """Operator modes belong to a thread: put ours on in each that starts from now on."""
     if not injection.has_operators:
         return

@@ -1,7 +1,7 @@
-"""Where in a program of many processes this one is: its rank, its place, the task it is busy with.
+"""Which process of a program this one is: its rank, its name, the task it is busy with.
 
 A process group knows its rank; before there is one, launchers say it in RANK, SLURM_PROCID or LOCAL_RANK. Processes that a
-program starts by itself (`multiprocessing`, `os.fork`) have no rank. They are told apart by how they were started: the second
+program starts by itself (`multiprocessing`, `os.fork`) have no rank. They differ by how they were started: the second
 child of the first child is that in every run of the program.
 
 A framework that has actors and tasks instead (Ray) says so here:
@@ -9,8 +9,8 @@ A framework that has actors and tasks instead (Ray) says so here:
 *   An **actor** has a rank of its own, made from whose child it is, its class and its number among those: `Sampler#2` is the
     second Sampler that the driver made, in every run of the program and in every life of the actor. It travels in one
     variable of the environment, so that the actor's own children have it too.
-*   A **task** runs in whatever worker is free. What is stable is the task and not the worker, so the task is part of the
-    moment that keys the noise: in a new task passes and models are counted from zero again (`ByTask`), and a task that is
+*   A **task** runs in whichever worker is free. The task is the same in every run and the worker is not, so the task is part of
+    the moment that keys the noise: in a new task passes and models are counted from zero again (`ByTask`), and a task that is
     tried again sees its noise again.
 
 Rejected for actors: the actor's id, which is another one in each run; its name, which most have not and some frameworks draw at
@@ -33,7 +33,7 @@ PLACE = "SHAKETABLE_PLACE"
 
 @dataclass(frozen=True)
 class Place:
-    """How a process is called in tables and warnings."""
+    """The name of a process in tables and warnings."""
 
     label: str = ""
     actor: str = ""
@@ -45,7 +45,7 @@ class Place:
 
 
 def number(text: str, size: int = 4) -> int:
-    """As many bytes that name `text`; never 0, which is the driver's."""
+    """A hash of `text` with as many bytes; never 0, which is the driver."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest()) or 1
 
 
@@ -55,13 +55,13 @@ def rank_here() -> int:
 
 
 def rank_of_launcher() -> int:
-    """What a launcher of ranks says in the environment, else the actor's rank."""
+    """The rank that a launcher has put into the environment, else the actor's."""
     found = next((value for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (value := os.environ.get(name))), None)
     return rank_here() if found is None else int(found)
 
 
 _forks: list[tuple[tuple[int, ...], int]] = []
-"""The forks between the program's first process and this one: who forked, and the how many-th fork of that process it was."""
+"""The forks between the program's first process and this one: who forked, and which fork of that process it was."""
 _forked = 0
 
 
@@ -102,6 +102,6 @@ def _inherited() -> Place:
 current_task: Callable[[], int] = int
 """Names the task that this process is busy with; 0 where there are no tasks. A framework puts its own here."""
 current_place: Callable[[], Place] = _inherited
-"""Says how this process is called. A framework puts its own here."""
+"""Names this process. A framework puts its own here."""
 before_an_answer: Callable[[], object] = int
 """A framework calls this before anything leaves the process. The ledger, once there is one, puts its `catch_up` here."""

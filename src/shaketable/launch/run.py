@@ -1,4 +1,16 @@
-"""Run a program with a plan in its environment, then collect what its processes wrote."""
+"""Run a program with a plan in its environment, then collect the ledgers that its processes wrote.
+
+A program has launchers, servers and workers that import torch and compute nothing, and it is right that nothing happens there.
+A process that ran **without the plan** while others ran under it is an error (exit code 3):
+
+*   It called a model with parameters, in a phase that a clause acts in, and no clause changed anything. The model may be one in
+    which nothing matches: the score of a program whose ranks do not all run the same model is not what it seems.
+*   Or it is a rank of a process group, the plan acted in other ranks, and no pass of a model was seen in it. Workers of a
+    sampling engine are left out: they wait for requests, and there may be few.
+
+A process in which clauses fired and changed nothing is one of these if enough values were seen (`ledger/inert.py`). One whose
+passes were all of other phases is not, nor is one whose ledger was written before all this was noted in it.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +21,144 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shaketable.errors import PlanError
-from shaketable.launch.unshaken_processes import called, unshaken
+from shaketable.ledger.inert import why_inert
 from shaketable.ledger.ledger import Ledger
-from shaketable.plan import Plan
+from shaketable.plan import Clause, Plan
 from shaketable.records.record import put_in_place
 
 STARTUP = Path(__file__).with_name("startup")
 NOTHING_INJECTED = 3
 
 
+@dataclass(kw_only=True)
+class ProcessRecord:
+    """One process of a program, as its file (`ledger_file.py`) describes it."""
+
+    pid: int
+    parent: int
+    rank: int
+    place: str
+    """Its name in a framework of actors and tasks; empty elsewhere."""
+    actor: str
+    """The framework's id of the actor that it is."""
+    forked: bool
+    command: str
+    started: float
+    models: list[str]
+    """Classes of the models in which a clause matched."""
+    late: list[str]
+    """Modules that were added too late."""
+    unmatched: list[str]
+    """Why clauses matched nothing."""
+    ledger: Ledger
+    refused: str | None = None
+    """Why an engine could not do what the plan says."""
+    unmatched_models: Sequence[Sequence[str]] = ()
+    """Class and phase of each model in which nothing matched."""
+    phases: list[str] | None = None
+    """Phases of its passes; None in old files, which say too little to be judged."""
+    trained: bool = False
+    distributed: Sequence[int] | None = None
+    """Rank and number of ranks of its process group."""
+    engine: bool = False
+    life: int | None = None
+    """How often its actor has been started."""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ProcessRecord:
+        """Read the JSON of a process; keys that it does not know are left out."""
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        return cls(**known | {"ledger": Ledger.from_dict(data["ledger"])})
+
+    @property
+    def fires(self) -> int:
+        """Forward and backward."""
+        return self.ledger.forward + self.ledger.backward
+
+    @property
+    def title(self) -> str:
+        """How it is called for people: its place in a program of many, else its command."""
+        again = f", life {self.life}" if (self.life or 1) > 1 else ""
+        return f"{self.place}{again}" if self.place else self.command
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its row in the merged ledger."""
+        shown = ("pid", "parent", "rank", "place", "actor", "forked", "command", "models", "life")
+        row = {key: getattr(self, key) for key in shown}
+        return row | {"forward": self.ledger.forward, "backward": self.ledger.backward}
+
+    def idle_line(self) -> str:
+        """One line: a launcher, a server or a worker that had nothing to do, or a process that an old file says little of."""
+        is_at_rest = self.phases is not None and not (self.phases or self.unmatched_models)
+        why = "it called no model" if is_at_rest else "; ".join(self.unmatched[:1])
+        return f"process {self.pid} ({self.title}) imported torch but injected nothing" + (f" ({why})" if why else "")
+
+    def did_something(self) -> bool:
+        """Whether a clause changed a value, or fired too rarely to say that it did not."""
+        rows = zip(self.clauses, self.ledger.sites, strict=True) if self.fires else ()
+        return any(s.forward + s.backward and why_inert(s, clause.fault) is None for clause, s in rows)
+
+    @cached_property
+    def clauses(self) -> tuple[Clause, ...]:
+        """Those of its plan."""
+        return Plan.parse(self.ledger.plan).clauses
+
+
+def without_plan(processes: Sequence[ProcessRecord]) -> dict[int, str]:
+    """By its place in the list, one line for each process that ran without the plan while others ran under it."""
+    acted = [process.did_something() for process in processes]
+    others = [process for process, did in zip(processes, acted, strict=True) if did]
+    lines = {}
+    for i, process in enumerate(processes):
+        if others and not acted[i] and (why := _why_wrong(process, others)) is not None:
+            named = f"process {process.pid} ({process.title})"
+            if process.distributed:
+                named = f"rank {process.distributed[0]} (process {process.pid}, {process.title})"
+            lines[i] = f"{named} ran without the plan, and others under it: {why}"
+    return lines
+
+
+def _why_wrong(process: ProcessRecord, others: Sequence[ProcessRecord]) -> str | None:
+    """Why the plan should have acted in a process; None where it need not have."""
+    if process.phases is None:
+        return None
+    phases = {*process.phases, *(phase for _, phase in process.unmatched_models)}
+    if not phases:
+        is_missed = process.distributed and not process.engine and any(other.distributed for other in others)
+        return "no pass of a model was seen there" if is_missed else None
+    if not any(_is_expected(clause, phases, process.trained) for clause in process.clauses):
+        return None
+    models = ", ".join(dict.fromkeys([*process.models, *(name for name, _ in process.unmatched_models)]))
+    return f"{models} ran there, and {'; '.join(process.unmatched[:1]) or 'no clause changed a value'}"
+
+
+def _is_expected(clause: Clause, phases: set[str], trained: bool) -> bool:
+    """Whether a clause should have acted in a process with passes of these phases."""
+    forward = "forward" in clause.site.directions
+    return (
+        not clause.fault.is_off
+        and (forward or trained)
+        and any(not clause.site.phase or phase in clause.site.phase for phase in phases)
+    )
+
+
 @dataclass
 class RunResult:
-    """What a run left behind."""
+    """The outcome of a run."""
 
     command: list[str]
     program_exit: int
     folder: Path
     ledger: Ledger | None
     """All processes merged; None when no process imported torch."""
-    processes: list[dict[str, Any]] = field(default_factory=list)
+    processes: list[ProcessRecord] = field(default_factory=list)
     allow_inert: bool = False
 
     @property
@@ -41,25 +166,24 @@ class RunResult:
         """One line for each thing a reader must know."""
         if self.ledger is None:
             return ["nothing was injected: no process of this command imported torch"]
-        idle = [p for i, p in enumerate(self.processes) if i not in self.unshaken]
-        lines = [_idle(p) for p in idle if not p["ledger"]["forward"] + p["ledger"]["backward"]]
-        late = [f"process {p['pid']}: {line}" for p in self.processes for line in p["late"]]
-        return [*self.unshaken.values(), *lines, *late, *self.ledger.inert()]
+        idle = [p.idle_line() for i, p in enumerate(self.processes) if not p.fires and i not in self.without_plan]
+        late = [f"process {p.pid}: {line}" for p in self.processes for line in p.late]
+        return [*self.without_plan.values(), *idle, *late, *self.ledger.inert()]
 
     @property
     def refused(self) -> list[str]:
         """Why engines of the program could not do what the plan says."""
-        return list(dict.fromkeys(why for p in self.processes if (why := p.get("refused"))))
+        return list(dict.fromkeys(p.refused for p in self.processes if p.refused))
 
     @cached_property
-    def unshaken(self) -> dict[int, str]:
-        """By its place in the list: one line for each process that should have been shaken and was not."""
-        return unshaken(self.processes)
+    def without_plan(self) -> dict[int, str]:
+        """By its place in the list, one line for each process that ran without the plan while others ran under it."""
+        return without_plan(self.processes)
 
     @property
     def exit_code(self) -> int:
-        """The program's own, or 3 when it succeeded and a clause did nothing anywhere, or a process was not shaken."""
-        inert = self.ledger is None or bool(self.ledger.inert() or self.unshaken)
+        """The program's own, or 3 when it succeeded and a clause did nothing anywhere, or a process ran without the plan."""
+        inert = self.ledger is None or bool(self.ledger.inert() or self.without_plan)
         if self.program_exit == 0 and inert and not self.allow_inert:
             return NOTHING_INJECTED
         return self.program_exit if self.program_exit >= 0 else 128 - self.program_exit
@@ -67,19 +191,9 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """The merged ledger, with the command and its processes."""
         body = {"schema": None} if self.ledger is None else self.ledger.to_dict()
-        shown = ("pid", "parent", "rank", "place", "actor", "forked", "command", "models")
-        people = [{k: p[k] for k in shown} | {"life": p.get("life")} for p in self.processes]
-        for row, p in zip(people, self.processes, strict=True):
-            row |= {"forward": p["ledger"]["forward"], "backward": p["ledger"]["backward"]}
         extra = {"command": self.command, "program_exit": self.program_exit, "exit": self.exit_code}
-        return body | extra | {"workers": people, "refused": self.refused, "warnings": self.warnings}
-
-
-def _idle(process: dict[str, Any]) -> str:
-    """A launcher, a server or a worker that had nothing to do, or a process of which its old ledger does not say more."""
-    is_at_rest = "phases" in process and not (process["phases"] or process["unmatched_models"])
-    why = "it called no model" if is_at_rest else "; ".join(process["unmatched"][:1])
-    return f"process {process['pid']} ({called(process)}) imported torch but injected nothing" + (f" ({why})" if why else "")
+        workers = [process.to_dict() for process in self.processes]
+        return body | extra | {"workers": workers, "refused": self.refused, "warnings": self.warnings}
 
 
 def run_program(plan: Plan, command: list[str], folder: Path, *, allow_inert: bool = False) -> RunResult:
@@ -110,15 +224,14 @@ def new_folder(folder: Path) -> None:
 
 def collect(folder: Path, command: list[str], code: int, *, allow_inert: bool = False) -> RunResult:
     """Merge what the processes of a program left in `folder`, and write it there."""
-    processes = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("process-*.json"))]
-    processes.sort(key=lambda p: p["started"])
+    files = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("process-*.json"))]
+    processes = sorted(map(ProcessRecord.from_dict, files), key=lambda process: process.started)
     lives: Counter[str] = Counter()
     for process in processes:
-        if process["actor"]:
-            lives[process["actor"]] += 1
-            process["life"] = lives[process["actor"]]
-    ledgers = [Ledger.from_dict(p["ledger"]) for p in processes]
-    merged = Ledger.merge(ledgers) if ledgers else None
+        if process.actor:
+            lives[process.actor] += 1
+            process.life = lives[process.actor]
+    merged = Ledger.merge(process.ledger for process in processes) if processes else None
     result = RunResult(command, code, folder, merged, processes, allow_inert)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The ledger: what really happened, per site, and the error that was measured there.
+"""The ledger: how often each fault of a plan fired, and the error that was measured there.
 
 A plan's clause is a site; a site has spots (a module at a point, or an operator of a layer). Each spot counts its
-fires per phase and direction, and some of its fires are measured by comparing the tensor before and after: which, is the rule
-of `inject/counters.py`.
+fires per phase and direction, and some of its fires are measured by comparing the tensor before and after
+(`inject/counters.py` says which).
 
 Spots hold sums, not averages: ledgers of many processes are merged by adding them.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaketable.errors import InertError
+from shaketable.ledger.inert import why_inert
 from shaketable.ledger.spot import Measured, Spot
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ TOLERANCE = 0.1
 
 @dataclass
 class SiteLedger:
-    """What happened at one clause of the plan."""
+    """The record of one clause of the plan."""
 
     site: str
     fault: str
@@ -165,13 +166,13 @@ class SiteLedger:
 
 @dataclass
 class Ledger:
-    """What a plan did: one `SiteLedger` per clause."""
+    """The record of a plan: one `SiteLedger` per clause."""
 
     plan: str
     seed: int
     sites: list[SiteLedger]
     kernel: str = "torch"
-    """Who drew the noise: the compiled kernels (`native`) or plain `torch`."""
+    """The code that drew the noise: the compiled kernels (`native`) or plain `torch`."""
     processes: int = 1
     settle: Callable[[], None] | None = field(default=None, repr=False, compare=False)
     """Called before the ledger of a live plan is read: it brings what was counted on every device."""
@@ -200,15 +201,8 @@ class Ledger:
         return sum(s.measured().changed for s in self.sites)
 
     def inert(self) -> list[str]:
-        """One line per clause that did nothing."""
-        lines = []
-        for site in self.sites:
-            if site.forward + site.backward == 0:
-                why = f" ({'; '.join(site.notes)})" if site.notes else ""
-                lines.append(f"{site.fault}@{site.site} matched {site.matched} spots and never fired{why}")
-            elif site.measured().changed == 0:
-                lines.append(f"{site.fault}@{site.site} fired {site.forward + site.backward} times and changed no value")
-        return lines
+        """One line per clause that did nothing, now that the run is over."""
+        return [line for site in self.sites if (line := why_inert(site)) is not None]
 
     def check(self) -> None:
         """Raise `InertError` when a clause never fired or changed nothing."""
@@ -276,11 +270,11 @@ class Ledger:
 
 
 class LiveLedger(Ledger):
-    """The ledger of a plan that is active: brought up to date whenever someone looks."""
+    """The ledger of a plan that is active: brought up to date whenever it is read."""
 
     @property
     def sites(self) -> list[SiteLedger]:
-        """What happened, per clause."""
+        """The record of each clause, brought up to date."""
         if self.settle is not None:
             self.settle()
         return self._sites

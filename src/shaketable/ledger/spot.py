@@ -1,6 +1,6 @@
-"""What one spot of a ledger has counted and measured: a module at a point, or an operator of a layer.
+"""The counts and measurements of one spot of a ledger: a module at a point, or an operator of a layer.
 
-Spots hold sums, not averages: those of many processes are added. They are fed by `counters.tell`, and by nobody else.
+Spots hold sums, not averages: those of many processes are added. Only `inject/counters.py` writes to them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def build_table(ledger: Ledger) -> Table:
 
 
 def remarks(ledger: Ledger) -> list[str]:
-    """What a reader of the table should know."""
+    """Lines below the table: magnitudes that are off, parts that are not covered, clauses that did nothing."""
     lines = [f"{s.site}: {remark}" for s in ledger.sites if (remark := s.remark())]
     lines += [
         f"{s.site}: {s.fused} fused attention calls; their inner products are not exposed" for s in ledger.sites if s.fused

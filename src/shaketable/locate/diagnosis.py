@@ -1,4 +1,4 @@
-"""What locate says: the verdict, what it rests on, and every probe of every layer. Imports no torch.
+"""The result of locate: the verdict, its assumptions, and every probe of every layer. Imports no torch.
 
 A verdict is FAULT only on exact evidence: results that change when nothing changed, a broken link, weights that are not
 the file's, a twin with other bits, a token that changes with a later one, a value outside of its rounding interval. Tests
@@ -18,6 +18,8 @@ from typing import Any
 SCHEMA = 1
 MODES = ("device", "host", "all")
 PROBES = ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
+STRENGTH = ("weights", "replay", "links", "repeat", "twin", "causal", "batch", "decode")
+"""Kinds of evidence, the strongest first."""
 EXIT = {"HEALTHY": 0, "FAULT": 1, "INCONCLUSIVE": 4}
 ASSUMPTIONS = {
     "device": "the device is deterministic, and exact where IEEE arithmetic is",
@@ -83,7 +85,7 @@ class LayerReport:
     name: str
     results: dict[str, Result] = field(default_factory=dict)
     coverage: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of each operator: how many rows it made, and how many of them were judged by what."""
+    """For each operator: the number of rows it made, and how many of them were judged in which way."""
     statistics: dict[str, Any] | None = None
 
 
@@ -106,9 +108,9 @@ class Diagnosis:
     strict: bool = False
     """Whether foreign code keeps a verdict from being HEALTHY."""
     foreign: list[str] = field(default_factory=list)
-    """Code in the model that is not the model's, and was believed."""
+    """Code in the model that is not the model's, and was trusted."""
     believed: list[str] = field(default_factory=list)
-    """Facts of the model that nothing here can check, such as a switch that one layer has otherwise than its siblings."""
+    """Facts of the model that could not be checked, such as a switch in which one layer differs from its siblings."""
     doubts: list[str] = field(default_factory=list)
     """Facts that are likely wrong but have no place; they keep a verdict from being HEALTHY."""
     not_run: list[str] = field(default_factory=list)
@@ -128,7 +130,7 @@ class Diagnosis:
     cost_forwards: float = 0.0
     """Measured: the time of all probes over the time of one plain forward."""
     device_forwards: int = 0
-    """How many times the device computed every layer for it."""
+    """Number of times the device computed every layer."""
     cost: dict[str, float] = field(default_factory=dict)
     detectable_rate: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -139,112 +141,9 @@ class Diagnosis:
     srdd: dict[str, Any] | None = None
     evidence: list[Evidence] = field(default_factory=list)
 
-    def decide(self, has_file: bool) -> None:
-        """Reach the verdict from the probes."""
-        self.assumption = ASSUMPTIONS["device" if self.mode == "device" else "host" if has_file else "own"]
-        self.not_covered = list(NOT_SEEN_BY_TWINS if self.mode == "device" else NOT_SEEN_BY_REPLAY)
-        if self.mode == "device" and self.dtype != "float32":
-            self.not_covered.append(NOT_SEEN_IN_FEW_BITS)
-        self.coverage = self._covered()
-        self.suspicions = self._suspicions()
-        if self.evidence:
-            self._blame()
-        elif self.suspicions:
-            self.verdict = "INCONCLUSIVE"
-            first = self.suspicions[0]
-            self.sentence = f"INCONCLUSIVE: {_place(first['layer'])} is suspect ({first['probe']}: {first['text']})."
-            self.sentence += " Host mode decides." if self.mode == "device" else ""
-        elif gaps := self._gaps():
-            self.verdict = "INCONCLUSIVE"
-            self.sentence = f"INCONCLUSIVE: {_first(gaps)}; nothing that was judged is wrong."
-        else:
-            self.verdict = "HEALTHY"
-            self.sentence = (
-                f"HEALTHY: all {self.num_layers} layers compute what they should, as far as {self._seen_by()} can see"
-            )
-            self.sentence += self._not_replayed() + "."
-            self.sentence += f" Not run: {', '.join(self.not_run)}." if self.not_run else ""
-            self.sentence += f" Not checked: {'; '.join(self.believed)}." if self.believed else ""
-            self.sentence += f" Code that is not the model's was believed: {_first(self.foreign)}." if self.foreign else ""
-
-    def _seen_by(self) -> str:
-        return "twins on the device" if self.mode == "device" else "a replay on the host"
-
-    def _covered(self) -> dict[str, int]:
-        operators = [counts for probe in self.probes for counts in probe.coverage.values()]
-        names = dict.fromkeys(name for counts in operators for name in counts)
-        return {"operators": len(operators)} | {name: sum(c.get(name, 0) for c in operators) for name in names}
-
-    def _not_replayed(self) -> str:
-        """What the deciding probe did not look at, or not as closely."""
-        operators = [(op, counts) for probe in self.probes for op, counts in probe.coverage.items()]
-        text = "; embeddings, rotation, last norm and head were only repeated" if self.mode == "device" else ""
-        some = [counts for _, counts in operators if counts.get("checksums")]
-        rows, seen = (sum(counts[key] for counts in some) for key in ("rows", "checksums"))
-        text += f"; of {len(some)} products, {seen:,} of {rows:,} rows passed by checksums alone" if some else ""
-        agreed = sorted({op.rpartition(":")[2] for op, counts in operators if counts.get("agreed")})
-        return text + (f"; of {', '.join(agreed)} only that the host makes the same bits is known" if agreed else "")
-
-    def _blame(self) -> None:
-        """The first layer in the order of computation; there, the strongest kind of evidence."""
-        strength = {"weights": 0, "replay": 1, "links": 2, "repeat": 3, "twin": 4, "causal": 5, "batch": 6, "decode": 7}
-        self.evidence.sort(key=lambda e: (e.place, strength[e.probe]))
-        first = self.evidence[0]
-        self.verdict = "FAULT"
-        self.layer, self.op, self.function, self.after = first.layer, first.op, first.function, first.after
-        self.lanes, self.lanes_of, self.fault_class = first.lanes, first.lanes_of, first.fault_class
-        unstable = next((e for e in self.evidence if e.place == first.place and e.probe == "repeat"), None)
-        if unstable is not None:
-            self.fault_class = unstable.fault_class
-        where = self.op or ("output" if self.layer is not None else "the model")
-        function = " ".join(part for part in (self.function, f"after {self.after}" if self.after else "") if part)
-        where += f" ({function})" if function else ""
-        self.sentence = f"FAULT: {_place(self.layer)}, {where}: {self._channels()}{first.text} ({self.fault_class})."
-        self.sentence += self._also_faulty()
-
-    def _also_faulty(self) -> str:
-        """Where else there is evidence; four layers by name."""
-        others = list(dict.fromkeys(e.layer for e in self.evidence if e.layer != self.layer))
-        named = [layer for layer in others if layer is not None][:4]
-        words = f"layer{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}" if named else ""
-        left = len(others) - len(named)
-        if not named or (left == 1 and None in others):
-            words += (" and " if named else "") + "outside of the layers" if None in others else ""
-        elif left:
-            words += f" and {left} more places"
-        return f" Also faulty: {words}." if others else ""
-
-    def _channels(self) -> str:
-        if not self.lanes or not self.lanes_of:
-            return ""
-        some = f"{len(self.lanes):,} of {self.lanes_of:,}" if len(self.lanes) < self.lanes_of else f"all {self.lanes_of:,}"
-        return f"{some} channels are wrong; "
-
-    def _suspicions(self) -> list[dict[str, Any]]:
-        return [
-            {"layer": p.layer, "probe": name, "text": r.reason}
-            for p in self.probes
-            for name, r in p.results.items()
-            if r.status == "suspect" and not (name == "checksum" and p.results.get("replay", r).status == "pass")
-        ]
-
-    def _gaps(self) -> list[str]:
-        """Layers that the deciding probe of the mode could not judge."""
-        deciding = "twin" if self.mode == "device" else "replay"
-        gaps = list(self.doubts)
-        for p in self.probes:
-            for name in (deciding, "repeat", "weights"):
-                result = p.results.get(name)
-                if result is None and name == deciding and p.layer is not None:
-                    gaps.append(f"{_place(p.layer)} was not judged by {name}")
-                if result is not None and result.status == "inconclusive":
-                    gaps.append(f"{_place(p.layer)}, {name}: {result.reason}")
-        gaps += [f"{code} is not the model's code" for code in self.foreign] if self.strict else []
-        return gaps if self.probes else ["nothing was probed"]
-
     @property
     def exit_code(self) -> int:
-        """Of the command: 0 healthy, 1 fault, 4 inconclusive."""
+        """Exit code of the command: 0 healthy, 1 fault, 4 inconclusive."""
         return EXIT[self.verdict]
 
     def as_dict(self) -> dict[str, Any]:
@@ -264,6 +163,126 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return self.sentence
+
+
+# ---- deciding
+
+
+def decide(diagnosis: Diagnosis, has_file: bool) -> None:
+    """Reach the verdict from the probes.
+
+    Args:
+        has_file: Whether the weights were compared with a file.
+    """
+    d = diagnosis
+    d.assumption = ASSUMPTIONS["device" if d.mode == "device" else "host" if has_file else "own"]
+    d.not_covered = list(NOT_SEEN_BY_TWINS if d.mode == "device" else NOT_SEEN_BY_REPLAY)
+    if d.mode == "device" and d.dtype != "float32":
+        d.not_covered.append(NOT_SEEN_IN_FEW_BITS)
+    operators = [counts for probe in d.probes for counts in probe.coverage.values()]
+    names = dict.fromkeys(name for counts in operators for name in counts)
+    d.coverage = {"operators": len(operators)} | {name: sum(c.get(name, 0) for c in operators) for name in names}
+    d.suspicions = _suspicions(d)
+    if d.evidence:
+        _blame(d)
+        d.sentence = _fault(d)
+    elif d.suspicions or (gaps := _gaps(d)):
+        d.verdict = "INCONCLUSIVE"
+        d.sentence = _suspect(d) if d.suspicions else f"INCONCLUSIVE: {_first(gaps)}; nothing that was judged is wrong."
+    else:
+        d.verdict = "HEALTHY"
+        d.sentence = _healthy(d)
+
+
+def _blame(d: Diagnosis) -> None:
+    """The first layer in the order of computation; there, the strongest kind of evidence."""
+    d.evidence.sort(key=lambda e: (e.place, STRENGTH.index(e.probe)))
+    first = d.evidence[0]
+    d.verdict = "FAULT"
+    d.layer, d.op, d.function, d.after = first.layer, first.op, first.function, first.after
+    d.lanes, d.lanes_of, d.fault_class = first.lanes, first.lanes_of, first.fault_class
+    unstable = next((e for e in d.evidence if e.place == first.place and e.probe == "repeat"), None)
+    if unstable is not None:
+        d.fault_class = unstable.fault_class
+
+
+def _suspicions(d: Diagnosis) -> list[dict[str, Any]]:
+    return [
+        {"layer": p.layer, "probe": name, "text": r.reason}
+        for p in d.probes
+        for name, r in p.results.items()
+        if r.status == "suspect" and not (name == "checksum" and p.results.get("replay", r).status == "pass")
+    ]
+
+
+def _gaps(d: Diagnosis) -> list[str]:
+    """Why the model cannot be called healthy: layers that the deciding probe could not judge, doubts, foreign code."""
+    deciding = "twin" if d.mode == "device" else "replay"
+    gaps = list(d.doubts)
+    for p in d.probes:
+        for name in (deciding, "repeat", "weights"):
+            result = p.results.get(name)
+            if result is None and name == deciding and p.layer is not None:
+                gaps.append(f"{_place(p.layer)} was not judged by {name}")
+            if result is not None and result.status == "inconclusive":
+                gaps.append(f"{_place(p.layer)}, {name}: {result.reason}")
+    gaps += [f"{code} is not the model's code" for code in d.foreign] if d.strict else []
+    return gaps if d.probes else ["nothing was probed"]
+
+
+# ---- wording
+
+
+def _healthy(d: Diagnosis) -> str:
+    by = "twins on the device" if d.mode == "device" else "a replay on the host"
+    text = f"HEALTHY: all {d.num_layers} layers compute what they should, as far as {by} can see{_not_replayed(d)}."
+    text += f" Not run: {', '.join(d.not_run)}." if d.not_run else ""
+    text += f" Not checked: {'; '.join(d.believed)}." if d.believed else ""
+    return text + (f" Code that is not the model's was trusted: {_first(d.foreign)}." if d.foreign else "")
+
+
+def _not_replayed(d: Diagnosis) -> str:
+    """Results that the deciding probe did not look at, or not as closely."""
+    operators = [(op, counts) for probe in d.probes for op, counts in probe.coverage.items()]
+    text = "; embeddings, rotation, last norm and head were only repeated" if d.mode == "device" else ""
+    some = [counts for _, counts in operators if counts.get("checksums")]
+    rows, seen = (sum(counts[key] for counts in some) for key in ("rows", "checksums"))
+    text += f"; of {len(some)} products, {seen:,} of {rows:,} rows passed by checksums alone" if some else ""
+    agreed = sorted({op.rpartition(":")[2] for op, counts in operators if counts.get("agreed")})
+    return text + (f"; of {', '.join(agreed)} only that the host makes the same bits is known" if agreed else "")
+
+
+def _suspect(d: Diagnosis) -> str:
+    first = d.suspicions[0]
+    text = f"INCONCLUSIVE: {_place(first['layer'])} is suspect ({first['probe']}: {first['text']})."
+    return text + (" Host mode decides." if d.mode == "device" else "")
+
+
+def _fault(d: Diagnosis) -> str:
+    where = d.op or ("output" if d.layer is not None else "the model")
+    function = " ".join(part for part in (d.function, f"after {d.after}" if d.after else "") if part)
+    where += f" ({function})" if function else ""
+    return f"FAULT: {_place(d.layer)}, {where}: {_channels(d)}{d.evidence[0].text} ({d.fault_class}).{_also_faulty(d)}"
+
+
+def _channels(d: Diagnosis) -> str:
+    if not d.lanes or not d.lanes_of:
+        return ""
+    some = f"{len(d.lanes):,} of {d.lanes_of:,}" if len(d.lanes) < d.lanes_of else f"all {d.lanes_of:,}"
+    return f"{some} channels are wrong; "
+
+
+def _also_faulty(d: Diagnosis) -> str:
+    """Where else there is evidence; four layers by name."""
+    others = list(dict.fromkeys(e.layer for e in d.evidence if e.layer != d.layer))
+    named = [layer for layer in others if layer is not None][:4]
+    words = f"layer{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}" if named else ""
+    left = len(others) - len(named)
+    if not named or (left == 1 and None in others):
+        words += (" and " if named else "") + "outside of the layers" if None in others else ""
+    elif left:
+        words += f" and {left} more places"
+    return f" Also faulty: {words}." if others else ""
 
 
 def _place(layer: int | None) -> str:

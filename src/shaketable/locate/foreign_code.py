@@ -1,13 +1,13 @@
 """Code in a model that is not the model's: hooks, replaced methods, other classes, tensors of unknown origin.
 
 An operator is judged by its definition, whoever has a hook on it. Code between operators is judged function by function as
-it calls them: a hook that multiplies by two multiplies correctly. So code that was added to a composite module is believed
-like the model's own, and named. `--strict` does not believe it. The same holds for functions and classes that the model finds
+it calls them: a hook that multiplies by two multiplies correctly. So code that was added to a composite module is trusted
+like the model's own, and named. `--strict` does not trust it. The same holds for functions and classes that the model finds
 by name: those of its own file, its attention, and torch's.
 
 The home of code is read off its globals: `functools.wraps` makes a wrapper look like the function it wraps, but not there. A
 name that a file imports is at home in the package it is imported from. Code that was made to deceive can always lie about it;
-this finds patches that somebody forgot.
+this finds patches that were forgotten.
 
 Hooks that transformers installs to collect hidden states return nothing and are left out.
 """
@@ -206,7 +206,7 @@ def _is_of(code: Any, home: str) -> bool:
 def unmade(recording: Recording, prefix: str = "") -> Iterator[str]:
     """Operators that were given a tensor that no operator made, or another weight, and modules that returned such a tensor."""
     for record in recording.records:
-        if record.strangers:
+        if record.external:
             path = _full(prefix, record.path)
             yield f"{path} was given values that no operator made" + (f" ({record.function})" if record.function else "")
         if record.weights:

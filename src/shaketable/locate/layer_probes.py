@@ -1,97 +1,195 @@
-"""The probes of one layer: each takes the layer's call and its recording, and gives a result and, if it fails, evidence."""
+"""The probes of locate: each is a function that looks at one part of the model and returns a finding.
+
+A part is one decoder layer, or everything outside of the layers. `LAYER_PROBES` and `OUTSIDE_PROBES` list the probes in the
+order in which they run; a later one may read what an earlier one found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shaketable.capture.recorder import Recording, main_result, same
+from shaketable.capture.recorder import Recording, differing, main_result, same
 from shaketable.capture.reference import Reference, sets_attribute
-from shaketable.capture.trace import LayerCall, record_layer
+from shaketable.capture.trace import LayerCall, Trace, record_layer
 from shaketable.locate import twins
-from shaketable.locate.diagnosis import Evidence, Result
-from shaketable.locate.gauge import Gauge, gauged
-from shaketable.locate.replay import Judgement, Violation, rows_of
-from shaketable.locate.wiring import Circuit
+from shaketable.locate.diagnosis import Evidence, LayerReport, Result
+from shaketable.locate.replay import Violation, judge, rows_of
+from shaketable.locate.twins import Circuit, Gauge, circuit_of, gauged
 from shaketable.numerics.classify import fault_class, unstable_class
-from shaketable.numerics.intervals import Precision
-from shaketable.numerics.precision import tolerance
+from shaketable.numerics.intervals import Precision, tolerance
+from shaketable.numerics.operators import WITHOUT_VALUES
 from shaketable.sites.nested_tensors import tensors_of
 
-Finding = tuple[Result, list[Evidence]]
 EXAMPLES = 6
 BY_DESIGN = ("index_add_", "index_add", "scatter_add", "scatter_add_", "index_put_", "histc", "bincount", "cumsum")
 """Functions that accelerators may compute with atomic additions."""
-PATIENCE = 24
-"""How often a layer whose results change is called again to see which operator changes."""
+RETRIES = 24
+"""Further calls of a layer whose results change, to see which operator changes."""
+USES = {"batch": "a batch of two", "decode": "cached decoding"}
+UNSTABLE = "the layer's results change from call to call"
 
 
-@dataclass(frozen=True)
-class Bench:
-    """What every probe needs to know."""
+@dataclass
+class Finding:
+    """The result of one probe of a part, with its evidence."""
 
+    result: Result
+    evidence: list[Evidence] = field(default_factory=list)
+    coverage: dict[str, dict[str, int]] | None = None
+    """For each operator: the number of rows it made, and how many of them were judged in which way."""
+
+
+def passed() -> Finding:
+    """Nothing is wrong."""
+    return Finding(Result("pass", 0.0))
+
+
+def failed(evidence: list[Evidence], share: float) -> Finding:
+    """The first piece of evidence is told; `share` of the values are wrong."""
+    return Finding(Result("fail", share, evidence[0].op, evidence[0].text), evidence)
+
+
+def unknown(reason: str, score: float | None = None, op: str | None = None) -> Finding:
+    """The probe cannot judge this part."""
+    return Finding(Result("inconclusive", score, op, reason))
+
+
+@dataclass
+class Part:
+    """One decoder layer, or everything outside of the layers, with what probes need to know."""
+
+    model: nn.Module
     reference: Reference
     precision: Precision
     seed: int
+    recording: Recording
+    traced: Trace
+    call: LayerCall | None
+    """The layer's call in the trace; None outside of the layers."""
+    quick: bool = False
+    uses: dict[str, Trace] = field(default_factory=dict)
+    """The model run in the other ways of `USES`."""
+    logits: list[Tensor] = field(default_factory=list)
+    """Logits of plain forwards."""
+    evidence: list[Evidence] = field(default_factory=list)
+    report: LayerReport = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.report = LayerReport(self.index, self.prefix)
+
+    @property
+    def index(self) -> int | None:
+        """The layer's index; None outside of the layers."""
+        return None if self.call is None else self.call.index
+
+    @property
+    def prefix(self) -> str:
+        """The layer's path in the model."""
+        return "" if self.call is None else self.call.name
+
+    @property
+    def module(self) -> nn.Module:
+        """The layer, or the model."""
+        return self.model if self.call is None else self.call.module
+
+    @property
+    def layer(self) -> LayerCall:
+        """The call, for probes of layers only."""
+        assert self.call is not None
+        return self.call
+
+    @functools.cached_property
+    def others(self) -> set[str]:
+        """Paths of modules that are judged as parts of their own."""
+        return {call.name for call in self.traced.calls} if self.call is None else set()
+
+    @functools.cached_property
+    def circuit(self) -> Circuit | str:
+        """The layer's wiring; or why its symmetries are not known, for instance because a block has another class."""
+        expected = self.reference.skeleton.get_submodule(self.prefix)
+        for path, block in expected.named_children():
+            if any(block.children()) and type(own := self.module.get_submodule(path)) is not type(block):
+                return f"{self.prefix}.{path} is a {type(own).__name__} where the config makes a {type(block).__name__}"
+        return circuit_of(expected, getattr(self.model, "config", None))
+
+    def status(self, probe: str) -> str:
+        """Status of an earlier probe; empty when it did not run."""
+        return self.report.results[probe].status if probe in self.report.results else ""
+
+    def take(self, name: str, finding: Finding) -> None:
+        """Keep a finding."""
+        self.report.results[name] = finding.result
+        for item in finding.evidence if name not in USES else ():
+            item.place = self.place(item, self.recording)
+        self.evidence += finding.evidence
+        if finding.coverage is not None:
+            self.report.coverage = finding.coverage
+
+    def place(self, item: Evidence, recording: Recording) -> float:
+        """In the order of computation: the layer's index; outside of the layers, before or after them."""
+        if self.index is not None:
+            return self.index
+        last = max(i for i, r in enumerate(recording.records) if r.path in self.others)
+        orders = {r.path: i for i, r in enumerate(recording.records)}
+        by_link = item.probe == "links" and recording.breaks
+        is_late = recording.breaks[0].after > last if by_link else orders.get(item.op or "", last + 1) > last
+        return len(self.others) if is_late else -1
 
 
-def weights(names: list[str], model: torch.nn.Module, bench: Bench, layer: int | None, prefix: str) -> Finding:
-    """The device's weights against the file's, bit for bit."""
-    if not bench.reference.has_file:
-        return Result("skipped", reason="no file to compare with"), []
+# ---- weights, attributes and buffers
+
+
+def weights(part: Part) -> Finding:
+    """The device's weights against the file's, bit for bit; attributes and buffers against those that the config gives."""
     evidence, worst, own = [], 0.0, ""
-    for name in names:
-        got, expected = model.get_parameter(name).detach().cpu(), bench.reference.weight(name)
-        if not torch.equal(_bits(got), _bits(expected)):
-            path, _, parameter = name.rpartition(".")
-            if sets_attribute(type(model.get_submodule(path)), parameter):
-                own = own or f"{name} is not the file's, and its module's own code sets it"
-                continue
-            differs = _bits(got) != _bits(expected)
-            worst = max(worst, float(differs.double().mean()))
-            evidence.append(_weight_evidence(name, got, expected, differs, layer, prefix))
-    if not evidence:
-        return Result("inconclusive", reason=own) if own else Result("pass", 0.0), []
-    return Result("fail", worst, evidence[0].op, evidence[0].text), evidence
+    for name in _parameters(part) if part.reference.has_file else ():
+        got, expected = part.model.get_parameter(name).detach().cpu(), part.reference.weight(name)
+        differs = _bits(got) != _bits(expected)
+        path, _, parameter = name.rpartition(".")
+        if not bool(differs.any()):
+            continue
+        if sets_attribute(type(part.model.get_submodule(path)), parameter):
+            own = own or f"{name} is not the file's, and its module's own code sets it"
+            continue
+        worst = max(worst, float(differs.double().mean()))
+        evidence.append(_weight_evidence(name, got, expected, differs, part))
+    wrong = list(part.reference.unlike(part.module, part.prefix, part.others))
+    if certain := [one for one in wrong if not one.is_own]:
+        first = certain[0]
+        found = Evidence(part.index, first.path or None, None, "weights", first.text, "attribute")
+        return failed([*evidence, found], worst if evidence else 1.0)
+    if evidence:
+        return failed(evidence, worst)
+    if values := [one for one in wrong if not one.is_switch]:
+        where = values[0].path or part.prefix or "the model"
+        return unknown(f"{where}: {values[0].text}; it may be trained, or a cache", 1.0, values[0].path or None)
+    if own:
+        return unknown(own)
+    return passed() if part.reference.has_file else Finding(Result("skipped", reason="no file to compare with"))
 
 
-def _weight_evidence(name: str, got: Tensor, expected: Tensor, differs: Tensor, layer: int | None, prefix: str) -> Evidence:
-    op, _, own = name.removeprefix(f"{prefix}.").rpartition(".")
+def _parameters(part: Part) -> list[str]:
+    inside = tuple(f"{path}." for path in part.others)
+    names = [f"{part.prefix}.{name}".lstrip(".") for name, _ in part.module.named_parameters()]
+    return [name for name in names if not name.startswith(inside)] if inside else names
+
+
+def _weight_evidence(name: str, got: Tensor, expected: Tensor, differs: Tensor, part: Part) -> Evidence:
+    op, _, own = name.removeprefix(f"{part.prefix}.").rpartition(".")
     rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
     lanes: list[int] = rows.nonzero().flatten().tolist()
-    places = differs.nonzero()[:EXAMPLES].tolist()
-    examples = [
-        {
-            "index": str(tuple(p)),
-            "got": float(got[tuple(p)]),
-            "low": float(expected[tuple(p)]),
-            "high": float(expected[tuple(p)]),
-        }
-        for p in places
-    ]
+    examples: list[dict[str, Any]] = []
+    for place in map(tuple, differs.nonzero()[:EXAMPLES].tolist()):
+        given = float(expected[place])
+        examples.append({"index": str(place), "got": float(got[place]), "low": given, "high": given})
     text = f"{int(differs.sum()):,} of {got.numel():,} values of its {own} are not those of the file"
-    return Evidence(layer, op, None, "weights", text, "weight", lanes, differs.shape[0], examples)
-
-
-def attributes(
-    so_far: Result, module: torch.nn.Module, prefix: str, bench: Bench, layer: int | None, skip: Collection[str] = ()
-) -> Finding:
-    """Numbers and buffers of the modules (scales, frequencies) against those that the config gives."""
-    wrong = list(bench.reference.other_numbers(module, prefix, skip))
-    if not wrong:
-        own = next(bench.reference.own_numbers(module, prefix, skip), None)
-        if own is None or so_far.status == "fail":
-            return so_far, []
-        where, text = own
-        return Result(
-            "inconclusive", 1.0, where or None, f"{where or prefix or 'the model'}: {text}; it may be trained, or a cache"
-        ), []
-    path, text = wrong[0]
-    found = Evidence(layer, path or None, None, "weights", text, "attribute")
-    return (so_far if so_far.status == "fail" else Result("fail", 1.0, path or None, text)), [found]
+    return Evidence(part.index, op, None, "weights", text, "weight", lanes, differs.shape[0], examples)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -99,98 +197,164 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(size)
 
 
-def repeat(call: LayerCall, recording: Recording, bench: Bench) -> Finding:
+# ---- the same call again
+
+
+def repeat(part: Part) -> Finding:
     """The same call again: every bit must come back."""
-    first, second = call.y, main_result(recording.output)
+    first, second = part.layer.y, main_result(part.recording.output)
     if same(first, second):
-        return Result("pass", 0.0), []
+        return passed()
     share = float((first != second).double().mean())
-    order, a, b = _first_change(call, recording, bench, second)
-    path, function = ("", None) if order is None else (recording.records[order].path, recording.records[order].function)
+    order, a, b = _first_change(part, second)
+    path, function = (
+        ("", None) if order is None else (part.recording.records[order].path, part.recording.records[order].function)
+    )
     text = f"{share:.1%} of the layer's results change from call to call"
     if function in BY_DESIGN:
-        return Result("inconclusive", share, path or None, f"{text}: {function} adds in any order, by design"), []
+        return unknown(f"{text}: {function} adds in any order, by design", share, path or None)
     differs = a != b
+    after = part.recording.part_before(order) if order is not None and not path else None
     kind, size = unstable_class(a, b), differs.shape[-1]
-    after = recording.part_before(order) if order is not None and not path else None
-    evidence = Evidence(call.index, path or None, function, "repeat", text, kind, _lanes(differs), size, after=after)
-    return Result("fail", share, path or None, text), [evidence]
+    return failed(
+        [Evidence(part.index, path or None, function, "repeat", text, kind, _lanes(differs), size, after=after)], share
+    )
 
 
-def is_within_summation(call: LayerCall, recording: Recording, bench: Bench) -> bool:
-    """Whether two results of the same call differ by no more than another order of summation explains."""
-    return _beyond(call.y, main_result(recording.output), call.x, bench.precision) <= 1
-
-
-def _first_change(call: LayerCall, one: Recording, bench: Bench, y: Tensor) -> tuple[int | None, Tensor, Tensor]:
+def _first_change(part: Part, y: Tensor) -> tuple[int | None, Tensor, Tensor]:
     """The first operator whose result differs between two recordings of the same call; a rare fault needs a few calls."""
-    for _ in range(PATIENCE):
-        two = record_layer(call, bench.reference)
-        for order, (r, s) in enumerate(zip(one.records, two.records, strict=False)):
+    for _ in range(RETRIES):
+        two = record_layer(part.layer, part.reference)
+        for order, (r, s) in enumerate(zip(part.recording.records, two.records, strict=False)):
+            if r.function in WITHOUT_VALUES:
+                continue
             for a, b in zip(tensors_of(r.output), tensors_of(s.output), strict=False):
                 if a.shape == b.shape and not same(a, b):
                     return order, a, b
-    return None, call.y, y
+    return None, part.layer.y, y
 
 
-def links(layer: int | None, recording: Recording) -> Finding:
-    """What one operator made is what the next one gets."""
-    if recording.breaks:
-        first = recording.breaks[0]
-        differs = first.expected != first.got
-        text = f"the {first.door} of {first.path or 'the layer'} is not what was made for it"
-        low = high = first.expected.detach().cpu()[differs.cpu()]
-        kind = fault_class(first.got.detach().cpu(), low, high, differs.cpu())
-        lanes = _lanes(differs)
-        found = Evidence(layer, first.path or None, None, "links", text, kind, lanes, differs.shape[-1])
-        return Result("fail", float(differs.double().mean()), first.path or None, text), [found]
-    return Result("pass", 0.0), []
+def repeat_logits(part: Part) -> Finding:
+    """Three whole forwards. A difference is found in its layer, or nowhere."""
+    logits = part.traced.logits
+    others = [one for one in part.logits if not same(one, logits)]
+    if not others:
+        return passed()
+    differs = torch.stack([differing(one, logits) for one in others]).any(0)
+    rows = int(differs.reshape(-1, differs.shape[-1]).any(1).sum())
+    text = f"three forwards of the whole model differ in the logits of {rows} of {differs.shape[-2]} tokens"
+    return Finding(Result("suspect", float(differs.double().mean()), reason=text))
 
 
-def twin(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: Bench) -> tuple[Finding, bool]:
-    """The layer in another gauge: the same bits must come back. Also says whether powers of two were used."""
-    if isinstance(circuit, str):
-        return (Result("inconclusive", reason=circuit), []), False
-    powers = call.x.dtype != torch.float16
-    found, other = _in_gauge(call, recording, circuit, bench, powers)
-    if found is not None and powers and not (twins.stays_normal(recording) and twins.stays_normal(other)):
-        powers = False
-        found, other = _in_gauge(call, recording, circuit, bench, powers)
+def links(part: Part, recording: Recording | None = None) -> Finding:
+    """Every operator is given exactly what the operators before it made."""
+    recording = recording or part.recording
+    if not recording.breaks:
+        return passed()
+    first = recording.breaks[0]
+    differs = first.expected != first.got
+    text = f"the {first.side} of {first.path or 'the layer'} is not what was made for it"
+    got, where = first.got.detach().cpu(), differs.cpu()
+    expected = first.expected.detach().cpu()[where]
+    kind = fault_class(got, expected, expected, where)
+    found = Evidence(part.index, first.path or None, None, "links", text, kind, _lanes(differs), differs.shape[-1])
+    return failed([found], float(differs.double().mean()))
+
+
+# ---- on the device
+
+
+def twin(part: Part) -> Finding:
+    """The layer in another gauge: the same bits must come back."""
+    if part.status("repeat") != "pass":
+        return unknown(UNSTABLE)
+    if isinstance(circuit := part.circuit, str):
+        return unknown(circuit)
+    powers = part.layer.x.dtype != torch.float16
+    found, other = _in_gauge(part, circuit, powers)
+    if found is not None and powers and not (twins.stays_normal(part.recording) and twins.stays_normal(other)):
+        found, other = _in_gauge(part, circuit, powers=False)
+    compared = {
+        record.path: {"rows": rows, "twin": rows}
+        for record in part.recording.records
+        if record.func is None and record.path in circuit.outputs() and (rows := rows_of(next(tensors_of(record.output))))
+    }
     if found is None:
-        return (Result("pass", 0.0), []), powers
+        return Finding(Result("pass", 0.0), coverage=compared)
     text = f"a twin in another gauge differs in {found.share:.1%} of the values"
-    size = call.x.shape[-1] if found.path is None else None
-    evidence = Evidence(call.index, found.path, None, "twin", text, "asymmetric", found.lanes, size, after=found.after)
-    return (Result("fail", found.share, found.path, text), [evidence]), powers
+    size = part.layer.x.shape[-1] if found.path is None else None
+    evidence = Evidence(part.index, found.path, None, "twin", text, "asymmetric", found.lanes, size, after=found.after)
+    return Finding(Result("fail", found.share, found.path, text), [evidence], compared)
 
 
-def _in_gauge(
-    call: LayerCall, recording: Recording, circuit: Circuit, bench: Bench, powers: bool
-) -> tuple[twins.TwinDifference | None, Recording]:
-    gauge = twins.draw_gauge(circuit, bench.seed * 1000 + call.index, powers)
+def _in_gauge(part: Part, circuit: Circuit, powers: bool) -> tuple[twins.TwinDifference | None, Recording]:
+    call = part.layer
+    gauge = twins.draw_gauge(circuit, part.seed * 1000 + call.index, powers)
     with gauged(call.module, circuit, gauge):
-        other = record_layer(call, bench.reference, call.x * gauge.spaces["stream"].to(call.x))
-    return twins.first_difference(circuit, gauge, recording, other), other
+        other = record_layer(call, part.reference, call.x * gauge.spaces["stream"].to(call.x))
+    return twins.first_difference(circuit, gauge, part.recording, other), other
 
 
-def causal(call: LayerCall, recording: Recording, circuit: Circuit | str, bench: Bench) -> Finding:
+def causal(part: Part) -> Finding:
     """One token in the middle changes: the tokens before it must keep every bit, as a causal mask hides it from them."""
+    if part.status("replay") not in ("", "inconclusive"):
+        return Finding(Result("skipped", reason="replay has judged this layer, and sees more"))
+    if part.status("repeat") != "pass":
+        return unknown(UNSTABLE)
+    circuit, call = part.circuit, part.layer
     if isinstance(circuit, str):
-        return Result("inconclusive", reason=circuit), []
+        return unknown(circuit)
     if circuit.routed or not circuit.causal:
         reason = "experts compute other groups of tokens then" if circuit.routed else "this attention is not causal"
-        return Result("skipped", reason=reason), []
+        return Finding(Result("skipped", reason=reason))
     middle = call.x.shape[1] // 2
     x = call.x.clone()
     x[:, middle] = -x[:, middle]
-    other = record_layer(call, bench.reference, x)
+    other = record_layer(call, part.reference, x)
     same_basis = Gauge({name: torch.ones(size) for name, size in circuit.sizes.items()})
-    found = twins.first_difference(circuit, same_basis, twins.until(recording, middle), twins.until(other, middle))
+    found = twins.first_difference(circuit, same_basis, twins.until(part.recording, middle), twins.until(other, middle))
     if found is None:
-        return Result("pass", 0.0), []
+        return passed()
     text = f"tokens before {middle} change when token {middle} does, which they must not see"
-    evidence = Evidence(call.index, found.path, None, "causal", text, "leak", found.lanes, after=found.after)
-    return Result("fail", found.share, found.path, text), [evidence]
+    return failed([Evidence(part.index, found.path, None, "causal", text, "leak", found.lanes, after=found.after)], found.share)
+
+
+# ---- on the host
+
+
+def replay(part: Part) -> Finding:
+    """Every operator inside of its rounding interval. With `quick`, products whose checksum does not fire are not replayed."""
+    quick = part.quick and part.call is not None
+    judgement = judge(part.recording, part.reference, part.prefix, part.precision, part.others, quick)
+    if part.call is not None:
+        part.take("checksum", _checksum(judgement.checksums, quick))
+    finding = _judged(part, judgement.violations, judgement.unknown, part.recording)
+    if finding.result.status == "pass" and part.call is not None:
+        _excuse(part)
+    finding.coverage = judgement.coverage
+    return finding
+
+
+def _checksum(scores: dict[str, float], quick: bool) -> Finding:
+    """Sums of products: a screen."""
+    if not quick:
+        return Finding(Result("skipped", reason="replay judges every product"))
+    path = max(scores, key=lambda p: scores[p], default=None)
+    worst = 0.0 if path is None else scores[path]
+    if worst <= 1:
+        return Finding(Result("pass", worst))
+    return Finding(Result("suspect", worst, path, f"a checksum is off by {worst:.3g} times its threshold"))
+
+
+def _excuse(part: Part) -> None:
+    """An accelerator may sum in another order at every call. If every result is right, that is no fault."""
+    again, call = part.report.results["repeat"], part.layer
+    if again.status != "fail" or call.x.device.type == "cpu":
+        return
+    if _beyond(call.y, main_result(part.recording.output), call.x, part.precision) <= 1:
+        again.status = "inconclusive"
+        again.reason += ", no more than another order of summation explains"
+        part.evidence[:] = [e for e in part.evidence if e.probe != "repeat"]
 
 
 def _beyond(a: Tensor, b: Tensor, x: Tensor, precision: Precision) -> float:
@@ -199,49 +363,37 @@ def _beyond(a: Tensor, b: Tensor, x: Tensor, precision: Precision) -> float:
     y, z, given = a.float(), b.float(), x.float()
     change = (y - given).square().mean(-1, keepdim=True).sqrt()
     allowed = kappa * unit * (given.abs() + y.abs() + 4 * change)
-    worst = ((y - z).abs() / allowed.clamp_min(1e-30)).nan_to_num(nan=float("inf")).max()
-    return float(worst)
+    return float(((y - z).abs() / allowed.clamp_min(1e-30)).nan_to_num(nan=float("inf")).max())
 
 
-def checksum(scores: dict[str, float]) -> Result:
-    """Sums of products: a screen."""
-    path = max(scores, key=lambda p: scores[p], default=None)
-    worst = 0.0 if path is None else scores[path]
-    if worst <= 1:
-        return Result("pass", worst)
-    return Result("suspect", worst, path, f"a checksum is off by {worst:.3g} times its threshold")
-
-
-def by_checksums(recording: Recording, passed: Collection[str]) -> dict[str, dict[str, int]]:
-    """What the products that passed by checksums have made."""
-    return {
-        record.path: {"rows": rows, "replayed": 0, "checksums": rows}
-        for record in recording.records
-        if record.func is None and record.path in passed and (rows := rows_of(next(tensors_of(record.output))))
-    }
-
-
-def by_twin(recording: Recording, circuit: Circuit) -> dict[str, dict[str, int]]:
-    """What the operators that a twin compares have made: all of it is compared."""
-    return {
-        record.path: {"rows": rows, "twin": rows}
-        for record in recording.records
-        if record.func is None and record.path in circuit.outputs() and (rows := rows_of(next(tensors_of(record.output))))
-    }
-
-
-def replay(judgement: Judgement, recording: Recording, layer: int | None) -> Finding:
-    """Every operator inside of its rounding interval."""
-    evidence = [_violation(v, recording, layer) for v in judgement.violations]
+def in_use(part: Part, name: str) -> Finding | None:
+    """Replay in a batch or while decoding; only where nothing is wrong so far, and the model can be run like that."""
+    if name not in part.uses or part.status("replay") != "pass" or any(e.probe not in USES for e in part.evidence):
+        return None
+    traced = part.uses[name]
+    call = None if part.index is None else traced.calls[part.index]
+    recording = traced.outside if call is None else record_layer(call, part.reference)
+    judgement = judge(recording, part.reference, part.prefix, part.precision, part.others)
+    finding = _judged(part, judgement.violations, judgement.unknown, recording)
+    evidence = [*links(part, recording).evidence, *finding.evidence]
+    for item in evidence:
+        item.place = part.place(item, recording)
+        item.probe, item.text = name, f"in {USES[name]}, {item.text}"
     if evidence:
-        first = evidence[0]
-        worst = max(v.share for v in judgement.violations)
-        return Result("fail", worst, first.op, first.text), evidence
-    if judgement.unknown:
-        label, reason = next(iter(judgement.unknown.items()))
-        more = f" and {len(judgement.unknown) - 1} more" if len(judgement.unknown) > 1 else ""
-        return Result("inconclusive", reason=f"{label}{more}: {reason}"), []
-    return Result("pass", 0.0), []
+        finding = Finding(Result("fail", 1.0, evidence[-1].op, evidence[-1].text), evidence)
+    if call is not None and part.status("repeat") == "pass" and not same(call.y, main_result(recording.output)):
+        finding.result = Result("suspect", 1.0, reason=f"in {USES[name]}, {UNSTABLE}")
+    return finding
+
+
+def _judged(part: Part, violations: list[Violation], unjudged: dict[str, str], recording: Recording) -> Finding:
+    evidence = [_violation(v, recording, part.index) for v in violations]
+    if evidence:
+        return failed(evidence, max(v.share for v in violations))
+    if unjudged:
+        label, reason = next(iter(unjudged.items()))
+        return unknown(f"{label}{f' and {len(unjudged) - 1} more' if len(unjudged) > 1 else ''}: {reason}")
+    return passed()
 
 
 def _violation(v: Violation, recording: Recording, layer: int | None) -> Evidence:
@@ -252,7 +404,7 @@ def _violation(v: Violation, recording: Recording, layer: int | None) -> Evidenc
     return Evidence(layer, v.path or None, v.function, "replay", text, kind, v.lanes, size, _examples(v), after)
 
 
-def _examples(v: Violation) -> list[dict[str, float | int]]:
+def _examples(v: Violation) -> list[dict[str, Any]]:
     """The worst values, with what was allowed."""
     got, low, high = v.got[v.outside].double(), v.low.double(), v.high.double()
     far = torch.maximum(low - got, got - high).nan_to_num(nan=float("inf"))
@@ -268,3 +420,58 @@ def _examples(v: Violation) -> list[dict[str, float | int]]:
 def _lanes(differs: Tensor) -> list[int]:
     lanes: list[int] = differs.reshape(-1, differs.shape[-1]).any(0).nonzero().flatten().tolist()
     return lanes
+
+
+# ---- the lists
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probe: its name, its function, and in which modes it runs."""
+
+    name: str
+    work: Callable[[Part], Finding | None]
+    modes: tuple[str, ...]
+    calls: str = ""
+    """The thing that the probe calls with other arguments than the model; if that raises, the part is inconclusive."""
+
+    def run(self, part: Part) -> Finding | None:
+        """The finding; None where the probe does not apply."""
+        if not self.calls:
+            return self.work(part)
+        try:
+            return self.work(part)
+        except FAILURES as error:
+            return unknown(failure(self.calls, error))
+
+
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
+"""Errors of a layer that is called with other arguments than its model gives; full memory is not one of them."""
+
+
+def failure(called: str, error: Exception) -> str:
+    """Why something could not be called, in one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    return f"{called} cannot be called: {next(iter(str(error).splitlines()), type(error).__name__)}"
+
+
+ON_HOST, ON_DEVICE = ("host", "all"), ("device", "all")
+ALWAYS = ("device", "host", "all")
+_IN_USES = tuple(Probe(name, functools.partial(in_use, name=name), ON_HOST, "the layer") for name in USES)
+LAYER_PROBES = (
+    Probe("weights", weights, ON_HOST),
+    Probe("repeat", repeat, ALWAYS),
+    Probe("links", links, ALWAYS),
+    Probe("twin", twin, ON_DEVICE, "the twin"),
+    Probe("replay", replay, ON_HOST),
+    *_IN_USES,
+    Probe("causal", causal, ON_DEVICE, "the layer with another token"),
+)
+OUTSIDE_PROBES = (
+    Probe("weights", weights, ON_HOST),
+    Probe("repeat", repeat_logits, ALWAYS),
+    Probe("links", links, ALWAYS),
+    Probe("replay", replay, ON_HOST),
+    *_IN_USES,
+)

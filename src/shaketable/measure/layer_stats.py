@@ -34,7 +34,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from shaketable.capture.recorder import watched
 from shaketable.errors import ModelError, ShaketableError
 from shaketable.faults.noise import wide
 from shaketable.faults.sums import with_float64
@@ -53,7 +53,6 @@ from shaketable.ledger.spot import Measured
 from shaketable.measure.decoding.dynamic import batches
 from shaketable.measure.evaluation import in_phases
 from shaketable.plan import Plan
-from shaketable.sites.nested_tensors import tensors_of
 from shaketable.sites.phases import phase
 from shaketable.sites.structure import find_layers
 
@@ -104,7 +103,7 @@ def mechanism(model: Any, sequences: Pairs, plan: Plan | None, *, batch_size: in
     tokens = _check(sequences)
     whole = [[*prompt, *completion] for prompt, completion in sequences]
     layers, _ = find_layers(model)
-    watch, gradients, loss = _Watch(layers), _Gradients(model), 0.0
+    watch, gradients, loss = _Outputs(layers), _Gradients(model), 0.0
     before, after = watch.hooked(faulty=False), watch.hooked(faulty=True)
     shaken = nullcontext() if plan is None else inject(model, in_phases(plan, ()))
     with _in_eval(model), phase("eval"), torch.enable_grad(), before, shaken as ledger, after:
@@ -178,7 +177,7 @@ class _Gradients:
         return math.sqrt(math.fsum(squares)) if trained else None
 
 
-class _Watch:
+class _Outputs:
     """Sees the output of every layer before and after the plan's own hooks do: hooks run in the order they were set.
 
     What activation checkpointing computes a second time is seen twice: twice the same sums, and no other ratio of them.
@@ -194,22 +193,21 @@ class _Watch:
     @contextmanager
     def hooked(self, *, faulty: bool) -> Iterator[None]:
         """Look at what layers return, as hit by the hooks set so far. Compiled graphs do not see hooks come and go."""
-        hooks = [layer.register_forward_hook(partial(self._look, i, faulty)) for i, layer in enumerate(self.layers)]
-        forget_compiled()
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            forget_compiled()
 
-    def _look(self, layer: int, faulty: bool, module: nn.Module, args: Any, output: Any) -> None:
-        values = next(tensors_of(output)).detach()
-        values = values[self.mask.to(values.device)]
-        if faulty:
-            self.rows[layer].append(_row(self._computed.pop(layer), values))
-        else:
-            self._computed[layer] = values
+        def look(name: str, x: Tensor, y: Tensor) -> None:
+            layer, values = int(name), y.detach()
+            values = values[self.mask.to(values.device)]
+            if faulty:
+                self.rows[layer].append(_row(self._computed.pop(layer), values))
+            else:
+                self._computed[layer] = values
+
+        try:
+            with watched({str(i): layer for i, layer in enumerate(self.layers)}, look):
+                forget_compiled()
+                yield
+        finally:
+            forget_compiled()
 
 
 def _row(computed: Tensor, faulty: Tensor) -> list[float]:

@@ -23,7 +23,7 @@ from shaketable.mismatch.logprobs import chosen
 from shaketable.mismatch.results import KindCount, OperatorFault
 from shaketable.numerics.classify import fault_class
 from shaketable.numerics.decoder_operators import EXACT, TF32, Definitions, OperatorCall, scale_of, visible
-from shaketable.numerics.precision import host_arithmetic
+from shaketable.numerics.intervals import host_arithmetic
 
 LOWER = (torch.bfloat16, torch.float16)
 FEWEST = 4

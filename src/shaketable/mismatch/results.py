@@ -349,6 +349,81 @@ class Shares:
     """Whether that gap is like the one of those which were."""
 
 
+@dataclass
+class ExactOperator:
+    """How many of an operator's values are bit-equal between trainer and engine on the same input, in one phase."""
+
+    name: str
+    kind: str
+    layer: int | None
+    phase: str
+    values: int = 0
+    equal: int = 0
+    ulp: int = 0
+    """The largest difference, in units in the last place of the engine's dtype."""
+    variant: str = ""
+    """The computation of the trainer's that gives the engine's bits; empty where none does."""
+
+    @property
+    def share(self) -> float:
+        """Of the values, those that are equal."""
+        return self.equal / self.values
+
+    @property
+    def why(self) -> str:
+        """Why the bits differ; empty where they do not."""
+        return "" if self.equal == self.values else self.variant or f"unknown: differs by at most {self.ulp} ulp"
+
+
+@dataclass(frozen=True)
+class ExactKind:
+    """All operators of one kind in one phase."""
+
+    kind: str
+    phase: str
+    operators: int
+    different: int
+    share: float
+    why: list[str]
+
+
+@dataclass
+class Exact:
+    """The bits of all operators, in the order of computation."""
+
+    rollouts: int
+    tokens: int
+    operators: list[ExactOperator] = field(default_factory=list)
+    unavailable: list[str] = field(default_factory=list)
+    """Phases that the engine could not record, and why."""
+
+    @property
+    def first(self) -> ExactOperator | None:
+        """The first operator whose bits differ."""
+        return next((row for row in self.operators if row.why), None)
+
+    @property
+    def kinds(self) -> list[ExactKind]:
+        """By kind and phase; of the reasons that are unknown, that of the largest difference."""
+        found = []
+        for phase, kind in dict.fromkeys((row.phase, row.kind) for row in self.operators):
+            rows = [row for row in self.operators if (row.phase, row.kind) == (phase, kind)]
+            different = [row for row in rows if row.why]
+            unknown = sorted((row for row in different if not row.variant), key=lambda row: row.ulp)
+            why = dict.fromkeys([row.variant for row in different if row.variant] + [row.why for row in unknown[-1:]])
+            share = sum(row.equal for row in rows) / sum(row.values for row in rows)
+            found.append(ExactKind(kind, phase, len(rows), len(different), share, list(why)))
+        return found
+
+    @property
+    def says(self) -> str:
+        """In one line."""
+        many = f"{self.tokens} tokens of {self.rollouts} rollouts"
+        if self.first is not None:
+            return f"{self.first.name} differs first ({self.first.phase}, {self.first.share:.1%} bit-equal); {many}"
+        return f"every operator gives the trainer's bits; {many}" if self.operators else "no operator was recorded"
+
+
 @dataclass(frozen=True)
 class TrainerFacts:
     """The trainer's side, for the report."""
@@ -429,6 +504,8 @@ class Mismatch(Evidence):
     """A comparison of sampler and trainer: the stages and the verdict."""
 
     conclusion: Verdict
+    exact: Exact | None = None
+    """Of `--exact`; the verdict does not depend on it."""
     made_by: MadeBy | None = None
 
     verdict = property(lambda self: self.conclusion.verdict)

@@ -6,6 +6,9 @@ The names of fields are those that trainers have for them, and each may be padde
     TRL     prompt_ids      completion_ids    logprobs, or sampling_per_token_logps     prompt_mask, completion_mask
     verl    prompts         responses         rollout_log_probs                         attention_mask, response_mask
     vLLM    prompt_token_ids token_ids        logprobs, as a list or by token           of a request, or in its `outputs`
+    NeMo-RL token_ids, of both                generation_logprobs                       token_loss_mask
+
+NeMo-RL's `train_data_step*.jsonl` is read as it is: a row holds the whole sequence. `append_batch` writes rows in a job.
 
 TRL's `logprobs` may hold a list for each token, the most likely ones of vLLM, with `logprob_token_ids` beside it: then the
 token's own is taken. What TRL writes with `log_completions` and verl into `rollout_data_dir` is text: text does not say which
@@ -15,7 +18,7 @@ tokens were drawn, so such a file is refused in a line that says what to write i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,8 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _rollout(line: dict[str, Any], where: str) -> Rollout:
+    if "token_loss_mask" in line:
+        line = _from_whole_sequence(line, where)
     if isinstance(outputs := line.get("outputs"), list) and outputs and isinstance(outputs[0], dict):
         line = line | outputs[0]  # a request of vLLM's: its first completion
     prompt, completion, logprobs = (_field(line, names, where) for names in (PROMPT, COMPLETION, LOGPROBS))
@@ -76,6 +81,21 @@ def _rollout(line: dict[str, Any], where: str) -> Rollout:
     prompt = _masked(prompt, start, where)
     finish = "stop" if line.get("finish") == "stop" else "length"
     return Rollout(prompt, _masked(completion, kept, where), _masked(told, kept, where), finish)  # type: ignore[arg-type]
+
+
+def _from_whole_sequence(line: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of NeMo-RL's: tokens, mask and log-probabilities of prompt and completion together, each in a list of one."""
+    names = ("token_ids", "token_loss_mask", "generation_logprobs")
+    rows = {name: _field(line, (name,), where) for name in names}
+    rows = {name: row[0] if len(row) == 1 and isinstance(row[0], list) else row for name, row in rows.items()}
+    tokens, mask, logprobs = (rows[name] for name in names)
+    if not len(tokens) == len(mask) == len(logprobs):
+        raise ShaketableError(f"{where}: {', '.join(names)} are not of one length")
+    start = next((i for i, m in enumerate(line.get("attention_mask") or []) if m), 0)
+    drawn = [i for i, m in enumerate(mask) if m] or [len(mask)]
+    first, part = drawn[0], slice(drawn[0], drawn[-1] + 1)
+    row = {"prompt": tokens[start:first], "completion": tokens[part], "completion_mask": mask[part]}
+    return row | {"logprobs": logprobs[part]}
 
 
 def _field(line: dict[str, Any], names: Sequence[str], where: str) -> Any:
@@ -140,3 +160,10 @@ def _masked(values: list[Any], mask: Any, where: str) -> list[Any]:
 def write_rollouts(rollouts: Sequence[Rollout]) -> str:
     """Rollouts as the lines of a file."""
     return "".join(json.dumps(vars(r)) + "\n" for r in rollouts)
+
+
+def append_batch(path: Path | str, columns: Mapping[str, Iterable[Any]]) -> None:
+    """Add the rows of a training batch to a file for `--tokens`; columns are tensors, under the names that the trainer has."""
+    rows = zip(*([value.tolist() for value in column] for column in columns.values()), strict=True)
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows)

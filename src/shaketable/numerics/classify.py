@@ -1,4 +1,4 @@
-"""What kind of fault the evidence looks like. A name for people and for guidance, never part of the decision.
+"""The class of a fault, read off its wrong values. A name for people and for guidance, never part of the decision.
 
 Asked in order of how special the pattern is: zeroed, clamped, one factor, one offset, a mantissa bit that is always
 set, low mantissa bits that are always clear. `wrong_values` when nothing fits.

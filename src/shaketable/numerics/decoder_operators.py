@@ -49,8 +49,7 @@ from shaketable.errors import UnavailableError
 from shaketable.numerics import operators
 from shaketable.numerics.intervals import ACCUMULATION as UA
 from shaketable.numerics.intervals import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
-from shaketable.numerics.leaf_modules import Leaf
-from shaketable.numerics.operators import Call
+from shaketable.numerics.operators import Call, Leaf
 from shaketable.numerics.random_rounding import RandomRounding
 
 EXACT = Precision()

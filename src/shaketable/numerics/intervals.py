@@ -4,15 +4,20 @@ With y* the value in float64 and δ a bound on what the order of summation and t
 correct device returns RN(v) for some v in [y*−δ, y*+δ], where RN rounds to the dtype of the result. Rounding is monotone,
 so the results that are allowed are exactly those in [RN(y*−δ), RN(y*+δ)]. The rounding of the result itself gives no slack:
 in bfloat16 most intervals hold a single value.
+
+`device_precision` gives the documented rounding beyond the dtype: TF32 and bfloat16 products of float32 factors.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
 """Unit roundoff of each dtype."""
@@ -29,13 +34,17 @@ FEW = 32
 
 @dataclass(frozen=True)
 class Precision:
-    """What the device is documented to do to its numbers, beyond the dtype."""
+    """Documented rounding of a device beyond the dtype."""
 
     product_input: float = 0.0
     """Relative rounding of the factors of float32 products: 2^-10 for TF32, 2^-8 for bfloat16 products."""
     partial_sum: float = 0.0
     """Relative rounding of partial sums of reduced-precision products (split-K reductions)."""
     note: str = ""
+
+    def of(self, dtype: torch.dtype) -> float:
+        """The one that applies to products with results of a dtype."""
+        return self.product_input if dtype == torch.float32 else self.partial_sum
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class RoundingInterval:
         return cls(value, value)
 
     def hull(self, other: RoundingInterval) -> RoundingInterval:
-        """What either allows."""
+        """Values that either of two intervals allows."""
         return RoundingInterval(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
 
     def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +127,7 @@ def _ends(value: Tensor, slack: Tensor | float, dtype: torch.dtype) -> tuple[Ten
 
 
 def summation(terms: int) -> float:
-    """How far a sum of so many products may be off, relative to ‖x‖·‖w‖."""
+    """Error bound of a sum of products, relative to ‖x‖·‖w‖."""
     return UA * min(terms, 5 * math.sqrt(terms) + terms / 16)
 
 
@@ -182,18 +191,17 @@ class Product:
         return wrong
 
     def _some(self, at: int, where: Tensor) -> Around | RoundingInterval:
-        """What is allowed at a few values of a block."""
+        """The interval of a few values of a block."""
         *token, channel = where.nonzero(as_tuple=True)
         x, w = self.x[tuple(token)], self.w[at + channel].double()
         part = Around((x * w).sum(-1), (summation(x.shape[-1]) * x.norm(dim=-1) * w.norm(dim=-1)).add_(TINY), self.dtype)
         return part if self.bias is None else self._with_bias(part, self.bias[at + channel].double())
 
     def _block(self, at: int) -> Around | RoundingInterval:
-        """What is allowed at all values of a block."""
+        """The interval of all values of a block."""
         w = self.w[at : at + self.block].double()
         slack = (summation(self.x.shape[-1]) * self.x.norm(dim=-1, keepdim=True) * w.norm(dim=1)).add_(TINY)
-        documented = self.precision.product_input if self.dtype == torch.float32 else self.precision.partial_sum
-        if documented:
+        if documented := self.precision.of(self.dtype):
             slack = slack + 2 * documented * (self.x.abs() @ w.abs().T)
         part = Around(self.x @ w.T, slack, self.dtype)
         return part if self.bias is None else self._with_bias(part, self.bias[at : at + self.block].double())
@@ -214,3 +222,34 @@ def _is_exact() -> bool:
     if hasattr(torch.backends.mkldnn, "matmul"):
         return torch.backends.mkldnn.matmul.fp32_precision in EXACT
     return torch.get_float32_matmul_precision() != "medium"
+
+
+# ---- precision
+
+
+TOLERANCE = {torch.float32: (128.0, 2.0**-24), torch.bfloat16: (6.0, 2.0**-8), torch.float16: (6.0, 2.0**-11)}
+"""κ and unit roundoff: how far two results of one layer may be apart in κ·(u(|x| + |y|) + 4u·rms(y − x))."""
+
+
+def device_precision(device: torch.device, dtype: torch.dtype) -> Precision:
+    """Documented rounding of this device, from torch's own switches."""
+    if dtype != torch.float32:
+        return Precision()
+    asked = torch.get_float32_matmul_precision()
+    if device.type == "cuda" and (asked != "highest" or torch.backends.cuda.matmul.allow_tf32):
+        return Precision(2.0**-10, 0.0, "float32 products may use TF32: their factors are taken as rounded to 10 bits")
+    if device.type != "cuda" and asked == "medium":
+        return Precision(2.0**-8, 0.0, "float32 products may use bfloat16: their factors are taken as rounded to 8 bits")
+    return Precision()
+
+
+def tolerance(precision: Precision, dtype: torch.dtype) -> tuple[float, float]:
+    """κ and u of the tests with a tolerance."""
+    return (6.0, precision.product_input) if precision.product_input else TOLERANCE[dtype]
+
+
+@contextmanager
+def host_arithmetic() -> Iterator[None]:
+    """The host's own arithmetic, whatever mode of torch is active around: one may be how a faulty device is emulated."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield

@@ -1,9 +1,12 @@
-"""What torch functions compute, in float64, with the bound that a correct device keeps to.
+"""Operators of a model: how each one is recognised, what it computes in float64, and the bound that a correct device keeps to.
 
-Three kinds. *Rounded once*: moving, selecting and comparing values, and the IEEE operations; the host does the same in
-the same dtype and every bit must agree. *Bounded*: products, sums and transcendental functions; float64 and a bound.
-*Unknown*: the host runs the same function; if the bits agree the device is right, if not nobody can say, and the probe
-is inconclusive.
+A function of torch is recognised by its name (`BOUNDED`, `ROUNDED_ONCE`, `SELECTING`), fused attention kernels included; a
+module by its type (`leaf_of`). There are four kinds of definition:
+
+*Rounded once*: moving and comparing values, and the IEEE operations. The host does the same in the same dtype and every bit
+must agree. *Bounded*: products, sums and transcendental functions, in float64 with a bound. *Selecting*: where an index points
+must be the value that the operator selects; equal values may come in any order, no place twice. *Unknown*: the host runs the
+same function; if the bits agree the device is right, otherwise the operator is inconclusive.
 
 Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
 
@@ -15,13 +18,21 @@ Bounds (ua = 2^-24; u the unit roundoff of the dtype; K the length of a sum):
     sums           δ = ua·s(n)·Σ|x|
     index_add      δ = 1.5·u·n·Σ|x| for the n > 1 values of a row
     layer_norm     δ = 12ua·(|x − mean|/σ + rms(x)/σ)·|w| + 4ua·|b|
-    einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every result in between that is rounded
+    rms_norm       12 units of ua for the normalised value, rounded before the weight multiplies or not, 16 after it
+    einsum         δ = ua·K·Σ|x||w|, and u·Σ|x||w| for every intermediate result that is rounded
     conv1d         as a product, over a window
+    complex a·b    δ = 2ua·(|ac| + |bd|), 2ua·(|ad| + |bc|): a kernel may contract a product and the sum to one rounding
+    polar          δ = ua·(6·|y| + 4·|r|), as cos and sin times the radius r
+
+Modules are judged by the *reference*: the model's class built anew from its config, so an eps, an activation or a scale that
+was changed on the device is not trusted. The kind of an RMSNorm is not read from its name: its code is run on the host,
+and only a module whose results a formula allows is a leaf. Any other module is recorded function by function.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +40,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shaketable.numerics.intervals import ACCUMULATION as UA
 from shaketable.numerics.intervals import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
@@ -49,6 +60,8 @@ _ARITHMETIC = """
     __truediv__ __rtruediv__ __rdiv__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_
 """
 REDUCED = (torch.bfloat16, torch.float16)
+WIDENED = 1 << 24
+"""float32 weights up to this size are kept in float64 for the time of one layer."""
 COARSE = 0.125
 """A relative error of a sum above which nothing is proved by being within it."""
 ARITHMETIC = frozenset(_ARITHMETIC.split())
@@ -67,7 +80,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dtype: torch.dtype
-    """Of the result."""
+    """The result's dtype."""
     precision: Precision
     wide: Callable[[Tensor], Tensor]
     """A tensor in float64; remembers what it made for a layer's tensors."""
@@ -83,18 +96,27 @@ def product(call: Call, x: Tensor, w: Tensor) -> Around:
 
 
 def product_slack(call: Call, x: Tensor, w: Tensor) -> Tensor:
-    """How far a correct product may be from the float64 one, before its result is rounded."""
+    """Error bound of a product before its result is rounded."""
     norms = x.norm(dim=-1, keepdim=True) * w.norm(dim=-2, keepdim=True)
     slack: Tensor = summation(x.shape[-1]) * norms + TINY
-    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
-    if documented:
+    if documented := call.precision.of(call.dtype):
         slack = slack + 2 * documented * (x.abs() @ w.abs())
     return slack
 
 
 def _linear(call: Call) -> Product:
-    x, w = call.get(0, "input"), call.get(1, "weight")
-    return Product(call.wide(x), w, call.get(2, "bias"), call.dtype, call.precision)
+    return linear(call, call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias"))
+
+
+def linear(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool = False) -> Product:
+    """x @ wᵀ + bias, or x @ w + bias for a weight that is stored transposed."""
+    w = widened(call, w)
+    return Product(call.wide(x), w.T if transposed else w, bias, call.dtype, call.precision)
+
+
+def widened(call: Call, w: Tensor) -> Tensor:
+    """A float32 weight in float64, unless it is large: then it is widened block by block."""
+    return call.wide(w) if w.numel() <= WIDENED and w.dtype == torch.float32 else w
 
 
 def _matmul(call: Call) -> Around:
@@ -117,7 +139,7 @@ def _addmm(call: Call) -> Around:
 
 
 def _grouped(call: Call) -> Around:
-    """Rows [offs[i−1], offs[i]) times the matrix of expert i; what stands behind the last of them is nobody's business."""
+    """Rows [offs[i−1], offs[i]) times the matrix of expert i. Rows after the last offset are padding and are not judged."""
     x, w, ends = call.args[0], call.args[1], call.get(2, "offs").tolist()
     value, slack = torch.zeros(2, x.shape[0], w.shape[-1], dtype=torch.float64)
     start = 0
@@ -192,7 +214,7 @@ def _largest(mask: Tensor) -> Tensor | float:
 
 
 def _unseen(mask: Tensor | None, value: Tensor) -> Tensor | None:
-    """Queries that may look at no key: what they get is nobody's business, and kernels differ."""
+    """Queries whose keys are all masked: kernels differ in their result, so it is not judged."""
     if mask is None:
         return None
     hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
@@ -231,20 +253,30 @@ def _layer_norm(call: Call) -> Around:
 
 
 def _rms_norm(call: Call) -> RoundingInterval:
-    """The weight may meet a value that is rounded already; an eps that is not given is the dtype's own, or float32's."""
+    """torch's own: the weight may meet a rounded value or not; an eps that is not given is the dtype's or float32's."""
     x, w, eps = call.wide(call.args[0]), call.get(2, "weight"), call.get(3, "eps")
-    mean = x.square().mean(tuple(range(-len(call.get(1, "normalized_shape")), 0)), keepdim=True)
+    dims = tuple(range(-len(call.get(1, "normalized_shape")), 0))
+    choices = (torch.finfo(call.dtype).eps, torch.finfo(torch.float32).eps) if eps is None else (eps,)
     allowed = []
-    for small in (torch.finfo(call.dtype).eps, torch.finfo(torch.float32).eps) if eps is None else (eps,):
-        normed = x * torch.rsqrt(mean + small)
-        inner = Around.relative(normed, 12, call.dtype).interval()
+    for normed in (normalised(x, small, dims) for small in choices):
         if w is None:
-            allowed.append(inner)
-            continue
-        ends = inner.low.double() * w.double(), inner.high.double() * w.double()
-        allowed.append(RoundingInterval(torch.minimum(*ends).to(call.dtype), torch.maximum(*ends).to(call.dtype)))
-        allowed.append(Around.relative(normed * w.double(), 16, call.dtype).interval())
+            allowed.append(Around.relative(normed, 12, call.dtype).interval())
+        else:
+            allowed.append(_times_rounded(normed, w.double(), call.dtype, call.dtype))
+            allowed.append(Around.relative(normed * w.double(), 16, call.dtype).interval())
     return functools.reduce(RoundingInterval.hull, allowed)
+
+
+def normalised(x: Tensor, eps: float, dims: tuple[int, ...] = (-1,)) -> Tensor:
+    """x over its root mean square."""
+    return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+
+
+def _times_rounded(normed: Tensor, w: Tensor, inner: torch.dtype, dtype: torch.dtype) -> RoundingInterval:
+    """A normalised value that is rounded to `inner` before its weight multiplies it: both roundings are followed."""
+    interval = Around.relative(normed, 12, inner).interval()
+    ends = interval.low.double() * w, interval.high.double() * w
+    return RoundingInterval(torch.minimum(*ends).to(dtype), torch.maximum(*ends).to(dtype))
 
 
 def _einsum(call: Call) -> Around:
@@ -258,7 +290,7 @@ def _einsum(call: Call) -> Around:
     terms = computed(lambda factor: torch.ones(factor.shape, dtype=torch.float64))
     factors = len(list(tensors_of(call.args)))
     between = 0 if _sums_only_shared(call.args[0], factors) else factors
-    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
+    documented = call.precision.of(call.dtype)
     return Around(value, (UA * terms + 2 * between * UNIT[call.dtype] + 2 * documented) * size + TINY, call.dtype)
 
 
@@ -276,8 +308,7 @@ def _conv1d(call: Call) -> Around:
     rest_by_name = {k: v for k, v in call.kwargs.items() if k not in ("input", "weight", "bias")}
     value, squares = (F.conv1d(a, b, None, *rest, **rest_by_name) for a, b in ((x, w), (x.square(), torch.ones_like(w))))
     slack = summation(w[0].numel()) * squares.sqrt() * w.flatten(1).norm(dim=1)[:, None] + TINY
-    documented = call.precision.product_input if call.dtype == torch.float32 else call.precision.partial_sum
-    if documented:
+    if documented := call.precision.of(call.dtype):
         slack = slack + 2 * documented * F.conv1d(x.abs(), w.abs(), None, *rest, **rest_by_name)
     if bias is not None:  # added inside of the kernel, or to a result that has been rounded already
         slack = slack + UNIT[call.dtype] * value.abs() + UA * bias.double().abs()[:, None]
@@ -395,11 +426,6 @@ BOUNDED: dict[str, Callable[[Call], Allowed]] = {
 }
 
 
-def is_defined(name: str) -> bool:
-    """Whether a function of that name is judged, and not only compared with the host's."""
-    return name in ROUNDED_ONCE or name in BOUNDED
-
-
 def rounded_once(call: Call, name: str) -> RoundingInterval:
     """The host does the same in the same dtype.
 
@@ -442,3 +468,261 @@ def _added(call: Call, factor: float, name: str) -> RoundingInterval:
 ADDITIONS = ("add", "add_", "sub", "sub_")
 """Functions with a factor `alpha`."""
 DIVISIONS = ("div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__")
+
+
+# ---- complex numbers, judged part by part: rotary embeddings of DeepSeek-V2 and Llama 4 multiply by them
+
+
+def parts(z: Tensor) -> Tensor:
+    """Real and imaginary parts as neighbouring channels."""
+    return torch.view_as_real(z.resolve_conj()).flatten(-2)
+
+
+def _complex_product(call: Call) -> Around:
+    """Twice the bound of its two products and their sum: products of the bound are rounded too."""
+    a, b = (
+        torch.as_tensor(f, dtype=None if isinstance(f, Tensor) else call.dtype).to(torch.complex128)
+        for f in (call.args[0], call.get(1, "other"))
+    )
+    size = torch.complex((a.real * b.real).abs() + (a.imag * b.imag).abs(), (a.real * b.imag).abs() + (a.imag * b.real).abs())
+    return Around(parts(a * b), parts(size).mul_(2 * UA).add_(TINY), call.dtype.to_real())
+
+
+def _polar(call: Call) -> Around:
+    radius, angle = call.wide(call.get(0, "abs")), call.wide(call.get(1, "angle"))
+    y = parts(torch.polar(radius, angle))
+    slack = UA * (6 * y.abs() + 4 * radius.abs().repeat_interleave(2, -1)) + TINY
+    return Around(y, slack, call.dtype.to_real())
+
+
+_COMPLEX_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_")
+_COMPLEX_SUMS = {n for n in ARITHMETIC if n.strip("_") in ("add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "neg")}
+COMPLEX_BOUNDED: dict[str, Callable[[Call], Around]] = {
+    **dict.fromkeys(_COMPLEX_PRODUCTS, _complex_product),
+    "polar": _polar,
+}
+"""Other arithmetic of complex numbers has no definition."""
+
+
+# ---- indices
+
+SORTING = ("topk", "sort", "argsort")
+SELECTING = (*SORTING, "argmax", "argmin", "max", "min", "mode", "kthvalue")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Indices along a dimension that point to given values."""
+
+    x: Tensor
+    dim: int
+    index: Tensor
+    """As the host selects."""
+    values: Tensor
+    distinct: bool
+    """Whether a place may be selected only once."""
+
+    def outside(self, got: Tensor) -> Tensor:
+        """Where an index points to another value, to no value, or to a place that was selected before."""
+        size = self.x.shape[self.dim]
+        index = got.view(self.values.shape)
+        pointed = self.x.gather(self.dim, index.clamp(0, size - 1))
+        both_nan = (pointed != pointed) & (self.values != self.values)
+        wrong = (index < 0) | (index >= size) | ((pointed != self.values) & ~both_nan)
+        if self.distinct and index.shape[self.dim] > 1:
+            ordered, order = index.sort(self.dim)
+            again = ordered.diff(dim=self.dim) == 0
+            wrong = wrong | torch.zeros_like(wrong).scatter(self.dim, order.narrow(self.dim, 1, again.shape[self.dim]), again)
+        return wrong.view(got.shape)
+
+    def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """The host's indices at some places, as the lowest and the highest."""
+        index = self.index.view(where.shape)[where]
+        return index, index
+
+
+def _selected(call: Call, name: str, results: list[Tensor]) -> list[Allowed | Selection] | None:
+    """Allowed results of one call; None where they hold no indices."""
+    x = call.args[0]
+    has_indices = len(results) == 2 or name.startswith("arg")  # the maximum of whole numbers has none
+    if not has_indices or not isinstance(x, Tensor) or not x.dim():
+        return None
+    expected = list(tensors_of(call.func(*call.args, **call.kwargs)))
+    if call.kwargs.get("stable"):
+        return [RoundingInterval.exactly(t) for t in expected]
+    index = expected[-1]
+    if name in ("argmax", "argmin") and _dim(call) is None:
+        x, dim, index = x.flatten(), 0, index.view(1)
+    else:
+        place = 2 if name in ("topk", "kthvalue") else 1
+        dim = int(call.get(place, "dim", call.kwargs.get("axis", -1))) % x.dim()
+        index = index if index.dim() == x.dim() else index.unsqueeze(dim)
+    values = x.gather(dim, index)
+    first: list[Allowed | Selection] = [RoundingInterval.exactly(t) for t in expected[:-1]]
+    if name == "topk" and not call.get(4, "sorted", True):
+        order = results[0].argsort(dim, descending=True)  # in any order, so the host's are put into the device's
+        back = order.argsort(dim)
+        values, index = values.sort(dim, descending=True).values.gather(dim, back), index.gather(dim, back)
+        first = [RoundingInterval.exactly(values)]
+    return [*first, Selection(x, dim, index, values, name in SORTING)]
+
+
+# ---- any function
+
+
+WITHOUT_VALUES = ("empty", "empty_like", "new_empty", "empty_strided")
+"""Functions that return memory as it is."""
+
+
+def is_defined(name: str, is_complex: bool = False) -> bool:
+    """Whether a function of that name has a definition, and is not only compared with the host's."""
+    if is_complex:
+        return name in COMPLEX_BOUNDED or name in _COMPLEX_SUMS or name in ROUNDED_ONCE - ARITHMETIC
+    return name in ROUNDED_ONCE or name in BOUNDED
+
+
+def allowed_results(call: Call, name: str, results: list[Tensor]) -> tuple[list[tuple[Tensor, Allowed | Selection]], bool]:
+    """Each result of a function with what it may be; and whether there is a definition, or only what the host makes of it."""
+    is_complex = any(t.is_complex() for t in tensors_of((call.args, call.kwargs, results)))
+    is_known = is_defined(name, is_complex) or not (is_complex or any(t.is_floating_point() for t in results))
+    first = results[0]
+    if name in BOUNDED and first.is_floating_point():
+        try:
+            return [(first, BOUNDED[name](call))], is_known
+        except TooCoarseError:
+            return [(first, rounded_once(call, name))], False
+    if name in WITHOUT_VALUES:
+        return [], is_known
+    if name in SELECTING and (selected := _selected(call, name, results)):
+        return list(zip(results, selected, strict=True)), is_known
+    if len(results) > 1:
+        made = tensors_of(call.func(*call.args, **call.kwargs))
+        return [(got, RoundingInterval.exactly(value)) for got, value in zip(results, made, strict=True)], is_known
+    if not first.is_complex():
+        return [(first, rounded_once(call, name))], is_known
+    allowed = COMPLEX_BOUNDED.get(name, lambda call: RoundingInterval.exactly(parts(rounded_once(call, name).low)))(call)
+    return [(parts(first), allowed)], is_known
+
+
+# ---- modules that are one operator
+
+PRODUCTS = ("linear", "conv1d")
+Weight = Callable[[str], Tensor]
+"""A parameter of the module, from the file, in the device's dtype, on the host."""
+_MODULES: dict[type, str] = {
+    nn.Linear: "linear",
+    nn.Embedding: "embedding",
+    nn.LayerNorm: "layernorm",
+    nn.SiLU: "silu",
+    nn.Dropout: "identity",
+    nn.Identity: "identity",
+}
+_TRANSFORMERS_MODULES = {"Conv1D": "conv1d", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
+"""By name; people write a Conv1D or a GELUActivation of their own."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module with a definition."""
+
+    kind: str
+    module: nn.Module
+    """The reference's module: attributes are read from it, never weights."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return self.module._parameters.get("bias") is not None
+
+    def allowed(self, call: Call, weight: Weight) -> Allowed:
+        """The results that a correct device may return for this input."""
+        x = next(a for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor))
+        module: Any = self.module
+        if self.kind in PRODUCTS:
+            bias = weight("bias") if self.has_bias else None
+            return linear(call, x, weight("weight"), bias, transposed=self.kind == "conv1d")
+        if self.kind == "embedding":
+            return RoundingInterval.exactly(F.embedding(x, weight("weight")))
+        if self.kind == "identity":
+            return RoundingInterval.exactly(x)
+        if self.kind == "silu":
+            return silu(call.wide(x), call.dtype)
+        if self.kind in ("gelu", "gelu_tanh"):
+            return gelu(call.wide(x), call.dtype, "tanh" if self.kind == "gelu_tanh" else "none")
+        if self.kind == "layernorm":
+            w, b = (None if module._parameters.get(n) is None else weight(n).double() for n in ("weight", "bias"))
+            return layer_norm(call.wide(x), module.normalized_shape, w, b, module.eps, call.dtype)
+        return self._rms_norm(call, x, weight)
+
+    def _rms_norm(self, call: Call, x: Tensor, weight: Weight) -> Allowed:
+        """By kind: without a weight; times 1 + weight; times the weight, in float32 or after the value was rounded.
+
+        In float32 both roundings are of a size with the error of the square root, and one bound covers all.
+        """
+        normed = normalised(call.wide(x), float(getattr(self.module, _eps_name(self.module) or "")))
+        if self.kind == "rmsnorm_bare":
+            return Around.relative(normed, 12, call.dtype)
+        w = weight("weight").double()
+        if self.kind == "rmsnorm" and x.dtype != torch.float32:
+            return _times_rounded(normed, w, x.dtype, call.dtype)
+        return Around.relative(normed * (1 + w if self.kind == "rmsnorm_one" else w), 16, call.dtype)
+
+
+def leaf_of(module: nn.Module) -> Leaf | None:
+    """The definition of a reference's module, or None when it has to be looked into."""
+    kind = _kind(module)
+    return None if kind is None else Leaf(kind, module)
+
+
+def _kind(module: nn.Module) -> str | None:
+    name = type(module).__name__
+    kind = _MODULES.get(type(module))
+    if kind is None and type(module).__module__.startswith("transformers."):
+        kind = _TRANSFORMERS_MODULES.get(name)
+    if kind in PRODUCTS and module._parameters.get("weight") is None:
+        return None
+    if kind in ("silu", "gelu", "gelu_tanh") and "_python" in str(module.__dict__.get("act", "")):
+        return None  # written out in Python, and looked into
+    if kind is None and "rmsnorm" in name.lower() and not any(module.children()) and _eps_name(module) is not None:
+        return _norm_kind(module)
+    return kind
+
+
+def _norm_kind(module: nn.Module) -> str | None:
+    """Which formula an RMSNorm follows; one that takes a gate, or has parameters besides its weight, follows none.
+
+    This module is run, not its class: one of Qwen 4 takes its mean over groups of channels where it is told to.
+    """
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if own not in ([], ["weight"]) or len(inspect.signature(type(module).forward).parameters) > 2:
+        return None
+    kinds = ("rmsnorm_late", "rmsnorm", "rmsnorm_one") if own else ("rmsnorm_bare",)
+    return next((k for k in kinds if all(_follows(module, k, dtype) for dtype in (torch.float32, torch.bfloat16))), None)
+
+
+def _follows(module: nn.Module, kind: str, dtype: torch.dtype) -> bool:
+    """Whether the formula allows what a norm makes on the host: its roundings too, at values so small that eps counts."""
+    weight, eps = module._parameters.get("weight"), float(getattr(module, _eps_name(module) or ""))
+    try:
+        shape = (int(getattr(module, "normalized_shape", (8,))[-1]),) if weight is None else tuple(weight.shape)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(max(4, 512 // shape[-1]), *shape, generator=generator).mul_(math.sqrt(eps or 1.0)).to(dtype)
+        w = torch.empty(0) if weight is None else torch.randn(shape, generator=generator).to(dtype)
+        got = _run(module, x, None if weight is None else w)
+        call = Call(None, (x,), {}, got.dtype, Precision(), lambda tensor: tensor.double())
+        return got.shape == x.shape and not bool(Leaf(kind, module).allowed(call, lambda name: w).outside(got).any())
+    except Exception:  # code that is not called as its model calls it: it is recorded function by function
+        return False
+
+
+def _run(module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Run the code of a norm with another weight: on a copy, and without hooks."""
+    probe = type(module).__new__(type(module))
+    probe.__dict__.update(module.__dict__, _parameters={"weight": weight})
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        got: Tensor = type(module).forward(probe, x)
+    return got
+
+
+def _eps_name(module: nn.Module) -> str | None:
+    return next((name for name in ("variance_epsilon", "eps") if isinstance(module.__dict__.get(name), float)), None)

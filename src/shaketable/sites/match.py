@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 from shaketable.errors import NoMatchError, PlanError, nearest
 from shaketable.layer_ranges import Layers, parse_layers
 from shaketable.plan import Clause, Site
+from shaketable.sites.engine_modules import FUSED, is_engine_module, is_packed, reads_weight_of, why_not_experts
 from shaketable.sites.structure import ROLES, Anatomy, Part, class_name
-from shaketable.sites.vllm_fused_names import FUSED
-from shaketable.sites.vllm_modules import is_engine_module, is_packed, reads_weight_of, why_not_experts
 
 ALL_ROLES = ("linear", "rmsnorm", "layernorm")
 
@@ -28,7 +27,7 @@ def targets(clause: Clause, anatomy: Anatomy) -> list[Target]:
 
     Raises:
         NoMatchError: Nothing matches; the message has the nearest names.
-        PlanError: What matches cannot carry the fault (no weight there, integer input).
+        PlanError: A module that matches cannot carry the fault (no weight there, integer input).
     """
     check_layers(clause.site, anatomy)
     parts = _layer_parts(clause.site, anatomy) if clause.site.level == "layer" else _module_parts(clause.site, anatomy)
@@ -132,7 +131,7 @@ def _check_point(clause: Clause, parts: list[Part], point: str) -> None:
 
 
 def _check_engine(clause: Clause, parts: list[Part], point: str, anatomy: Anatomy) -> None:
-    """What cannot be faulty in a sampling engine: heads are never called there, and weights are written to."""
+    """Refuse faults that cannot act in a sampling engine: heads are never called there, and weights are written to."""
     heads = [p for p in parts if p.role == "lm_head" and point != "weight"]
     if heads:
         raise PlanError(f"{clause.text()}: a sampling engine never calls {heads[0].name!r}, it only reads its weight")

@@ -1,7 +1,7 @@
-"""What the program is doing: rollout, train or eval.
+"""The phase of a program: rollout, train or eval.
 
-The phase of a forward pass is, in this order: what `with phase("eval"):` says; what the injection on a sampling engine's model
-was told (`Injection.phase`: in vLLM every forward is a rollout, until somebody says that it validates); `rollout` inside
+The phase of a forward pass is, in this order: what `with phase("eval"):` says; the phase that was set on the injection of a
+sampling engine's model (`Injection.phase`: in vLLM every forward is a rollout, until it is set to eval); `rollout` inside
 `model.generate`; `train` or `eval` as the model's own training flag says. An explicit phase wins over `generate`, because an
 evaluation that samples is an evaluation: the study we come from left its noise on during validation for want of that rule.
 
@@ -41,9 +41,9 @@ def phase(name: str) -> Iterator[None]:
         _explicit.reset(token)
 
 
-def current_phase(training: bool, told: str | None = None) -> str:
-    """The phase now, for a model whose training flag is `training`; `told` is the phase of its engine, if it is in one."""
-    return _explicit.get() or told or ("rollout" if _generating.get() else "train" if training else "eval")
+def current_phase(training: bool, engine: str | None = None) -> str:
+    """The phase now, for a model whose training flag is `training`; `engine` is the phase of its sampling engine, if any."""
+    return _explicit.get() or engine or ("rollout" if _generating.get() else "train" if training else "eval")
 
 
 def current_rollout() -> int | None:

@@ -1,4 +1,4 @@
-"""The anatomy of a model: its decoder layers, the role of every module, dense or mixture of experts.
+"""The structure of a model: its decoder layers, the role of every module, dense or mixture of experts.
 
 Roles are read from class names and weight shapes, never with isinstance on one library's class: Hugging Face, vLLM
 and others each have their own RMSNorm, and matching one of them was how the study we come from injected nothing.
@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from shaketable.errors import ModelError
-from shaketable.sites.vllm_modules import holder_of, is_engine_experts, is_engine_linear, is_engine_module
+from shaketable.sites.engine_modules import holder_of, is_engine_experts, is_engine_linear, is_engine_module
 
 ROLES = ("linear", "rmsnorm", "layernorm", "attention", "mlp", "embedding", "lm_head", "router", "lora")
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass
 class Anatomy:
-    """What a model is made of."""
+    """The structure of a model."""
 
     model: nn.Module
     parts: list[Part] = field(default_factory=list)
@@ -76,11 +76,6 @@ class Anatomy:
                     outer[name] = role
             self.parts.append(Part(module, name, _layer_of(raw, places), role, _weights(module, role)))
         return self
-
-    def role_counts(self) -> dict[str, int]:
-        """How many modules have each role."""
-        counts = {role: sum(1 for p in self.parts if p.role == role) for role in ROLES}
-        return {role: n for role, n in counts.items() if n}
 
     def heads_without_a_module(self) -> list[Part]:
         """Embeddings whose weight is the head's too: a model that has no module for its head multiplies by them itself."""

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from shaketable.launch.job_keys import READ
+from shaketable.integrations.job_keys import READ
 from tests.frameworks.verl.tiny_run import ENVIRONMENT, HERE, release
 
 pytestmark = pytest.mark.covers("verl", "releases 0.4.1 to 0.9.1: keys that nobody would read are refused", "Hydra, no Ray")

@@ -10,7 +10,7 @@ from shaketable.harden.ladder.circuits import circuits_of
 from shaketable.harden.ladder.closeness import closeness
 from shaketable.harden.ladder.regauge import regauge
 from shaketable.harden.ladder.students import Students
-from shaketable.locate.gauge import free_spaces, gauge_of, rescaled
+from shaketable.locate.twins import free_spaces, gauge_of, rescaled
 from shaketable.sites.structure import find_layers
 from tests.harden.ladder.ladder_models import (
     ARCHITECTURES,

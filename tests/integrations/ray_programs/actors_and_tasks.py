@@ -5,6 +5,7 @@
 Prints what everybody saw as one line of JSON, and ends without waiting for anything.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import ray
 
 ADDRESS, FOLDER = sys.argv[1], Path(sys.argv[2])
+faulthandler.dump_traceback_later(240)  # should Ray hang: the test ends this program after 300 seconds, and prints what it said
 
 
 def errors(passes: int) -> list[list[float]]:

@@ -15,7 +15,7 @@ import ray
 
 def no_clock() -> None:
     """Instead of a machine too busy to let a thread write: it will not write in this hour."""
-    import shaketable.launch.live_json as kept_file
+    import shaketable.launch.ledger_file as kept_file
 
     kept_file.PAUSE = 3600
 

@@ -54,5 +54,5 @@ else:
 ray.shutdown()
 result = collect(LEDGER, allow_inert=KIND == "unseen")
 seen["forward"] = result.ledger.forward if result.ledger else 0
-seen["places"] = [p["place"] for p in result.processes]
+seen["places"] = [p.place for p in result.processes]
 print(json.dumps(seen))

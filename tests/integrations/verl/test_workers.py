@@ -267,7 +267,9 @@ def test_a_clause_that_changed_nothing_is_an_error_after_the_step(tmp_path, role
     run = Run(tmp_path, {role: Instructions(plan=f"{plan},phase={PHASE[role]}")}, size=2)
     for worker in run.workers:
         worker.work(40)
-    with pytest.raises(InertError, match=rf"{role}s: {plan.split(';')[-1].split(':')[0]}.* hit 80 times and changed no value"):
+    with pytest.raises(
+        InertError, match=rf"{role}s: {plan.split(';')[-1].split(':')[0]}.* fired 80 times and changed no value"
+    ):
         run.step()
 
 
@@ -276,7 +278,7 @@ def test_aqn_that_rounding_swallows_is_an_error_after_the_step_if_sigma_never_ch
         run = Run(tmp_path / aqn[:8], {"sampler": Instructions(aqn=aqn, total_steps=3)})
         run.workers[0].work(100)
         if fails:
-            with pytest.raises(InertError, match="hit 100 times and changed no value"):
+            with pytest.raises(InertError, match="fired 100 times and changed no value"):
                 run.step()
         else:
             run.step()

@@ -61,6 +61,34 @@ elif kind == "attention":  # sdpa, in which nobody can hit a softmax
     for step in range(3):
         model(torch.arange(8)[None])
         say(f"pass {step}")
+elif kind == "head":  # a loss that multiplies by the weight of the head, and never calls it
+
+    class Headless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.lm_head = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x) @ self.lm_head.weight.T
+
+    model = Headless()
+    for step in range(3):
+        model(x)
+        say(f"pass {step}")
+elif kind == "multi-head":  # dynamo takes the attention of torch.nn as one function
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.out = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.attention(x, x, x)[0])
+
+    model = torch.compile(Attends(), backend="aot_eager")
+    for step in range(3):
+        model(x[None])
+        say(f"pass {step}")
 elif kind == "evaluation":
     model = nn.Sequential(nn.Linear(16, 16)).eval()
     for _ in range(4):

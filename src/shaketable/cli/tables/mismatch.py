@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.padding import Padding
 
-    from shaketable.mismatch.results import Mismatch
+    from shaketable.mismatch.results import Exact, Mismatch
 
 COLOR = {"LEGAL": "green", "DEFECT": "red", "INCONCLUSIVE": "yellow"}
 SHOWN = 6
@@ -39,6 +39,8 @@ def print_stages(found: Mismatch, console: Console) -> None:
             )
             console.print(_table(("family", "share", "95 %", "KL alone", "relative error"), shares))
             console.print(f"{'':{INDENT}}{adding_up(found.shares)}", markup=False, soft_wrap=True)
+    if found.exact is not None:
+        _print_exact(found.exact, console)
     conclusion = found.conclusion
     console.print("Not looked at:", *(f"\n  - {line}" for line in conclusion.not_looked_at), markup=False, style="dim")
     if conclusion.next is not None:
@@ -59,6 +61,21 @@ def _details(found: Mismatch, stage: str) -> Iterator[str]:
             yield f"… and {more} more"
     if stage == "operators" and found.operators is not None:
         yield from (f"{w.name} ({w.phase}): {w.text}, looks like {w.looks_like}" for w in found.operators.wrong[:SHOWN])
+
+
+def _print_exact(exact: Exact, console: Console) -> None:
+    """The first operator that differs, the share of bit-equal values by kind and phase, and the reasons."""
+    console.print(f"{'exact':{INDENT}}{exact.says}", markup=False, soft_wrap=True)
+    shares: dict[str, dict[str, str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for k in exact.kinds:
+        shares.setdefault(k.kind, {"operators": str(k.operators)})[k.phase] = f"{k.share:.1%}"
+        for why in k.why:
+            reasons.setdefault(why, []).append(f"{k.kind} in {k.phase}")
+    heads = ("operators", "prefill", "decode")
+    console.print(_table(("kind", *heads), ((kind, *(row.get(h, "–") for h in heads)) for kind, row in shares.items())))
+    for line in [f"{', '.join(where)}: {why}" for why, where in reasons.items()] + exact.unavailable:
+        console.print(f"{'':{INDENT}}{line}", markup=False, soft_wrap=True)
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Padding:

@@ -26,7 +26,7 @@ STEPS, STEP = 16, 1024
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """What a kernel reads from the GPU's memory, and where it counts: see `inject/device/table.py`."""
+    """What a kernel reads from the GPU's memory, and where it counts: see `inject/cuda_graphs.py`."""
 
     rows: Tensor
     """Rows of two words of key, the scale's bits, and flags, 0 when it is off; int32."""

@@ -1,7 +1,7 @@
 """AQN on a model: an injection whose magnitudes follow the schedule.
 
 The noise lives in the phases that `where` names and nowhere else: an evaluation inside `with st.phase("eval"):` is clean, also
-when it samples. Weights are never written to (see `inject/weights/on_read.py`), so there is nothing to restore, and a
+when it samples. Weights are never written to (see `inject/weights.py`), so there is nothing to restore, and a
 checkpoint saved in the middle of a rollout is clean.
 
 The ledger's `asked` is the mean σ over the draws that were measured, so that it can be compared with the measured mean

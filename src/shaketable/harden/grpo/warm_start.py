@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor
 
-from shaketable.capture.model_identity import device_name
+from shaketable.capture.reference import device_name
 from shaketable.errors import ShaketableError
 from shaketable.faults.rng import key_of
 from shaketable.io.cache_folder import cache_folder

@@ -34,19 +34,18 @@ raised the KL by half).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shaketable.capture.recorder import watched
 from shaketable.harden.ladder.config_biases import add_biases, keep_biases
 from shaketable.harden.ladder.layer_error import LOWER, Stream, error_of, mean_error, reading, record
 from shaketable.harden.ladder.sequences import Pair
 from shaketable.harden.ladder.students import Students
 from shaketable.inject import Injection
-from shaketable.sites.nested_tensors import tensors_of
 
 SURE = 3.0
 """Standard errors."""
@@ -187,7 +186,7 @@ class _Layer:
             else:
                 found.append((given, [path]))
 
-        with _watched(self.plain.layers[self.index], note):
+        with watched(_products_of(self.plain.layers[self.index]), note):
             self.plain.run(self.index, self.plain.batches[0])
         return [paths for _, paths in found]
 
@@ -202,7 +201,7 @@ class _Layer:
                 def note(path: str, given: Tensor, output: Tensor, real: Tensor = batch.real) -> None:
                     found.setdefault(path, []).append(output.reshape(-1, output.shape[-1])[real.flatten()].float())
 
-                with _watched(stream.layers[self.index], note):
+                with watched(_products_of(stream.layers[self.index]), note):
                     stream.run(self.index, batch)
         return {path: torch.cat(parts) for path, parts in found.items()}
 
@@ -224,22 +223,8 @@ class _Layer:
             p.copy_(values[name])
 
 
-def _is_product(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-@contextmanager
-def _watched(layer: nn.Module, note: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
-    """Tell what every product of the layer is given and returns."""
-    with ExitStack() as hooks:
-        for path, module in layer.named_modules():
-            if _is_product(module):
-
-                def hook(module: Any, args: tuple[Any, ...], output: Any, path: str = path) -> None:
-                    note(path, args[0], next(tensors_of(output)))
-
-                hooks.callback(module.register_forward_hook(hook).remove)
-        yield
+def _products_of(layer: nn.Module) -> dict[str, nn.Module]:
+    return {path: m for path, m in layer.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
 
 
 def regression(clean: Tensor, faulty: Tensor, *, gains: bool) -> tuple[Tensor, Tensor]:

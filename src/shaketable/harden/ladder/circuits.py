@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from shaketable.capture.reference import rebuilt
-from shaketable.locate.wiring import Circuit, Map, circuit_of
+from shaketable.locate.twins import Circuit, Map, circuit_of
 from shaketable.sites.structure import find_layers
 
 

@@ -25,22 +25,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shaketable.capture.recorder import watched
 from shaketable.harden.ladder.circuits import circuits_of
 from shaketable.harden.ladder.layer_error import BATCH, LOWER, Stream, error_of, mean_error, reading, record
 from shaketable.harden.ladder.sequences import Pair
 from shaketable.harden.ladder.students import Students
 from shaketable.inject import Injection
-from shaketable.locate.gauge import Gauge, free_spaces, gauge_of, gauged, rescaled
-from shaketable.locate.wiring import Circuit, Map
+from shaketable.locate.twins import Circuit, Gauge, Map, free_spaces, gauge_of, gauged, rescaled
 from shaketable.measure.decoding.dynamic import batches
-from shaketable.sites.nested_tensors import tensors_of
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 UNIFORM = (2, 4, 6)
@@ -118,7 +116,7 @@ class _Search:
         self.index, self.circuit, self.plain, self.streams = index, circuit, plain, streams
         self.layer = plain.layers[index]
         self.expected = [[s.run(index, b, clean=True) for b in s.batches] for s in streams]
-        self.outputs, self.active = self._looked_at()
+        self.outputs, self.active = self._activations()
 
     def result(self) -> _Done:
         """The gauge with the least error."""
@@ -201,7 +199,7 @@ class _Search:
         same = (torch.equal(f[b.real], o[b.real]) for f, o, b in zip(found, self.outputs, self.plain.batches, strict=True))
         return all(same) and all(torch.equal(value, before[path]) for path, value in back.items())
 
-    def _looked_at(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _activations(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The layer's outputs without a fault, and the largest activation of every channel that modules are seen to read."""
         largest: dict[str, Tensor] = {}
         real = torch.empty(0)
@@ -211,21 +209,17 @@ class _Search:
             top = rows[real.flatten()].abs().amax(0).float().cpu()
             largest[space] = torch.maximum(largest[space], top) if space in largest else top
 
-        def look(m: Map) -> Callable[[Any, tuple[Any, ...], Any], None]:
-            def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
-                note(m.reads, args[0])
-                parts = next(tensors_of(output)).split([self.circuit.sizes[s] for s in m.writes], -1)
-                for space, part in zip(m.writes, parts, strict=True):
-                    if space in ("q", "k"):
-                        note(space, part)
+        maps = {m.module: m for m in self.circuit.maps if m.layout != "expert,out,in" and "lora_" not in m.parameter}
 
-            return hook
+        def look(path: str, x: Tensor, y: Tensor) -> None:
+            note(maps[path].reads, x)
+            writes = maps[path].writes
+            for space, part in zip(writes, y.split([self.circuit.sizes[s] for s in writes], -1), strict=True):
+                if space in ("q", "k"):
+                    note(space, part)
 
-        with ExitStack() as hooks:
-            for m in self.circuit.maps:
-                if m.layout != "expert,out,in" and "lora_" not in m.parameter:
-                    hooks.callback(self.layer.get_submodule(m.module).register_forward_hook(look(m)).remove)
-            outputs = []
+        outputs = []
+        with watched({path: self.layer.get_submodule(path) for path in maps}, look):
             for batch in self.plain.batches:
                 real = batch.real
                 outputs.append(self.plain.run(self.index, batch))

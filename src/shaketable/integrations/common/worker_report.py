@@ -1,7 +1,7 @@
 """What each worker of a framework did, as a file of its own that whoever gave the instructions can read at any time.
 
 Calls into a framework's workers do not always come back with an answer (verl's do not), and a worker that dies answers nothing.
-A file stays (`launch/live_json.py` says when it is written).
+A file stays (`launch/ledger_file.py` says when it is written).
 
 A folder that many machines share shows a file late, or as it was a while ago. So `flush` takes a number, which is in the report
 from then on: whoever asked for it knows by that number that what is read is not older than the question.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.launch.live_json import PAUSE, TRIES, KeptFile
+from shaketable.launch.ledger_file import PAUSE, TRIES, KeptFile
 from shaketable.ledger.ledger import Ledger
 
 SCHEMA = "shaketable.worker/1"

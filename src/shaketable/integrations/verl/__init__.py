@@ -24,7 +24,7 @@ verl's task runner does not load our plugin. So the driver puts a prefix before 
 where our plugin is loaded, and names our extension of vLLM's workers, which cannot be imported where this package is missing:
 either stops the run at its start. At its end it looks for the instructions that a trainer of ours would have written: without
 them it exits with 3, whatever verl said. A driver in which none of this is loaded is stopped by Hydra
-(`integrations/hydra_guard.py`).
+(`integrations/job_keys.py`).
 
 Rejected: variables in the environment of workers, which a Ray cluster that is running already does not take over. Instructions
 travel in verl's own config to vLLM (`additional_config`), and by a call to the actors.
@@ -79,7 +79,7 @@ def _accept_keys_without_plus() -> None:
 def _announce(config: Any) -> None:
     """Say what will be done, or end the program with the one line that says why not."""
     from shaketable.errors import ShaketableError
-    from shaketable.integrations.hydra_guard import keys_were_read
+    from shaketable.integrations.job_keys import keys_were_read
 
     try:
         found = asked(config, _announced)

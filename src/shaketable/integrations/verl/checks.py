@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shaketable.errors import ShaketableError
 from shaketable.plan import Clause, Plan
-from shaketable.sites.vllm_fused_names import FUSED
+from shaketable.sites.engine_modules import FUSED
 
 if TYPE_CHECKING:
     from shaketable.integrations.verl.settings import Shaking

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from shaketable.inject.weights.held_noise import HeldTap
+from shaketable.inject.weights import HeldTap
 from shaketable.integrations.vllm import extension
 
 STRIDE = 4096

@@ -9,7 +9,7 @@ In the study we come from σ was 0 in every sampler for a whole campaign, and al
 acted must have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without
 work. What could not act is not asked for: a clause of magnitude 0, one for validations before the first of them, a backward in
 a step without an update. A clause that has hit and changed no value in any worker stops the run too, once enough values
-were seen (`inject/inert.py`); so does AQN with the same σ at every step, which nothing but rounding can have swallowed.
+were seen (`ledger/inert.py`); so does AQN with the same σ at every step, which nothing but rounding can have swallowed.
 A validation is proven both ways: clauses that name `eval` have hit, and nothing else has.
 
 At the end the same is asked of the whole run, of what could have acted in it. A run without a step proves nothing, and is no
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import InertError, ShaketableError
-from shaketable.faults.inert import changes_nothing
 from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
 from shaketable.integrations.verl.settings import ORDERS
 from shaketable.integrations.verl.tally import BOTH, WHATS, Span
+from shaketable.ledger.inert import why_inert
 from shaketable.plan import Clause, Plan
 
 STEPS, LEDGER = "steps.jsonl", "ledger.json"
@@ -141,9 +141,8 @@ class VerlWorkers:
             if ledger is None:
                 continue
             for clause, site in zip(Plan.parse(ledger.plan).clauses, ledger.sites, strict=True):
-                fires, sums = site.forward + site.backward, site.measured()
-                if fires and not sums.changed and changes_nothing(clause.fault, sums.alive):
-                    raise InertError(f"{role}s: {site.fault}@{site.site} hit {fires} times and changed no value")
+                if (line := why_inert(site, clause.fault)) is not None:
+                    raise InertError(f"{role}s: {line}")
             if all(site.measured().changed for site in ledger.sites):
                 self._proven.add((role, what))
 

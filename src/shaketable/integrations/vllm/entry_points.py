@@ -99,8 +99,8 @@ def standing_aside(call: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the worker, during which a plan on the whole process does nothing: the worker has its own."""
 
     def quietly(*args: Any, **kwargs: Any) -> Any:
-        process = active()
-        with process.injection.standing_aside() if process is not None else nullcontext():
+        file = active()
+        with file.process.standing_aside() if file is not None else nullcontext():
             return call(*args, **kwargs)
 
     return quietly

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.inject.injection import Injection
-from shaketable.inject.other_plan import has_same_sites
+from shaketable.inject.injection import Injection, has_same_sites
 from shaketable.launch.process import active
 from shaketable.plan import Clause, Plan
 from shaketable.sites.match import check_range
@@ -59,9 +58,9 @@ def tell(error: ShaketableError) -> None:
     sys.stderr.flush()
     if file := os.environ.get(WHY):
         Path(file).write_text(str(error), encoding="utf-8")
-    if (process := active()) is not None:
-        process.refused = str(error)
-        process.flush()
+    if (ledger := active()) is not None:
+        ledger.refused = str(error)
+        ledger.flush()
 
 
 def refuse_idle(plan: Plan) -> None:

@@ -3,7 +3,7 @@
 The plan is attached right after the model was loaded: vLLM compiles at the first forward, and what is compiled carries the
 taps. It stays quiet while vLLM profiles and warms up, and is switched on at the first real request. Two things are checked,
 and each ends the engine with an error: the instructions match something in this model, and each clause fires in the first
-forward in which it acts (`first_forward.py`). What could never act is refused before (`refusals.py`); `entry_points.py` is the
+forward in which it acts (`_prove`). What could never act is refused before (`refusals.py`); `entry_points.py` is the
 way in.
 
 Graphs. vLLM keeps compiled graphs on disk. Ours hold the numbers of taps, so what is kept is kept under a name that has the
@@ -32,9 +32,8 @@ from shaketable.errors import InertError, PlanError, ShaketableError, nearest
 from shaketable.faults import MagnitudeFault
 from shaketable.harden.aqn.attach import AttachedAQN
 from shaketable.harden.aqn.spec import AQN
-from shaketable.inject.compile import custom_ops
-from shaketable.inject.injection import Injection
-from shaketable.inject.other_plan import exchange
+from shaketable.inject import op
+from shaketable.inject.injection import Injection, exchange
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report
 from shaketable.integrations.vllm.entry_points import (
@@ -44,7 +43,6 @@ from shaketable.integrations.vllm.entry_points import (
     watch_new_weights,
     watch_requests,
 )
-from shaketable.integrations.vllm.first_forward import FirstFires
 from shaketable.integrations.vllm.refusals import (
     is_for_one_fault,
     is_written,
@@ -77,7 +75,8 @@ class Shaker:
         self.phase = "rollout"
         self.is_live = False
         """Whether vLLM has warmed up and serves."""
-        self.proof: FirstFires | None = None
+        self.unproven: set[int] = set()
+        """The clauses of the plan that have not been seen to act yet; those on weights alone need no forward to act."""
         self.newest: dict[str, Injection | AttachedAQN | None] = {"plan": None, "aqn": None}
         """What was attached last; its ledger stays when it has been cleared."""
         self.is_stale = False
@@ -156,11 +155,11 @@ class Shaker:
 
     def _keep_ledger(self, instructions: Instructions) -> None:
         """Write what is done here to the folder of ledgers; under `shaketable run`, to the ledger of the process."""
-        process = active()
-        if process is not None:
-            process.injection.leave_alone(self.model)
+        file = active()
+        if file is not None:
+            file.process.leave_alone(self.model)
             if self.plan is not None:
-                process.engines.append((type(self.model).__name__, self.plan, self.plan.ledger))
+                file.engines.append((type(self.model).__name__, self.plan, self.plan.ledger))
         if instructions.ledger is not None:
             self.file = Report(Path(instructions.ledger), "sampler", self.report)
 
@@ -176,7 +175,7 @@ class Shaker:
         if self.plan is not None:
             self._retire(self.plan)
         self.plan = self.newest["plan"] = injection
-        self.proof = FirstFires(injection)
+        self._begin_proof(injection)
         self._hook(injection)
         if self.is_compiled and injection.models[0].hooks:
             self.compiled = injection
@@ -211,7 +210,7 @@ class Shaker:
         """Keep graphs that carry taps apart from all others, in vLLM's cache on disk."""
         injections = [i for i in self.injections if i.models[0].hooks]
         if injections and isinstance(self.config.additional_config, dict):
-            parts = [__version__, str(custom_ops.newest()), *(i.plan.text() for i in injections)]
+            parts = [__version__, str(op.newest()), *(i.plan.text() for i in injections)]
             self.config.additional_config[GRAPHS] = "|".join(parts)
 
     def go_live(self) -> None:
@@ -228,21 +227,34 @@ class Shaker:
         """A request is computed inside."""
         self.go_live()
         self._write_anew()
-        proof = self.proof if self.plan is not None else None
-        before = proof.expected() if proof is not None else {}
+        plan, acts = self.plan, self._acting()
         yield
-        if proof is not None and before:
-            self._prove(proof, before)
+        if plan is not None and any(acts):
+            self._prove(plan, acts)
             self.flush()
             if self.file is not None:
-                self._say([proof.plan.ledger.sites[i].summary() for i in before])
+                self._say([plan.ledger.sites[i].summary() for i, acted in enumerate(acts) if acted])
 
-    def _prove(self, proof: FirstFires, before: dict[int, int]) -> None:
-        try:
-            proof.check(before)
-        except InertError as error:
+    def _begin_proof(self, injection: Injection) -> None:
+        self.unproven = {i for i, clause in enumerate(injection.plan.clauses) if not is_written(clause)}
+
+    def _acting(self) -> tuple[bool, ...]:
+        """Per clause, whether it acts forward in the request that begins and has not been seen to act before."""
+        if self.plan is None or not self.plan.enabled:
+            return ()
+        forward = ("forward" in clause.site.directions for clause in self.plan.plan.clauses)
+        acting = zip(self.plan.acting(self.phase), forward, strict=True)
+        return tuple(i in self.unproven and all(both) for i, both in enumerate(acting))
+
+    def _prove(self, plan: Injection, acts: tuple[bool, ...]) -> None:
+        """Every clause must act in the first forward in which it is on: a hook that is never called leaves no trace."""
+        plan.inert_check.saw_pass(acts)
+        lines = [line for i, line in plan.inert_check.inert().items() if acts[i]]
+        if lines:
+            error = InertError(f"{'; '.join(lines)} in the first forward of this vLLM worker")
             tell(error)
-            raise
+            raise error
+        self.unproven -= {i for i, acted in enumerate(acts) if acted}
 
     def flush(self) -> None:
         """Bring the ledgers on disk up to date: an engine that is told to go may be killed before their own time comes."""
@@ -278,7 +290,7 @@ class Shaker:
                     self.compiled.set_magnitude(asked, i)
         else:
             exchange(self.compiled, plan, self.rank)
-            self.proof = FirstFires(self.compiled)
+            self._begin_proof(self.compiled)
         self.compiled.enable()
 
     def set_magnitude(self, magnitude: float, clause: int | None) -> None:

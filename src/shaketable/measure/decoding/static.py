@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from shaketable.errors import ShaketableError
-from shaketable.inject.device.graph_key import fingerprint
+from shaketable.inject.cuda_graphs import fingerprint
 from shaketable.measure.decoding.cuda_graph import Captured
 from shaketable.measure.decoding.dynamic import DESTROYED, Completion, Decoder, check_prompts, completions_of, padded, positions
 from shaketable.measure.decoding.sampling import draw

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shaketable.integrations.vllm.observe.weights import fused
+from shaketable.sites.engine_modules import is_engine_experts
 from shaketable.sites.structure import Anatomy, Part
-from shaketable.sites.vllm_modules import is_engine_experts
 
 
 @dataclass

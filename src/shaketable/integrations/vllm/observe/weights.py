@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import ShaketableError
-from shaketable.sites.vllm_modules import is_engine_linear
+from shaketable.sites.engine_modules import is_engine_linear
 
 ROWS = 1024
 """Rows of the identity matrix that are multiplied at once."""

@@ -1,0 +1,369 @@
+"""CUDA graphs: what captured kernels read of their taps, where they count, and when a graph must be captured anew.
+
+A CUDA graph cannot ask Python anything. So an injection has a table in the memory of each GPU: per tap and use a row of key,
+scale and flags, and beside it a row of counters per tap and direction (`counters.py`). One small kernel at the head of a pass
+(`faults/gpu/kernels/begin_pass.py`) writes the rows of the whole pass; it is replayed too, and takes the next key of a clock
+in the GPU's memory. The switch and the magnitudes are copied to the table when they change.
+
+The rows of a pass belong to the pass: a backward pass may come after other forward passes, and reads what its own forward
+pass wrote. They come in pages of so many uses of every tap, in one direction and for one argument; the first forward page is
+made when the pass begins, others when they are needed. Tables are made when hooks are set or when a model is first called on
+a GPU, because nothing may be allocated for good during a capture, and they never move. Noise that is held for a rollout needs
+no table: a replay reads the noisy weight itself.
+
+`fingerprint` tells whether a captured graph is still right. The switch, magnitudes of noise and AQN's σ need no other graph;
+a plan that was off or had magnitude 0 left nothing in the graph, and a fault without noise that takes several operators is in
+it with the magnitude of that moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shaketable.errors import PlanError
+from shaketable.faults import gpu
+from shaketable.faults.gpu.recipes import recipe
+from shaketable.faults.rng import mix64, signed
+from shaketable.inject.counters import MEASURED, WIDTH, capturing, may_wait, tell
+from shaketable.plan import PHASES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shaketable.faults import FaultBase
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.op import Application, Tap
+    from shaketable.inject.passes import Pass
+
+
+# ---- whether a graph is still right
+
+_injections: weakref.WeakSet[Injection] = weakref.WeakSet()
+
+
+def watch(injection: Injection) -> None:
+    """Count an injection among those that a fingerprint is made of."""
+    _injections.add(injection)
+
+
+def injections() -> list[Injection]:
+    """Every injection that is alive."""
+    return list(_injections)
+
+
+def fingerprint(model: nn.Module) -> tuple[object, ...]:
+    """Equal as long as a captured graph of the model is still right."""
+    own = {id(p) for p in model.parameters()}
+    acting = [i for i in _injections if not i.closed and _is_on(i, own)]
+    return tuple(sorted((i.handle, i.enabled, *(_frozen(i, k) for k in range(len(i.faults)))) for i in acting))
+
+
+def _is_on(injection: Injection, parameters: set[int]) -> bool:
+    return any(id(p) in parameters for attached in injection.models for p in attached.model.parameters())
+
+
+def _frozen(injection: Injection, clause: int) -> str:
+    """What of a clause is in a graph: whether it is there at all, and all of it where its kernels read nothing."""
+    fault, site = injection.faults[clause], injection.plan.clauses[clause].site
+    if fault.is_off:
+        return "off"
+    held = injection.hold and "weight" in (site.point or fault.points)
+    return "on" if held or recipe(fault) is not None else fault.text()
+
+
+# ---- the table of a GPU
+
+USES, USES_OF_OPERATORS = 4, 16
+"""Uses of a tap on one page: a module is called once in a pass, a layer has a dozen products."""
+_CLOCK, _OWN = 1, 2
+
+
+class DeviceTable:
+    """The table of one injection on one GPU."""
+
+    def __init__(self, injection: Injection, device: torch.device, taps: list[Tap]) -> None:
+        self.injection = injection
+        self.device = device
+        self.taps = {tap: i for i, tap in enumerate(taps)}
+        self.uses = USES_OF_OPERATORS if injection.has_operators else USES
+        self.is_used = False
+        self._frozen: list[tuple[Tap, FaultBase]] = []
+        """What was captured with its magnitude in it."""
+        self._step: int | None = None
+        self._written: object = None
+        """What `live` was last written from."""
+        self._loaded: set[object] = set()
+        self._lock = threading.Lock()
+        n = len(taps)
+        self.keys = torch.zeros(2, n, dtype=torch.int64, device=device)
+        self.make_keys()
+        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        """The moment of the last pass that a graph began."""
+        self.live = torch.zeros(len(PHASES), n, 2, device=device)
+        self.sums = torch.zeros(2 * n + 1, WIDTH, dtype=torch.float64, device=device)
+        """Forward rows, backward rows, and one for what is not counted."""
+        self._told = [[0.0] * WIDTH for _ in range(2 * n)]
+        rows = torch.zeros(n * self.uses, 4, dtype=torch.int32, device=device)
+        for moment in (_CLOCK, _OWN):  # nothing can be loaded during a capture
+            self._begin(rows, PHASES[0], False, moment, self.clock.clone(), on=False)
+        self.update()
+
+    def make_keys(self) -> None:
+        """The keys of the taps, as they are now."""
+        self.keys.copy_(torch.tensor([[signed(tap.keys[direction], 64) for tap in self.taps] for direction in (0, 1)]))
+
+    def update(self) -> None:
+        """The switch, the magnitudes and the step as they are now; what is there already is not written again."""
+        if capturing():
+            raise PlanError("a plan cannot be changed while a graph is being captured")
+        for tap, fault in self._frozen:
+            if tap.fault is not fault:
+                raise PlanError(f"{tap.site.label}: {fault.text()} was captured into a CUDA graph as it was; capture it anew")
+        if self._step != self.injection.step:
+            self._step = self.injection.step
+            self.clock.fill_(signed(mix64(self._step), 64))
+        state = self.injection.enabled, *self.injection.faults
+        if self._written != state:
+            self._written = state
+            clauses = torch.tensor([self._state(phase) for phase in PHASES])
+            self.live.copy_(clauses[:, [tap.clause for tap in self.taps]])
+
+    def _state(self, phase: str) -> list[tuple[float, float]]:
+        """Per clause, the scale, and the number of the phase from one on when it acts there."""
+        scales = [0.0 if (how := recipe(fault, lanes=True)) is None else how.scale for fault in self.injection.faults]
+        number = float(PHASES.index(phase) + 1)
+        return [(scale, number * on) for scale, on in zip(scales, self.injection.acting(phase), strict=True)]
+
+    # ---- the rows of a pass
+
+    def page(self, current: Pass, backward: bool = False, argument: int = 0, number: int = 0) -> Tensor:
+        """The page of a pass that has these uses; made when it is first asked for."""
+        which = self, backward, argument, number
+        found = current.pages.get(which)
+        if found is None:
+            rows = torch.empty(len(self.taps) * self.uses, 4, dtype=torch.int32, device=self.device)
+            self.fill(rows, current, backward, (argument << 32) + number * self.uses)
+            found = current.pages[which] = rows
+        return found
+
+    def fill(self, rows: Tensor, current: Pass, backward: bool = False, base: int = 0) -> None:
+        """Write the rows of a pass, from the use `base` on."""
+        self.is_used = True
+        known = current.pages.get((self, "moment"))
+        moment = _CLOCK if known is None else _OWN
+        if known is None:
+            known = current.pages[self, "moment"] = torch.empty_like(self.clock)
+        self._begin(rows, current.phase, backward, moment, known, base=base, on=any(current.acts))
+
+    def _begin(self, rows: Tensor, phase: str, backward: bool, kind: int, own: Tensor, *, base: int = 0, on: bool) -> None:
+        from shaketable.faults.gpu import dispatch
+        from shaketable.faults.gpu.kernels.begin_pass import begin_pass
+
+        n = len(self.taps)
+        live, sums = self.live[PHASES.index(phase)], self.sums[n:] if backward else self.sums
+        values = self.keys[int(backward)], self.clock, own, live, rows, sums
+        words = 0, 0, *dispatch.words(base), int(on)
+        shape = {"MOMENT": kind, "TAPS": n, "USES": self.uses, "BLOCK": 1024}
+        dispatch.launch(begin_pass, 1, (*values, *words), shape)
+
+    def row(self, what: Application, *, counted: bool = True) -> gpu.TableRow:
+        """Where the kernel of one application reads, and counts."""
+        page = self.page(what.current, what.backward, what.argument, what.number // self.uses)
+        row, place = self.taps[what.tap] * self.uses + what.number % self.uses, self.place(what.tap, what.backward)
+        return gpu.TableRow(page, self.sums, row, place if counted else 2 * len(self.taps))
+
+    def place(self, tap: Tap, backward: bool) -> int:
+        """The row of a tap's counters."""
+        return backward * len(self.taps) + self.taps[tap]
+
+    # ---- the operator, here
+
+    def apply(self, x: Tensor, what: Application) -> Tensor:
+        """The faulty tensor, computed and counted by the GPU at every replay."""
+        tap, mask = what.tap, what.tap.mask(x, what.fault)
+        how = recipe(what.fault, lanes=True)
+        again = what.recomputing and not what.backward
+        if how is not None and not tap.transposed and gpu.fits(x):
+            self._load(how, x)
+            y = how.apply(x, self.row(what, counted=mask is None and not again))
+            if again:
+                self.injection.counters.count_recomputed(tap)
+            if y is not None:
+                return y if mask is None else self._switched(x, y.where(mask, x), what)
+        if not what.fault.is_steady:
+            raise PlanError(
+                f"{tap.site.label}: {what.fault.kind} on {x.dtype} cannot be captured into a CUDA graph: its replays would "
+                "repeat one noise; run this model without graphs"
+            )
+        self._frozen.append((tap, what.fault))
+        return self._switched(x, tap.compute(x, what), what)
+
+    def _switched(self, x: Tensor, y: Tensor, what: Application) -> Tensor:
+        """What other operators than one kernel did, switched on or off at every replay, and counted there."""
+        row = self.row(what)
+        y = torch.where(row.rows[row.row, 3] != 0, y, x)
+        kind = recipe(what.fault, lanes=True)
+        sparse = what.fault.sparsity < 1
+        gpu.tell(x.detach(), y.detach(), row, gpu.OTHER if kind is None else kind.kind, sparse=sparse)
+        return y
+
+    def pull_back(self, g: Tensor, x: Tensor | None, what: Application) -> Tensor:
+        """The gradient of an application that was captured, captured too."""
+        row, tap = self.row(what, counted=False), what.tap
+        if what.fault.kind in ("relative_gaussian", "gain") and not tap.transposed:
+            how, mask = recipe(what.fault, lanes=True), tap.mask(g, what.fault)
+            y = None if how is None else how.apply(g, row)
+            if y is not None:
+                return y if mask is None else y.where(mask, g)
+        return torch.where(row.rows[row.row, 3] != 0, tap.pull_back(g, x, what), g)
+
+    def _load(self, how: object, x: Tensor) -> None:
+        """See that the kernels of a capture are on the GPU: nothing can be loaded during one."""
+        like = getattr(how, "kind", None), x.dtype, x.numel() % gpu.BLOCK == 0
+        if like in self._loaded or capturing():
+            return
+        self._loaded.add(like)
+        scratch = torch.zeros(gpu.BLOCK if like[2] else 1, dtype=x.dtype, device=x.device)
+        gpu.tell(
+            scratch,
+            scratch,
+            gpu.TableRow(torch.zeros(1, 4, dtype=torch.int32, device=self.device), self.sums, 0, 2 * len(self.taps)),
+        )
+
+    # ---- the ledger
+
+    def forget(self) -> None:
+        """Count from zero again."""
+        self.sums.zero_()
+        self._told = [[0.0] * WIDTH for _ in self._told]
+
+    def saved(self) -> list[list[float]]:
+        """As `HostTable.saved`."""
+        rows: list[list[float]] = self.sums.tolist()
+        return rows
+
+    def go_on(self, rows: list[list[float]]) -> None:
+        """As `HostTable.go_on`."""
+        self.sums.copy_(torch.tensor(rows, dtype=torch.float64))
+        self._told = [list(row) for row in rows[: len(self._told)]]
+
+    def settle(self) -> None:
+        """Tell the ledger what happened since it was last told; waits for the GPU."""
+        if not self.is_used or not may_wait():
+            return
+        with self._lock:
+            now = self.sums.tolist()
+            for tap, i in self.taps.items():
+                for backward, at in ((False, i), (True, len(self.taps) + i)):
+                    before = self._told[at]
+                    if now[at][:MEASURED] != before[:MEASURED] and sum(now[at]) > sum(before):
+                        tell(tap.spot, backward, now[at], before)
+                        self._told[at] = now[at]
+
+
+class DeviceTables:
+    """The tables of one injection: at most one per tap and GPU; taps of a model that comes later get a table of their own."""
+
+    def __init__(self, injection: Injection) -> None:
+        self.injection = injection
+        self.all: list[DeviceTable] = []
+        self._known: object = None
+
+    def make(self) -> None:
+        """A table on every GPU that a model is on, for the taps that have none there. Not during a capture.
+
+        Other accelerators have no kernels of ours: plain torch computes there, and the ledger says so.
+        """
+        if capturing():
+            return
+        first = [next(m.model.parameters(), None) for m in self.injection.models]
+        known = len(self.injection.taps), tuple(p.device for p in first if p is not None)
+        if known == self._known:
+            return
+        self._known = known
+        for device in _accelerators(self.injection):
+            kernel = gpu.name(device.type)
+            self.injection.ledger.kernel = kernel or "torch"
+            taps = [tap for tap in self.injection.taps if tap.reads_tables and device not in tap.tables]
+            if taps and kernel is not None:
+                self._add(DeviceTable(self.injection, device, taps))
+
+    def _add(self, table: DeviceTable) -> None:
+        self.all.append(table)
+        for tap in table.taps:
+            tap.tables[table.device] = table
+
+    def on(self, device: torch.device) -> list[DeviceTable]:
+        """The tables of one GPU."""
+        return [table for table in self.all if table.device == device]
+
+    def begin(self, current: Pass) -> None:
+        """A pass begins that is captured: the kernels at its head are captured with it."""
+        for table in self.on(torch.device("cuda", torch.cuda.current_device())):
+            table.page(current)
+
+    def apply(self, x: Tensor, what: Application) -> Tensor | None:
+        """The faulty tensor of a pass that is being captured; None where nothing is."""
+        if not what.current.captured or not capturing():
+            return None
+        table = what.tap.tables.get(x.device)
+        if table is not None:
+            return table.apply(x, what)
+        if not what.tap.reads_tables:
+            raise PlanError(
+                f"{what.tap.site.label}: noise that is held for a rollout cannot be captured together with gradients"
+            )
+        raise PlanError(f"call the model once on {x.device} before capturing it into a graph: the plan is not there yet")
+
+    def pull_back(self, g: Tensor, x: Tensor | None, what: Application) -> Tensor:
+        """The gradient of an application that was captured."""
+        table = what.tap.tables.get(g.device)
+        if table is None or not capturing():
+            raise PlanError(f"{what.tap.site.label}: capture the forward pass together with its backward pass")
+        return table.pull_back(g, x, what)
+
+    def make_keys(self) -> None:
+        """Copy the keys of the taps to every GPU."""
+        for table in self.all:
+            table.make_keys()
+
+    def update(self) -> None:
+        """Copy the switch, the magnitudes and the step to every GPU."""
+        for table in self.all:
+            table.update()
+
+    def forget(self) -> None:
+        """Count from zero again; a forked child has no GPU to do so on."""
+        if not torch.cuda._is_in_bad_fork():
+            for table in self.all:
+                table.forget()
+
+    def settle(self) -> None:
+        """Tell the ledger what kernels did."""
+        for table in self.all:
+            table.settle()
+
+    def close(self) -> None:
+        """Let the tables go, at once: what is freed by chance, by the garbage collector, may be freed during a capture.
+
+        A graph that was captured with a table may outlive the plan. Its replays go on reading and writing there, so such a
+        table stays for the rest of the process: a few hundred kilobytes, clean.
+        """
+        self.settle()
+        _outliving.extend(table for table in self.all if table.is_used)
+        self.all = []
+        for tap in self.injection.taps:
+            tap.tables = {}
+
+
+def _accelerators(injection: Injection) -> set[torch.device]:
+    """The devices other than the CPU that weights of its models are on."""
+    return {p.device for m in injection.models for p in m.model.parameters() if p.device.type not in ("cpu", "meta")}
+
+
+_outliving: list[DeviceTable] = []

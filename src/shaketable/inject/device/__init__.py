@@ -1,1 +1,0 @@
-"""What an injection keeps in the memory of a GPU, and what a captured graph depends on."""

@@ -1,0 +1,213 @@
+"""Module and layer sites: forward hooks that hand one tensor to the taps of a module, in the order of the plan.
+
+`Hook` is the base of everything that we register on a module. It stays behind when a model is copied or pickled: a copy must
+not have faults that nobody asked for, nor drag locks and ledgers with it. While any plan is active, `nn.Module.__getstate__`
+leaves out our hooks and marks, so a pickle can be read where Shaketable is not installed. In a class whose own `__getstate__`
+does not call torch's, our hooks become functions that do nothing. (Rejected: a reducer on each module, which would be copied
+too; a dictionary of hooks that hides ours, because the handles of other hooks refer to the original one.)
+
+`change_first` and `change_input` find the tensor a module is about in whatever it takes and returns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shaketable.errors import PlanError
+from shaketable.inject import op
+from shaketable.inject.op import Tap
+from shaketable.inject.passes import Entry, Frame
+
+# ---- hooks that are not copied
+
+_state: Any = nn.Module.__getstate__
+_FLAGS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+}
+"""Where torch keeps hooks, and what it notes of them under the same numbers."""
+_plans = 0
+"""How many plans are on models."""
+
+
+def keep_copies_clean() -> None:
+    """A plan is put on a model."""
+    global _plans
+    _plans += 1
+    type.__setattr__(nn.Module, "__getstate__", _clean_state)
+
+
+def end_clean_copies() -> None:
+    """It is taken off; with the last one torch has its own function back."""
+    global _plans
+    _plans -= 1
+    if not _plans:
+        type.__setattr__(nn.Module, "__getstate__", _state)
+
+
+def _clean_state(module: nn.Module) -> dict[str, Any]:
+    state = {name: value for name, value in _state(module).items() if not name.startswith("_shaketable")}
+    for name, flags in _FLAGS.items():
+        ours = {number for number, hook in state[name].items() if isinstance(hook, Hook)}
+        for each in (name, *flags) if ours else ():
+            state[each] = OrderedDict((number, found) for number, found in state[each].items() if number not in ours)
+    return state
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """What is left of a hook in a copy."""
+
+
+def never_compiled_alone(function: Any) -> None:
+    """Have dynamo trace a function inside of what it compiles, and never compile it by itself.
+
+    After a graph break in a loop it does, and torch 2.13 does not guard which function a torch function mode was called for:
+    the code compiled for one is run for another (`x.square().mean()` becomes `x.square().square()`, with any mode).
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+class Hook:
+    """Base of everything that is registered on a module."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return do_nothing
+
+    def __reduce__(self) -> Any:
+        return _left_behind, ()
+
+
+def _left_behind() -> Any:
+    return do_nothing
+
+
+# ---- the tensor a module is about
+
+
+def change_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
+    """`value` with its first tensor changed, and whether there was one.
+
+    A tuple's other members stay as they are: vLLM's linears return (output, bias), its fused norms
+    (normed, residual), attention (output, weights), decoder layers (hidden states, cache).
+    """
+    if isinstance(value, Tensor):
+        return change(value), True
+    if isinstance(value, tuple | list):
+        for i, member in enumerate(value):
+            if isinstance(member, Tensor):
+                return _rebuilt(value, i, change(member)), True
+        return value, False
+    if isinstance(value, Mapping):
+        for key, member in value.items():
+            if isinstance(member, Tensor):
+                changed: Any = copy.copy(value)
+                changed[key] = change(member)
+                return changed, True
+    return value, False
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether a module is a product of its input with its weight, which autocast casts."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """A tensor in the type that autocast will multiply it in: a fault on anything finer would be lost in the cast."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _rebuilt(value: Any, index: int, member: Tensor) -> Any:
+    members = list(value)
+    members[index] = member
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*members)
+    return type(value)(members)
+
+
+def change_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Arguments with the tensor the module is about changed.
+
+    The first floating tensor: positional ones, then `hidden_states`, `input` or `x`, then other keywords. Where no
+    tensor is floating the first of any type is handed over, so that whoever changes it can say that it will not do.
+    """
+    places: list[Any] = [*range(len(args)), *(k for k in _INPUTS if k in kwargs), *kwargs]
+    tensors = [p for p in places if isinstance(args[p] if isinstance(p, int) else kwargs[p], Tensor)]
+    floating = [p for p in tensors if (args[p] if isinstance(p, int) else kwargs[p]).is_floating_point()]
+    if not tensors:
+        return args, kwargs, False
+    place = floating[0] if floating else tensors[0]
+    if isinstance(place, int):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs, True
+    return args, {**kwargs, place: change(kwargs[place])}, True
+
+
+_INPUTS = ("hidden_states", "input", "x")
+
+
+# ---- module sites
+
+
+class ModuleTaps(Hook):
+    """The taps of one plan at one point of one module."""
+
+    def __init__(self, point: str, taps: list[Tap], entry: Entry) -> None:
+        self.point = point
+        self.taps = taps
+        self.injection = taps[0].injection
+        self.entry = entry
+        self.multiplies = point == "input" and is_product(entry.module)
+
+    def install(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hook the module at this point."""
+        if self.point == "input":
+            return [module.register_forward_pre_hook(self, with_kwargs=True)]
+        return [module.register_forward_hook(self, with_kwargs=True)]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
+        """Forward pre-hook, or forward hook."""
+        if torch.compiler.is_compiling():
+            if not op.is_present(self.taps[0].handle):
+                return None
+        elif not self.injection.enabled:
+            return None
+        return self._on_output(args, kwargs, output[0]) if output else self._on_input(args, kwargs)
+
+    def _on_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = self._frame(args, kwargs)
+        args, kwargs, found = change_input(args, kwargs, lambda x: self._touch(x, frame))
+        if not found:
+            raise PlanError(f"{self.taps[0].site.label}: {self.taps[0].name} was called without a tensor to change")
+        return args, kwargs
+
+    def _on_output(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        frame = self._frame(args, kwargs)
+        output, found = change_first(output, lambda x: self._touch(x, frame))
+        if not found:
+            raise PlanError(f"{self.taps[0].site.label}: {self.taps[0].name} returned no tensor to change")
+        return output
+
+    def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
+        if torch.compiler.is_compiling():
+            return None
+        return self.injection.frame(self.entry, args, kwargs)
+
+    def _touch(self, x: Tensor, frame: Frame | None) -> Tensor:
+        if self.multiplies and (frame is None or any(frame.current.acts_on(tap) for tap in self.taps)):
+            x = as_multiplied(x)
+        for tap in self.taps:
+            x = op.trace(x, tap) if frame is None else tap.touch(x, frame)
+        return x

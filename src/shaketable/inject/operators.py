@@ -1,0 +1,630 @@
+"""Operator sites: every covered operator, forward and backward, in the layer that called it.
+
+A TorchFunctionMode (`Operators`) sees each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest,
+also when they were imported by name long ago. Around the real call it puts a faulty gradient on each input that wants one
+(every gradient that the operator produces gets its own error) and a fault on the result. Dynamo traces such modes, so the
+same code serves torch.compile; only how a fault is placed differs (`Here` in eager code, `Traced` in a graph).
+Monkey-patching torch.matmul and F.linear instead misses `@`, mm, einsum, attention and every name that was bound early.
+
+The taps of an operator follow from its family, from the model and the layer that call it, and from the weight it multiplies
+with: heads, routers and adapters are left out unless the plan includes them (`ExcludedWeights`).
+
+Two kinds of operator need more. An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one
+(`OperatorModule`). Fused attention computes two products and a softmax that nobody can reach: where the math backend alone is
+enabled they are computed one by one (`attention_in_the_open`); elsewhere the ledger counts the call as fused, and a line says
+so when the plan is attached, with the setting that helps (`hidden_by_attention`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shaketable.inject import op
+from shaketable.inject.modules import Hook, change_first, change_input, never_compiled_alone
+from shaketable.plan import OPS, Site
+from shaketable.sites.composite_functions import opened
+from shaketable.sites.engine_modules import is_engine_experts, is_engine_linear, is_engine_module
+from shaketable.sites.structure import Part
+
+if TYPE_CHECKING:
+    from shaketable.inject.injection import Injection
+    from shaketable.inject.op import Tap
+    from shaketable.inject.passes import Entry, Frame
+
+
+# ---- which taps an operator has
+
+
+class OperatorTaps:
+    """The operator clauses of one injection, as taps."""
+
+    def __init__(self, injection: Injection) -> None:
+        self.injection = injection
+        self.loose: Entry | None = None
+        """Who calls an operator of a compiled graph that no model is in; None where that is nobody's business."""
+        self.weights = ExcludedWeights()
+        self.notes = torch.zeros(1, dtype=torch.int64)
+        """Written to by what compiled graphs note, so that they do."""
+        self._taps: dict[tuple[int, int | None, str, str | None], list[Tap]] = {}
+
+    def make(self, owner: int, prefix: str, layers: range) -> None:
+        """Taps for every operator family of every layer of a model, and for operators outside of layers."""
+        for i, clause in enumerate(self.injection.plan.clauses):
+            if clause.site.level != "op":
+                continue
+            for family in families(clause.site.names):
+                for layer in [None, *layers]:
+                    if clause.site.layers is not None and layer not in clause.site.layers:
+                        continue
+                    name = f"{prefix}{family}" if layer is None else f"{prefix}layer.{layer}.{family}"
+                    tap = self.injection.make_tap(i, name, "output", layer)
+                    for excluded in (None, *clause.site.include):
+                        self._taps.setdefault((owner, layer, family, excluded), []).append(tap)
+
+    def tapped(self, family: str, owner: int, layer: int | None, excluded: str | None) -> list[Tap]:
+        """Taps for an operator of this family at this place."""
+        return self._taps.get((owner, layer, family, excluded), [])
+
+    def of(self, family: str, entry: Entry) -> list[Tap]:
+        """Taps for an operator called by `entry` itself."""
+        return self.tapped(family, entry.owner, entry.layer, entry.excluded)
+
+    def tracing_entry(self) -> Entry | None:
+        """Who calls an operator of the graph that is being compiled."""
+        entries = op.traces[self.injection.handle].entries
+        return entries[-1] if entries else self.loose
+
+
+class Here:
+    """An operator that is called in a frame."""
+
+    def __init__(self, taps: OperatorTaps, frame: Frame) -> None:
+        self.taps, self.frame = taps, frame
+
+    def at(self, family: str, tensors: list[Any]) -> list[Tap]:
+        """The taps of an operator that is given these."""
+        frame = self.frame
+        excluded = frame.excluded or self.taps.weights.owner(tensors)
+        return self.taps.tapped(family, frame.entry.owner, frame.layer, excluded)
+
+    def reaches(self, family: str, tensors: list[Any]) -> bool:
+        """Whether an operator of this family would be met here and now."""
+        return any(self.frame.current.acts_on(tap) for tap in self.at(family, tensors))
+
+    def number(self, family: str) -> int:
+        """How many operators of this family there were before in this layer and pass."""
+        return self.frame.count((self.frame.layer, family))
+
+    def forward(self, tap: Tap, x: Tensor) -> Tensor:
+        """The faulty result."""
+        return tap.forward(x, self.frame)
+
+    def gradient(self, tap: Tap, x: Tensor, argument: int, number: int) -> Tensor:
+        """An argument whose gradient will be faulty."""
+        return tap.gradient(x, self.frame, argument, number)
+
+    def note_by_hand(self, taps: list[Tap]) -> None:
+        """Name an operator inside of a hand-written autograd function: its backward is whatever was written there."""
+        current = self.frame.current
+        if torch.is_grad_enabled() or not current.with_gradients:
+            return
+        name = _function_by_hand()
+        for tap in taps if name is not None else ():
+            if current.acts_on(tap):
+                what = "lm_head" if self.frame.layer is None else f"layer {self.frame.layer}"
+                note = f"an operator ({what}) inside of {name}, {_BY_HAND}"
+                if note not in (notes := self.taps.injection.sites[tap.clause].notes):
+                    notes.append(note)
+
+    def note_fused(self, tensors: list[Any]) -> None:
+        """Count an attention call whose inner products cannot be reached."""
+        for tap in _hidden(self, tensors):
+            if self.frame.current.acts_on(tap) and not self.frame.recomputing:
+                self.taps.injection.sites[tap.clause].fused += 1
+
+
+class Traced:
+    """An operator of the graph that is being compiled. Dynamo traces it."""
+
+    def __init__(self, taps: OperatorTaps, entry: Entry) -> None:
+        self.taps, self.entry = taps, entry
+        self.trace = op.traces[taps.injection.handle]
+
+    def at(self, family: str, tensors: list[Any]) -> list[Tap]:
+        """The taps of an operator that is given these."""
+        entry, weights = self.entry, self.taps.weights
+        excluded = entry.excluded or weights.traced_owner(tensors)
+        if excluded is None and entry.is_root and weights.has_head and self._is_by_hand():
+            excluded = "lm_head"
+        return self.taps.tapped(family, entry.owner, entry.layer, excluded)
+
+    def _is_by_hand(self) -> bool:
+        """Whether this is inside of a hand-written autograd function: a product of the model itself is then its head's."""
+        return self.trace.with_gradients and not torch.is_grad_enabled()
+
+    def reaches(self, family: str, tensors: list[Any]) -> bool:
+        """Whether an operator of this family is met here."""
+        return len(self.at(family, tensors)) > 0
+
+    def number(self, family: str) -> int:
+        """How many operators of this family there were before in this layer and pass."""
+        return self.trace.count(f"{self.entry.layer} {family}")
+
+    def forward(self, tap: Tap, x: Tensor) -> Tensor:
+        """The faulty result."""
+        return op.trace_forward(x, tap.handle)
+
+    def gradient(self, tap: Tap, x: Tensor, argument: int, number: int) -> Tensor:
+        """An argument whose gradient will be faulty."""
+        return op.trace_gradient(x, tap.handle, argument, number, False)
+
+    def note_by_hand(self, taps: list[Tap]) -> None:
+        """Name an operator inside of a hand-written autograd function."""
+        if self._is_by_hand() and len(taps) > 0:
+            what = "lm_head" if self.entry.layer is None else f"layer {self.entry.layer}"
+            op.note(self.taps.injection.handle, f"an operator ({what}) inside of {_BY_HAND}")
+
+    def note_fused(self, tensors: list[Any]) -> None:
+        """Count an attention call whose inner products cannot be reached, whenever the graph runs."""
+        for tap in _hidden(self, tensors):
+            packed = self.trace.packed(tensors[0])
+            torch.ops.shaketable.note_fused(self.taps.notes, packed, tap.handle)
+
+
+def _hidden(where: Here | Traced, tensors: list[Any]) -> list[Tap]:
+    """The taps of what attention hides, one for each clause."""
+    products = where.at("matmul", tensors)
+    clauses = [tap.clause for tap in products]
+    return products + [tap for tap in where.at("softmax", tensors) if tap.clause not in clauses]
+
+
+class ExcludedWeights:
+    """Weights of the modules that operator plans leave out: a head, a router, an adapter.
+
+    What a weight belongs to decides, not which module is running: trainers multiply by the weight of a head outside of its
+    module. A weight is known by its memory, which its views and transposes share.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._heads: list[nn.Linear | nn.Embedding] = []
+        self._known: dict[int, str] = {}
+        self._cast: tuple[Tensor, int, str] | None = None
+        """The last one that was cast, held so that nothing else gets its memory."""
+        self._firsts: tuple[int, ...] = ()
+
+    def add(self, module: nn.Module, reason: str, owner: int) -> None:
+        """A module that is left out, of the model with this number."""
+        self._modules.setdefault(owner, []).append((module, reason))
+        self._firsts = ()
+        if reason == "lm_head" and isinstance(module, nn.Linear | nn.Embedding):
+            self._heads.append(module)
+
+    def refresh(self) -> None:
+        """A pass begins: weights may be where they were not before. A model moves as a whole, so its first one tells."""
+        self._cast = None
+        found = (next(self._weights(owner), None) for owner in self._modules)
+        firsts = tuple(_address(first[0]) for first in found if first is not None)
+        if firsts != self._firsts:
+            self._firsts = firsts
+            self._known = {_address(p): why for owner in self._modules for p, why in self._weights(owner)}
+
+    def _weights(self, owner: int) -> Iterator[tuple[Tensor, str]]:
+        modules = self._modules[owner]
+        return ((p, why) for module, why in modules for p in module.parameters(recurse=False) if type(p) in _PLAIN)
+
+    def owner(self, tensors: list[Any]) -> str | None:
+        """Why an operator that is given these is left out; None when it is not."""
+        if not self._known:
+            return None
+        for x in tensors:
+            if type(x) in _PLAIN:
+                address = _address(x)
+                if (found := self._known.get(address)) is not None:
+                    return found
+                if self._cast is not None and self._cast[1] == address:
+                    return self._cast[2]
+        return None
+
+    def cast(self, x: Any, result: Any) -> Any:
+        """What was cast: of a weight that is left out it is left out too."""
+        if self._known and type(x) in _PLAIN and type(result) is Tensor and (why := self.owner([x])) is not None:
+            self._cast = result, _address(result), why
+        return result
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there is a head among them."""
+        return len(self._heads) > 0
+
+    def traced_owner(self, tensors: list[Any]) -> str | None:
+        """The same while a graph is traced, where memory has no address: a head is known as the object that it is."""
+        for module in self._heads:
+            for x in tensors:
+                if x is module.weight:
+                    return "lm_head"
+        return None
+
+
+def _function_by_hand() -> str | None:
+    """The autograd function whose forward is running; None where there is none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
+            return type(frame.f_locals["ctx"]).__name__.removesuffix("Backward")
+        frame = frame.f_back
+    return None
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+_PLAIN = (Tensor, nn.Parameter)
+_BY_HAND = "a hand-written autograd function: what its backward computes is not covered"
+
+
+def families(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The operator families a site names."""
+    return OPS if "all" in names else names
+
+
+# ---- attention
+
+
+def only_math() -> bool:
+    """Whether attention is set to be computed product by product."""
+    cuda = torch.backends.cuda
+    fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    return cuda.math_sdp_enabled() and not fused
+
+
+only_math._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""A graph keeps what was so when it was traced."""
+
+
+def attention_in_the_open(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention as the math backend defines it, one covered operator after the other."""
+    root = math.sqrt(scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(query * root, (key * root).transpose(-2, -1))
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if attn_mask is not None:
+        masked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
+    weights = F.softmax(scores, dim=-1).masked_fill(scores.eq(-math.inf).all(-1, keepdim=True), 0.0)
+    return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
+
+
+def open_multi_head() -> Callable[..., Any]:
+    """torch's multi-head attention, so that the operators inside are met."""
+    return opened(F.multi_head_attention_forward)
+
+
+OPEN = ("eager", "eager_paged")
+"""Implementations of transformers that call one operator after the other."""
+_HIDDEN = {"matmul": "two matrix products (op.matmul)", "softmax": "softmax (op.softmax)"}
+
+
+def hidden_by_attention(model: nn.Module, site: Site) -> list[str]:
+    """One line for each implementation of attention in a model that hides operators which a site names."""
+    met = families(site.names) if site.level == "op" else ()
+    what = " and ".join(words for family, words in _HIDDEN.items() if family in met)
+    return [_line(name, what) for name in _implementations(model)] if what else []
+
+
+def _implementations(model: nn.Module) -> list[str]:
+    """How the attention modules of a model compute, those apart that can be seen into; "" stands for an engine's kernel."""
+    found = {}
+    for module in model.modules():
+        if "attention" in type(module).__name__.lower():
+            own = "" if is_engine_module(module) else getattr(getattr(module, "config", None), "_attn_implementation", None)
+            found[own] = own is not None and own not in OPEN and not (own == "sdpa" and only_math())
+    return sorted(name for name, hides in found.items() if name is not None and hides)
+
+
+def _line(name: str, what: str) -> str:
+    kernel = f"attention is one kernel ({name or 'of the engine'}), inside of which its {what} cannot be hit"
+    return f"{kernel}; {'load the model with attn_implementation=eager' if name else 'op.sdpa hits what it returns'}"
+
+
+# ---- the mode
+
+_NAMES = {
+    "matmul": (
+        "mm addmm bmm baddbmm addbmm matmul __matmul__ __rmatmul__ linear einsum mv addmv inner tensordot multi_dot "
+        "chain_matmul bilinear grouped_mm _grouped_mm grouped_mm_fallback addmm_ baddbmm_ addbmm_ addmv_"
+    ),
+    "softmax": "softmax _softmax",
+    "silu": "silu",
+    "gelu": "gelu",
+    "layer_norm": "layer_norm native_layer_norm",
+    "rms_norm": "rms_norm _fused_rms_norm",
+    "sdpa": "scaled_dot_product_attention",
+}
+_FAMILY = {name: family for family, names in _NAMES.items() for name in names.split()}
+_WHOLE = ("", "multi_head_attention_forward")
+"""Not an operator: a function that is opened, so that those inside are met."""
+_CAST = ("", "to")
+"""Not an operator either: what is cast of the weight of a head is still the head's."""
+_CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as)
+_IN_PLACE = {f"{name}_": getattr(torch, name) for name in ("addmm", "baddbmm", "addbmm", "addmv")}
+"""What an operator in place computes, elsewhere."""
+
+
+def _covered() -> dict[Any, tuple[str, str]]:
+    """Every Python-visible function of a covered operator, with its family and name.
+
+    `torch.ops.aten.mm` is covered, its overloads (`.default`) are not: those are what compiled graphs run, after their
+    operators have been met in the graph itself.
+    """
+    homes = (torch, torch.Tensor, F, torch.linalg, torch._C._nn, torch.special)
+    table: dict[Any, tuple[str, str]] = {}
+    for name, family in _FAMILY.items():
+        for home in homes:
+            if (func := getattr(home, name, None)) is not None:
+                table[func] = (family, name)
+        if not name.startswith("__") and hasattr(torch.ops.aten, name):
+            packet = getattr(torch.ops.aten, name)
+            table[packet] = (family, name)
+    return table | {F.multi_head_attention_forward: _WHOLE} | dict.fromkeys(_CASTS, _CAST)
+
+
+COVERED = _covered()
+
+
+def cover_transformers() -> None:
+    """Add the grouped product of transformers' own experts, once transformers has defined it."""
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        packet = torch.ops.transformers.grouped_mm_fallback
+        COVERED[packet] = ("matmul", "grouped_mm_fallback")
+
+
+def atomic_family(part: Part) -> str | None:
+    """The operator that a leaf module is as a whole, when it may be written out in Python."""
+    if is_engine_linear(part.module) or is_engine_experts(part.module):
+        return "matmul"
+    if any(part.module.children()):
+        return None
+    kind = type(part.module).__name__.lower()
+    if is_engine_module(part.module) and kind == "attention":
+        return "sdpa"
+    if part.role == "rmsnorm":
+        return "rms_norm"
+    return next((family for family in ("gelu", "silu") if family in kind), None)
+
+
+class OperatorModule(Hook):
+    """A module taken as one operator: faulty gradients of its input and weight, and a faulty output.
+
+    A module that works in place gets a copy while a tap acts; the result is then written into the tensor it was given.
+    """
+
+    def __init__(self, injection: Injection, taps: list[Tap]) -> None:
+        self.injection = injection
+        self.handle = injection.handle
+        self.backward = [tap for tap in taps if "backward" in tap.site.directions]
+        self.forward = [tap for tap in taps if "forward" in tap.site.directions]
+        self.local = threading.local()
+        self.traced: list[Tensor | None] = []
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
+        """Forward pre-hook and forward hook."""
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and not op.present[self.handle]:
+            return None
+        frame = None if is_traced else self.injection.operator_frame()
+        if not is_traced and (frame is None or not any(frame.current.acts_on(tap) for tap in (*self.backward, *self.forward))):
+            return None
+        targets = self.traced if is_traced else self.local.__dict__.setdefault("targets", [])
+        if not getattr(module, "inplace", False):
+            if output:
+                return change_first(output[0], lambda x: self._on_output(x, frame))[0]
+            args, kwargs, _ = change_input(args, kwargs, lambda x: self._on_input(x, frame))
+            return args, kwargs
+        if output:
+            target = targets.pop() if targets else None
+            changed = change_first(output[0], lambda x: self._on_output(x, frame))[0]
+            return changed if target is None else target.copy_(changed)
+
+        def copied(x: Tensor) -> Tensor:
+            targets.append(x)
+            return self._on_input(x, frame).clone()
+
+        args, kwargs, _ = change_input(args, kwargs, copied)
+        return args, kwargs
+
+    def _on_input(self, x: Tensor, frame: Frame | None) -> Tensor:
+        for tap in self.backward:
+            x = op.trace_gradient(x, tap.handle, 0, None, False) if frame is None else tap.gradient(x, frame)
+        return x
+
+    def _on_output(self, x: Tensor, frame: Frame | None) -> Tensor:
+        for tap in self.forward:
+            x = op.trace_forward(x, tap.handle) if frame is None else tap.forward(x, frame)
+        return x
+
+
+class Operators(TorchFunctionMode):
+    """The operator clauses of one injection, active in one thread."""
+
+    def __init__(self, injection: Injection) -> None:
+        super().__init__()
+        self.injection = injection
+        self.taps = injection.operators
+
+    def put_on(self) -> bool:
+        """Put our mode on in this thread, unless it is on; whether it was not.
+
+        The stack itself is asked: `loss.backward()` runs through our mode and so runs with it off, and a recomputed
+        layer inside it must switch it on again.
+        """
+        if self in torch.overrides._get_current_function_mode_stack():
+            return False
+        self.__enter__()
+        return True
+
+    def take_off(self) -> None:
+        """Take our mode off in this thread, wherever in the stack it is."""
+        _take_off(lambda mode: mode is self)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Thousands of functions pass here that are nobody's business: those go first."""
+        operator = COVERED.get(func)
+        if operator is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if operator is _CAST:
+            return self.taps.weights.cast(args[0], func(*args, **kwargs))
+        where = self._where(operator[0], kwargs)
+        if where is None:
+            return func(*args, **kwargs)
+        if operator is _WHOLE:
+            with self:
+                return open_multi_head()(*args, **kwargs)
+        return self._meet(where, func, operator, args, kwargs)
+
+    def _where(self, family: str, kwargs: dict[str, Any]) -> Here | Traced | None:
+        """Where an operator is met: in a frame, or in the graph that is being traced; None where it is nobody's business."""
+        injection = self.injection
+        if torch.compiler.is_compiling():
+            entry = self.taps.tracing_entry() if op.present[injection.handle] else None
+            return None if entry is None or entry.atomic == family else Traced(self.taps, entry)
+        caller = sys._getframe(2)
+        if _is_tracing() or _is_dynamos(caller) or ("out" in kwargs and _is_inductor(caller)):
+            return None
+        frame = injection.operator_frame()
+        return None if frame is None or frame.entry.atomic == family else Here(self.taps, frame)
+
+    def _meet(self, where: Here | Traced, func: Any, operator: tuple[str, str], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The operator, with faults on its result and on the gradients of what it is given."""
+        family, name = operator
+        tensors = [*args, *kwargs.values()]
+        taps = where.at(family, tensors)
+        if family == "sdpa" and (where.reaches("matmul", tensors) or where.reaches("softmax", tensors)):
+            if only_math():
+                with self:
+                    result = attention_in_the_open(*args, **kwargs)
+                return _change_result(where, taps, result)
+            where.note_fused(tensors)
+        if not taps:
+            return func(*args, **kwargs)
+        where.note_by_hand(taps)
+        func, args, kwargs, target = _elsewhere(func, name, args, kwargs)
+        args, kwargs = _mark_gradients(where, taps, args, kwargs, where.number(family))
+        result = _change_result(where, taps, func(*args, **kwargs))
+        return result if target is None else target.copy_(result)
+
+
+def _elsewhere(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any], Tensor | None]:
+    """An operator that writes into a tensor it is given, as one that does not, and that tensor."""
+    if name in _IN_PLACE:
+        return _IN_PLACE[name], args, kwargs, args[0]
+    if kwargs.get("out") is not None:
+        return func, args, {key: value for key, value in kwargs.items() if key != "out"}, kwargs["out"]
+    if name == "silu" and (kwargs.get("inplace") or True in args[1:]):
+        return func, (args[0].clone(),), {}, args[0]
+    return func, args, kwargs, None
+
+
+def _mark_gradients(where: Here | Traced, taps: list[Tap], args: Any, kwargs: Any, number: int) -> tuple[Any, Any]:
+    """The arguments, of which each tensor that wants a gradient gets a faulty one."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    taps = [tap for tap in taps if "backward" in tap.site.directions]
+    position = 0
+    changed: list[Any] = []
+    for value in args:
+        value, position = _mark(where, taps, value, position, number)
+        changed.append(value)
+    named = {}
+    for key, value in kwargs.items():
+        value, position = _mark(where, taps, value, position, number)
+        named[key] = value
+    return tuple(changed), named
+
+
+def _mark(where: Here | Traced, taps: list[Tap], value: Any, position: int, number: int) -> tuple[Any, int]:
+    """One argument, which may be a list of tensors, and the number of the last one that was looked at."""
+    if isinstance(value, list | tuple):
+        members = []
+        for member in value:
+            member, position = _mark(where, taps, member, position, number)
+            members.append(member)
+        return type(value)(members), position
+    position += 1
+    if isinstance(value, Tensor) and value.requires_grad:
+        for tap in taps:
+            value = where.gradient(tap, value, position, number)
+    return value, position
+
+
+def _change_result(where: Here | Traced, taps: list[Tap], result: Any) -> Any:
+    """Some norms return their statistics too: there the first result is hit."""
+    for tap in taps:
+        if "forward" in tap.site.directions:
+            result = change_first(result, partial(where.forward, tap))[0]
+    return result
+
+
+never_compiled_alone(Operators.__torch_function__)
+
+
+def take_off_closed() -> None:
+    """Take the modes off in this thread whose injections another thread has closed: a thread cannot reach another's stack."""
+    _take_off(lambda mode: isinstance(mode, Operators) and mode.injection.closed)
+
+
+def _take_off(unwanted: Callable[[Any], bool]) -> None:
+    modes = torch.overrides._get_current_function_mode_stack()
+    lowest = next((i for i, mode in enumerate(modes) if unwanted(mode)), len(modes))
+    for _ in modes[lowest:]:
+        torch.overrides._pop_mode()
+    for mode in modes[lowest:]:
+        if not unwanted(mode):
+            torch.overrides._push_mode(mode)
+
+
+def _is_tracing() -> bool:
+    """Whether a graph is being made of what dynamo has already traced: those calls are on fake tensors."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def _is_dynamos(caller: types.FrameType) -> bool:
+    """Whether a call comes from a graph of dynamo's that is run as it is, as `backend="eager"` does: it was met in tracing."""
+    if not caller.f_code.co_filename.startswith("<eval_with_key>"):
+        return False
+    return "dynamo_flat_name_to_original_fqn" in getattr(caller.f_locals.get("self"), "meta", ())
+
+
+def _is_inductor(caller: types.FrameType) -> bool:
+    """Whether a call comes from a file that inductor wrote: its products were met when the graph was traced."""
+    inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return inductor is not None and caller.f_code.co_filename.startswith(inductor.cache_dir())

@@ -1,0 +1,229 @@
+"""Jobs of verl that ask for faults among their own arguments: `+shaketable.plan=…`, or the origin's keys.
+
+Hydra accepts such keys whether or not anything reads them. verl reads ours by a plugin, and only where it has plugins:
+`verl.trainer.main_ppo` of the releases in `RELEASES`. Elsewhere (earlier releases, SFT trainers,
+`VERL_USE_EXTERNAL_PLUGINS=none`) the run would be clean. Two things stand against that; neither imports torch or verl.
+
+**`shaketable run --` around the job** (`run_with_keys`) injects nothing. It puts our plugin in front of verl, whatever verl's
+own settings for plugins are; stops at once where this package cannot be imported (`launch/startup/`); and looks in the end
+for the line that the reader of the keys has written.
+
+**A guard in Hydra** (`watch`) stops the job before it starts Ray. Hydra has plugins too, so `hydra_plugins/shaketable_guard.py`
+is there in all of verl's programs. It looks at
+
+    the arguments   a plan that Hydra's grammar would cut, because the quotes around it were the shell's
+    the config      faults are asked for, and this program of this verl does not read them
+    ray.init        faults are asked for, and were still not read
+
+Each ends the program with one line and 2. The origin's keys are judged like ours, but for a verl that is the origin's own: it
+has the modules that read them, and is left to itself with a line that says so.
+
+Rejected: a list of release numbers to accept. Forks and development versions have numbers that say little; the test is whether
+the config has the trainers that our plugin replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shaketable.errors import ShaketableError
+from shaketable.integrations.origin_configs.translate import translate
+
+READ = "SHAKETABLE_KEYS_READ"
+"""The file that is written to when the keys were read."""
+MODULES = "VERL_USE_EXTERNAL_MODULES"
+_GROUP = r"shaketable|deadzone|aqn|trainer\.(?:noisy_ops|hw_error_injection|noise_injection)"
+_KEY = re.compile(rf"\+{{0,2}}((?:(?:{_GROUP})(?:\.[\w.]+)?)|(?:deadzone|aqn)_\w+)=")
+_VARIABLE, _VERL = "VERL_NOISY_OPS_ENABLED", "verl.trainer"
+RELEASES = "0.9.0 and 0.9.1"
+"""Releases of verl whose `main_ppo` reads our keys, as far as they were tested."""
+PLUGIN = "shaketable.integrations.verl"
+"""The module that verl's processes import to obey us."""
+OF_THE_ORIGIN = tuple(f"verl.utils.{name}" for name in ("noisy_ops", "hw_error_injection", "noise_injection"))
+"""Modules of the origin's own verl, which read its keys."""
+
+_read = False
+
+
+# ---- around the job
+
+
+def keys_of(command: list[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    """The keys among a command's arguments that ask for faults, and, for a job of verl, the origin's variable that does."""
+    keys = [found[1] for argument in command if (found := _KEY.match(argument))]
+    is_on = (environ or {}).get(_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
+    return [*keys, _VARIABLE] if is_on and any(_VERL in word for word in command) else keys
+
+
+def run_with_keys(command: list[str], keys: list[str]) -> int:
+    """Run a command that asks for faults by itself; its exit code, or 3 when it succeeded and nothing read the keys."""
+    from shaketable.launch.run import NOTHING_INJECTED, run_command
+
+    with tempfile.TemporaryDirectory(prefix="shaketable-") as folder:
+        read = Path(folder) / "read"
+        code = run_command(command, _environment(read))
+        if code == 0 and not read.exists():
+            sys.stderr.write(f"shaketable: nothing was injected: no process of this command has read {', '.join(keys)}\n")
+            return NOTHING_INJECTED
+    return code if code >= 0 else 128 - code
+
+
+def _environment(read: Path) -> dict[str, str]:
+    from shaketable.launch.run import STARTUP
+
+    path, modules = os.environ.get("PYTHONPATH"), os.environ.get(MODULES)
+    chosen = [*(modules.split(",") if modules else []), PLUGIN]
+    return os.environ | {
+        READ: str(read),
+        MODULES: ",".join(dict.fromkeys(chosen)),
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), *([path] if path else [])]),
+    }
+
+
+# ---- inside of the job
+
+
+def keys_were_read(what: str) -> None:
+    """An integration has read the keys of this program's config."""
+    global _read
+    _read = True
+    if path := os.environ.get(READ):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{what}\n")
+
+
+def watch(arguments: Sequence[str]) -> None:
+    """Judge the arguments now, and the config when Hydra has made it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if (problem := cut_by_hydra(arguments)) is not None:
+        _end(problem)
+    if not hasattr(HydraConfig.set_config, "__wrapped__"):
+        HydraConfig.set_config = _and_judge(HydraConfig.set_config)
+
+
+def _and_judge(set_config: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(set_config)
+    def set_and_judge(self: Any, config: Any) -> None:
+        set_config(self, config)
+        from omegaconf import OmegaConf
+
+        judge({str(key): _plain(OmegaConf, config, key) for key in config if key != "hydra"})
+
+    return set_and_judge
+
+
+def _plain(omegaconf: Any, config: Any, key: Any) -> Any:
+    """A part of a config as plain data. Values that verl fills in later stay as they are written."""
+    node = config._get_node(key)
+    return omegaconf.to_container(node, resolve=False) if omegaconf.is_config(node) else node._value()
+
+
+def judge(config: Mapping[str, Any]) -> None:
+    """Let a config pass that asks for nothing, or that will be read; end the program otherwise."""
+    asked, plan = asks_for(config, os.environ)
+    own = next(filter(_is_here, OF_THE_ORIGIN), None)
+    if own is not None and asked and not config.get("shaketable"):
+        sys.stderr.write(f"shaketable: {', '.join(asked)}: this verl reads them itself ({own}), and no ledger proves it\n")
+    elif asked:
+        verl = getattr(sys.modules.get("verl"), "__version__", "?")
+        if (problem := unread(config, asked, plan, _program(), verl, PLUGIN in sys.modules)) is not None:
+            _end(problem)
+        _before_ray(asked)
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of the packages above it
+        return False
+
+
+def asks_for(config: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], str | None]:
+    """The keys by which a config asks for faults, ours and the origin's, and the plan that they amount to."""
+    group = config.get("shaketable")
+    if group is not None:
+        found = [f"shaketable.{key}" for key in group] if isinstance(group, Mapping) else ["shaketable"]
+        return found or ["shaketable"], str(group["plan"]) if isinstance(group, Mapping) and group.get("plan") else None
+    try:
+        origin = translate(config, environ)
+    except ShaketableError as error:
+        return [str(error).split(" ")[0].rstrip(",:")], None
+    on = [line.split(" ")[0] for line in origin.lines if not line.endswith("→ off")]
+    return (on, None if origin.plan is None else origin.plan.text()) if origin.plan or origin.aqn else ([], None)
+
+
+def unread(config: Mapping[str, Any], asked: list[str], plan: str | None, program: str, verl: str, loaded: bool) -> str | None:
+    """Why nobody would read the keys, in one line with what to do; None when they will be read."""
+    trainer = config.get("trainer")
+    if not isinstance(trainer, Mapping) or "v1" not in trainer or "actor_rollout_ref" not in config:
+        reads = f"{program} of verl {verl} does not read {', '.join(asked)}: nothing would be injected"
+        instead = f"shaketable run --plan {shlex.quote(plan or 'PLAN')} -- …, without these keys"
+        return f"{reads}; verl.trainer.main_ppo of verl {RELEASES} does, and any job is shaken by: {instead}"
+    if not loaded:
+        chosen = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+        why = "its entry point is not installed" if chosen == "auto" else f"VERL_USE_EXTERNAL_PLUGINS={chosen} leaves it out"
+        return f"verl has not loaded {PLUGIN} ({why}): nothing would be injected; set VERL_USE_EXTERNAL_MODULES={PLUGIN}"
+    return None
+
+
+def _before_ray(asked: list[str]) -> None:
+    """verl's main checks its config, where the plugin reads it, and starts Ray then."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or hasattr(ray.init, "shaketable"):
+        return
+    init = ray.init
+
+    @functools.wraps(init)
+    def check_and_init(*args: Any, **kwargs: Any) -> Any:
+        if not _read:
+            _end(f"Ray starts, and nobody has read {', '.join(asked)}; call verl.utils.config.validate_config(config) before")
+        return init(*args, **kwargs)
+
+    check_and_init.shaketable = True  # type: ignore[attr-defined]
+    ray.init = check_and_init
+
+
+def cut_by_hydra(arguments: Sequence[str]) -> str | None:
+    """The first plan or AQN among a command's arguments that Hydra would not take as one text, with what to write instead."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    sweeps = "-m" in arguments or "--multirun" in arguments
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key.lstrip("+") not in ("shaketable.plan", "shaketable.aqn", "shaketable.ledger") or not value:
+            continue
+        try:
+            override = OverridesParser.create().parse_override(argument)
+            whole = sweeps if override.is_sweep_override() else isinstance(override.value(), str | int | float)
+        except HydraException:
+            whole = False
+        if not whole:
+            return f"Hydra does not read {argument} as one text; quotes inside of the shell's keep it whole: {quoted(argument)}"
+    return None
+
+
+def quoted(argument: str) -> str:
+    """An override of Hydra as the shell must be given it: the value in quotes for Hydra, all of it in quotes for the shell."""
+    key, _, value = argument.partition("=")
+    return f"""'{key}="{value}"'"""
+
+
+def _program() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return str(spec.name) if spec is not None else os.path.basename(sys.argv[0])
+
+
+def _end(problem: str) -> NoReturn:
+    sys.stderr.write(f"shaketable: {problem}\n")
+    raise SystemExit(2)

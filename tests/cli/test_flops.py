@@ -1,0 +1,97 @@
+"""What each role of a model costs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shaketable.cli import flops
+from shaketable.sites.structure import Anatomy
+
+
+def test_every_parameter_is_counted_once():
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64))
+    model.scale = torch.nn.Parameter(torch.ones(5, device="meta"))
+    table = flops.costs(Anatomy.of(model), 8)
+    assert sum(row.parameters for row in table.values()) == sum(p.numel() for p in model.parameters())
+    assert table["other"].count == 0 and table["other"].parameters >= 5
+
+
+def small_llama(**more):
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 50}
+    config = transformers.LlamaConfig(**sizes | {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": False} | more)
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("tokens", [8, 1024])
+@pytest.mark.parametrize("head", [4, 8])
+def test_every_role_costs_what_its_shapes_say(tokens, head):
+    table = flops.costs(Anatomy.of(small_llama(head_dim=head)), tokens)
+    wide, narrow = 6 * head, 2 * head
+    linears = 3 * (24 * wide + 2 * 24 * narrow + wide * 24 + 3 * 24 * 40)
+    assert table["linear"] == flops.RoleCost(3 * 7, linears, 2.0 * linears)
+    assert table["rmsnorm"] == flops.RoleCost(3 * 2 + 1, 7 * 24, 4.0 * 7 * 24)
+    assert table["lm_head"] == flops.RoleCost(1, 50 * 24, 2.0 * 50 * 24)
+    assert table["embedding"] == flops.RoleCost(1, 50 * 24, 0.0)
+    assert table["attention core"] == flops.RoleCost(3, 0, 3 * 4.0 * (tokens / 2) * 6 * head)
+    assert "other" not in table and flops.costs(Anatomy.of(small_llama())) == flops.costs(Anatomy.of(small_llama()), 1024)
+
+
+def test_tied_weights_are_counted_where_they_come_first_and_computed_with_where_they_are_used():
+    table = flops.costs(Anatomy.of(small_llama(tie_word_embeddings=True)))
+    assert (table["embedding"].parameters, table["lm_head"].parameters) == (50 * 24, 0)
+    assert table["lm_head"].flops == 2.0 * 50 * 24
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_a_token_visits_some_experts_and_every_other_weight(chosen):
+    config = transformers.MixtralConfig(
+        hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=4,
+        vocab_size=50, num_local_experts=8, num_experts_per_tok=chosen,
+    )  # fmt: skip
+    with torch.device("meta"):
+        anatomy = Anatomy.of(transformers.MixtralForCausalLM(config))
+    experts = [p for p in anatomy.parts if "experts" in p.name.split(".") and p.weights]
+    others = [p for p in anatomy.parts if p.role == "linear" and "experts" not in p.name.split(".")]
+    assert experts and others
+    for parts, share in ((experts, chosen / 8), (others, 1.0)):
+        for part in parts:
+            size = sum(part.module._parameters[name].numel() for name in part.weights)
+            assert flops.part_flops(part, anatomy) == pytest.approx(2.0 * size * share)
+
+
+def test_what_a_config_says_of_its_text_counts():
+    """Models of several kinds of input have a config for each."""
+
+    class Config:
+        text_config = type("Text", (), {"n_head": 4, "n_embd": 20})()
+
+    model = torch.nn.Module()
+    model.config, model.self_attn = Config(), torch.nn.Module()
+    model.self_attn.q_proj = torch.nn.Linear(20, 20)
+    anatomy = Anatomy.of(model)
+    assert flops._attention_core(model.self_attn, anatomy, 10) == 4.0 * 5 * 4 * 5
+
+
+def test_experts_of_a_model_of_several_inputs_are_visited_as_its_text_config_says():
+    model = nn.Sequential()
+    model.add_module("experts", nn.Sequential(nn.Linear(3, 5, bias=False)))
+    model.config = SimpleNamespace(text_config=SimpleNamespace(num_experts_per_tok=2, num_experts=8))
+    anatomy = Anatomy.of(model)
+    (part,) = (p for p in anatomy.parts if p.name == "experts.0")
+    assert flops.part_flops(part, anatomy) == 2 * 15 * 0.25
+
+
+def test_the_experts_of_an_engine_cost_what_their_holder_holds():
+    def engine(name):
+        return type(name, (nn.Module,), {"__module__": "vllm.model_executor.layers.fused_moe"})()
+
+    model = nn.Sequential()
+    model.add_module("experts", engine("MoERunner"))
+    model.experts.routed_experts = engine("RoutedExperts")
+    model.experts.routed_experts.w13_weight = nn.Parameter(torch.ones(2, 4, 4))
+    assert flops.costs(Anatomy.of(model))["linear"].flops == 2 * 32

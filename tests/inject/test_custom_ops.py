@@ -1,0 +1,172 @@
+"""Plans inside torch.compile: in the graph, fresh at every call, changed live; what is off is in `test_off.py`."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+from shaketable.inject import op
+from tests import slow
+from tests.tensors import ids
+from tests.tensors import step_logits as step
+
+PLANS = {
+    "relative_gaussian:0.05@module.linear,direction=both": (14, 14),
+    "relative_gaussian:0.05@module.rmsnorm,point=weight": (5, 0),
+    "dead_zone:0.1,scope=token@layer.all": (2, 0),
+    # 14 linears, 2 attentions, 2 SiLUs and 5 norms; gradients of 28, 6, 2 and 10 inputs
+    "relative_gaussian:0.05@op.all": (23, 46),
+}
+
+
+def graphs():
+    """Graphs since the counters were cleared."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("plan", [plan if "direction=both" in plan else slow(plan) for plan in PLANS])
+def test_the_plan_is_in_the_graph_forward_and_backward(tinier_llama, fresh_graphs, plan):
+    compiled = torch.compile(tinier_llama, backend="aot_eager", fullgraph=True)
+    clean = step(compiled, tinier_llama)
+    injection = st.inject(tinier_llama, plan)
+    with injection as ledger:
+        first = step(compiled, tinier_llama)
+        assert (ledger.forward, ledger.backward) == PLANS[plan]
+        made = graphs()
+        second = step(compiled, tinier_llama)
+        if "dead_zone" not in plan:
+            assert not torch.equal(first, second), "fresh noise at every call"
+        injection.set_magnitude(1e-4)
+        assert (step(compiled, tinier_llama) - clean).abs().max() < (first - clean).abs().max()
+        assert graphs() == made, "nothing was compiled again"
+        injection.disable()
+        assert torch.equal(step(compiled, tinier_llama), clean)
+        assert ledger.forward == 3 * PLANS[plan][0], "nothing has fired"
+        injection.enable()
+        step(compiled, tinier_llama)
+        assert (ledger.forward, ledger.backward) == tuple(4 * n for n in PLANS[plan])
+        injection.set_magnitude(0)
+        assert torch.equal(step(compiled, tinier_llama), clean)
+        injection.set_magnitude(0.1)
+        assert not torch.equal(step(compiled, tinier_llama), clean)
+        assert graphs() == made + 1, "one graph more, for when it is off"
+        assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch.equal(step(compiled, tinier_llama), clean)
+    assert not torch.equal(first, clean)
+
+
+@pytest.mark.parametrize("plan", ["relative_gaussian:0.05@op.all", "relative_gaussian:0.05@module.linear"])
+def test_counts_and_layers_are_those_of_eager(tinier_llama, fresh_graphs, plan):
+    with st.inject(tinier_llama, plan) as eager:
+        step(tinier_llama, tinier_llama)
+    compiled = torch.compile(tinier_llama, backend="aot_eager")
+    with st.inject(compiled, plan) as ledger:
+        step(compiled, tinier_llama)
+    assert ledger.sites[0].by("layer") == eager.sites[0].by("layer")
+    assert ledger.sites[0].by("phase") == eager.sites[0].by("phase")
+
+
+def test_measured_equals_asked_in_a_compiled_graph(tinier_llama, fresh_graphs):
+    compiled = torch.compile(tinier_llama, backend="aot_eager")
+    with st.inject(tinier_llama, "relative_gaussian:0.05@op.matmul") as ledger:
+        step(compiled, tinier_llama)
+    record = ledger.to_dict()["sites"][0]
+    assert record["measured_magnitude"] == pytest.approx(0.05, rel=0.05)
+
+
+def test_the_gradient_in_a_compiled_graph_is_the_fault_s_own(fresh_graphs):
+    layer = torch.nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8, requires_grad=True)
+    compiled = torch.compile(layer, backend="aot_eager")
+    with st.inject(layer, "dead_zone:0.5@module.linear"):
+        y = compiled(x)
+        y.sum().backward()
+    alive = (y != 0).float()
+    assert torch.allclose(x.grad, alive @ layer.weight)
+    x.grad = None
+    with st.inject(layer, "relative_gaussian:0.5@module.linear", seed=1):
+        y = compiled(x)
+        y.sum().backward()
+    factor = y / (x @ layer.weight.t())
+    assert torch.allclose(x.grad, factor.detach() @ layer.weight, atol=1e-4)
+
+
+def test_phases_are_read_at_run_time(tinier_llama, fresh_graphs):
+    compiled = torch.compile(tinier_llama, backend="aot_eager")
+    with torch.no_grad(), st.inject(tinier_llama, "gain:0.5@module.linear,phase=rollout") as ledger:
+        clean = compiled(input_ids=ids()).logits
+        with st.phase("rollout"):
+            assert not torch.equal(compiled(input_ids=ids()).logits, clean)
+        assert torch.equal(compiled(input_ids=ids()).logits, clean)
+    assert set(ledger.sites[0].by("phase")) == {"rollout"}
+
+
+@pytest.mark.slow
+def test_a_function_that_calls_the_model_can_be_what_is_compiled(tinier_llama, fresh_graphs):
+    @torch.compile(backend="aot_eager")
+    def loss(tokens):
+        return tinier_llama(input_ids=tokens, labels=tokens).loss
+
+    clean = loss(ids()).item()
+    with st.inject(tinier_llama, "relative_gaussian:0.2@op.all") as ledger:
+        loss(ids()).backward()
+    assert (ledger.forward, ledger.backward) == (23, 46)
+    assert loss(ids()).item() == clean
+
+
+@pytest.mark.parametrize("site", ["module.linear", "op.matmul"])
+def test_activation_checkpointing_in_a_compiled_graph_sees_the_same_noise(tinier_llama, fresh_graphs, site, monkeypatch):
+    blows = []
+    apply = op.apply
+
+    def watched(x, what):
+        blows.append((what.recomputing, what.backward, what.tap.name, what.key, x.sum().item()))
+        return apply(x, what)
+
+    monkeypatch.setattr(op, "apply", watched)
+    tinier_llama.train()
+    tinier_llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compiled = torch.compile(tinier_llama, backend="aot_eager")
+    with st.inject(tinier_llama, f"relative_gaussian:0.2@{site},direction=forward", seed=1) as ledger:
+        step(compiled, tinier_llama)
+    assert ledger.forward == 14
+    first = {b[2:] for b in blows if not b[0]}
+    again = {b[2:] for b in blows if b[0]}
+    assert len(first) == 14
+    assert again, "something was recomputed"
+    assert again <= first
+
+
+@pytest.mark.slow
+def test_inductor_agrees_with_eager_on_what_happened(tinier_llama, fresh_graphs):
+    plan = "relative_gaussian:0.05@op.all;relative_gaussian:0.01@module.linear"
+    compiled = torch.compile(tinier_llama)
+    clean = step(compiled, tinier_llama)
+    injection = st.inject(compiled, plan)
+    with injection as ledger:
+        noisy = step(compiled, tinier_llama)
+        assert [(s.forward, s.backward) for s in ledger.sites] == [(23, 46), (14, 0)]
+        made = graphs()
+        injection.disable()
+        assert torch.equal(step(compiled, tinier_llama), clean)
+        injection.enable()
+        injection.set_magnitude(0)
+        assert torch.equal(step(compiled, tinier_llama), clean)
+        assert graphs() == made + 1
+    assert not torch.allclose(noisy, clean, atol=1e-4)
+    assert torch.equal(step(compiled, tinier_llama), clean)
+
+
+def test_tables_that_dynamo_reads_do_not_shrink_when_the_garbage_collector_runs():
+    """It may run while dynamo walks through one of them."""
+    model = nn.Linear(4, 4)
+    injection = st.inject(model, "gain:0.5@module.linear", allow_inert=True)
+    handle = injection.handle
+    injection.close()
+    del injection
+    gc.collect()
+    assert handle in op.traces and handle in op.present
+    st.inject(model, "gain:0.5@module.linear", allow_inert=True).close()
+    assert handle not in op.traces and handle not in op.present

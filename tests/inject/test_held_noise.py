@@ -1,0 +1,213 @@
+"""Weight noise that is drawn once per rollout, and what counts as one rollout."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+from shaketable.inject.injection import Injection
+from shaketable.plan import Plan
+from shaketable.sites.phases import current_rollout
+
+PLAN = "absolute_gaussian:0.1@module.linear,point=weight,phase=rollout+train"
+
+
+class Sampler(nn.Module):
+    """A layer with a `generate` of three forwards."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.proj(x)
+
+    def generate(self, fails=False):
+        outs = [self(torch.eye(8)) for _ in range(3)]
+        if fails:
+            raise ZeroDivisionError
+        return outs
+
+
+@pytest.fixture
+def held():
+    """An injection that holds, on a sampler."""
+    injection = Injection(Plan.parse(PLAN), hold=True, allow_inert=True)
+    model = Sampler()
+    injection.attach(model)
+    injection.enable()
+    yield model, injection
+    injection.close(check=False)
+
+
+@torch.no_grad()
+def test_one_weight_per_rollout_and_another_for_the_next(held):
+    model, injection = held
+    first, second = model.generate(), model.generate()
+    assert all(torch.equal(first[0], x) for x in first)
+    assert all(torch.equal(second[0], x) for x in second)
+    assert not torch.equal(first[0], second[0])
+    assert injection.rollouts.total == 2
+
+
+def test_training_takes_the_noise_of_the_newest_rollout_of_its_step(held):
+    model, injection = held
+    with torch.no_grad():
+        rollouts = [model.generate()[0] for _ in range(3)]
+    model.train()
+    assert torch.equal(model(torch.eye(8)).detach(), rollouts[2])
+    injection.step = 1
+    first = model(torch.eye(8)).detach()
+    assert not any(torch.equal(first, seen) for seen in rollouts)
+    with torch.no_grad():
+        assert torch.equal(model.generate()[0], first), "before the first rollout of a step, what that one will see"
+
+
+@torch.no_grad()
+def test_a_draw_is_counted_and_measured_once(held):
+    model, injection = held
+    for _ in range(5):
+        model.generate()
+    spot = next(iter(injection.ledger.sites[0].spots.values()))
+    assert (spot.counts, spot.forward.fires, injection.fires) == ({"rollout": [5, 0]}, 5, 5)
+    assert injection.ledger.sites[0].magnitude == pytest.approx(0.1, rel=0.2)
+
+
+@torch.no_grad()
+def test_a_phase_is_one_rollout_whatever_is_called_inside(held):
+    model, injection = held
+    with st.phase("rollout"):
+        seen = [*model.generate(), *model.generate(), model(torch.eye(8))]
+    assert all(torch.equal(seen[0], x) for x in seen)
+    with st.phase("rollout"):
+        assert not torch.equal(model(torch.eye(8)), seen[0])
+    assert injection.rollouts.total == 2
+
+
+@torch.no_grad()
+def test_a_forward_in_the_held_state_draws_nothing(held, monkeypatch):
+    from shaketable.faults.noise import AbsoluteGaussian
+
+    model, _ = held
+    with st.phase("rollout"):
+        model(torch.eye(8))
+        monkeypatch.setattr(AbsoluteGaussian, "apply", None)
+        model(torch.eye(8))
+
+
+@torch.no_grad()
+def test_the_same_step_and_rollout_draw_the_same(held):
+    model, injection = held
+    seen = {}
+    for step in (0, 1, 2, 1):
+        injection.step = step
+        seen.setdefault(step, []).append([model.generate()[0], model.generate()[0]])
+    for once, again in zip(*seen[1], strict=True):
+        assert torch.equal(once, again)
+    flat = [*seen[0][0], *seen[1][0], *seen[2][0]]
+    assert len({x.numpy().tobytes() for x in flat}) == 6
+
+
+@torch.no_grad()
+def test_ranks_and_seeds_have_their_own_noise():
+    seen = []
+    for seed, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        model, injection = Sampler(), Injection(Plan.parse(PLAN, seed=seed), rank=rank, hold=True)
+        injection.attach(model)
+        with injection:
+            seen.append(model.generate()[0].numpy().tobytes())
+    assert len(set(seen)) == 3 and seen[0] == seen[3]
+
+
+def test_training_sees_the_noise_of_the_newest_rollout_and_the_weight_of_now(held):
+    model, _ = held
+    model.train()
+    with torch.no_grad():
+        noise = model.generate()[-1].t() - model.proj.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        assert torch.allclose(model(torch.eye(8)).t() - model.proj.weight, noise, atol=1e-6)
+        model(torch.eye(8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def test_a_weight_that_changes_in_a_rollout_is_seen(held):
+    model, _ = held
+    with st.phase("rollout"):
+        before = model(torch.eye(8))
+        model.proj.weight.add_(1.0)
+        assert torch.allclose(model(torch.eye(8)), before + 1, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_magnitude_that_changes_in_a_rollout_is_seen(held):
+    model, injection = held
+    with st.phase("rollout"):
+        weak = model(torch.eye(8)).t() - model.proj.weight
+        injection.set_magnitude(0.2)
+        assert torch.allclose(model(torch.eye(8)).t() - model.proj.weight, 2 * weak, atol=1e-6)
+        injection.set_magnitude(0)
+        assert torch.equal(model(torch.eye(8)).t(), model.proj.weight)
+
+
+@torch.no_grad()
+def test_a_compiled_model_holds_too():
+    model, injection = Sampler(), Injection(Plan.parse(PLAN), hold=True)
+    eager = Sampler()
+    injection.attach(model)
+    other = Injection(Plan.parse(PLAN), hold=True)
+    other.attach(eager)
+    with injection, other:
+        model.compile(backend="aot_eager")
+        for _ in range(2):
+            for a, b in zip(model.generate(), eager.generate(), strict=True):
+                assert torch.allclose(a, b, atol=1e-6)
+    assert injection.ledger.sites[0].forward == other.ledger.sites[0].forward == 2
+    torch._dynamo.reset()
+
+
+def test_rollouts_are_numbered_outside_in():
+    assert current_rollout() is None
+    with st.phase("rollout"):
+        number = current_rollout()
+        with st.phase("rollout"):
+            assert current_rollout() == number
+        with st.phase("eval"):
+            assert current_rollout() is None
+    assert current_rollout() is None
+    with st.phase("rollout"):
+        assert current_rollout() not in (None, number)
+
+
+@torch.no_grad()
+def test_a_rollout_that_raises_is_over(held):
+    model, injection = held
+    clean = copy.deepcopy(model.state_dict())
+    with pytest.raises(ZeroDivisionError):
+        model.generate(fails=True)
+    assert current_rollout() is None
+    assert torch.equal(model.state_dict()["proj.weight"], clean["proj.weight"])
+    injection.disable()
+    assert torch.equal(model(torch.eye(8)).t(), clean["proj.weight"])
+
+
+def test_what_is_off_leaves_nothing_in_a_captured_graph():
+    """Noise of activations is captured switched off, to be switched on later. A held weight would be drawn and counted there."""
+    found = []
+    for plan, hold in ((PLAN, True), ("absolute_gaussian:0.1@module.linear", False)):
+        injection = Injection(Plan.parse(plan), hold=hold, allow_inert=True)
+        model = Sampler()
+        injection.attach(model)
+        injection.enable().set_magnitude(0.0)
+        x, frame = torch.ones(8, 8), injection.calls.open(injection.models[0].entries[id(model)], (), {})
+        frame.current.phase = "rollout"
+        frame.current.acts = injection.acting("rollout", captured=True)
+        with torch.no_grad():
+            found.append(injection.taps[0].forward(x, frame) is not x)
+        injection.close()
+    assert found == [False, True]

@@ -1,0 +1,622 @@
+"""Module and layer sites: which tensor of a module is hit, when, and what hooks leave alone."""
+
+import collections
+import copy
+import functools
+import pickle
+import threading
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+from shaketable.errors import PlanError
+from shaketable.inject.injection import Injection
+from shaketable.inject.modules import as_multiplied, change_first, change_input, is_product
+from shaketable.launch.process import Seen
+from shaketable.plan import Plan
+from shaketable.sites.nested_tensors import map_tensors, tensors_of
+from tests.tensors import ids
+
+
+@pytest.mark.parametrize("point", ["input", "output", "weight"])
+def test_each_point_changes_what_it_names(point):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    with st.inject(layer, f"gain:1@module.linear,point={point}") as ledger:
+        assert torch.allclose(layer(x), 2 * torch.nn.functional.linear(x, layer.weight))
+    assert ledger.forward == 1
+
+
+@pytest.mark.parametrize("point", ["input", "output", "weight"])
+def test_the_gradient_at_a_point_can_be_faulty_alone(point):
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+    clean = layer(x)
+    clean.sum().backward()
+    before = [t.grad.clone() for t in (x, layer.weight, layer.bias)]
+    layer.zero_grad()
+    x.grad = None
+    with st.inject(layer, f"gain:1@module.linear,point={point},direction=backward") as ledger:
+        y = layer(x)
+        y.sum().backward()
+    assert torch.equal(y, clean)
+    assert (ledger.forward, ledger.backward) == (0, 1)
+    factors = {"input": (2, 1, 1), "output": (2, 2, 2), "weight": (1, 2, 1)}[point]
+    for tensor, old, factor in zip((x, layer.weight, layer.bias), before, factors, strict=True):
+        assert torch.allclose(tensor.grad, factor * old)
+
+
+Named = collections.namedtuple("Named", "hidden cache")
+
+
+@pytest.mark.parametrize("shape", ["tensor", "tuple", "list", "namedtuple", "dict", "model output", "ids first"])
+def test_only_the_first_tensor_of_an_output_is_changed(shape):
+    from transformers.modeling_outputs import BaseModelOutput
+
+    wrap = {
+        "tensor": lambda x: x,
+        "tuple": lambda x: (x, x),
+        "list": lambda x: [x, x],
+        "namedtuple": lambda x: Named(x, x),
+        "dict": lambda x: {"a": x, "b": x},
+        "model output": lambda x: BaseModelOutput(last_hidden_state=x, attentions=x),
+        "ids first": lambda x: (None, x, x),
+    }[shape]
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return wrap(x)
+
+    model = nn.Sequential(collections.OrderedDict(thing=Inner()))
+    with st.inject(model, "gain:1@module.thing"):
+        out = model(torch.ones(3))
+    members = [out] if shape == "tensor" else list(out.values()) if isinstance(out, dict) else list(out)
+    members = [m for m in members if m is not None]
+    assert torch.equal(members[0], torch.full((3,), 2.0))
+    assert type(out) is type(wrap(torch.ones(3)))
+    assert all(torch.equal(m, torch.ones(3)) for m in members[1:])
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+@pytest.mark.parametrize(("direction", "value", "slope"), [("forward", 3.0, 3.0), ("backward", 1.0, 3.0), ("both", 3.0, 9.0)])
+def test_a_point_is_hit_in_the_directions_that_are_asked_for(point, direction, value, slope):
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False)), torch.ones(1, 1, requires_grad=True)
+    nn.init.ones_(model[1].weight)
+    with st.inject(model, f"gain:2@module.linear,point={point},direction={direction}") as ledger:
+        y = model(x)
+        y.sum().backward()
+    assert (y.item(), x.grad.item()) == (value, slope)
+    assert (ledger.forward, ledger.backward) == (int(direction != "backward"), int(direction != "forward"))
+
+
+def test_two_models_of_one_injection_have_places_and_noise_of_their_own():
+
+    models, x = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)], torch.ones(2, 4)
+    models[1].load_state_dict(models[0].state_dict())
+    injection = Injection(Plan.parse("relative_gaussian:0.1@module.linear"))
+    for model in models:
+        injection.attach(model)
+    injection.enable()
+    first, second = (model(x) for model in models)
+    injection.close()
+    assert not torch.equal(first, second)
+    assert list(injection.ledger.sites[0].spots) == ["0", "model1.0"] and injection.ledger.forward == 2
+
+
+def test_faults_act_in_the_order_written():
+    layer = nn.Identity()
+    model = nn.Sequential(collections.OrderedDict(thing=layer))
+    x = torch.tensor([1.0, 0.004, -0.004])
+    with st.inject(model, "dead_zone:0.01@module.thing;systematic_bias:0.02@module.thing"):
+        after = model(x)
+    with st.inject(model, "systematic_bias:0.02@module.thing;dead_zone:0.01@module.thing", allow_inert=True):
+        before = model(x)
+    assert torch.allclose(after, torch.tensor([1.02, 0.0, 0.0]))
+    assert torch.allclose(before, torch.tensor([1.02, 0.024, -0.024])), "noise in front lifts a signal over the dead zone"
+
+
+def test_injections_nest_and_the_inner_one_acts_last():
+    model = nn.Sequential(collections.OrderedDict(thing=nn.Identity()))
+    with st.inject(model, "systematic_bias:1@module.thing") as outer, st.inject(model, "gain:1@module.thing") as inner:
+        assert torch.equal(model(torch.ones(2)), torch.full((2,), 4.0))
+    assert (outer.forward, inner.forward) == (1, 1)
+    assert torch.equal(model(torch.ones(2)), torch.ones(2))
+
+
+def test_an_injection_can_be_entered_again_and_acts_once():
+    model = nn.Linear(4, 4)
+    injection = st.inject(model, "gain:1@module.linear")
+    with injection as ledger:
+        with injection:
+            model(torch.ones(1, 4))
+        model(torch.ones(1, 4))
+    assert ledger.forward == 2
+    with pytest.raises(st.PlanError, match="closed"):
+        injection.enable()
+
+
+def test_threads_share_a_model_and_the_ledger_counts_every_call():
+    layer = nn.Linear(16, 16)
+
+    def work():
+        with torch.no_grad():
+            for _ in range(100):
+                layer(torch.ones(2, 16))
+
+    with st.inject(layer, "relative_gaussian:0.1@module.linear,point=input+output+weight") as ledger:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    assert ledger.forward == 1200
+
+
+def test_layers_by_index_range_and_all(tiny_llama):
+    for site, hit in (("layer.2", {2}), ("layer.1-2", {1, 2}), ("layer.0+3", {0, 3}), ("layer.all", {0, 1, 2, 3})):
+        with st.inject(tiny_llama, f"gain:0.1@{site}") as ledger:
+            tiny_llama(ids())
+        assert {int(k) for k in ledger.sites[0].by("layer")} == hit
+        assert ledger.sites[0].matched == len(hit)
+
+
+def test_the_output_of_a_layer_is_the_input_of_the_next(tiny_llama):
+    seen = {}
+    for i in (1, 2):
+        tiny_llama.model.layers[i].register_forward_pre_hook(lambda m, args, i=i: seen.setdefault(i, []).append(args[0]))
+    tiny_llama(ids())
+    with st.inject(tiny_llama, "gain:1@layer.1"):
+        tiny_llama(ids())
+    assert torch.equal(seen[1][0], seen[1][1])
+    assert torch.equal(2 * seen[2][0], seen[2][1])
+
+
+def test_generate_is_a_rollout_by_itself_and_an_explicit_phase_wins(tiny_llama):
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    before = tiny_llama.generate.__func__
+    with st.inject(tiny_llama, "gain:0.1@layer.0") as ledger:
+        tiny_llama.generate(ids(), **options)
+        tiny_llama(ids())
+        tiny_llama.train()
+        tiny_llama(ids())
+        tiny_llama.eval()
+        with st.phase("eval"):
+            tiny_llama.generate(ids(), **options)
+    forward = {k: v["forward"] for k, v in ledger.sites[0].by("phase").items()}
+    assert forward == {"rollout": 2, "eval": 3, "train": 1}
+    assert tiny_llama.generate.__func__ is before
+
+
+class Sampler(nn.Module):
+    """A model with a `generate` of its own, in a class that no other test has marked."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def generate(self, x):
+        return self(x)
+
+
+def test_generate_is_the_original_after_the_last_plan_is_closed():
+    original, model, x = Sampler.__dict__["generate"], Sampler(), torch.ones(1, 4)
+    plans = [st.inject(model, "gain:0.1@module.linear").enable() for _ in range(2)]
+    assert Sampler.__dict__["generate"] is not original
+    model.generate(x)
+    plans[0].close()
+    model.generate(x)
+    plans[1].close()
+    assert Sampler.__dict__["generate"] is original
+    assert [p.ledger.sites[0].by("phase") for p in plans] == [{"rollout": {"forward": n, "backward": 0}} for n in (1, 2)]
+    with st.inject(model, "gain:0.1@module.linear"):
+        model.generate(x)
+    assert Sampler.__dict__["generate"] is original
+
+
+def test_a_phase_filter_leaves_other_phases_clean(tiny_llama):
+    clean = tiny_llama(ids()).logits
+    with st.inject(tiny_llama, "gain:0.1@module.linear,phase=rollout+train") as ledger:
+        assert torch.equal(tiny_llama(ids()).logits, clean)
+        with st.phase("rollout"):
+            assert not torch.equal(tiny_llama(ids()).logits, clean)
+    assert set(ledger.sites[0].by("phase")) == {"rollout"}
+
+
+def test_unknown_phases_are_refused():
+    with pytest.raises(st.PlanError, match="did you mean 'rollout'"), st.phase("rolout"):
+        pass
+
+
+def test_magnitudes_change_while_active():
+    layer = nn.Linear(4, 4, bias=False)
+    injection = st.inject(layer, "gain:1@module.linear").enable()
+    x = torch.ones(1, 4)
+    clean = torch.nn.functional.linear(x, layer.weight)
+    assert torch.allclose(layer(x), 2 * clean)
+    injection.set_magnitude(2)
+    assert torch.allclose(layer(x), 3 * clean)
+    injection.set_magnitude(0)
+    assert torch.equal(layer(x), clean)
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        injection.set_magnitude(-1)
+    injection.close()
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("gain:1@module.embedding,point=input", "integer token ids"),
+        ("gain:1@module.self_attn,point=weight", "no weight of its own"),
+        ("gain:1@module.linears", "did you mean 'linear'"),
+        ("gain:1@module.lm_haed", "did you mean 'lm_head'"),
+        ("gain:1@layer.4", "layers 0-3"),
+        ("gain:1@module.linear,layers=2-7", "layers 0-3"),
+        ("gain:1@layer.1,point=weight", "name the weight's module"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_in_one_line(tiny_llama, plan, words):
+    with pytest.raises(st.PlanError, match=words) as error:
+        st.inject(tiny_llama, plan)
+    assert "\n" not in str(error.value)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny_llama.modules())
+
+
+def test_integer_tensors_are_refused():
+    class Ids(nn.Module):
+        def forward(self, x):
+            return x.long()
+
+    model = nn.Sequential(collections.OrderedDict(thing=Ids()))
+    with pytest.raises(st.PlanError, match=r"torch\.int64"), st.inject(model, "gain:1@module.thing"):
+        model(torch.ones(2))
+    assert not model.thing._forward_hooks
+
+
+def test_a_model_without_layers_cannot_carry_a_layer_plan():
+    with pytest.raises(st.NoMatchError, match="no decoder layers"):
+        st.inject(nn.Linear(2, 2), "gain:1@layer.0")
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(st.PlanError, match=r"torch\.nn\.Module"):
+        st.inject(lambda x: x, "gain:1@op.matmul")
+    with pytest.raises(st.PlanError, match="TorchScript"):
+        st.inject(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "gain:1@op.matmul")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_models_of_every_type(tiny_llama, dtype):
+    model = tiny_llama.to(dtype)
+    plan = "relative_gaussian:0.05@module.linear;dead_zone:0.01,scope=token@layer.1;mxfp4@module.mlp.up_proj;noise:0.1@op.all"
+    with st.inject(model, plan) as ledger:
+        model(ids(), labels=ids()).loss.backward()
+    assert all(site.forward for site in ledger.sites)
+    assert all(p.grad.dtype == dtype for p in model.parameters())
+
+
+def traces(module):
+    """Names of a module's attributes, and its hooks."""
+    return set(vars(module)), {name: dict(found) for name, found in vars(module).items() if "hooks" in name and found}
+
+
+def test_hooks_of_others_are_copied_and_their_handles_work(tiny_llama):
+    called = []
+    plain = nn.Module.__getstate__
+    handle = tiny_llama.lm_head.register_forward_hook(functools.partial(count_call, called), always_call=True)
+    with st.inject(tiny_llama, "gain:1@module.lm_head"), st.inject(tiny_llama, "gain:1@layer.all"):
+        tiny_llama(ids())
+        twin = copy.deepcopy(tiny_llama)
+    assert nn.Module.__getstate__ is plain
+    twin(ids())
+    assert len(called) == 1
+    assert len(twin.lm_head._forward_hooks) == len(twin.lm_head._forward_hooks_always_called) == 1
+    handle.remove()
+    assert not tiny_llama.lm_head._forward_hooks
+
+
+def test_a_mark_of_ours_is_not_copied(tiny_llama):
+    tiny_llama.lm_head.__dict__["_shaketable_seen"] = Seen()
+    with st.inject(tiny_llama, "gain:1@layer.all"):
+        tiny_llama(ids())
+        assert "_shaketable_seen" not in vars(copy.deepcopy(tiny_llama).lm_head)
+        assert b"shaketable" not in pickle.dumps(tiny_llama)
+
+
+def count_call(called, *_):
+    called.append(1)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "gain:1@module.linear,point=input+output",
+        "gain:1@module.linear+rmsnorm,point=weight",
+        "gain:1@layer.all",
+        "gain:1@op.all",
+    ],
+)
+def test_a_copy_made_meanwhile_is_clean_and_so_is_a_pickle(tiny_llama, plan):
+    clean = tiny_llama(ids()).logits
+    kinds, without = [type(m) for m in tiny_llama.modules()], [traces(m) for m in tiny_llama.modules()]
+    with st.inject(tiny_llama, plan) as ledger:
+        tiny_llama(ids())
+        fires = ledger.forward
+        twin = copy.deepcopy(tiny_llama)
+        assert torch.equal(twin(ids()).logits, clean)
+        assert twin.generate.__self__ is twin
+        assert torch.equal(pickle.loads(pickle.dumps(tiny_llama))(ids()).logits, clean)
+        assert [type(m) for m in twin.modules()] == kinds
+        assert [traces(m) for m in twin.modules()] == without
+        assert b"shaketable" not in pickle.dumps(tiny_llama)
+        assert ledger.forward == fires
+    assert torch.equal(tiny_llama(ids()).logits, clean)
+    assert torch.equal(twin(ids()).logits, clean)
+
+
+def test_an_interrupted_forward_leaves_no_trace(tiny_llama):
+    class Interrupt(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    injection = st.inject(tiny_llama, "gain:1@layer.0", allow_inert=True).enable()
+    norm, tiny_llama.model.norm = tiny_llama.model.norm, Interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        tiny_llama(ids())
+    tiny_llama.model.norm = norm
+    injection.disable().enable()
+    with st.phase("train"):
+        tiny_llama(ids())
+    injection.close()
+    assert injection.ledger.sites[0].by("phase") == {
+        "eval": {"forward": 1, "backward": 0},
+        "train": {"forward": 1, "backward": 0},
+    }
+
+
+def test_the_input_is_the_hidden_state_and_not_a_mask():
+    class Layer(nn.Module):
+        def forward(self, mask, hidden_states, ids=None):
+            return hidden_states
+
+    model = nn.Sequential(collections.OrderedDict(thing=Layer()))
+    x, mask = torch.ones(2, 3), torch.ones(2, 3)
+    with st.inject(model.thing, "gain:1@module.Layer,point=input"):
+        assert torch.equal(model.thing(mask=mask, hidden_states=x), 2 * x)
+        assert torch.equal(model.thing(torch.ones(2, dtype=torch.bool), x), 2 * x)
+
+
+def test_an_output_with_a_faulty_gradient_may_be_overwritten():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    with st.inject(model, "gain:1@module.linear,direction=backward") as ledger:
+        model(torch.ones(1, 4)).sum().backward()
+    assert ledger.backward == 1
+
+
+def test_sites_that_never_fired_are_named(tiny_llama):
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    with st.inject(encoder, "gain:0.1@module.linear") as ledger:
+        encoder(torch.randn(1, 3, 8))
+    assert "1 of 3 sites never fired: self_attn.out_proj" in str(ledger)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_tensor_is_changed_where_it_stands(kind):
+    value = kind([None, torch.ones(2), torch.ones(2)])
+    changed, there = change_first(value, torch.neg)
+    assert there and type(changed) is kind and changed[0] is None
+    assert [t.tolist() for t in changed[1:]] == [[-1.0, -1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize(("modes", "phase"), [((True, False), "train"), ((False, True), "train"), ((False, False), "eval")])
+def test_one_model_in_training_mode_makes_it_training(modes, phase):
+    injection = Injection(Plan.parse("gain:0.5@module.linear"), allow_inert=True)
+    for mode in modes:
+        injection.attach(nn.Sequential(nn.Linear(4, 4)).train(mode))
+    assert injection.is_training == any(modes) and injection.phase_now() == phase
+    injection.close()
+
+
+def test_a_copy_of_a_hook_does_nothing(tiny_llama):
+    """Also where something else than its module is copied: a list of hooks, a handle."""
+    with st.inject(tiny_llama, "gain:1@module.lm_head") as ledger:
+        (hook,) = tiny_llama.lm_head._forward_hooks.values()
+        for twin in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+            assert twin is not hook and twin(tiny_llama.lm_head, (), torch.ones(2)) is None
+        tiny_llama(ids())
+    assert ledger.forward == 1
+
+
+X = torch.ones(2, 4)
+
+
+class Thing(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function=lambda x: x):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def model_of(function=lambda x: x):
+    return nn.ModuleDict({"thing": Thing(function)})
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+@pytest.mark.parametrize("value", [None, "text", (1, 2)])
+def test_a_module_without_a_tensor_there_is_named(point, value):
+    model = model_of(lambda x: value)
+    with pytest.raises(PlanError) as refused, st.inject(model, f"gain:1@module.thing,point={point}"):
+        model["thing"](value)
+    said = "was called without a tensor to change" if point == "input" else "returned no tensor to change"
+    assert str(refused.value) == f"module.thing: thing {said}"
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+def test_a_plan_that_is_off_looks_at_nothing(point):
+    model = model_of(lambda x: None)
+    injection = st.inject(model, f"gain:1@module.thing,point={point}", allow_inert=True).enable().disable()
+    assert model["thing"]("text") is None
+    injection.close()
+
+
+@pytest.mark.parametrize("point", ["input", "output"])
+def test_a_plan_whose_phase_is_another_hands_on_the_tensor_itself(point):
+    model = model_of()
+    with st.inject(model, f"gain:1@module.thing,point={point},phase=rollout", allow_inert=True) as ledger:
+        assert model["thing"](X) is X
+        with st.phase("rollout"):
+            assert torch.equal(model["thing"](X), 2 * X)
+    assert ledger.forward == 1
+
+
+def test_the_taps_of_several_clauses_act_one_after_the_other_at_each_point():
+    seen = []
+    model = model_of(lambda x, k=0.0: seen.append(x) or x + k)
+    plan = "systematic_bias:1@module.thing,point=input+output;gain:1@module.thing,point=input+output"
+    with st.inject(model, plan) as ledger:
+        found = model["thing"](torch.ones(2), k=3.0)
+    assert seen[0].tolist() == [4.0, 4.0] and found.tolist() == [16.0, 16.0]
+    assert [site.forward for site in ledger.sites] == [2, 2]
+    assert list(ledger.sites[0].spots) == ["thing:input", "thing"]
+
+
+def test_calls_of_one_pass_have_noise_of_their_own_and_repeat_with_the_seed():
+    layer = nn.Linear(4, 4)
+    model = Thing(lambda x: torch.stack([model.layer(x), model.layer(x)]))
+    model.layer = layer
+    found = []
+    for _ in range(2):
+        with st.inject(model, "relative_gaussian:0.5@module.linear", seed=2):
+            found.append(model(X))
+    assert torch.equal(*found) and not torch.equal(found[0][0], found[0][1])
+
+
+def test_a_module_that_is_called_by_keywords_is_hit_there():
+    model = model_of(lambda mask=None, hidden_states=None: hidden_states)
+    with st.inject(model, "gain:1@module.thing,point=input"):
+        assert torch.equal(model["thing"](mask=X, hidden_states=X), 2 * X)
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [
+        ("gain:1@module.linear,point=input", torch.bfloat16),
+        ("gain:1@module.linear,point=input,phase=rollout", torch.float32),
+        ("gain:0@module.linear,point=input", torch.float32),
+        ("gain:0@module.linear,point=input;gain:1@module.linear,point=input", torch.bfloat16),
+    ],
+)
+def test_what_a_product_is_given_is_cast_before_the_fault_where_one_acts(plan, wanted):
+    layer, seen = nn.Linear(4, 4), []
+    model = nn.Sequential(layer)
+    with torch.autocast("cpu", torch.bfloat16), st.inject(model, plan, allow_inert=True):
+        layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+        model(X)
+    assert seen == [wanted]
+
+
+def test_what_a_norm_is_given_is_not_cast():
+    norm, seen = nn.LayerNorm(4), []
+    with torch.autocast("cpu", torch.bfloat16), st.inject(nn.Sequential(norm), "gain:1@module.0,point=input"):
+        norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+        norm(X)
+    assert seen == [torch.float32]
+
+
+ONES, THREES = torch.ones(2), torch.full((2,), 3.0)
+IDS = torch.arange(2)
+Pair = namedtuple("Pair", "a b")
+
+
+def doubled(x):
+    return 2 * x
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.parametrize(
+    ("value", "changed"),
+    [
+        (ONES, 2 * ONES), ((ONES, THREES), (2 * ONES, THREES)), ([None, ONES, THREES], [None, 2 * ONES, THREES]), (Pair(None, ONES), Pair(None, 2 * ONES)), (Pair(ONES, THREES), Pair(2 * ONES, THREES)),
+        ({"a": 1, "b": ONES, "c": THREES}, {"a": 1, "b": 2 * ONES, "c": THREES}), ((), ()), ((1, [ONES]), (1, [ONES])), (None, None), ({}, {}), ("x", "x"),
+    ],
+)  # fmt: skip
+def test_the_first_tensor_of_what_a_module_returns_is_changed_and_nothing_else(value, changed):
+    found, there = change_first(value, doubled)
+    assert same(found, changed) and there is not same(value, changed)
+    assert torch.equal(ONES, torch.ones(2)), "what was returned is left alone"
+
+
+def test_a_mapping_is_copied_before_it_is_changed():
+    given = {"a": ONES}
+    change_first(given, doubled)
+    assert given["a"] is ONES
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "found"),
+    [
+        ((ONES, THREES), {}, ((2 * ONES, THREES), {}, True)),
+        ((IDS, ONES), {}, ((IDS, 2 * ONES), {}, True)),
+        ((IDS,), {"x": ONES}, ((IDS,), {"x": 2 * ONES}, True)),
+        ((), {"mask": THREES, "hidden_states": ONES}, ((), {"mask": THREES, "hidden_states": 2 * ONES}, True)),
+        ((), {"mask": THREES, "input": ONES}, ((), {"mask": THREES, "input": 2 * ONES}, True)),
+        ((), {"mask": THREES, "x": ONES, "input": ONES}, ((), {"mask": THREES, "x": ONES, "input": 2 * ONES}, True)),
+        ((), {"other": ONES}, ((), {"other": 2 * ONES}, True)),
+        ((None,), {"ids": IDS}, ((None,), {"ids": 2 * IDS}, True)),
+        ((None, 3), {"flag": True}, ((None, 3), {"flag": True}, False)),
+    ],
+)
+def test_the_input_is_the_first_floating_tensor_and_hidden_states_come_before_other_keywords(args, kwargs, found):
+    given = dict(kwargs)
+    assert same(list(change_input(args, kwargs, doubled)), list(found))
+    assert same(given, kwargs)
+
+
+class Conv1D(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(("module", "product"), [(nn.Linear(2, 2), True), (Conv1D(), True), (nn.LayerNorm(2), False), (nn.Conv1d(2, 2, 1), False)])  # fmt: skip
+def test_linears_are_products(module, product):
+    assert is_product(module) is product
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inside"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.int64),
+    ],
+)
+def test_autocast_casts_what_is_multiplied_where_it_is_on(dtype, inside):
+    x = torch.ones(2).to(dtype)
+    assert as_multiplied(x) is x
+    with torch.autocast("cpu", torch.bfloat16):
+        assert as_multiplied(x).dtype == inside
+
+
+def test_every_tensor_of_a_nest_is_found_in_order_and_changed():
+    nest = {"a": (ONES, [THREES, "text"]), "b": Pair(ONES + 1, None), "c": 3}
+    assert [float(t[0]) for t in tensors_of(nest)] == [1.0, 3.0, 2.0]
+    assert same(map_tensors(nest, doubled), {"a": (2 * ONES, [2 * THREES, "text"]), "b": Pair(2 * ONES + 2, None), "c": 3})
+    assert nest["a"][0] is ONES and list(tensors_of("text")) == []

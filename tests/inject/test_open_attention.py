@@ -1,0 +1,280 @@
+"""Attention written out operator by operator, against float64 formulas, and what is said of attention that is one kernel."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import shaketable as st
+from shaketable.inject.operators import attention_in_the_open, hidden_by_attention, only_math, open_multi_head
+from shaketable.plan import Plan
+from tests.inject.code_paths import Body
+from tests.tensors import draw
+
+Q, K, V = draw(2, 4, 3, 8, seed=1), draw(2, 4, 5, 8, seed=2), draw(2, 4, 5, 6, seed=3)
+SEEN = torch.tensor([[1, 0, 1, 0, 1], [1, 1, 0, 0, 0], [0, 1, 1, 1, 1]], dtype=torch.bool)
+
+
+def by_hand(q, k, v, mask=None, causal=False, scale=None):
+    """Attention in float64, row by row."""
+    q, k, v = q.double(), k.double(), v.double()
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = torch.einsum("...qd,...kd->...qk", q, k) * scale
+    rows, columns = scores.shape[-2:]
+    if causal:
+        for i in range(rows):
+            scores[..., i, i + 1 :] = -math.inf
+    if mask is not None:
+        scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp(min=-1e300))
+    total = weights.sum(-1, keepdim=True)
+    assert weights.shape[-1] == columns
+    return torch.einsum("...qk,...kv->...qv", weights / total.where(total > 0, 1.0), v)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"scale": 2.0, "is_causal": True},
+        {"attn_mask": SEEN},
+        {"attn_mask": SEEN[None, None].expand(2, 1, 3, 5)},
+        {"attn_mask": draw(3, 5, seed=4)},
+        {"attn_mask": draw(2, 1, 3, 5, seed=5), "scale": 0.1},
+        {"dropout_p": 0.0},
+    ],
+    ids=str,
+)
+def test_attention_in_the_open_is_the_formula(options):
+    named = {"attn_mask": "mask", "is_causal": "causal", "scale": "scale"}
+    wanted = by_hand(Q, K, V, **{named[k]: v for k, v in options.items() if k in named})
+    found = attention_in_the_open(Q, K, V, **options)
+    assert found.dtype == torch.float32 and torch.allclose(found.double(), wanted, atol=1e-5)
+
+
+def test_arguments_are_taken_by_their_place_too():
+    mask = draw(3, 5, seed=4)
+    found = attention_in_the_open(Q, K, V, mask, 0.0, False, 0.3, False)
+    assert torch.equal(found, attention_in_the_open(Q, K, V, attn_mask=mask, scale=0.3))
+
+
+def test_a_row_that_sees_nothing_is_zero_and_the_others_are_as_ever():
+    seen = SEEN.clone()
+    seen[1] = False
+    found = attention_in_the_open(Q, K, V, seen)
+    assert torch.equal(found[:, :, 1], torch.zeros(2, 4, 6)) and torch.isfinite(found).all()
+    assert torch.equal(found[:, :, 0], attention_in_the_open(Q, K, V, SEEN)[:, :, 0])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_heads_share_keys_and_values_in_groups_that_follow_each_other(groups):
+    k, v = draw(2, groups, 5, 8, seed=6), draw(2, groups, 5, 6, seed=7)
+    wanted = torch.cat([by_hand(Q[:, h : h + 1], k[:, [h * groups // 4]], v[:, [h * groups // 4]]) for h in range(4)], 1)
+    found = attention_in_the_open(Q, k, v, enable_gqa=True)
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+
+
+def test_keys_and_values_may_have_groups_of_their_own_size():
+    k, v = draw(1, 2, 5, 8, seed=6), draw(1, 1, 5, 6, seed=7)
+    wanted = torch.cat([by_hand(Q[:1, h : h + 1], k[:, [h // 2]], v) for h in range(4)], 1)
+    assert torch.allclose(attention_in_the_open(Q[:1], k, v, enable_gqa=True).double(), wanted, atol=1e-5)
+
+
+def test_weights_are_dropped_and_the_rest_made_larger():
+    torch.manual_seed(0)
+    q, k, v = torch.zeros(1, 1, 64, 8), torch.zeros(1, 1, 64, 8), torch.eye(64)[None, None]
+    weights = attention_in_the_open(q, k, v, dropout_p=0.5)
+    assert set(weights.mul(64).round(decimals=4).unique().tolist()) == {0.0, 2.0}
+    assert 0.4 < float((weights == 0).float().mean()) < 0.6
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_its_gradients_are_those_of_attention(causal):
+    given = [x.clone().requires_grad_() for x in (Q, K, V)]
+    found = torch.autograd.grad(attention_in_the_open(*given, is_causal=causal).square().sum(), given)
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = torch.autograd.grad(F.scaled_dot_product_attention(*given, is_causal=causal).square().sum(), given)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("backends", "only"),
+    [
+        ([SDPBackend.MATH], True),
+        ([SDPBackend.FLASH_ATTENTION], False),
+        ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], False),
+        ([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], False),
+        ([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION], False),
+    ],
+)
+def test_attention_is_open_where_math_alone_is_allowed(backends, only):
+    with sdpa_kernel(backends):
+        assert only_math() is only
+
+
+# ---- met by plans
+
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "forward", "fused"),
+    [
+        ("gain:1@op.matmul", 0, 1), ("gain:1@op.softmax", 0, 1), ("gain:1@op.sdpa", 1, 0), ("gain:1@op.sdpa+matmul", 1, 1),
+        ("gain:1@op.all", 1, 1), ("gain:1@op.silu", 0, 0), ("gain:1@op.matmul,phase=rollout", 0, 0),
+    ],
+)  # fmt: skip
+def test_attention_that_is_one_kernel_is_hit_as_one_and_what_it_hides_is_counted(plan, forward, fused):
+    model = Body(attend)
+    with st.inject(model, plan, allow_inert=True) as ledger:
+        found = model(Q, K, V)
+    assert (ledger.forward, ledger.sites[0].fused) == (forward, fused)
+    assert torch.allclose(found, (1 + forward) * attend(Q, K, V))
+
+
+def test_each_clause_counts_what_it_cannot_reach_once():
+    model = Body(attend)
+    with st.inject(model, "gain:1@op.matmul+softmax;gain:1@op.softmax;gain:1@op.sdpa", allow_inert=True) as ledger:
+        model(Q, K, V)
+        model(Q, K, V)
+    assert [site.fused for site in ledger.sites] == [2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "factor", "spots"),
+    [
+        ("gain:1@op.softmax", 2, {"softmax": 1}),
+        ("gain:1@op.sdpa", 2, {"sdpa": 1}),
+        ("gain:1@op.softmax+sdpa", 4, {"softmax": 1, "sdpa": 1}),
+        ("gain:1@op.matmul", None, {"matmul": 2}),
+    ],
+)
+def test_attention_that_is_open_is_hit_operator_by_operator(plan, factor, spots):
+    model = Body(attend)
+    with sdpa_kernel(SDPBackend.MATH), st.inject(model, f"{plan},direction=forward") as ledger:
+        found = model(Q, K, V)
+        clean = attend(Q, K, V)
+    assert {name: s.fires(False) for name, s in ledger.sites[0].spots.items() if s.counts} == spots
+    assert ledger.sites[0].fused == 0
+    wanted = factor * clean if factor else 2 * by_hand(Q, K, V, scale=2 / math.sqrt(8))
+    assert torch.allclose(found.double(), wanted.double(), atol=1e-4)
+
+
+def test_what_is_computed_again_is_not_counted_as_hidden_again():
+    from torch.utils.checkpoint import checkpoint
+
+    model, q = Body(lambda q: checkpoint(attend, q * 1.0, K, V, use_reentrant=False)), Q.clone().requires_grad_()
+    with st.inject(model, "gain:1@op.matmul", allow_inert=True) as ledger:
+        model(q).square().sum().backward()
+    assert ledger.sites[0].fused == 1
+
+
+def test_torchs_own_attention_is_opened_and_computes_what_it_did():
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True), draw(1, 3, 8)
+    wanted, weights = model(x, x, x, need_weights=True)
+    with st.inject(model, "gain:1@op.silu", allow_inert=True):
+        found, also = model(x, x, x, need_weights=True)
+    assert torch.equal(found, wanted) and torch.equal(also, weights)
+    with st.inject(model, "gain:1@op.softmax,direction=forward") as ledger:
+        _, doubled = model(x, x, x, need_weights=True)
+    assert torch.allclose(doubled, 2 * weights) and ledger.forward == 1
+
+
+def test_the_opened_function_is_torchs_with_its_defaults_and_made_once():
+    copy, original = open_multi_head(), F.multi_head_attention_forward
+    assert copy is open_multi_head() and copy is not original and copy.__code__ is original.__code__
+    assert (copy.__defaults__, copy.__kwdefaults__, copy.__name__) == (
+        original.__defaults__,
+        original.__kwdefaults__,
+        original.__name__,
+    )
+    assert copy.__globals__["has_torch_function"]((1, 2)) is False and original.__globals__["has_torch_function"] is not None
+
+
+# ---- what is said beforehand
+
+
+class Attention(nn.Module):
+    def __init__(self, how=None, config=True):
+        super().__init__()
+        if config:
+            self.config = SimpleNamespace() if how is None else SimpleNamespace(_attn_implementation=how)
+
+
+class SelfAttentionBlock(Attention):
+    pass
+
+
+class Other(Attention):
+    """Has a setting, and is no attention."""
+
+
+def lines(plan, *modules):
+    return hidden_by_attention(nn.ModuleList(modules), Plan.parse(plan).clauses[0].site)
+
+
+BOTH = "two matrix products (op.matmul) and softmax (op.softmax)"
+KERNEL = "attention is one kernel ({}), inside of which its {} cannot be hit; {}"
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        ("gain:1@op.matmul", "two matrix products (op.matmul)"), ("gain:1@op.softmax", "softmax (op.softmax)"),
+        ("gain:1@op.softmax+matmul", BOTH), ("gain:1@op.all", BOTH), ("gain:1@op.matmul+silu", "two matrix products (op.matmul)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["sdpa", "flash_attention_2"])
+def test_a_line_names_the_kernel_what_it_hides_and_what_helps(plan, what, how):
+    assert lines(plan, Attention(how)) == [KERNEL.format(how, what, "load the model with attn_implementation=eager")]
+
+
+def test_the_kernel_of_an_engine_has_no_name_and_no_setting():
+    theirs = type("Attention", (Attention,), {"__module__": "vllm.attention"})("eager")
+    assert lines("gain:1@op.softmax", theirs) == [
+        KERNEL.format("of the engine", "softmax (op.softmax)", "op.sdpa hits what it returns")
+    ]
+
+
+@pytest.mark.parametrize("plan", ["gain:1@op.silu", "gain:1@op.sdpa", "gain:1@module.all", "gain:1@layer.all"])
+def test_a_plan_that_names_nothing_that_is_hidden_is_told_nothing(plan):
+    assert lines(plan, Attention("sdpa")) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Attention("eager"),
+        Attention("eager_paged"),
+        Attention(),
+        Attention(config=False),
+        Other("sdpa"),
+        nn.MultiheadAttention(4, 2),
+    ],
+    ids=["eager", "eager_paged", "no setting", "no config", "no attention", "torch"],
+)
+def test_attention_that_is_open_or_says_nothing_is_not_announced(module):
+    assert lines("gain:1@op.all", module) == []
+
+
+def test_every_implementation_is_named_once_in_the_order_of_their_names():
+    found = lines("gain:1@op.softmax", Attention("sdpa"), SelfAttentionBlock("flex"), Attention("sdpa"), Attention("eager"))
+    assert [line.partition(")")[0] for line in found] == [
+        "attention is one kernel (flex",
+        "attention is one kernel (sdpa",
+    ]
+
+
+def test_sdpa_is_open_where_math_alone_is_allowed_and_other_kernels_are_not():
+    with sdpa_kernel(SDPBackend.MATH):
+        assert lines("gain:1@op.softmax", Attention("sdpa")) == []
+        assert len(lines("gain:1@op.softmax", Attention("flash_attention_2"))) == 1

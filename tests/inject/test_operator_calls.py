@@ -1,0 +1,403 @@
+"""Covered operators under every name, in place, with a place for their result, with gradients, and as modules."""
+
+import copy
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import shaketable as st
+from shaketable.inject import operators
+from shaketable.inject.injection import Injection
+from shaketable.inject.operators import COVERED, OperatorModule, _mark_gradients
+from shaketable.plan import Plan
+from tests.inject.code_paths import Body
+
+A = torch.linspace(-1, 1, 16).view(4, 4) + 0.05
+FORWARD = "gain:1@op.all,direction=forward"
+aten = torch.ops.aten
+
+
+def noisy(function, *given, plan=FORWARD):
+    """What a function returns in a model, clean and under a plan, and the ledger."""
+    model = Body(function)
+    clean = model(*given)
+    with st.inject(model, plan, allow_inert=True) as ledger:
+        found = model(*given)
+    return clean, found, ledger
+
+
+def spots(ledger):
+    return {name: s.fires(False) for name, s in ledger.sites[0].spots.items() if s.counts}
+
+
+CALLS = {
+    "torch.mm": ("matmul", lambda a: torch.mm(a, a)),
+    "Tensor.bmm": ("matmul", lambda a: a[None].bmm(a[None])),
+    "Tensor.matmul": ("matmul", lambda a: a.matmul(a)),
+    "__rmatmul__": ("matmul", lambda a: a.__rmatmul__(a)),
+    "Tensor.mv": ("matmul", lambda a: a.mv(a[0])),
+    "addmv": ("matmul", lambda a: torch.addmv(a[0], a, a[1])),
+    "Tensor.addmm": ("matmul", lambda a: a.addmm(a, a)),
+    "addbmm": ("matmul", lambda a: torch.addbmm(a, a[None], a[None])),
+    "inner": ("matmul", lambda a: torch.inner(a, a)),
+    "Tensor.inner": ("matmul", lambda a: a.inner(a)),
+    "tensordot": ("matmul", lambda a: torch.tensordot(a, a, dims=1)),
+    "multi_dot": ("matmul", lambda a: torch.linalg.multi_dot([a, a, a])),
+    "linalg.matmul": ("matmul", lambda a: torch.linalg.matmul(a, a)),
+    "chain_matmul": ("matmul", lambda a: torch.chain_matmul(a, a)),
+    "bilinear": ("matmul", lambda a: F.bilinear(a, a, torch.ones(2, 4, 4))),
+    "torch.bilinear": ("matmul", lambda a: torch.bilinear(a, a, torch.ones(2, 4, 4), None)),
+    "einsum of a list": ("matmul", lambda a: torch.einsum("ij,jk->ik", [a, a])),
+    "linear with a bias": ("matmul", lambda a: F.linear(a, a, a[0])),
+    "torch._C._nn.linear": ("matmul", lambda a: torch._C._nn.linear(a, a)),
+    "aten.bmm": ("matmul", lambda a: aten.bmm(a[None], a[None])),
+    "aten.addmm": ("matmul", lambda a: aten.addmm(a, a, a)),
+    "special.softmax": ("softmax", lambda a: torch.special.softmax(a, -1)),
+    "_softmax": ("softmax", lambda a: torch._softmax(a, -1, False)),
+    "softmax by dim": ("softmax", lambda a: F.softmax(a, dim=0)),
+    "softmax of a type": ("softmax", lambda a: torch.softmax(a, -1, dtype=torch.float64)),
+    "torch._C._nn.gelu": ("gelu", lambda a: torch._C._nn.gelu(a)),
+    "gelu by tanh": ("gelu", lambda a: F.gelu(a, approximate="tanh")),
+    "torch.layer_norm": ("layer_norm", lambda a: torch.layer_norm(a, (4,))),
+    "F.layer_norm": ("layer_norm", lambda a: F.layer_norm(a, [4])),
+    "torch.rms_norm": ("rms_norm", lambda a: torch.rms_norm(a, (4,))),
+    "F.rms_norm": ("rms_norm", lambda a: F.rms_norm(a, (4,))),
+    "aten.silu": ("silu", lambda a: aten.silu(a)),
+    "sdpa": ("sdpa", lambda a: F.scaled_dot_product_attention(a[None], a[None], a[None])),
+    "torch._C._nn.sdpa": ("sdpa", lambda a: torch._C._nn.scaled_dot_product_attention(a[None], a[None], a[None])),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_an_operator_is_met_under_every_name_and_counted_in_its_family(name):
+    family, function = CALLS[name]
+    clean, found, ledger = noisy(function, A)
+    assert torch.allclose(found, 2 * clean, atol=1e-6) and found.dtype == clean.dtype and spots(ledger) == {family: 1}
+
+
+NOT_COVERED = {
+    "log_softmax": lambda a: F.log_softmax(a, -1),
+    "overload": lambda a: aten.mm.default(a, a),
+    "mul": lambda a: a * a,
+    "dot by hand": lambda a: (a * a).sum(),
+    "outer": lambda a: torch.outer(a[0], a[1]),
+    "group_norm": lambda a: F.group_norm(a, 2),
+    "relu": lambda a: F.relu(a),
+    "to": lambda a: a.to(torch.float64),
+    "float": lambda a: a.double().float(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COVERED)
+def test_what_is_no_covered_operator_is_left_as_it_is(name):
+    clean, found, ledger = noisy(NOT_COVERED[name], A)
+    assert torch.equal(clean, found) and clean.dtype == found.dtype and ledger.forward == 0
+
+
+def test_the_experts_of_transformers_are_covered_once_they_are_there(monkeypatch):
+    monkeypatch.setattr(operators, "COVERED", dict(COVERED))
+    packet = object()
+    monkeypatch.setattr(operators, "torch", SimpleNamespace(ops=SimpleNamespace(transformers=SimpleNamespace())))
+    operators.cover_transformers()
+    assert operators.COVERED == COVERED
+    ops = SimpleNamespace(transformers=SimpleNamespace(grouped_mm_fallback=packet))
+    monkeypatch.setattr(operators, "torch", SimpleNamespace(ops=ops))
+    operators.cover_transformers()
+    assert operators.COVERED[packet] == ("matmul", "grouped_mm_fallback")
+
+
+IN_PLACE = {
+    "addmm_": (lambda a: (a.clone(), a, a)),
+    "baddbmm_": (lambda a: (a.clone()[None], a[None], a[None])),
+    "addbmm_": (lambda a: (a.clone(), a[None], a[None])),
+    "addmv_": (lambda a: (a[0].clone(), a, a[1])),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("options", [{}, {"beta": 2, "alpha": 3}], ids=str)
+def test_an_operator_in_place_leaves_its_faulty_result_where_it_was_told(name, options):
+    kept = []
+
+    def function(a):
+        target, *others = IN_PLACE[name](a)
+        kept.append(target)
+        return getattr(target, name)(*others, **options)
+
+    clean, found, ledger = noisy(function, A)
+    assert found is kept[1] and torch.allclose(found, 2 * clean, atol=1e-5) and spots(ledger) == {"matmul": 1}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, out: torch.mm(a, a, out=out),
+        lambda a, out: torch.matmul(a, a, out=out),
+        lambda a, out: torch.softmax(a, -1, out=out),
+        lambda a, out: torch.addmm(a, a, a, beta=2.0, out=out),
+    ],
+)
+def test_an_operator_with_a_place_for_its_result_leaves_it_there(function):
+    kept = []
+
+    def into(a):
+        kept.append(torch.zeros(4, 4))
+        return function(a, kept[-1])
+
+    clean, found, ledger = noisy(into, A)
+    assert found is kept[1] and torch.allclose(found, 2 * clean, atol=1e-6) and ledger.forward == 1
+
+
+@pytest.mark.parametrize(("args", "kwargs", "in_place"), [((), {}, False), ((False,), {}, False), ((True,), {}, True), ((), {"inplace": True}, True), ((), {"inplace": False}, False)])  # fmt: skip
+def test_silu_writes_where_it_is_asked_to(args, kwargs, in_place):
+    given = A.clone()
+    model = Body(lambda a: F.silu(a, *args, **kwargs))
+    with st.inject(model, "gain:1@op.silu,direction=forward"):
+        found = model(given)
+    assert (found is given) is in_place and torch.allclose(found, 2 * F.silu(A))
+    assert in_place or torch.equal(given, A)
+
+
+def test_a_result_in_place_is_differentiable():
+    def function(a):
+        return (a * 1.0).addmm_(a, a)
+
+    a = A.clone().requires_grad_()
+    (clean,) = torch.autograd.grad(function(a).sum(), a)
+    model = Body(function)
+    with st.inject(model, "gain:1@op.matmul") as ledger:
+        (found,) = torch.autograd.grad(model(a).sum(), a)
+    assert torch.allclose(found, 2 * clean, atol=1e-5) and (ledger.forward, ledger.backward) == (1, 3)
+
+
+def test_silu_in_place_keeps_what_its_gradient_needs():
+    a = A.clone().requires_grad_()
+    (clean,) = torch.autograd.grad(F.silu(a).sum(), a)
+    model = Body(lambda a: F.silu(a * 1.0, inplace=True))
+    with st.inject(model, "gain:1@op.silu,direction=backward"):
+        (found,) = torch.autograd.grad(model(a).sum(), a)
+    assert torch.allclose(found, 2 * clean, atol=1e-6)
+
+
+def marked(args, kwargs, grad=True):
+    """Which arguments were marked, with their positions."""
+    told = []
+    where = SimpleNamespace(gradient=lambda tap, x, position, number: told.append((tap.name, position, number)) or x)
+    taps = [SimpleNamespace(name=n, site=SimpleNamespace(directions=d)) for n, d in (("f", ("forward",)), ("b", ("backward",)), ("fb", ("forward", "backward")))]  # fmt: skip
+    with torch.set_grad_enabled(grad):
+        found = _mark_gradients(where, taps, args, kwargs, 9)
+    return told, found
+
+
+W = A.clone().requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("function", "gradients"),
+    [
+        (lambda a, b: F.linear(a, b, b[0]), 3),
+        (lambda a, b: F.linear(input=a, weight=b), 2),
+        (lambda a, b: torch.einsum("ij,jk->ik", [a, b]), 2),
+        (lambda a, b: torch.linalg.multi_dot((a, b, a)), 3),
+        (lambda a, b: F.layer_norm(a, (4,), weight=b[0], bias=b[1]), 3),
+        (lambda a, b: torch.mm(a.detach(), b), 1),
+        (lambda a, b: F.scaled_dot_product_attention(a[None], b[None], b[None]), 3),
+    ],
+)
+def test_every_gradient_that_an_operator_makes_is_faulty(function, gradients):
+    a, b = W.detach().clone().requires_grad_(), (W + 1).detach().requires_grad_()
+    model = Body(function)
+    clean = torch.autograd.grad(model(a, b).square().sum(), [a, b], allow_unused=True)
+    with st.inject(model, "gain:1@op.all,direction=backward") as ledger:
+        found = torch.autograd.grad(model(a, b).square().sum(), [a, b], allow_unused=True)
+    assert ledger.backward == gradients and ledger.forward == 0
+    for c, f in zip(clean, found, strict=True):
+        assert c is None or torch.allclose(f, 2 * c, atol=1e-4)
+
+
+def test_two_clauses_act_one_after_the_other_on_a_result_and_on_a_gradient():
+    a = W.detach().clone().requires_grad_()
+    model = Body(lambda a: a @ A)
+    with st.inject(model, "systematic_bias:1@op.matmul,direction=forward;gain:1@op.matmul") as ledger:
+        found = model(a)
+        found.sum().backward()
+    clean = A @ A
+    assert torch.allclose(found, 2 * (clean + clean.sign()), atol=1e-6)
+    assert torch.allclose(a.grad, 2 * (torch.ones(4, 4) @ A.T), atol=1e-6)
+    assert [(s.forward, s.backward) for s in ledger.sites] == [(1, 0), (1, 1)]
+
+
+def test_where_no_gradient_is_wanted_none_is_marked():
+    model = Body(torch.mm)
+    with torch.no_grad(), st.inject(model, "gain:1@op.matmul") as ledger:
+        found = model(W, W)
+    assert found.grad_fn is None and torch.equal(found, 2 * (A @ A)) and ledger.backward == 0
+
+
+class GELUActivation(nn.Module):
+    """Written out in Python, with a product of its own inside."""
+
+    def forward(self, x):
+        return F.gelu(x) * torch.mm(x, torch.eye(4)).sign().abs()
+
+
+def test_a_module_that_is_an_operator_is_met_as_one_and_the_same_operator_inside_is_not():
+    model = nn.Sequential(GELUActivation())
+    clean = model(A)
+    with st.inject(model, "gain:1@op.gelu,direction=forward") as ledger:
+        assert torch.allclose(model(A), 2 * clean) and ledger.forward == 1
+    with st.inject(model, "gain:1@op.gelu+matmul,direction=forward") as ledger:
+        model(A)
+    assert spots(ledger) == {"gelu": 1, "matmul": 1}, "another operator inside is met"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_a_module_that_is_an_operator_has_the_taps_of_its_directions(direction):
+    injection = Injection(Plan.parse(f"gain:1@op.gelu,direction={direction};gain:1@op.gelu"), allow_inert=True)
+    injection.operators.make(0, "", range(0))
+    hook = OperatorModule(injection, injection.taps)
+    assert [t.clause for t in hook.forward] == ([1] if direction == "backward" else [0, 1])
+    assert [t.clause for t in hook.backward] == ([1] if direction == "forward" else [0, 1])
+
+
+class SiLU(nn.Module):
+    """Writes into what it is given, if it is told to."""
+
+    def __init__(self, inplace):
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x):
+        return x.mul_(3) if self.inplace else x * 3
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(("direction", "value", "slope"), [("forward", 6, 3), ("backward", 3, 6), ("both", 6, 6)])
+def test_a_module_that_writes_into_its_input_writes_the_faulty_result_there(inplace, direction, value, slope):
+    model, x = nn.Sequential(SiLU(inplace)), torch.ones(2, requires_grad=True)
+    given = x * 1.0
+    with st.inject(model, f"gain:1@op.silu,direction={direction}") as ledger:
+        found = model(given)
+        found.sum().backward()
+    assert found.tolist() == [value] * 2 and x.grad.tolist() == [slope] * 2
+    assert given.tolist() == ([value] if inplace else [1]) * 2, "what it writes is what it returns"
+    assert (ledger.forward, ledger.backward) == (int(direction != "backward"), int(direction != "forward"))
+
+
+def test_only_the_first_tensor_that_such_a_module_returns_is_faulty_and_an_output_without_one_is_left_alone():
+    class RMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.answer = lambda x: (x, x)
+
+        def forward(self, x=None, other=None):
+            return self.answer(other if x is None else x)
+
+    norm = RMSNorm()
+    model = nn.Sequential(norm)
+    with st.inject(model, "gain:1@op.rms_norm,direction=forward", allow_inert=True) as ledger:
+        first, second = norm(A)
+        assert torch.equal(first, 2 * A) and second is A
+        norm.answer = lambda x: None
+        assert norm(A) is None and norm("text") is None and norm(other=A) is None
+    assert ledger.forward == 1
+
+
+def stack():
+    return torch.overrides._get_current_function_mode_stack()
+
+
+def test_operators_outside_of_a_pass_are_nobodys_business():
+    model = Body(torch.mm)
+    with st.inject(model, FORWARD, allow_inert=True) as ledger:
+        assert torch.equal(torch.mm(A, A), A @ A) and torch.equal(F.linear(A, A), A @ A.T)
+        assert torch.equal(F.softmax(A, -1), A.softmax(-1)) and ledger.forward == 0
+        found = torch.empty(4, 4)
+        torch.mm(A, A, out=found)
+        assert ledger.forward == 0 and torch.allclose(found, A @ A)
+
+
+def test_functions_that_are_called_without_keywords_and_with_are_called_as_they_were():
+    seen = []
+
+    class Watches(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append((len(args), kwargs))
+            return func(*args, **(kwargs or {}))
+
+    model = Body(lambda a: torch.clamp(torch.add(a, a, alpha=2), min=0.0))
+    with Watches(), st.inject(model, FORWARD, allow_inert=True):
+        found = model(A)
+    assert torch.equal(found, torch.clamp(torch.add(A, A, alpha=2), min=0.0)) and len(seen) >= 2
+
+
+def test_modes_of_two_plans_each_act_once():
+    model = Body(torch.mm)
+    with st.inject(model, FORWARD) as outer, st.inject(model, FORWARD) as inner:
+        assert torch.allclose(model(A, A), 4 * (A @ A))
+    assert (outer.forward, inner.forward) == (1, 1)
+
+
+def test_a_pass_in_another_thread_has_the_mode_for_itself_and_a_backward_there_is_faulty():
+    model, found = Body(torch.mm), {}
+
+    def work():
+        a = W.detach().clone().requires_grad_()
+        model(a, A).sum().backward()
+        found["grad"], found["stack"] = a.grad, stack()
+
+    with st.inject(model, "gain:1@op.matmul,direction=backward") as ledger:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found["stack"] == [] and ledger.backward == 1
+    assert torch.allclose(found["grad"], 2 * torch.ones(4, 4) @ A.T)
+
+
+class Engine(nn.Module):
+    """Belongs to an engine, whatever it is called."""
+
+
+def engine(name, children=False, **attributes):
+    module = type(name, (Engine,), {"__module__": "vllm.layers"})()
+    module.__dict__.update(attributes)
+    if children:
+        module.part = nn.Identity()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "role", "family"),
+    [
+        (engine("ColumnParallelLinear", output_size=4), None, "matmul"),
+        (engine("ColumnParallelLinear", True, output_size=4), None, "matmul"),
+        (engine("FusedMoE", True), None, "matmul"),
+        (engine("Attention"), None, "sdpa"),
+        (engine("Attention", True), None, None),
+        (engine("MLAAttention"), None, None),
+        (engine("SiluAndMul"), None, "silu"),
+        (nn.Sequential(nn.Identity()), "rmsnorm", None),
+        (nn.Identity(), "rmsnorm", "rms_norm"),
+        (type("QuickGELUActivation", (nn.Module,), {})(), None, "gelu"),
+        (type("GELUAndSiLU", (nn.Module,), {})(), None, "gelu"),
+        (nn.Softmax(-1), None, None),
+    ],
+    ids=range(12),
+)
+def test_a_module_is_an_operator_by_its_engine_its_role_or_its_name(module, role, family):
+    assert operators.atomic_family(SimpleNamespace(module=module, role=role)) == family
+
+
+def test_copies_that_are_made_under_a_mode_are_those_of_the_model():
+    model = Body(lambda a: a @ a)
+    with st.inject(model, FORWARD), warnings.catch_warnings():
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(A), A @ A) and torch.equal(model(A), 2 * (A @ A))

@@ -1,0 +1,571 @@
+"""Operator sites: every covered operator, forward and backward, and nothing else."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import shaketable as st
+from shaketable.inject import operators
+from tests.inject.code_paths import Body
+from tests.inject.recomputation import Again
+
+PLAN = "relative_gaussian:0.1@op.all"
+
+
+A = torch.linspace(-1, 1, 16).view(4, 4)
+Q = torch.linspace(-1, 1, 2 * 3 * 8).view(1, 2, 3, 8)
+OPERATORS = {
+    "mm": (lambda a, b: torch.mm(a, b), 2),
+    "Tensor.mm": (lambda a, b: a.mm(b), 2),
+    "addmm": (lambda a, b: torch.addmm(a, a, b), 3),
+    "bmm": (lambda a, b: torch.bmm(a[None], b[None]), 2),
+    "baddbmm": (lambda a, b: torch.baddbmm(a[None], a[None], b[None]), 3),
+    "matmul": (lambda a, b: torch.matmul(a, b), 2),
+    "@": (lambda a, b: a @ b, 2),
+    "linear": (lambda a, b: F.linear(a, b), 2),
+    "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), 2),
+    "mv": (lambda a, b: torch.mv(a, b[0]), 2),
+    "torch.ops": (lambda a, b: torch.ops.aten.mm(a, b), 2),
+    "softmax": (lambda a, b: F.softmax(a, -1), 1),
+    "torch.softmax": (lambda a, b: torch.softmax(a, -1), 1),
+    "Tensor.softmax": (lambda a, b: a.softmax(-1), 1),
+    "silu": (lambda a, b: F.silu(a), 1),
+    "gelu": (lambda a, b: F.gelu(a), 1),
+    "layer_norm": (lambda a, b: F.layer_norm(a, (4,), b[0], b[1]), 3),
+    "rms_norm": (lambda a, b: F.rms_norm(a, (4,), b[0]), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_is_hit_and_so_is_every_gradient_it_makes(name):
+    function, gradients = OPERATORS[name]
+    a, b = A.clone().requires_grad_(), (A + 1).requires_grad_()
+    clean = function(a, b)
+    model = Body(function)
+    with st.inject(model, PLAN) as ledger:
+        noisy = model(a, b)
+        noisy.square().sum().backward()
+    assert not torch.equal(clean, noisy)
+    assert (ledger.forward, ledger.backward) == (1, gradients)
+
+
+@pytest.mark.parametrize("name", ["add", "relu", "exp", "sum", "layer norm by hand"])
+def test_other_functions_are_left_alone(name):
+    functions = {
+        "add": lambda a: a + a,
+        "relu": lambda a: F.relu(a),
+        "exp": lambda a: a.exp(),
+        "sum": lambda a: a.sum(),
+        "layer norm by hand": lambda a: (a - a.mean()) / a.std(),
+    }
+    model = Body(functions[name])
+    with st.inject(model, PLAN, allow_inert=True) as ledger:
+        assert torch.equal(model(A), functions[name](A))
+    assert ledger.forward == 0
+
+
+def test_names_bound_long_ago_are_met():
+    from torch.nn.functional import linear as early
+
+    model = Body(lambda a: early(a, A))
+    with st.inject(model, PLAN) as ledger:
+        model(A)
+    assert ledger.forward == 1
+
+
+def test_out_and_in_place_forms_are_hit():
+    def into(a):
+        out = torch.empty(4, 4)
+        torch.mm(a, a, out=out)
+        return out
+
+    def in_place(a):
+        c = torch.zeros(4, 4)
+        return c.addmm_(a, a)
+
+    for function in (into, in_place):
+        model = Body(function)
+        clean = model(A)
+        with st.inject(model, PLAN) as ledger:
+            assert not torch.equal(model(A), clean)
+        assert ledger.forward == 1
+
+
+@pytest.mark.parametrize(("direction", "forward", "backward"), [("forward", 1, 0), ("backward", 0, 2), ("both", 1, 2)])
+def test_directions_are_switched_apart(direction, forward, backward):
+    a, b = A.clone().requires_grad_(), (A + 1).requires_grad_()
+    model = Body(torch.mm)
+    clean = torch.autograd.grad(torch.mm(a, b).sum(), [a, b])
+    with st.inject(model, f"relative_gaussian:0.1@op.matmul,direction={direction}") as ledger:
+        y = model(a, b)
+        grads = torch.autograd.grad(y.sum(), [a, b])
+    assert (ledger.forward, ledger.backward) == (forward, backward)
+    assert torch.equal(y, torch.mm(a, b)) == (forward == 0)
+    assert all(torch.equal(g, c) for g, c in zip(grads, clean, strict=True)) == (backward == 0)
+
+
+def test_every_gradient_has_an_error_of_its_own():
+    a = A.clone().requires_grad_()
+    model = Body(lambda x: x @ x)
+    with st.inject(model, "relative_gaussian:0.5@op.matmul,direction=backward") as ledger:
+        torch.autograd.grad(model(a).sum(), a)
+    assert ledger.backward == 2
+
+
+def test_gradients_of_other_arguments_and_of_other_products_have_errors_that_are_unlike():
+    """All four gradients are ones, so what differs is the error: by argument, and by product of the same layer."""
+    given = [torch.ones(32, requires_grad=True) for _ in range(4)]
+    model = Body(lambda a, b, c, d: torch.inner(a, b) + torch.inner(c, d))
+    with st.inject(model, "relative_gaussian:0.1@op.matmul,direction=backward") as ledger:
+        found = torch.autograd.grad(model(*given), given)
+    assert ledger.backward == 4
+    assert len({tuple(g.tolist()) for g in found}) == 4
+    errors = torch.stack(found) - 1
+    assert float(errors.std()) == pytest.approx(0.1, rel=0.2)
+    assert float(torch.corrcoef(errors).fill_diagonal_(0).abs().max()) < 0.6
+
+
+def test_products_of_one_layer_have_errors_that_are_unlike_and_repeat_with_the_seed():
+    model = Body(lambda a: torch.stack([a @ a, a @ a]))
+
+    def twice():
+        with st.inject(model, "relative_gaussian:0.1@op.matmul", seed=5):
+            return model(A)
+
+    first = twice()
+    assert not torch.equal(first[0], first[1]) and torch.equal(first, twice())
+
+
+class Nested(nn.Module):
+    """A stack of two layers, each with one product, and one before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(Body(lambda x: x @ x)) for _ in range(2)])
+
+    def forward(self, x):
+        x = x @ x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "spots"), [("", ["matmul", "layer.0.matmul", "layer.1.matmul"]), (",layers=1", ["layer.1.matmul"])]
+)
+def test_an_operator_belongs_to_the_layer_that_calls_it(layers, spots):
+    model = Nested()
+    with st.inject(model, f"relative_gaussian:0.1@op.matmul,direction=forward{layers}") as ledger:
+        model(A)
+    found = ledger.sites[0].to_dict()["spots"]
+    assert list(found) == spots and ledger.forward == len(spots)
+
+
+class Calling(nn.Module):
+    """A layer that calls a block which is not its own."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.own, self.other = nn.Sequential(nn.Identity()), [block]
+
+    def forward(self, x):
+        return self.own(self.other[0](x))
+
+
+def test_a_block_that_layers_share_belongs_to_the_layer_that_calls_it():
+    model = nn.Module()
+    model.block = nn.Sequential(Body(lambda x: x @ x))
+    model.layers = nn.ModuleList([Calling(model.block) for _ in range(2)])
+    model.forward = lambda x: model.layers[1](model.layers[0](x))
+    with st.inject(model, "relative_gaussian:0.1@op.matmul,direction=forward") as ledger:
+        model(A)
+    assert list(ledger.sites[0].by("layer")) == ["0", "1"] and ledger.forward == 2
+
+
+@pytest.mark.parametrize("kind", [nn.SiLU, nn.ReLU])
+def test_a_module_that_writes_into_its_input_is_hit_and_differentiable(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), kind(inplace=True))
+    clean = torch.autograd.grad(model(A).sum(), list(model.parameters()))
+    with st.inject(model, "relative_gaussian:0.5@op.silu+matmul") as ledger:
+        found = torch.autograd.grad(model(A).sum(), list(model.parameters()))
+    assert (ledger.forward, ledger.backward) == ((2, 3) if kind is nn.SiLU else (1, 2))
+    assert not torch.allclose(found[0], clean[0])
+
+
+def test_modes_of_the_user_above_ours_keep_their_order():
+    from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+    class Theirs(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model = Body(torch.mm)
+    injection = st.inject(model, PLAN).enable()
+    with Theirs() as first, Theirs() as second, Theirs() as third:
+        model(A, A)
+        injection.close()
+        assert _get_current_function_mode_stack() == [first, second, third]
+
+
+def test_a_head_is_left_out_by_its_weight_however_that_was_cast(tiny_llama):
+    """Trainers multiply by the weight of a head outside of its module, and cast it before."""
+    ids = torch.arange(6)[None]
+    with st.inject(tiny_llama, "gain:0.1@op.matmul,direction=forward") as ledger:
+        hidden = tiny_llama.model(ids).last_hidden_state
+        inside = ledger.forward
+    shape, weight = nn.Module(), tiny_llama.lm_head.weight
+    shape.lm_head = tiny_llama.lm_head
+    shape.forward = lambda x: (x @ weight.T + x @ weight.double().float().T) @ torch.ones(64, 2)
+    with st.inject(shape, "gain:0.1@op.matmul,direction=forward") as ledger:
+        shape(hidden)
+    assert inside == 4 * 7 and ledger.forward == 1
+    with st.inject(shape, "gain:0.1@op.matmul,direction=forward,include=lm_head") as ledger:
+        shape(hidden)
+    assert ledger.forward == 3
+
+
+CASTS = {
+    "to": lambda w: w.to(torch.float64),
+    "float": lambda w: w.float(),
+    "half": lambda w: w.half(),
+    "bfloat16": lambda w: w.bfloat16(),
+    "double": lambda w: w.double(),
+    "type": lambda w: w.type(torch.float64),
+    "type_as": lambda w: w.type_as(torch.zeros(1, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_every_way_to_cast_the_weight_of_a_head_leaves_it_out(name):
+    model = nn.Module()
+    model.lm_head, model.other = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(x):
+        heads, others = CASTS[name](model.lm_head.weight), CASTS[name](model.other.weight)
+        return (x.to(heads.dtype) @ heads.T), (x.to(others.dtype) @ others.T)
+
+    model.forward = forward
+    clean = forward(torch.ones(2, 4))
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+        found = model(torch.ones(2, 4))
+    assert ledger.forward == 1
+    assert torch.equal(found[0], clean[0]) and torch.equal(found[1], 2 * clean[1])
+
+
+def test_one_family_alone():
+    model = Body(lambda a: F.softmax(F.silu(a @ a), -1))
+    for family in ("matmul", "softmax", "silu"):
+        with st.inject(model, f"relative_gaussian:0.1@op.{family}") as ledger:
+            model(A)
+        assert ledger.forward == 1
+        assert list(ledger.sites[0].to_dict()["spots"]) == [family]
+
+
+def test_an_rms_norm_written_out_in_python_is_one_operator(tiny_llama):
+    ids = torch.arange(8)[None]
+    with st.inject(tiny_llama, "relative_gaussian:0.1@op.rms_norm") as ledger:
+        tiny_llama(ids, labels=ids).loss.backward()
+    # 9 norms; each makes a gradient for its input and for its weight
+    assert (ledger.forward, ledger.backward) == (9, 18)
+
+
+def test_a_fused_rms_norm_module_is_hit_once():
+    model = nn.Sequential(nn.RMSNorm(4), nn.GELU(), nn.SiLU())
+    with st.inject(model, PLAN) as ledger:
+        model(A.clone().requires_grad_()).sum().backward()
+    assert (ledger.forward, ledger.backward) == (3, 4)
+
+
+def test_gpt2_gelu_written_out_in_python_is_one_operator():
+    from transformers.activations import NewGELUActivation
+
+    model = nn.Sequential(NewGELUActivation())
+    with st.inject(model, "relative_gaussian:0.1@op.gelu") as ledger:
+        model(A)
+    assert ledger.forward == 1
+
+
+def attend(q):
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def test_fused_attention_is_hit_as_one_and_its_products_are_counted_as_hidden():
+    model = Body(attend)
+    with st.inject(model, "relative_gaussian:0.1@op.sdpa") as ledger:
+        assert not torch.equal(model(Q), attend(Q))
+    assert ledger.forward == 1
+    with st.inject(model, "relative_gaussian:0.1@op.matmul", allow_inert=True) as ledger:
+        assert torch.equal(model(Q), attend(Q))
+    assert (ledger.forward, ledger.sites[0].fused) == (0, 1)
+    assert "not exposed" in str(ledger)
+
+
+def test_the_products_of_attention_are_hit_where_the_backend_exposes_them():
+    model = Body(attend)
+    with sdpa_kernel(SDPBackend.MATH), st.inject(model, PLAN) as ledger:
+        q = Q.clone().requires_grad_()
+        model(q).sum().backward()
+    spots = {name: s.fires(False) for name, s in ledger.sites[0].spots.items() if s.counts}
+    assert spots == {"matmul": 2, "softmax": 1, "sdpa": 1}
+    assert ledger.sites[0].fused == 0
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
+def test_attention_in_the_open_is_attention(mask):
+    from shaketable.inject.operators import attention_in_the_open
+
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    options = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "bool": {"attn_mask": seen},
+        "float": {"attn_mask": torch.zeros(5, 5).masked_fill(~seen, -1e9), "scale": 0.3},
+    }[mask]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    assert torch.allclose(attention_in_the_open(q, k, v, enable_gqa=True, **options), expected, atol=1e-6)
+
+
+def test_operators_inside_torch_multi_head_attention_are_met():
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 3, 8)
+    with st.inject(model, "relative_gaussian:0.1@op.matmul") as ledger:
+        noisy = model(x, x, x)[0]
+    assert ledger.forward >= 2
+    assert not torch.equal(noisy, model(x, x, x)[0])
+
+
+def test_a_transformer_encoder_of_torch_is_met_in_eval_mode_too():
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with torch.no_grad(), st.inject(model, "relative_gaussian:0.1@op.matmul") as ledger:
+        model(torch.randn(1, 3, 8))
+    assert ledger.forward >= 4
+
+
+def test_two_models_in_one_process_do_not_mix(tiny_llama):
+    other = Body(lambda a: a @ a)
+    with st.inject(tiny_llama, PLAN, allow_inert=True) as ledger:
+        assert torch.equal(other(A), A @ A)
+        assert ledger.forward == 0
+        with st.inject(other, PLAN) as inner:
+            other(A)
+            tiny_llama(torch.arange(4)[None])
+    assert inner.forward == 1
+    assert ledger.forward > 1
+
+
+def test_other_threads_are_shaken_and_do_not_mix():
+    models = [Body(lambda a: a @ a) for _ in range(2)]
+    results = {}
+
+    def work(i):
+        for _ in range(20):
+            results.setdefault(i, []).append(models[i](A))
+
+    with st.inject(models[0], PLAN) as ledger:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    assert ledger.forward == 20
+    assert all(torch.equal(r, A @ A) for r in results[1])
+    assert len({r.sum().item() for r in results[0]}) == 20
+
+
+def test_a_mode_of_the_user_survives_ours():
+    from torch.overrides import TorchFunctionMode
+
+    class Theirs(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    model = Body(torch.mm)
+    injection = st.inject(model, PLAN).enable()
+    with Theirs():
+        model(A, A)
+        injection.close()
+        seen.clear()
+        torch.mm(A, A)
+        assert torch.mm in seen
+    assert torch.overrides._len_torch_function_stack() == 0
+
+
+def test_experts_of_a_mixture_are_met():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(**shape, num_key_value_heads=2, num_local_experts=4)).eval()
+    experts = model.model.layers[0].mlp.experts
+    outputs = []
+    experts.register_forward_hook(lambda m, args, kwargs, out: outputs.append((args, kwargs, out)), with_kwargs=True)
+    with torch.no_grad(), st.inject(model, "relative_gaussian:0.1@op.matmul") as ledger:
+        model(torch.arange(8)[None])
+    args, kwargs, noisy = outputs[0]
+    with torch.no_grad():
+        assert not torch.equal(experts(*args, **kwargs), noisy)
+    assert ledger.forward > 4
+
+
+def test_fully_masked_rows_stay_zero_in_the_open():
+    q = torch.randn(1, 2, 4, 8)
+    seen = torch.ones(4, 4, dtype=torch.bool).tril()
+    seen[:2] = False
+    model = Body(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=seen))
+    with sdpa_kernel(SDPBackend.MATH), st.inject(model, "relative_gaussian:1e-6@op.matmul"):
+        noisy = model(q)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.allclose(noisy, model(q), atol=1e-4)
+
+
+def test_a_bias_has_a_unit_of_its_own_for_every_gradient():
+    layer = nn.Linear(8, 8)
+    with st.inject(layer, "bias:0.1@op.matmul") as ledger:
+        (layer(torch.randn(4, 8)).square().mean() * 1e-3).backward()
+    assert ledger.to_dict()["sites"][0]["measured_error_backward"] < 1
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+        self.again = False
+
+    def forward(self, x):
+        return x + (Again.apply(x, self.mlp) if self.again else self.mlp(x))
+
+
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Gated() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_part_of_a_layer_that_others_recompute_sees_the_same_noise():
+    found = []
+    for again in (False, True):
+        net, x = Layered(), torch.ones(2, 8, requires_grad=True)
+        for layer in net.layers:
+            layer.again = again
+        with st.inject(net, "relative_gaussian:0.1@op.matmul,direction=forward", seed=3) as ledger:
+            net(x).square().sum().backward()
+        assert ledger.forward == 6
+        found.append([x.grad, *(p.grad for p in net.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class TinyRotaryEmbedding(nn.Module):
+    """Angles as transformers 5.17 makes them, with a matrix product."""
+
+    def forward(self, x):
+        return torch.arange(1.0, 5.0)[:, None] @ torch.ones(1, 4)
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rotary, self.linear = TinyRotaryEmbedding(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) + self.rotary(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("plan", "fires"), [("gain:1@op.matmul", 1), ("gain:1@op.matmul,include=rotary", 2)])
+def test_a_product_that_makes_rotary_angles_is_left_out_unless_it_is_named(plan, fires, compiled):
+    torch.compiler.reset()
+    model, x = Turned(), torch.ones(4, 4)
+    linear, angles = model.linear(x), model.rotary(x)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    with torch.no_grad(), st.inject(model, plan) as ledger:
+        found = run(x)
+    assert ledger.forward == fires
+    assert torch.equal(found, 2 * linear + angles * fires)
+
+
+@pytest.mark.parametrize("arguments", [((), {"inplace": True}), ((True,), {})])
+def test_silu_in_place_is_hit_and_leaves_its_result_where_it_was(arguments):
+    args, kwargs = arguments
+    given = torch.tensor([1.0, -2.0])
+    model = Body(lambda x: F.silu(x, *args, **kwargs))
+    with st.inject(model, "gain:1@op.silu,direction=forward") as ledger:
+        found = model(given)
+    assert ledger.forward == 1 and found is given
+    assert torch.allclose(given, 2 * F.silu(torch.tensor([1.0, -2.0])))
+
+
+class Part:
+    """What is asked of a part of a model."""
+
+    def __init__(self, module, role=None):
+        self.module, self.role = module, role
+
+
+def engine(name, base=nn.Module, **body):
+    return type(name, (base,), {"__module__": "vllm.model_executor.layers", **body})()
+
+
+@pytest.mark.parametrize(
+    ("part", "family"),
+    [
+        (Part(nn.SiLU()), "silu"), (Part(nn.GELU()), "gelu"), (Part(nn.ReLU()), None), (Part(nn.Linear(2, 2), "linear"), None),
+        (Part(nn.RMSNorm(2), "rmsnorm"), "rms_norm"), (Part(nn.LayerNorm(2), "layernorm"), None), (Part(nn.Sequential(nn.SiLU())), None),
+        (Part(engine("Attention")), "sdpa"), (Part(type("Attention", (nn.Module,), {})()), None),
+    ],
+)  # fmt: skip
+def test_which_operator_a_module_is_as_a_whole(part, family):
+    assert operators.atomic_family(part) == family
+
+
+def test_our_mode_is_on_in_this_thread_as_long_as_the_plan_is_and_in_others_for_their_passes_alone():
+    model, seen = Body(torch.mm), []
+
+    def passes():
+        for _ in range(2):
+            model(A, A)
+            seen.append(len(torch.overrides._get_current_function_mode_stack()))
+
+    with st.inject(model, PLAN) as ledger:
+        passes()
+        thread = threading.Thread(target=passes)
+        thread.start()
+        thread.join()
+    assert seen == [1, 1, 0, 0] and ledger.forward == 4
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_what_a_hook_of_the_user_computes_before_the_model_is_called_is_not_the_models():
+    model = Body(torch.mm)
+    model.register_forward_pre_hook(lambda module, args: (args[0] @ torch.eye(len(args[0])), args[1]))
+    with st.inject(model, "gain:1@op.matmul,direction=forward") as ledger:
+        found = model(A, A)
+    assert ledger.forward == 1 and torch.allclose(found, 2 * (A @ A))
+
+
+@pytest.mark.parametrize("site", ["op.layer_norm", "op.all"])
+def test_a_norm_that_returns_its_statistics_too_is_hit_in_its_first_result(site):
+    a, w = torch.linspace(-1, 1, 16).view(4, 4), torch.ones(4)
+    for model in (
+        Body(lambda a: torch.native_layer_norm(a, (4,), w, w, 1e-5)),
+        Body(lambda a: torch.ops.aten.native_layer_norm(a, (4,), w, w, 1e-5)),
+    ):
+        clean = model(a)
+        with st.inject(model, f"gain:1@{site},direction=forward") as ledger:
+            found = model(a)
+        assert type(found) is type(clean) and ledger.forward == 1
+        assert torch.allclose(found[0], 2 * clean[0])
+        assert torch.equal(found[1], clean[1]) and torch.equal(found[2], clean[2])

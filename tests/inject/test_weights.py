@@ -1,0 +1,405 @@
+"""Faulty weights that never replace the real ones: what a module reads, what others see, and what copies carry."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import shaketable as st
+
+
+def test_optimizers_and_saving_see_the_clean_weight():
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    x = torch.ones(1, 4)
+    with st.inject(layer, "gain:1@module.linear,point=weight"):
+        before = layer.weight.detach().clone()
+        layer(x).sum().backward()
+        optimizer.step()
+        assert torch.allclose(layer.weight, before - 2.0), "the gradient of 2w, applied to w"
+        file = io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=True)["weight"], layer.weight)
+
+
+def test_tied_weights_are_faulty_only_where_the_plan_says(tiny_llama):
+    tiny_llama.lm_head.weight = tiny_llama.model.embed_tokens.weight
+    hidden = []
+    tiny_llama.model.layers[0].register_forward_pre_hook(lambda m, args: hidden.append(args[0]))
+    ids = torch.arange(8)[None]
+    clean = tiny_llama(ids).logits
+    with st.inject(tiny_llama, "gain:1@module.lm_head,point=weight") as ledger:
+        assert torch.allclose(tiny_llama(ids).logits, 2 * clean)
+    assert torch.equal(hidden[0], hidden[1])
+    assert ledger.sites[0].matched == 1
+
+
+def test_weights_of_gpt2_are_quantized_along_their_inputs():
+    from transformers.pytorch_utils import Conv1D
+
+    from shaketable.faults import Draw, make_fault
+
+    torch.manual_seed(0)
+    layer = Conv1D(6, 64)
+    x = torch.randn(3, 64)
+    with torch.no_grad(), st.inject(layer, "mxfp4@module.Conv1D,point=weight"):
+        noisy = layer(x)
+    quantized = make_fault({"kind": "mxfp4"}).apply(layer.weight.detach().t(), Draw(0)).t()
+    assert torch.allclose(noisy, x @ quantized + layer.bias, atol=1e-5)
+
+
+def test_lanes_of_a_weight_are_its_outputs():
+    layer = nn.Linear(16, 10, bias=False)
+    x = torch.randn(5, 16)
+    with st.inject(layer, "gain:1,sparsity=0.2@module.linear,point=weight"):
+        doubled = torch.isclose(layer(x), 2 * torch.nn.functional.linear(x, layer.weight)).all(0)
+    assert int(doubled.sum()) == 2
+
+
+class TwoExperts(nn.Module):
+    """Two stacked weights in one module, as the experts of a mixture have."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.eye(4)[None] + 0.1) for _ in range(2))
+
+    def forward(self, x):
+        return x @ self.up[0] @ self.down[0]
+
+
+def test_each_weight_of_a_module_is_hit_once_and_by_itself():
+    model, x = TwoExperts(), torch.ones(1, 4)
+    clean = model(x)
+    with st.inject(model, "gain:1@module.linear,point=weight") as ledger:
+        assert torch.allclose(model(x), 4 * clean)
+    assert ledger.forward == 2 and {s.split(".")[-1] for s in ledger.sites[0].spots} == {"up:weight", "down:weight"}
+    with st.inject(model, "relative_gaussian:0.1@module.linear,point=weight", seed=1) as ledger:
+        seen = []
+        model.register_forward_pre_hook(lambda m, _: seen.extend([m.up.detach(), m.down.detach()]))
+        model(x)
+    assert not torch.equal(*seen), "the noise of one is not that of the other"
+
+
+def test_lanes_of_a_transposed_weight_are_its_outputs_too():
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    layer, x = Conv1D(10, 16), torch.randn(5, 16)
+    with torch.no_grad(), st.inject(layer, "gain:1,sparsity=0.2@module.Conv1D,point=weight"):
+        doubled = torch.isclose(layer(x), 2 * (x @ layer._parameters["weight"]) + layer.bias, atol=1e-5).all(0)
+    assert int(doubled.sum()) == 2
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_the_gradient_of_a_weight_can_be_faulty(direction):
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    with st.inject(layer, f"gain:1@module.linear,point=weight,direction={direction}") as ledger:
+        y = layer(x)
+        y.sum().backward()
+    assert (ledger.forward, ledger.backward) == (int(direction == "both"), 1)
+    assert torch.allclose(y, torch.nn.functional.linear(x, layer.weight) * (2 if direction == "both" else 1))
+    assert torch.allclose(layer.weight.grad, torch.full((4, 4), 4.0 if direction == "both" else 2.0))
+
+
+def test_two_plans_on_one_weight_chain_and_come_off_in_any_order():
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.ones(1, 4)
+    clean = layer(x)
+    first = st.inject(layer, "gain:1@module.linear,point=weight").enable()
+    second = st.inject(layer, "gain:2@module.linear,point=weight").enable()
+    assert torch.allclose(layer(x), 6 * clean)
+    first.close()
+    assert torch.allclose(layer(x), 3 * clean)
+    second.close()
+    assert torch.equal(layer(x), clean)
+    assert type(layer) is nn.Linear
+
+
+def test_experts_have_their_stacked_weights_quantized():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(**shape, num_key_value_heads=2, num_local_experts=4)).eval()
+    with torch.no_grad():
+        clean = model(torch.arange(8)[None]).logits
+        with st.inject(model, "mxfp4@module.experts,point=weight") as ledger:
+            noisy = model(torch.arange(8)[None]).logits
+    assert sorted(ledger.sites[0].spots) == [
+        "model.layers.0.mlp.experts.down_proj:weight",
+        "model.layers.0.mlp.experts.gate_up_proj:weight",
+    ]
+    assert not torch.equal(clean, noisy)
+
+
+def test_a_weight_written_through_data_is_seen_at_once():
+    layer = nn.Linear(32, 4)
+    with torch.no_grad(), st.inject(layer, "mxfp4@module.linear,point=weight"):
+        layer(torch.ones(1, 32))
+        layer.weight.data.zero_()
+        layer.bias.data.zero_()
+        assert torch.equal(layer(torch.ones(1, 32)), torch.zeros(1, 4))
+
+
+def test_a_model_made_in_inference_mode():
+    with torch.inference_mode():
+        layer = nn.Linear(32, 4)
+        with st.inject(layer, "mxfp4@module.linear") as ledger:
+            layer(torch.ones(1, 32) / 3)
+    assert ledger.forward == 2
+
+
+@pytest.mark.parametrize(
+    "fault", ["dead_zone:0.3,scope=token", "gain:0.5", "gain:0.5,sparsity=0.5", "saturation:0.5,scope=token", "mxfp4"]
+)
+def test_a_weight_that_is_stored_the_other_way_round_has_the_values_and_gradients_of_a_linear(fault):
+    """Rows of a linear are columns of GPT-2's Conv1D: what is faulty, and which gradient vanishes, must not depend on it."""
+    torch.manual_seed(0)
+    linear, turned = nn.Linear(8, 6, bias=False), Conv1D(6, 8)
+    with torch.no_grad():
+        turned.weight.copy_(linear.weight.T)
+        turned.bias.zero_()
+    x, found = torch.randn(3, 8), []
+    for module in (linear, turned):
+        model = nn.ModuleDict({"part": module})
+        with st.inject(model, f"{fault}@module.part,point=weight", seed=1):
+            y = module(x)
+            y.square().sum().backward()
+        found.append((y.detach(), module.weight.grad))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(found[0][1], found[1][1].T, atol=1e-5)
+    assert not torch.allclose(found[0][0], x @ linear.weight.T)
+
+
+def test_a_weight_that_is_deleted_while_a_plan_is_on_can_be_registered_again():
+    layer = nn.Linear(4, 4, bias=False)
+    with st.inject(layer, "gain:1@module.linear,point=weight"):
+        layer(torch.ones(1, 4))
+        new = nn.Parameter(torch.eye(4))
+        del layer.weight
+        assert not hasattr(layer, "weight")
+        with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+            _ = layer.weight
+        layer.weight = new
+        assert layer.weight is new
+        assert torch.equal(layer(torch.eye(4)), 2 * torch.eye(4))
+
+
+GAIN = "gain:1@module.linear,point=weight"
+X = torch.ones(1, 4)
+
+
+def linear():
+    return nn.Linear(4, 4, bias=False)
+
+
+@pytest.mark.parametrize(("dtype", "seen"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)])
+def test_under_autocast_the_fault_of_a_product_acts_on_the_type_that_is_multiplied(dtype, seen):
+    layer = linear().to(dtype)
+    found = []
+    with st.inject(layer, GAIN):
+        layer.register_forward_pre_hook(lambda m, _: found.append(m.weight.dtype))
+        layer(X.to(dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer(X.to(dtype))
+    assert found == [dtype, seen]
+
+
+def test_a_weight_that_is_not_multiplied_or_not_hit_stays_in_its_own_type_under_autocast():
+    model = nn.Sequential(nn.LayerNorm(4), linear())
+    found = []
+    with st.inject(model, "gain:1@module.0+linear,point=weight,phase=train"):
+        for part in model:
+            part.register_forward_pre_hook(lambda m, _: found.append(m.weight.dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model.train()(X)
+            model.eval()(X)
+    assert found == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_clauses_on_one_weight_act_in_the_order_of_the_plan():
+    layer = linear()
+    clean = layer.weight.detach().clone()
+    for plan, expected in (
+        ("gain:1@module.linear,point=weight;saturation:0.1,scope=absolute@module.linear,point=weight", (2 * clean).clamp(-0.1, 0.1)),
+        ("saturation:0.1,scope=absolute@module.linear,point=weight;gain:1@module.linear,point=weight", 2 * clean.clamp(-0.1, 0.1)),
+    ):  # fmt: skip
+        with torch.no_grad(), st.inject(layer, plan, allow_inert=True):
+            assert torch.allclose(layer(torch.eye(4)).t(), expected, atol=1e-6)
+
+
+def test_a_weight_that_is_read_twice_in_a_call_is_made_and_counted_once():
+    class Twice(nn.Linear):
+        def forward(self, x):
+            self.seen = self.weight, self.weight
+            return super().forward(x)
+
+    layer = Twice(4, 4)
+    with st.inject(layer, "relative_gaussian:0.1@module.Twice,point=weight") as ledger:
+        layer(X)
+        first = layer.seen
+        layer(X)
+    assert first[0] is first[1] and ledger.forward == 2 and not torch.equal(first[0], layer.seen[0]), "another for each call"
+
+
+def test_a_call_inside_of_a_call_has_frames_of_its_own_and_leaves_the_weight_clean():
+    class Again(nn.Linear):
+        depth = 0
+
+        def forward(self, x):
+            self.depth += 1
+            y = super().forward(x)
+            return self(y) if self.depth < 2 else y
+
+    layer = Again(4, 4, bias=False)
+    with st.inject(layer, "gain:1@module.Again,point=weight") as ledger:
+        y = layer(X)
+        assert layer.weight is layer._parameters["weight"]
+    weight = layer.weight.detach()
+    assert torch.allclose(y, 4 * X @ weight.T @ weight.T) and ledger.forward == 2
+
+
+def test_keywords_reach_a_module_that_has_taps():
+    class Named(nn.Linear):
+        def forward(self, *, x, scale=1.0):
+            return scale * super().forward(x)
+
+    layer = Named(4, 4, bias=False)
+    with st.inject(layer, "gain:1@module.Named,point=weight"):
+        assert torch.allclose(layer(x=X, scale=3.0), 6 * X @ layer._parameters["weight"].T)
+
+
+def test_a_module_may_look_whether_it_has_a_weight():
+    class Maybe(nn.Linear):
+        def forward(self, x):
+            return x if self.weight is None else super().forward(x)
+
+    layer = Maybe(4, 4, bias=False)
+    with st.inject(layer, "gain:1@module.Maybe,point=weight") as ledger:
+        layer(X)
+        layer._parameters["weight"] = None
+        assert torch.equal(layer(X), X) and ledger.forward == 1
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.eye(4)[None])
+
+    def forward(self, x):
+        return x @ self.up[0]
+
+
+@pytest.mark.parametrize(("make", "name"), [(linear, "weight"), (Experts, "up")])
+def test_a_weight_that_was_taken_out_cannot_be_replaced_by_a_tensor(make, name):
+    model = make()
+    with st.inject(model, GAIN):
+        model(X)
+        parameter = model._parameters.pop(name)
+        with pytest.raises(AttributeError, match=rf"^{name} cannot be replaced by a plain tensor while a plan acts on it$"):
+            setattr(model, name, torch.ones(4, 4))
+        model._parameters[name] = parameter
+        assert getattr(model, name) is parameter
+
+
+def test_a_class_that_somebody_made_of_ours_keeps_its_name_and_loses_ours_from_below():
+    layer = linear()
+    injection = st.inject(layer, GAIN).enable()
+    below = type(layer)
+    layer.__class__ = type("Sharded", (below,), {"more": lambda self: "more"})
+    assert torch.allclose(layer(X), 2 * X @ layer._parameters["weight"].T)
+    injection.close()
+    assert type(layer).__name__ == "Sharded" and layer.more() == "more" and type(layer).__mro__[1] is nn.Linear
+
+
+class Stateful(nn.Linear):
+    """A class with a `__getstate__` of its own, which does not ask torch's."""
+
+    def __getstate__(self):
+        return dict(self.__dict__)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_where_a_class_has_a_state_of_its_own_a_hook_becomes_one_that_does_nothing(copied):
+    model = nn.Sequential(Stateful(4, 4))
+    clean = model(X)
+    with st.inject(model, "gain:1@module.Stateful") as ledger:
+        twin = copied(model)
+        assert torch.equal(twin(X), clean) and torch.equal(model(X), 2 * clean)
+    assert ledger.forward == 1
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["gain:1@module.linear,point=input+output+weight", "gain:1@op.all", "gain:1@module.linear,point=weight,direction=both"],
+)
+def test_a_copy_of_a_copy_has_no_trace_and_trains(plan):
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.RMSNorm(4))
+    clean = model(X)
+    with st.inject(model, plan):
+        twin = copy.deepcopy(copy.copy(model))
+        model(X)
+    assert torch.equal(twin(X), clean) and [type(m) for m in twin] == [nn.Linear, nn.SiLU, nn.RMSNorm]
+    twin(X).sum().backward()
+    for module in twin.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not any("shaketable" in name for name in vars(module))
+
+
+class Careful(nn.Linear):
+    """Looks at its weight where gradients are off before it multiplies with it."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            kind = self.weight.dtype
+        return super().forward(x.to(kind))
+
+
+class Idle(nn.Linear):
+    """Never looks at its weight."""
+
+    def forward(self, x):
+        return x
+
+
+class Late(nn.Linear):
+    """Gets its weight from a hook that was added after all others, as a sharded module may."""
+
+    def gather(self, module, args):
+        self._parameters["weight"] = self.whole
+
+
+def test_a_first_look_without_gradients_costs_no_gradient():
+    layer = Careful(4, 4)
+    with st.inject(layer, "gain:1@module.Careful,point=weight"):
+        layer(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_a_weight_that_is_not_read_is_not_hit():
+    layer = Idle(4, 4)
+    with st.inject(layer, "gain:1@module.Idle,point=weight", allow_inert=True) as ledger:
+        layer(torch.ones(1, 4))
+    assert ledger.forward == 0 and ledger.inert()
+
+
+def test_the_weight_that_counts_is_the_one_that_is_there_when_it_is_read():
+    layer = Late(4, 4, bias=False)
+    layer.whole = nn.Parameter(torch.eye(4))
+    with st.inject(layer, "gain:1@module.Late,point=weight"):
+        layer.register_forward_pre_hook(layer.gather)
+        assert torch.equal(layer(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+
+
+def test_two_clauses_on_one_weight_both_act_in_a_compiled_model():
+    torch._dynamo.reset()
+    layer = nn.Linear(4, 4, bias=False)
+    clean = layer(torch.eye(4)).detach()
+    with st.inject(layer, "gain:1@module.linear,point=weight; gain:2@module.linear,point=weight") as ledger:
+        found = torch.compile(layer, backend="eager", fullgraph=True)(torch.eye(4))
+    assert torch.allclose(found, 6 * clean) and [site.forward for site in ledger.sites] == [1, 1]

@@ -1,0 +1,270 @@
+"""Faulty weights of a sampling engine, which are written into the parameters: shown here on plain models."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import shaketable as st
+from shaketable.errors import PlanError
+from shaketable.inject import weights_in_place
+from shaketable.inject.injection import Injection
+from shaketable.inject.weights_in_place import checksum
+from shaketable.plan import Plan
+
+NORMS = "relative_gaussian:0.1@module.rmsnorm,point=weight"
+
+
+def put_on(model, plan, **kwargs):
+    """A plan on a model that plays the model of an engine."""
+    injection = Injection(Plan.parse(plan), sampler=True, **kwargs)
+    injection.attach(model)
+    return injection.enable()
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def changed(before, model):
+    """Names of the parameters whose bits are others."""
+    return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+
+def is_norm(name):
+    return "norm" in name
+
+
+def test_a_model_whose_weights_alone_are_faulty_is_not_hooked(tiny_llama):
+    put_on(tiny_llama, NORMS)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny_llama.modules())
+
+
+def test_noise_does_not_accumulate_over_steps(tiny_llama):
+    clean = weights(tiny_llama)
+    injection = put_on(tiny_llama, NORMS)
+    first = weights(tiny_llama)
+    for step in range(1, 21):
+        injection.step = step
+    noisy = torch.cat([p.detach() - clean[n] for n, p in tiny_llama.named_parameters() if is_norm(n)])
+    assert 0.08 < noisy.std() < 0.12
+    injection.step = 0
+    assert not changed(first, tiny_llama)
+
+
+def test_each_step_has_noise_of_its_own(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    first = weights(tiny_llama)
+    injection.step = 1
+    assert changed(first, tiny_llama) == {name for name in first if is_norm(name)}
+
+
+def test_it_is_the_noise_that_a_trainer_would_see_at_the_same_step(tiny_llama):
+    aqn = st.AQN.load("constant:0.1,seed=5")
+    aqn.attach(tiny_llama, 10, step=3, sampler=True).enable()
+    written = {name: p.detach().clone() for name, p in tiny_llama.named_parameters() if is_norm(name)}
+    aqn_of_trainer = {}
+    other = type(tiny_llama)(tiny_llama.config).eval()
+    other.load_state_dict(tiny_llama.state_dict() | {k: torch.ones_like(v) for k, v in written.items()})
+    for name, module in other.named_modules():
+        if is_norm(name):
+            module.register_forward_hook(
+                lambda m, _, __, name=name: aqn_of_trainer.update({f"{name}.weight": m.weight.clone()})
+            )
+    with aqn.attach(other, 10, step=3), st.phase("rollout"):
+        other(torch.tensor([[1, 2, 3]]))
+    assert aqn_of_trainer.keys() == written.keys()
+    assert all(torch.equal(aqn_of_trainer[name], value) for name, value in written.items())
+
+
+def test_weights_that_came_from_outside_are_the_clean_ones_from_then_on(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    new = {name: torch.full_like(p, 3.0) for name, p in tiny_llama.named_parameters() if is_norm(name)}
+    with torch.no_grad():
+        for name, value in new.items():
+            tiny_llama.get_parameter(name).data.copy_(value)
+    injection.rewrite()
+    spread = torch.cat([tiny_llama.get_parameter(name).detach() - 3.0 for name in new]).std()
+    assert 0.24 < spread < 0.36
+    injection.close()
+    assert all(torch.equal(tiny_llama.get_parameter(name), value) for name, value in new.items())
+
+
+def test_a_draw_is_counted_once_and_again_for_new_weights(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    matched = injection.ledger.sites[0].matched
+    assert injection.ledger.forward == matched
+    injection.disable().enable()
+    assert injection.ledger.forward == matched
+    injection.step = 1
+    assert injection.ledger.forward == 2 * matched
+    with torch.no_grad():
+        tiny_llama.get_parameter("model.norm.weight").data.fill_(2.0)
+    injection.rewrite()
+    assert injection.ledger.forward == 2 * matched + 1
+
+
+def test_what_was_measured_is_what_was_asked_for(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    for step in range(1, 9):
+        injection.step = step
+    site = injection.ledger.sites[0]
+    assert site.remark() is None
+    assert 0.09 < site.magnitude < 0.11
+
+
+def test_several_changes_are_written_once(tiny_llama):
+    injection = put_on(tiny_llama, NORMS)
+    before = weights(tiny_llama)
+    fires = injection.ledger.forward
+    with injection.changing():
+        injection.step = 7
+        injection.set_magnitude(0.2)
+        assert not changed(before, tiny_llama)
+    assert changed(before, tiny_llama)
+    assert injection.ledger.forward == fires + injection.ledger.sites[0].matched
+
+
+def test_a_format_on_linears_is_written_and_taken_out(tiny_llama):
+    clean = weights(tiny_llama)
+    injection = put_on(tiny_llama, "mxfp4@module.linear,point=weight")
+    hit = changed(clean, tiny_llama)
+    assert hit == {name for name in clean if name.endswith("_proj.weight")}
+    for name in hit:
+        assert tiny_llama.get_parameter(name).unique().numel() < clean[name].numel() / 4
+    injection.close()
+    assert not changed(clean, tiny_llama)
+
+
+def test_an_explicit_phase_wins_over_what_the_engine_was_told(tiny_llama):
+    injection = put_on(tiny_llama, "gain:0.1@layer.0,phase=rollout;gain:0.1@layer.1,phase=eval", allow_inert=True)
+    ids = torch.arange(6)[None]
+    tiny_llama(ids)
+    with st.phase("eval"):
+        assert injection.phase_now() == "eval"
+        tiny_llama(ids)
+        tiny_llama(ids)
+    assert injection.phase_now() == "rollout"
+    injection.close()
+    assert [site.by("phase") for site in injection.ledger.sites] == [
+        {"rollout": {"forward": 1, "backward": 0}},
+        {"eval": {"forward": 2, "backward": 0}},
+    ]
+
+
+def test_only_a_sampler_is_told_its_phase(tiny_llama):
+    injection = st.inject(tiny_llama, NORMS, allow_inert=True)
+    with pytest.raises(PlanError, match="sampling engine"):
+        injection.phase = "eval"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_checksum_tells_contents_apart(dtype):
+    x = torch.randn(33, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    swapped = x.clone()
+    swapped[0, 0], swapped[0, 1] = x[0, 1], x[0, 0]
+    flipped = x.clone()
+    flipped[3, 3] = torch.nextafter(x[3, 3], torch.tensor(99.0, dtype=dtype))
+    minus = x.clone()
+    minus[5, 5] = -0.0
+    zero = x.clone()
+    zero[5, 5] = 0.0
+    assert len({checksum(v) for v in (x, swapped, flipped, minus, zero)}) == 5
+    assert checksum(x) == checksum(x.clone())
+
+
+GAIN = "gain:1@module.linear,point=weight"
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_new_weights_count_again_for_every_tap_on_them_and_on_no_other():
+    model = Model()
+    injection = put_on(model, "gain:1@module.a,point=weight;gain:2@module.a,point=weight;gain:1@module.b,point=weight")
+    assert [site.forward for site in injection.ledger.sites] == [1, 1, 1]
+    injection.rewrite()
+    assert [site.forward for site in injection.ledger.sites] == [1, 1, 1]
+    with torch.no_grad():
+        model.a.weight.data.fill_(5.0)
+    injection.rewrite()
+    assert [site.forward for site in injection.ledger.sites] == [2, 2, 1]
+    injection.close()
+
+
+def test_a_model_is_not_kept_alive_by_what_is_known_of_its_weights():
+    model = Model()
+    put_on(model, GAIN, allow_inert=True).close()
+    seen = weakref.ref(model.a)
+    assert model.a in weights_in_place._known
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+class Experts(nn.Module):
+    """Two stacked weights in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.eye(4)[None] + i) for i in range(2))
+
+    def forward(self, x):
+        return x @ self.up[0] @ self.down[0]
+
+
+def test_weights_of_one_module_are_told_apart_by_their_names():
+    model = Experts()
+    up, down = model.up.detach().clone(), model.down.detach().clone()
+    injection = put_on(model, GAIN)
+    assert torch.equal(model.up, 2 * up) and torch.equal(model.down, 2 * down)
+    injection.close()
+    assert torch.equal(model.up, up) and torch.equal(model.down, down)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+def test_weights_of_any_type_come_back_bit_for_bit(dtype):
+    model = Model().to(dtype)
+    with torch.no_grad():
+        model.a.weight[0, 0], model.a.weight[0, 1], model.a.weight[1, 1] = float("nan"), -0.0, float("inf")
+    bits = model.a.weight.detach().clone().view(weights_in_place._BITS[model.a.weight.element_size()])
+    injection = put_on(model, "relative_gaussian:0.1@module.linear,point=weight")
+    for step in (1, 2):
+        injection.step = step
+    assert not torch.equal(model.a.weight.detach().view(bits.dtype), bits)
+    injection.close()
+    assert torch.equal(model.a.weight.detach().view(bits.dtype), bits)
+
+
+def test_a_checksum_is_that_of_the_values_in_their_order_however_they_lie_in_memory():
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert checksum(x.t()) == checksum(x.t().contiguous()) != checksum(x)
+    assert checksum(x[:, ::2]) == checksum(x[:, ::2].clone()) and checksum(x.view(7, 5)) == checksum(x)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 6])
+def test_a_checksum_does_not_depend_on_how_much_is_added_at_a_time(monkeypatch, chunk):
+    x = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    whole, swapped = checksum(x), checksum(x[[3, 4, 5, 0, 1, 2]])
+    monkeypatch.setattr(weights_in_place, "_CHUNK", chunk)
+    assert checksum(x) == whole and checksum(x[[3, 4, 5, 0, 1, 2]]) == swapped != whole
+
+
+def test_a_checksum_weights_every_word_by_an_odd_number():
+    """Of an even place the highest bit of a 64-bit word would be lost, and with it a sign."""
+    for place in range(4):
+        x = torch.ones(4, dtype=torch.float64)
+        before = checksum(x)
+        x[place] = -1.0
+        assert checksum(x) != before

@@ -1,0 +1,273 @@
+"""Modules that are one operator: real ones are inside of their definition, others are not leaves or outside."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.pytorch_utils import Conv1D
+
+from shaketable.numerics.intervals import Precision
+from shaketable.numerics.operators import Call, leaf_of
+from tests.tensors import draw
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def filled(module, dtype):
+    """Every parameter gets values, so that nothing is trivially right."""
+    with torch.no_grad():
+        for i, parameter in enumerate(module.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=10 + i))
+    return module.to(dtype).eval()
+
+
+def outside(module, got, *args, leaf=None, **kwargs):
+    call = Call(None, args, kwargs, got.dtype, Precision(), lambda t: t.double())
+    leaf = leaf or leaf_of(module)
+    assert leaf is not None
+    return leaf.allowed(call, lambda name: dict(module.named_parameters())[name].detach()).outside(got)
+
+
+MODULES = {
+    "Linear": lambda: nn.Linear(32, 24),
+    "Linear without bias": lambda: nn.Linear(32, 24, bias=False),
+    "Conv1D": lambda: Conv1D(24, 32),
+    "LlamaRMSNorm": lambda: LlamaRMSNorm(32, eps=1e-5),
+    "Qwen3RMSNorm": lambda: Qwen3RMSNorm(32, eps=1e-6),
+    "GemmaRMSNorm": lambda: GemmaRMSNorm(32, eps=1e-6),
+    "Gemma2RMSNorm": lambda: Gemma2RMSNorm(32, eps=1e-6),
+    "LayerNorm": lambda: nn.LayerNorm(32),
+    "LayerNorm without bias": lambda: nn.LayerNorm(32, bias=False),
+    "LayerNorm without weight": lambda: nn.LayerNorm(32, elementwise_affine=False),
+    "SiLU": nn.SiLU,
+    "SiLUActivation": SiLUActivation,
+    "GELUActivation": GELUActivation,
+    "GELUTanh": GELUTanh,
+    "Dropout": lambda: nn.Dropout(0.5),
+    "Identity": nn.Identity,
+}
+
+
+def inputs(dtype):
+    x = draw(2, 9, 32)
+    x[0, 0] *= 40
+    x[0, 1] *= 1e-3
+    x[0, 2] += 5
+    x[1, 3] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_what_the_module_returns_is_inside_and_a_wrong_value_is_not(name, dtype):
+    module, x = filled(MODULES[name](), dtype), inputs(dtype)
+    with torch.no_grad():
+        got = module(x).clone()
+    assert not outside(module, got, x).any()
+    by = 1e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    sized = got.abs() > 0.05
+    assert outside(module, got * (1 + by), x)[sized].double().mean() > 0.9
+    got[1, 4, 5] = math.nan
+    assert outside(module, got, x).nonzero().tolist() == [[1, 4, 5]]
+
+
+def test_an_embedding_is_exact():
+    module, ids = filled(nn.Embedding(10, 4), torch.bfloat16), torch.tensor([[1, 7, 1]])
+    got = module(ids).detach()
+    assert not outside(module, got, ids).any()
+    got[0, 1, 2] *= 1 + 2.0**-7
+    assert outside(module, got, ids).nonzero().tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (lambda: LlamaRMSNorm(32, eps=1e-5), lambda: LlamaRMSNorm(32, eps=2e-1)),
+        (lambda: GemmaRMSNorm(32, eps=1e-6), lambda: GemmaRMSNorm(32, eps=2e-1)),
+        (lambda: GemmaRMSNorm(32, eps=1e-6), lambda: LlamaRMSNorm(32, eps=1e-6)),
+        (lambda: LlamaRMSNorm(32, eps=1e-6), lambda: GemmaRMSNorm(32, eps=1e-6)),
+        (lambda: nn.LayerNorm(32, eps=1e-5), lambda: nn.LayerNorm(32, eps=2e-1)),
+        (nn.SiLU, GELUActivation),
+        (GELUActivation, SiLUActivation),
+        (GELUActivation, nn.ReLU),
+    ],
+)
+def test_another_eps_or_another_function_is_outside(right, wrong, dtype):
+    x = draw(2, 9, 32).to(dtype)
+    with torch.no_grad():
+        got = filled(wrong(), dtype)(x)
+    assert outside(filled(right(), dtype), got, x).double().mean() > 0.3
+
+
+def test_a_slightly_different_eps_is_seen_in_float32():
+    x = draw(4, 32) * 0.1
+    got = filled(LlamaRMSNorm(32, eps=1.1e-5), torch.float32)(x).detach()
+    assert outside(filled(LlamaRMSNorm(32, eps=1e-5), torch.float32), got, x).double().mean() > 0.9
+
+
+def test_one_gelu_is_not_the_other():
+    x = draw(4, 64)
+    erf, tanh = (nn.functional.gelu(x, approximate=a) for a in ("none", "tanh"))
+    assert outside(GELUActivation(), tanh, x).double().mean() > 0.5
+    assert outside(GELUTanh(), erf, x).double().mean() > 0.5
+
+
+# ---- what is a leaf
+
+
+def test_kinds():
+    found = {name: leaf_of(make()).kind for name, make in MODULES.items()}
+    assert found == {
+        "Linear": "linear", "Linear without bias": "linear", "Conv1D": "conv1d", "LlamaRMSNorm": "rmsnorm",
+        "Qwen3RMSNorm": "rmsnorm", "GemmaRMSNorm": "rmsnorm_one", "Gemma2RMSNorm": "rmsnorm_one", "LayerNorm": "layernorm",
+        "LayerNorm without bias": "layernorm", "LayerNorm without weight": "layernorm", "SiLU": "silu",
+        "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "Dropout": "identity",
+        "Identity": "identity",
+    }  # fmt: skip
+
+
+class RMSNorm(nn.Module):
+    """Has the name, and another formula."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):
+        return self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Nearly right: times 1.001."""
+
+    def forward(self, x):
+        return 1.001 * self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class NoEpsRMSNorm(RMSNorm):
+    """Right, but with an eps that nobody can read."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__(size)
+        self.hidden = torch.tensor(eps)
+        del self.eps
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.hidden)
+
+
+class StubbornRMSNorm(LlamaRMSNorm):
+    """Cannot be built like the others, and does the same."""
+
+    def __init__(self, size, groups):
+        super().__init__(size)
+
+
+class GroupedRMSNorm(nn.Module):
+    """A mean over groups of channels where it is given a size of them, as Qwen 4's, and over all where not."""
+
+    def __init__(self, size, group=None, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.group, self.eps = group, eps
+
+    def forward(self, x):
+        y = x.float().unflatten(-1, (-1, self.group or x.shape[-1]))
+        return (self.weight.float() * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)).type_as(x)
+
+
+class BiasedRMSNorm(LlamaRMSNorm):
+    """Has one parameter more, which is nothing as long as it is zero."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
+class TwiceRoundedRMSNorm(nn.Module):
+    """Rounds the root to the dtype before it multiplies, as DeepSeek-V4's: in float32 nobody sees that."""
+
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+class LateEpsRMSNorm(RMSNorm):
+    """Adds its eps to the root, and not to what is under it."""
+
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+class HouseRMSNorm(nn.Module):
+    """Holds another module."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.inner = LlamaRMSNorm(size, eps)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class LoraLinear(nn.Linear):
+    """A Linear, and more."""
+
+    def forward(self, x):
+        return super().forward(x) + x.mean()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RMSNorm(8), lambda: OffsetRMSNorm(8), lambda: NoEpsRMSNorm(8), lambda: GroupedRMSNorm(8, 4),
+        lambda: BiasedRMSNorm(8), TwiceRoundedRMSNorm, lambda: LateEpsRMSNorm(8), lambda: HouseRMSNorm(8), lambda: LoraLinear(8, 8), NewGELUActivation, nn.ReLU, nn.GELU, nn.Tanh,
+        lambda: GELUActivation(use_gelu_python=True), lambda: GELUTanh(use_gelu_tanh_python=True), lambda: ACT2FN["gelu_new"],
+        lambda: nn.Sequential(nn.Linear(2, 2)),
+    ],
+)  # fmt: skip
+def test_whatever_has_no_definition_is_looked_into(make):
+    assert leaf_of(make()) is None
+
+
+@pytest.mark.parametrize("make", [lambda: StubbornRMSNorm(8, 2), lambda: GroupedRMSNorm(8), lambda: GroupedRMSNorm(8, 8)])
+def test_a_norm_is_known_by_what_it_does_however_it_is_built(make):
+    first, second = GroupedRMSNorm(8, 4), make()
+    assert leaf_of(first) is None and leaf_of(second).kind.startswith("rmsnorm"), "one of a class says nothing of another"
+
+
+def test_a_norm_is_known_on_the_meta_device_too():
+    with torch.device("meta"):
+        norm = LlamaRMSNorm(16, eps=3e-5)
+    assert leaf_of(norm).kind == "rmsnorm"
+    x = draw(2, 16)
+    right = LlamaRMSNorm(16, eps=3e-5)
+    assert not outside(right, right(x).detach(), x, leaf=leaf_of(norm)).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", [Olmo2RMSNorm, GptOssRMSNorm, nn.RMSNorm])
+def test_norms_that_round_once(kind, dtype):
+    module, x = filled(kind(32, eps=1e-5), dtype), inputs(dtype)
+    assert not outside(module, module(x).detach(), x).any()
+
+
+def test_a_norm_with_weights_of_a_wider_dtype():
+    module, x = filled(LlamaRMSNorm(32), torch.float32), inputs(torch.bfloat16)
+    assert not outside(module, module(x).detach(), x).any()
