@@ -112,7 +112,7 @@ class WorkerRecorder:
         self._add(part.name, "rms_norm", part.layer, made[0], x=read[0], residual=read[1])
 
     def _sum(self, part: Part) -> tuple[str, int]:
-        """The residual sum of a norm that adds first: after the attention of its own layer, or after the MLP of the one before."""
+        """The sum of a norm that adds first: after the attention of its own layer, or after the MLP of the one before."""
         words = part.name.split(".")
         if part.layer is not None and words[-1] == "post_attention_layernorm":
             return ".".join([*words[:-1], "attention_residual"]), part.layer
