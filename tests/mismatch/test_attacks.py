@@ -399,7 +399,7 @@ EXPERTS = {
 def test_wrong_experts_are_a_defect(kind, name):
     found = pair_verdict(kind, EXPERTS[name])
     assert found.verdict == "DEFECT", found.sentence
-    if name not in ("one in a hundred more",):
+    if kind == "mixtral" and name != "one in a hundred more":
         assert pair_verdict(kind, EXPERTS[name], torch.bfloat16).verdict != "LEGAL"
 
 

@@ -76,18 +76,18 @@ class RowSpan:
 
 
 @contextmanager
-def observed(model: Any, visit: Visit, spans: Sequence[RowSpan | None] = (RowSpan(),)) -> Iterator[None]:
+def observed(decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None] = (RowSpan(),)) -> Iterator[Observer]:
     """Calls of the model with every operator shown to `visit`; a span for each row of the batch, None to pass it over."""
-    observer = _Observer(DecoderParts.of(model), visit, spans)
+    observer = Observer(decoder, visit, spans)
     try:
         with torch.no_grad():
             observer.attach()
-            yield
+            yield observer
     finally:
         observer.remove()
 
 
-class _Observer:
+class Observer:
     """Hooks on one model; `made` has the last result of every operator by its name."""
 
     def __init__(self, decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None]) -> None:
@@ -98,7 +98,13 @@ class _Observer:
         """Layer and path of the attention that runs."""
         self.replaced: list[tuple[Any, Any]] = []
 
+    def restart(self, spans: Sequence[RowSpan | None]) -> None:
+        """Begin another forward."""
+        self.spans = spans
+        self.made.clear()
+
     def attach(self) -> None:
+        """Set the hooks."""
         d = self.decoder
         self._module(d.embedding, "embedding", None, "ids")
         for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
@@ -117,6 +123,7 @@ class _Observer:
             home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
 
     def remove(self) -> None:
+        """Take the hooks off."""
         for handle in self.handles:
             handle.remove()
         for home, rotate in self.replaced:
@@ -308,37 +315,39 @@ def record_batch(
     ids, mask = (x.to(device) for x in padded(front))
     width = ids.shape[1]
     spans = {row: RowSpan(width - len(front[row])) for row in kept}
-    calls, logits, cache = _pass(model, ids, mask, spans, None)
-    if prefill:
-        ends = {i: slice(len(sequences[i][0]) - 1, -1) for i in kept}
-        return [RecordedRow(calls[i], None, logits[i][ends[i]], calls[i][-1].output[ends[i]]) for i in kept]
-    passes = {row: [calls[row]] for row in kept}
-    made = {row: [logits[row][-1:]] for row in kept}
-    for step in range(max(len(completion) for _, completion in sequences)):
-        tokens = [one[step] if step < len(one) else 0 for _, one in sequences]
-        mask = torch.cat([mask, mask.new_ones(len(sequences), 1)], 1)
-        spans = {i: RowSpan(0, len(sequences[i][0]) + step) for i in kept if step < len(sequences[i][1])}
-        calls, logits, cache = _pass(model, torch.tensor(tokens, device=device).unsqueeze(1), mask, spans, cache)
-        for row in spans:
-            passes[row].append(calls[row])
-            made[row].append(logits[row])
+    calls: dict[int, list[OperatorCall]] = {}
+    cache: Any = None
+
+    def run(ids: Tensor, spans: Mapping[int, RowSpan]) -> dict[int, Tensor]:
+        """One forward with the cache: logits of some rows, on the CPU, without the padding; `calls` has their operators."""
+        nonlocal cache
+        calls.clear()
+        calls.update({row: [] for row in spans})
+        observer.restart([spans.get(i) for i in range(len(ids))])
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, **masked(mask, ids.shape[1]))
+        cache = out.past_key_values
+        return {row: out.logits[row, span.padding :].detach().cpu() for row, span in spans.items()}
+
+    with observed(DecoderParts.of(model), lambda call, row: calls[row].append(_copied(call))) as observer:
+        logits = run(ids, spans)
+        if prefill:
+            ends = {i: slice(len(sequences[i][0]) - 1, -1) for i in kept}
+            return [RecordedRow(calls[i], None, logits[i][ends[i]], calls[i][-1].output[ends[i]]) for i in kept]
+        passes = {row: [calls[row]] for row in kept}
+        made = {row: [logits[row][-1:]] for row in kept}
+        for step in range(max(len(completion) for _, completion in sequences)):
+            tokens = [one[step] if step < len(one) else 0 for _, one in sequences]
+            mask = torch.cat([mask, mask.new_ones(len(sequences), 1)], 1)
+            spans = {i: RowSpan(0, len(sequences[i][0]) + step) for i in kept if step < len(sequences[i][1])}
+            for row, one in run(torch.tensor(tokens, device=device).unsqueeze(1), spans).items():
+                passes[row].append(calls[row])
+                made[row].append(one)
     found = []
-    for row, one in passes.items():
-        joined, prompt = _joined(one), one[0]
+    for row, each in passes.items():
+        joined, prompt = _joined(each), each[0]
         head = torch.cat([prompt[-1].output[-1:], joined[-1].output[:-1]])
         found.append(RecordedRow(joined, prompt, torch.cat(made[row][:-1]), head))
     return found
-
-
-def _pass(
-    model: Any, ids: Tensor, mask: Tensor, spans: Mapping[int, RowSpan], cache: Any
-) -> tuple[dict[int, list[OperatorCall]], dict[int, Tensor], Any]:
-    """One forward with a cache: calls and logits of some rows, on the CPU, without the padding."""
-    calls: dict[int, list[OperatorCall]] = {row: [] for row in spans}
-    with observed(model, lambda call, row: calls[row].append(_copied(call)), [spans.get(i) for i in range(len(ids))]):
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, **masked(mask, ids.shape[1]))
-    logits = {row: out.logits[row, span.padding :].detach().cpu() for row, span in spans.items()}
-    return calls, logits, out.past_key_values
 
 
 def _copied(call: OperatorCall) -> OperatorCall:

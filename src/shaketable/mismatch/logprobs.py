@@ -103,7 +103,7 @@ def processed(logits: Tensor, sampling: Sampling, before: Sequence[Sequence[int]
     if sampling.repetition_penalty != 1.0:
         longest = max(len(tokens) for tokens in before)
         seen = torch.tensor([[*tokens, *[tokens[0]] * (longest - len(tokens))] for tokens in before])
-        x = hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(seen, x)
+        x = hf.RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))(seen, x)
     for token, bias in sampling.logit_bias.items():
         x = x.index_add(1, torch.tensor([token]), torch.full((len(x), 1), bias, dtype=x.dtype))
     if sampling.temperature not in (0.0, 1.0):

@@ -62,7 +62,9 @@ class Judge:
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, own_weights: Mapping[str, Tensor] | None = None) -> None:
-        self.definitions = Definitions(model, Reference(model), DecoderParts.of(model).rotary, dtype, own_weights)
+        source, rotary = Reference(model), DecoderParts.of(model).rotary
+        self.definitions = Definitions(model, source, rotary, dtype, own_weights)
+        self.of_trainer = Definitions(model, source, rotary, next(model.parameters()).dtype)
         self.rows: dict[tuple[str, str], _Judged] = {}
         self.unjudged: dict[str, str] = {}
         """Operators without a definition, with the reason."""
@@ -70,14 +72,14 @@ class Judge:
     def leave_out(self, calls: Sequence[OperatorCall]) -> None:
         """Try the definitions on calls of the trainer: an operator that lies outside there is not judged."""
         for call in _with_routers(calls):
-            found = self._outside(call)
+            found = self._outside(call, self.of_trainer)
             if found is not None and bool(found.any()):
                 self.unjudged[call.name] = "the trainer itself computes it in a way that has no definition here"
 
     def judge(self, calls: Sequence[OperatorCall], phase: str) -> None:
         """Judge calls that an engine recorded."""
         for order, call in enumerate(_with_routers(calls)):
-            if call.name in self.unjudged or (outside := self._outside(call)) is None:
+            if call.name in self.unjudged or (outside := self._outside(call, self.definitions)) is None:
                 continue
             row = self.rows.setdefault((call.name, phase), _Judged(call, phase, order))
             row.values += outside.numel()
@@ -85,10 +87,10 @@ class Judge:
             with host_arithmetic():
                 self._add(row, call, outside)
 
-    def _outside(self, call: OperatorCall) -> Tensor | None:
+    def _outside(self, call: OperatorCall, definitions: Definitions) -> Tensor | None:
         try:
             with host_arithmetic():
-                return self.definitions.allowed(call).outside(call.flat)
+                return definitions.allowed(call).outside(call.flat)
         except UnavailableError as error:
             self.unjudged.setdefault(call.name, str(error))
             return None

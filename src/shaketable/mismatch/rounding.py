@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy import stats
 
 from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.gap import differences
@@ -174,6 +173,8 @@ def positive_share(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: 
     Tokens of one rollout are not independent: the number of observations is divided by what clustering adds to the variance
     (the design effect of rollouts as blocks), and the interval is Clopper and Pearson's at that number.
     """
+    from scipy import stats  # checks inside of a training need none of this, and verl's environment has no scipy
+
     kept = [x[np.abs(x) > np.maximum(least * s, 4 * SMALLEST)] for x, s in zip(d, scale, strict=True)]
     positive, n = (np.array([f(x) for x in kept if len(x)], float) for f in (lambda x: (x > 0).sum(), len))
     if n.sum() < FEWEST:

@@ -67,7 +67,7 @@ class _Differences:
     """The differences between an engine's operators and the trainer's, for one rollout."""
 
     def __init__(self, recompute: Recompute, rollout: Rollout, records: Records) -> None:
-        self.rollout, self.model = rollout, recompute.model
+        self.rollout, self.decoder = rollout, recompute.decoder
         self.by_name: dict[str, Tensor] = {}
         self.kinds: dict[str, str] = {}
         self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
@@ -95,7 +95,7 @@ class _Differences:
 
     def add(self, families: set[str]) -> Callable[[OperatorCall, int], Tensor | None]:
         """For `observed`: an operator's result with the difference where its family is among them."""
-        scale = scale_of(self.model, "residual_scale")
+        scale = scale_of(self.decoder.model, "residual_scale")
 
         def visit(call: OperatorCall, row: int = 0) -> Tensor | None:
             names = [call.name]
@@ -112,9 +112,10 @@ class _Differences:
     @torch.no_grad()
     def logits(self, families: set[str]) -> Tensor:
         """The trainer's logits of the completion's tokens, with the differences of some families added."""
-        ids = torch.tensor([self.rollout.tokens], device=self.model.get_input_embeddings().weight.device)
-        with observed(self.model, self.add(families)) if families else nullcontext():
-            logits = self.model(input_ids=ids, use_cache=False).logits
+        model = self.decoder.model
+        ids = torch.tensor([self.rollout.tokens], device=model.get_input_embeddings().weight.device)
+        with observed(self.decoder, self.add(families)) if families else nullcontext():
+            logits = model(input_ids=ids, use_cache=False).logits
         return logits[0, len(self.rollout.prompt) - 1 : -1].cpu()  # type: ignore[no-any-return]
 
 

@@ -187,14 +187,13 @@ class _OperatorStage:
         question, engine, rollouts = self.question, self.engine, self.question.rollouts
         if engine.together == 1:
             self.found.caveats.append("operators in batches: they were recorded one rollout at a time")
-        own, judge = Judge(self.model, question.trainer.dtype), Judge(self.model, engine.dtype, self.own_weights)
+        judge = Judge(self.model, engine.dtype, self.own_weights)
         names: set[str] = set()
         for i in self.chosen:
             (row,) = record_batch(self.model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
             names |= {call.name for call in row.calls}
-            own.leave_out(row.calls)
+            judge.leave_out(row.calls)
         changes = not torch.equal(row.logits, row.head)
-        judge.unjudged = dict(own.unjudged)
         meter = ShareMeter(self.model)
         made: list[list[float]] = []
         seen: dict[str, set[str]] = {}

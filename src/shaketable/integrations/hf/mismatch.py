@@ -53,7 +53,7 @@ class MismatchCheck:
         if stop and self.engine is None:
             raise ShaketableError("mismatch_stop needs the sampler's weights, and a vLLM server does not show them")
         self.newest: dict[str, float] = {}
-        """What the last check found, until it is logged."""
+        """Numbers of the last check, until they are logged."""
         self.budget = Budget()
         self._checked: int | None = None
         self._generate: Callable[..., Any] = getattr(trainer, METHOD)
@@ -64,7 +64,7 @@ class MismatchCheck:
         self.trainer.__dict__.pop(METHOD, None)
 
     def logged(self) -> dict[str, float]:
-        """What is new since the last call."""
+        """New numbers since the last call."""
         found, self.newest = self.newest, {}
         return found
 
@@ -115,7 +115,7 @@ def _refuse_parts(trainer: Any) -> None:
 
 
 def _engine(trainer: Any) -> RolloutEngine | None:
-    """The sampler, as far as it can be looked into; None for a server."""
+    """The sampler as an engine; None for a server, whose inside cannot be reached."""
     if not getattr(trainer, "use_vllm", False):
         return HFEngine(trainer.accelerator.unwrap_model(trainer.model))
     generation = trainer.vllm_generation
@@ -142,7 +142,7 @@ def _reading(model: Any) -> Iterator[None]:
 
 
 def _of_batch(made: dict[str, Any]) -> list[Rollout]:
-    """Completions and the sampler's own log-probabilities, out of what TRL has just made."""
+    """Completions and the sampler's own log-probabilities from TRL's newest batch."""
     found = []
     for row in range(len(made["prompt_ids"])):
         completion = _kept(made["completion_ids"][row], made["completion_mask"][row])
@@ -175,7 +175,7 @@ def _generated(model: Any, prompts: list[list[int]], config: Any) -> list[Rollou
 
 
 def _ended(tokens: list[int], end: int | list[int] | None) -> list[int]:
-    """Up to the first token that ends a completion; behind it is padding."""
+    """The tokens up to the first that ends a completion; the rest is padding."""
     ends = end if isinstance(end, list) else [end]
     last = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
     return tokens[: last + 1]

@@ -48,12 +48,12 @@ FORCED = "shaketable_forced"
 READ = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
 """A request whose prompt is read and given log-probabilities."""
 USUAL = {"disable_log_stats": True, "seed": 0}
-"""Arguments of vLLM's that are ours unless the user gives others."""
+"""Arguments of `vllm.LLM` that have other defaults here."""
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """What vLLM gave back for one request; log-probabilities only where they were asked for."""
+    """The result of one request; log-probabilities only where they were requested."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -137,23 +137,23 @@ class VLLMEngine:
         raise UnavailableError(f"vLLM has no variant {variant!r}; valid: {', '.join(self.variants())}")
 
     def variants(self) -> list[str]:
-        """What this engine can do in two ways."""
+        """Ways in which this vLLM can compute the same."""
         cached, compiled = bool(self.facts["caches_prefixes"]), bool(self.facts["compiled"] and not self.facts["captured"])
         return [ALONE, DECODE, *([CACHED] if cached else []), *([EAGER] if compiled else [])]
 
     def _read(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
-        """As vLLM reads a prompt."""
+        """Log-probabilities of completions that are read as part of a prompt."""
         done = self._generate([r.tokens for r in rollouts], [READ] * len(rollouts))
         return [answer.prompt_logprobs[len(r.prompt) :] for r, answer in zip(rollouts, done, strict=True)]
 
     def _decode(self, parts: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
-        """Token by token, along the given ones."""
+        """Log-probabilities of given tokens that are decoded one by one."""
         with self._switched("shaketable_force", True):
             done = self._generate([prompt for prompt, _ in parts], [_forced(rest) for _, rest in parts])
         return [answer.logprobs for answer in done]
 
     def _from_cache(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
-        """Decode once, so that the cache knows the sequence, then again from what it knows."""
+        """Decode once to fill the prefix cache, then again from it."""
         found = self._decode([(r.prompt, r.completion) for r in rollouts])
         long = [(i, cut) for i, r in enumerate(rollouts) if (cut := self._cut(r)) is not None]
         if not long:
@@ -164,7 +164,7 @@ class VLLMEngine:
         return found
 
     def _cut(self, rollout: Rollout) -> int | None:
-        """Where to cut a sequence so that the front has been cached: behind the prompt, or else behind the first block."""
+        """The position up to which a sequence is cached: the end of the prompt, or of the first block if that is longer."""
         cut = max(len(rollout.prompt), int(self.facts["block"]) + 1)
         return cut if cut < len(rollout.tokens) else None
 
@@ -182,12 +182,12 @@ class VLLMEngine:
                         yield name, file.get_tensor(name)
 
     def logits(self, rollouts: Sequence[Rollout]) -> Iterator[Tensor]:
-        """Of the model itself, before each token of the completions, decoded along them."""
+        """Logits of the model itself before each token of the completions, decoded along them."""
         for rollout in rollouts:
             yield self.record([rollout], "decode")[0].calls[-1].inputs["x"]
 
     def record(self, rollouts: Sequence[Rollout], phase: Phase, rows: Sequence[int] | None = None) -> list[OperatorRecord]:
-        """Every operator on these rollouts, one at a time: a pass of vLLM's mixes tokens of several requests."""
+        """Every operator on these rollouts, one at a time: a pass of vLLM mixes tokens of several requests."""
         found = []
         for rollout in rollouts if rows is None else [rollouts[i] for i in rows]:
             calls = self._record(rollout, phase)
@@ -214,12 +214,14 @@ class VLLMEngine:
         return None if found is None else {layer: Routed(ids) for layer, ids in found.items()}
 
     def _recorded(self, tokens: list[int], prompt_length: int, phase: Phase) -> tuple[WorkerRecording, list[float]]:
-        """What the worker recorded, and the log-probabilities of the completion that came out of the same passes."""
+        """The worker's recording, and the log-probabilities of the completion from the same passes."""
         self._one_worker("its operators")
         if self.facts["captured"]:
             raise UnavailableError(
                 "captured CUDA graphs call no module: start vLLM with enforce_eager=true to see its operators"
             )
+        if self.facts["logits_scale"] != 1:
+            raise UnavailableError("vLLM scales the logits of this model together with its head: neither is seen alone")
         if len(tokens) >= self.facts["longest"]:
             raise UnavailableError(f"{len(tokens)} tokens and one more do not fit into max_model_len={self.facts['longest']}")
         self._forget()
@@ -265,7 +267,7 @@ class VLLMEngine:
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
-        """A folder that the worker can write to, for as long as it takes."""
+        """A temporary folder that the worker can write to."""
         with tempfile.TemporaryDirectory() as folder:
             yield folder
 
@@ -285,7 +287,7 @@ class VLLMEngine:
 
     @contextmanager
     def _switched(self, call: str, on: bool) -> Iterator[None]:
-        """Something of the worker's on or off inside, and the other way behind."""
+        """A switch of the worker set for as long as the context lasts."""
         self._call(call, on)
         try:
             yield
@@ -293,7 +295,7 @@ class VLLMEngine:
             self._call(call, not on)
 
     def _forget(self) -> None:
-        """Let nothing be in the prefix cache."""
+        """Empty the prefix cache."""
         if self.facts["caches_prefixes"] and not self._reset_prefix_cache():
             raise EngineError("vLLM would not reset its prefix cache: requests are running")
 
@@ -335,7 +337,7 @@ def _answer(request: Any) -> EngineAnswer:
 
 
 def _first_line(error: BaseException) -> str:
-    """What vLLM minds; of a pydantic error, the message of the first problem."""
+    """The first line of an error; of a pydantic error, its first problem."""
     if isinstance(error, ValidationError):
         return first_problem(error)
     return str(error).splitlines()[0] if str(error) else type(error).__name__

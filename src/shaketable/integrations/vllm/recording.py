@@ -21,7 +21,7 @@ from shaketable.numerics.decoder_operators import OperatorCall
 
 @dataclass(frozen=True)
 class WorkerRecording:
-    """One sequence in one engine, which may have read it in several passes and more than one request."""
+    """The recording of one sequence, which may span several passes and more than one request."""
 
     tokens: list[int]
     rows: list[dict[str, Any]]
@@ -76,7 +76,7 @@ class WorkerRecording:
         return OperatorCall(name, kind, layer, inputs, output)
 
     def logits(self, start: int, end: int) -> Tensor:
-        """What the head made of some tokens, whichever pass of the last request read them."""
+        """The head's result for some tokens, from the passes of the last request."""
         last = self._last_request()
         _, made = self._head_rows([r for r in self.rows if r["kind"] == "lm_head" and r["pass"] in last])
         return torch.stack([made[i] for i in range(start, end)])
@@ -87,7 +87,7 @@ class WorkerRecording:
         return OperatorCall(name, "lm_head", None, {"x": x}, output)
 
     def _head_rows(self, rows: list[dict[str, Any]]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """By token, what the head read and made.
+        """The head's inputs and results by token.
 
         In a pass vLLM asks first for the last row, to sample, and then for the front of a prompt.
         """
@@ -107,7 +107,7 @@ class WorkerRecording:
         return next(len(row["output"]) for row in self.rows if row["pass"] == number)
 
     def _made(self, name: str, key: str) -> Tensor:
-        """Keys or values of the whole sequence, as they were made, in whichever request."""
+        """Keys or values of the whole sequence, as they were made, in any request."""
         pieces = [
             (self.starts[r["pass"]], r["inputs"][key]) for r in self.rows if r["name"] == name and r["pass"] in self.starts
         ]

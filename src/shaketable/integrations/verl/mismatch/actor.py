@@ -69,7 +69,7 @@ class MeasuredWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         return found
 
     def _dtype(self) -> torch.dtype:
-        """What FSDP2 casts weights to, by verl's own rule."""
+        """The dtype that FSDP2 casts weights to, by verl's own rule."""
         precision = self.actor.engine.engine_config.mixed_precision
         found: torch.dtype = PrecisionType.to_dtype("bf16" if precision is None else precision.get("param_dtype", "bf16"))
         return found

@@ -1,4 +1,4 @@
-"""The worker extension of vLLM in a verl run that is measured: verl's own, and the one that tells of itself.
+"""The worker extension of vLLM in a verl run that is measured: verl's own, with the calls of `Observer`.
 
 verl's calls into its samplers bring no answer back, so an answer is a file that the caller names.
 """
@@ -15,7 +15,7 @@ from shaketable.io.replacing import replacing
 
 
 class ObservedSampler(Observer, vLLMColocateWorkerExtension):  # type: ignore[misc]
-    """What a sampler answers over `collective_rpc`."""
+    """Calls that a sampler answers over `collective_rpc`."""
 
     def shaketable_answer(self, file: str, method: str, arguments: str) -> None:
         """Call a method with arguments that are JSON, and write what it returns, as JSON."""

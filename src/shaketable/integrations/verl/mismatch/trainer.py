@@ -1,4 +1,4 @@
-"""verl's synchronous trainer, which holds its samplers against its actors every so many steps.
+"""verl's synchronous trainer, which compares its samplers with its actors every so many steps.
 
     a step            the samplers' log-probabilities against the actors' own, of every completion: the gap
     after its sync    samplers have the new weights and are awake: weights against weights; floor and share, if there is time
@@ -50,7 +50,7 @@ class MeasuringTrainer(PPOTrainerSync):  # type: ignore[misc]
         use_worker(self.role_worker_mapping, MeasuredWorker, "shaketable.mismatch needs")
 
     def on_train_begin(self) -> None:
-        """What came before is not the training's time."""
+        """Start to count the time of the training."""
         super().on_train_begin()
         self.budget = Budget()
 

@@ -35,7 +35,7 @@ class Observer:
     """Calls that a worker answers; the names are long because vLLM refuses one that its worker has already."""
 
     def shaketable_facts(self) -> dict[str, Any]:
-        """What a front end cannot see: whether graphs are captured, and how many workers share the model."""
+        """Facts that a front end cannot see: whether graphs are captured, how many workers share the model, …"""
         from vllm.platforms import current_platform
 
         config = self.vllm_config  # type: ignore[attr-defined]
@@ -47,6 +47,7 @@ class Observer:
             "caches_prefixes": bool(config.cache_config.enable_prefix_caching),
             "block": int(config.cache_config.block_size),
             "longest": int(config.model_config.max_model_len),
+            "logits_scale": float(getattr(getattr(_model(self), "logits_processor", None), "scale", 1.0)),
         }
 
     def shaketable_digests(self) -> dict[str, tuple[str, str]]:
@@ -71,12 +72,12 @@ class Observer:
         return files + 1
 
     def shaketable_record(self) -> None:
-        """Record every operator from now on."""
+        """Start to record every operator."""
         self.shaketable_graphs(False)
         self.__dict__["_shaketable_recorder"] = WorkerRecorder(_model(self))
 
     def shaketable_recorded(self, folder: str) -> None:
-        """Stop, and write what was recorded: `calls.json`, and the tensors it numbers."""
+        """Stop, and write the recording: `calls.json`, and the tensors it numbers."""
         from safetensors.torch import save_file
 
         recorder: WorkerRecorder = self.__dict__.pop("_shaketable_recorder")
@@ -93,7 +94,7 @@ class Observer:
             module.do_not_compile = not on
 
     def shaketable_force(self, on: bool) -> None:
-        """Let requests that carry tokens decode those."""
+        """Make requests that carry tokens decode those."""
         for hook in self.__dict__.pop("_shaketable_forcing", ()):
             hook.remove()
         if on:
@@ -101,13 +102,13 @@ class Observer:
             self.__dict__["_shaketable_forcing"] = _forcing(self.model_runner, sampler)  # type: ignore[attr-defined]
 
     def shaketable_logprobs_mode(self, mode: str) -> None:
-        """Which log-probabilities come back with sampled tokens: raw_logprobs or processed_logprobs."""
+        """Set which log-probabilities are returned with sampled tokens: raw_logprobs or processed_logprobs."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         runner.sampler = type(runner.sampler)(logprobs_mode=mode, use_fp64_gumbel=runner.sampler.use_fp64_gumbel)
 
 
 def observe(worker: Any) -> None:
-    """Let a worker that was made without this extension answer its calls: one in this process, that another program started."""
+    """Add these calls to a worker in this process that was made without this extension."""
     for name in [name for name in vars(Observer) if name.startswith("shaketable_")]:
         worker.__dict__[name] = functools.partial(getattr(Observer, name), worker)
 

@@ -26,12 +26,12 @@ class _Call:
     inputs: dict[str, Tensor]
     output: Tensor
     number: int
-    """Of the model's pass it belongs to."""
+    """Number of the model's pass."""
 
 
 @dataclass
 class WorkerRecorder:
-    """Records from its making to `close`."""
+    """Records from its creation to `close`."""
 
     model: nn.Module
     calls: list[_Call] = field(default_factory=list)
@@ -112,7 +112,7 @@ class WorkerRecorder:
         self._add(part.name, "rms_norm", part.layer, made[0], x=read[0], residual=read[1])
 
     def _sum(self, part: Part) -> tuple[str, int]:
-        """What a norm that adds first has added: behind the attention of its own layer, or behind the MLP of the one before."""
+        """The sum of a norm that adds first: after the attention of its own layer, or after the MLP of the one before."""
         words = part.name.split(".")
         if part.layer is not None and words[-1] == "post_attention_layernorm":
             return ".".join([*words[:-1], "attention_residual"]), part.layer
@@ -167,7 +167,7 @@ class WorkerRecorder:
             router.set_capture_fn(capture)
 
     def result(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors by number, and what each is of."""
+        """The tensors by number, and the calls that they belong to."""
         tensors: dict[str, Tensor] = {f"routed/{key}": ids for key, ids in self.routed.items()}
         calls: list[dict[str, Any]] = []
         for number, call in enumerate(self.calls):
