@@ -8,17 +8,16 @@ penalty, a prompt that was read otherwise) breaks here, whatever the trainer com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.results import LARGEST, Deviation
 from shaketable.mismatch.rounding import SAME_PROGRAM, Rounding, judge_returned
-from shaketable.mismatch.semantics import examined, try_hypotheses
+from shaketable.mismatch.semantics import keep_examined, try_hypotheses
 from shaketable.mismatch.trainer import Trainer
 
 NEAR_ZERO = 0.05
@@ -63,15 +62,9 @@ def doubt_returned(
     Rounding of a whole model in bfloat16 hides a temperature of 1.02 and a token that is off by 0.3; an engine that reads its
     own tokens repeats most numbers, and hides neither.
     """
-    narrow, kept = rounding.among(ways), []
-
-    def logits() -> Iterator[Tensor]:
-        for i, x in enumerate(engine.logits(rollouts)):
-            if i < len(examined(rollouts)):
-                kept.append(x)
-            yield x
-
-    found = read(logits(), rollouts, sampling)
+    narrow = rounding.among(ways)
+    kept: list[torch.Tensor] = []
+    found = read(keep_examined(engine.logits(rollouts), rollouts, kept), rollouts, sampling)
     judged = judge_returned(rollouts, found.meant, narrow.scale, found.edges)
     if judged.worst_ratio > LARGEST:
         rollout, token = judged.worst

@@ -92,15 +92,15 @@ def measure_rounding(
         reading: The trainer's log-probabilities as it computes them.
     """
     coarser = max((dtype, trainer.dtype), key=lambda d: torch.finfo(d).eps)
-    terms = [(Sampling(1), reading.raw), (sampling, reading.meant)]
+    terms = [(Sampling(1), reading.raw)] + ([] if sampling.logprobs_mode == "raw" else [(sampling, reading.meant)])
     squares: list[list[list[np.ndarray]]] = [[[] for _ in rollouts] for _ in terms]
     for draw in range(DRAWS):
         for i, logits in enumerate(trainer.logits(rollouts, RandomRounding(coarser, draw))):
             for place, (how, own) in enumerate(terms):
                 (moved,) = differences([expected(logits, rollouts[i], how)], [own[i]])
                 squares[place][i].append(np.where(np.isfinite(moved), moved, np.nan) ** 2)
-    raw, scale = (_scales([np.stack(draws) for draws in part]) for part in squares)
-    return Rounding(scale, raw, str(coarser).removeprefix("torch."))
+    scales = [_scales([np.stack(draws) for draws in part]) for part in squares]
+    return Rounding(scales[-1], scales[0], str(coarser).removeprefix("torch."))
 
 
 def _scales(squares: list[np.ndarray]) -> list[np.ndarray]:

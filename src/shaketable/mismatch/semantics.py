@@ -15,7 +15,7 @@ Logits are computed for the first rollouts only, up to `TOKENS` tokens: a hypoth
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,10 @@ VALUES: dict[str, tuple[float, ...]] = {
     "top_k": (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 50, 64, 100, 200),
 }
 """By kind of truncation, the values that are tried with each temperature."""
+COLUMNS = 4096
+"""Likeliest tokens that hold a nucleus of 0.99, nearly always."""
+PROBED = 32
+"""Tokens on which another prompt must fit better before all rollouts are read with it."""
 CUTS = tuple(2**n for n in range(2, 16))
 SHIFTS = {1: "next token", -1: "previous token", 2: "token after the next", -2: "token before the previous"}
 STEPS = ("temperature", "top_p", "top_k", "repetition_penalty", "logit_bias")
@@ -73,6 +77,7 @@ def try_hypotheses(
     sampling: Sampling,
     rounding: Rounding,
     engine_logits: Sequence[Tensor] | None = None,
+    own_logits: Sequence[Tensor] | None = None,
 ) -> Semantics:
     """The best hypothesis, the one that is named, and all that were tried.
 
@@ -82,9 +87,11 @@ def try_hypotheses(
         sampling: As it was declared.
         rounding: The scale of rounding for each token.
         engine_logits: The engine's own, to test those instead; other prompts are then not tried.
+        own_logits: The trainer's for the examined rollouts, where they are at hand.
     """
     some = examined(rollouts)
-    logits = list(trainer.logits(some)) if engine_logits is None else list(engine_logits)
+    given = own_logits if engine_logits is None else engine_logits
+    logits = list(trainer.logits(some) if given is None else given)
     case = _Case(trainer, some, logits, sampling, rounding.scale[: len(some)])
     base = case.against(sampling)
     before = found if np.isfinite(found := _mean_abs(base)) else IMPOSSIBLE
@@ -122,6 +129,14 @@ def examined(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The first rollouts, up to `TOKENS` tokens."""
     ends = np.cumsum([len(r.completion) for r in rollouts])
     return list(rollouts[: max(1, int((ends <= TOKENS).sum()))])
+
+
+def keep_examined(logits: Iterable[Tensor], rollouts: Sequence[Rollout], kept: list[Tensor]) -> Iterator[Tensor]:
+    """The logits, of which those of the examined rollouts are kept."""
+    count = len(examined(rollouts))
+    for i, x in enumerate(logits):
+        kept += [x] if i < count else []
+        yield x
 
 
 def gain(before: Differences, after: Differences) -> tuple[float, float]:
@@ -169,14 +184,18 @@ class _Case:
     ) -> None:
         self.trainer, self.rollouts, self.logits, self.sampling, self.scale = trainer, rollouts, logits, sampling, scale
         self.engine = [np.asarray(r.logprobs) for r in rollouts]
+        self.found: dict[str, Differences] = {}
 
     def loss(self, d: Differences) -> Differences:
-        return [_loss(x, s) for x, s in zip(d, self.scale, strict=True)]
+        return [_loss(x, s) for x, s in zip(d, self.scale, strict=len(d) == len(self.scale))]
 
     def against(self, sampling: Sampling) -> Differences:
         """The engine's numbers minus the trainer's in the terms of a sampling."""
-        own = [expected(x, r, sampling) for r, x in zip(self.rollouts, self.logits, strict=True)]
-        return differences(self.engine, own)
+        terms = "raw" if sampling.logprobs_mode == "raw" else repr(sampling)
+        if terms not in self.found:
+            own = [expected(x, r, sampling) for r, x in zip(self.rollouts, self.logits, strict=True)]
+            self.found[terms] = differences(self.engine, own)
+        return self.found[terms]
 
     def hypotheses(self, with_prompts: bool) -> Iterator[Hypothesis]:
         """The simplest first."""
@@ -250,9 +269,17 @@ class _Case:
         return found if moved else []
 
     def _reread(self, prompts: list[list[int]]) -> Differences:
+        """With other prompts; of a few rollouts first, and impossible where these fit no better."""
         some = [replace(r, prompt=p) for r, p in zip(self.rollouts, prompts, strict=True)]
+        count = int((np.cumsum([len(r.completion) for r in some]) < PROBED).sum()) + 1
+        losses = [np.concatenate(self.loss(d[:count])).sum() for d in (self._read(some[:count]), self.against(self.sampling))]
+        if count < len(some) and losses[0] >= losses[1]:
+            return [np.full(len(r.completion), np.inf) for r in some]
+        return self._read(some)
+
+    def _read(self, some: list[Rollout]) -> Differences:
         own = [expected(x, r, self.sampling) for r, x in zip(some, self.trainer.logits(some), strict=True)]
-        return differences(self.engine, own)
+        return differences(self.engine[: len(some)], own)
 
     def _fitted(self) -> Iterator[Hypothesis]:
         """The checkpoint's own defaults; then temperature with top-p or top-k, and a repetition penalty, fitted."""
@@ -262,7 +289,7 @@ class _Case:
         still = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0)  # the declared bias and penalty stay
         fit = _Fit(self, still)
         for fits_temperature, kind in ((True, ""), (False, "top_p"), (True, "top_p"), (False, "top_k"), (True, "top_k")):
-            yield self._sampled(*fit.best(fits_temperature, kind), is_fitted=True)
+            yield fit.best(fits_temperature, kind)
         yield self._penalty(replace(still, temperature=self.sampling.temperature or 1.0, logprobs_mode="processed"))
 
     def _penalty(self, still: Sampling) -> Hypothesis:
@@ -277,40 +304,43 @@ class _Case:
 
 
 class _Fit:
-    """The loss of every token at each temperature and truncation; a temperature is computed once for all truncations."""
+    """The difference of every token at each temperature and truncation; a temperature is computed once for all truncations."""
 
     def __init__(self, case: _Case, still: Sampling) -> None:
         self.case, self.still = case, still
         self.ranked: list[tuple[Tensor, Tensor]] = []
         for x, r in zip(case.logits, case.rollouts, strict=True):
             ordered, places = processed(x.double(), still, prefixes(r)).sort(-1, descending=True)
-            self.ranked.append((ordered, (places == torch.tensor(r.completion).unsqueeze(1)).int().argmax(1, keepdim=True)))
+            self.ranked.append(
+                (ordered - ordered[:, :1], (places == torch.tensor(r.completion).unsqueeze(1)).int().argmax(1, keepdim=True))
+            )
         self.engine, self.scale = np.concatenate(case.engine), np.concatenate(case.scale)
-        self.losses: dict[float, dict[str, np.ndarray]] = {}
+        self.found: dict[float, dict[str, np.ndarray]] = {}
 
-    def best(self, fits_temperature: bool, kind: str) -> tuple[str, str, Sampling]:
-        """Name, sentence and values of the best pair, over a coarse grid, then finer around the best temperature."""
+    def best(self, fits_temperature: bool, kind: str) -> Hypothesis:
+        """The best pair of values, over a coarse grid, then finer around the best temperature."""
         declared = self.case.sampling.temperature or 1.0
         tried = set(TEMPERATURES) if fits_temperature else {1.0, declared}
         (t, second), ends = self._least(tried, kind)
         for width in FINER if fits_temperature else ():
             tried |= {float(t * np.exp(width * i)) for i in range(-3, 4)}
             (t, second), ends = self._least(tried, kind)
-        names, words, values = [], [], {"temperature": t}
+        names, words = [], []
         if fits_temperature or t != 1.0:
             names.append(f"temperature {t:.3g}")
             words.append(f"divided by {t:.3g}" + (f" ({ends[0][0]:.3g} to {ends[0][1]:.3g})" if fits_temperature else ""))
         if kind:
-            values[kind] = int(second) if kind == "top_k" else second
             names.append(f"{kind}={second:g}")
             words.append(f"renormalised over {kind}={second:g} ({ends[1][0]:g} to {ends[1][1]:g})")
-        return ", ".join(names), f"the engine's logits are {' and '.join(words)}", replace(self.still, **values)  # type: ignore[arg-type]
+        d = self._at(t)[kind][VALUES[kind].index(second)]
+        apart = np.split(d, np.cumsum([len(x) for x in self.case.engine])[:-1])
+        return Hypothesis(", ".join(names), f"the engine's logits are {' and '.join(words)}", lambda: apart, is_fitted=True)
 
     def _least(self, temperatures: set[float], kind: str) -> tuple[tuple[float, float], list[tuple[float, float]]]:
         """The pair with the least loss, and 95 % of each value by a bootstrap over rollouts (tokens where there are few)."""
         ordered = sorted(temperatures)
         pairs = [(t, float(second)) for t in ordered for second in VALUES[kind]]
-        losses = np.concatenate([self._at(t)[kind] for t in ordered])
+        losses = np.concatenate([_loss(self._at(t)[kind], self.scale) for t in ordered])
         lengths = [len(x) for x in self.case.engine]
         block = np.repeat(np.arange(len(lengths)), lengths) if len(lengths) >= FEWEST else np.arange(sum(lengths))
         sums = np.stack([np.bincount(block, row) for row in losses])
@@ -320,22 +350,27 @@ class _Fit:
         return pairs[int(losses.mean(1).argmin())], list(zip(low, high, strict=True))
 
     def _at(self, t: float) -> dict[str, np.ndarray]:
-        """By kind, the losses (values, tokens) at a temperature."""
-        if t not in self.losses:
+        """By kind, the differences (values, tokens) at a temperature; logits are in the order of their size."""
+        if t not in self.found:
             parts: dict[str, list[Tensor]] = {kind: [] for kind in VALUES}
             for x, rank in self.ranked:
-                logp = (x / t).log_softmax(-1)
-                own, mass, top = logp.gather(1, rank), logp.exp().cumsum(-1), x.shape[1] - 1
-                nuclei = torch.tensor([VALUES["top_p"]], dtype=mass.dtype).repeat(len(x), 1)
+                z = x / t
+                own, odds = z.gather(1, rank), z.exp_()
+                total = odds.sum(-1, keepdim=True)
+                mass = odds[:, :COLUMNS].cumsum(-1)
+                if bool((mass[:, -1:] < VALUES["top_p"][-1] * total).any()):
+                    mass = odds.cumsum(-1)
+                top = mass.shape[1] - 1
+                nuclei = torch.tensor([VALUES["top_p"]], dtype=mass.dtype) * total
                 lasts = {
                     "top_p": torch.searchsorted(mass, nuclei).clamp_max(top),
                     "top_k": torch.tensor([[min(int(k) - 1, top) for k in VALUES["top_k"]]]).repeat(len(x), 1),
                 }
-                parts[""].append(own.T)
+                parts[""].append((own - total.log()).T)
                 for kind, last in lasts.items():
                     parts[kind].append(torch.where(rank <= last, own - mass.gather(1, last).log(), -torch.inf).T)
-            self.losses[t] = {k: _loss(self.engine - torch.cat(made, 1).numpy(), self.scale) for k, made in parts.items()}
-        return self.losses[t]
+            self.found[t] = {k: self.engine - torch.cat(made, 1).numpy() for k, made in parts.items()}
+        return self.found[t]
 
 
 def _apart(d: Differences, scale: Differences, last: list[int]) -> Differences:

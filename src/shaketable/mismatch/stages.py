@@ -36,7 +36,7 @@ from shaketable.mismatch.results import Deviation, Evidence, LayerRouting, Misma
 from shaketable.mismatch.returned import check_returned, doubt_returned, rounded_to
 from shaketable.mismatch.rounding import Rounding, judge_returned, measure_rounding
 from shaketable.mismatch.routing import compare_routing, routing
-from shaketable.mismatch.semantics import try_hypotheses
+from shaketable.mismatch.semantics import keep_examined, try_hypotheses
 from shaketable.mismatch.shares import Records, ShareMeter
 from shaketable.mismatch.trainer import Trainer
 from shaketable.mismatch.verdict import conclude
@@ -71,7 +71,8 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
     rollouts = check(question.rollouts, trainer)
     question = replace(question, rollouts=rollouts)
     progress("trainer reads the rollouts", 0.0)
-    reading = read(trainer.logits(rollouts), rollouts, sampling)
+    kept: list[torch.Tensor] = []
+    reading = read(keep_examined(trainer.logits(rollouts), rollouts, kept), rollouts, sampling)
     progress("rounding", 0.05)
     dtype = torch.bfloat16 if engine is None else engine.dtype  # a file does not say; most engines compute in it
     rounding = measure_rounding(trainer, rollouts, sampling, dtype, reading)
@@ -100,7 +101,7 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
         rounding=rounding.size,
         returned=returned,
         floor=floor,
-        semantics=try_hypotheses(trainer, rollouts, sampling, rounding),
+        semantics=try_hypotheses(trainer, rollouts, sampling, rounding, own_logits=kept),
         died=died,
         unchecked=unchecked,
     )

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ACCUMULATION = 8.0 * 2.0**-24
 """Of a product's size, its error in float32: partial sums are larger than the sum."""
+HALF = 2.0**-14
+"""Units above it, of float16 and bfloat16, leave nothing to see of an error of accumulation in float32."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "matmul", "convolution")
 ARITHMETIC = ("add", "sub", "mul", "div", "silu", "gelu", "tanh", "sigmoid", "_softmax", "add_", "mul_", "index_add_")
 ATTENTION = "_scaled_dot_product"
@@ -66,17 +68,19 @@ class RandomRounding(TorchDispatchMode):
         return (rounded, *out[1:]) if isinstance(out, tuple) else rounded
 
     def _rounded(self, x: Tensor, is_product: bool) -> Tensor:
-        wide = x.double() if x.dtype == torch.float64 else x.float()
-        usable = wide.isfinite() & (wide.abs() < 1e30)
-        noise = (self._uniform(wide) - 0.5) * 2 * self.unit * wide.abs()
-        if is_product:
-            size = wide.masked_fill(~usable, 0.0).square().mean(-1, keepdim=True).sqrt()
-            noise = noise + (self._uniform(wide) - 0.5) * 2 * ACCUMULATION * size
+        wide = x if x.dtype == torch.float64 else x.float()
+        size = wide.abs()
+        unusable = ~(size < 1e30)  # masked scores, infinite, or not a number
+        noise = self._uniform(wide, self.unit).mul_(size)
+        if is_product and self.unit < HALF:
+            rms = wide.masked_fill(unusable, 0.0).square_().mean(-1, keepdim=True).sqrt_()
+            noise += self._uniform(wide, ACCUMULATION).mul_(rms)
         if x.dtype in (torch.bfloat16, torch.float16):  # values on the grid of the dtype need noise that leaves it
-            noise = noise + (self._uniform(wide) - 0.5) * 2 * torch.finfo(x.dtype).eps / 2 * wide.abs()
-        return torch.where(usable, wide + noise, wide).to(x.dtype)
+            noise += self._uniform(wide, torch.finfo(x.dtype).eps / 2).mul_(size)
+        return noise.masked_fill_(unusable, 0.0).add_(wide).to(x.dtype)
 
-    def _uniform(self, like: Tensor) -> Tensor:
+    def _uniform(self, like: Tensor, width: float) -> Tensor:
+        """Between minus and plus a width."""
         if like.device not in self.generators:
             self.generators[like.device] = torch.Generator(like.device).manual_seed(self.seed)
-        return torch.rand(like.shape, generator=self.generators[like.device], device=like.device, dtype=like.dtype)
+        return torch.empty_like(like).uniform_(-1.0, 1.0, generator=self.generators[like.device]).mul_(width)
