@@ -20,7 +20,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines announce AMX and kill who uses it: torch's bfloat16 products then die of SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-# Ray kills its workers when the machine runs short of memory, which other tests of the same run can bring about.
+# Ray's workers are nice and starve beside busy tests; and they are killed when the machine runs short of memory.
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 import pytest

@@ -22,8 +22,7 @@ def numbers(found):
 
 
 @pytest.mark.slow
-def test_a_study_on_ray_is_the_study(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_worker_niceness", "0")
+def test_a_study_on_ray_is_the_study(tmp_path):
     arms = {name: data()["arms"][name] for name in ("noise", "targeted", "as it comes")}
     compare = {"primary": {"a": "targeted", "b": "noise", "condition": "noise"}}
     asked = study(arms=arms, compare=compare, seeds=1, engine={"kind": "ray", "workers": 2})
