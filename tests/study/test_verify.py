@@ -343,7 +343,7 @@ def test_what_is_asked_has_a_digest_before_the_first_run(made, tmp_path):
 @pytest.mark.parametrize("where", ["study", "arm"])
 def test_code_of_a_study_file_runs_only_when_it_is_allowed(made, tmp_path, where):
     body = (
-        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nfrom shaketable.measure.tasks import Arithmetic\n"
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nfrom shaketable.evaluate.tasks import Arithmetic\n"
     )
     (tmp_path / "mine.py").write_text(body + "class Mine(Arithmetic):\n    name = 'mine'\n")
     content = yaml.safe_load((made / "small.yaml").read_text())

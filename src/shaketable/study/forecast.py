@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.ladder.config import TRAINED, HardenConfig
-from shaketable.measure.stats.power import detectable, expected_discordance
-from shaketable.measure.tasks.load import code_in
+from shaketable.evaluate.stats.power import detectable, expected_discordance
+from shaketable.evaluate.tasks.load import code_in
+from shaketable.harden.config import TRAINED, HardenConfig
 from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import PER_PROBLEM, StudyConfig
+from shaketable.train.config import TrainConfig
 
 SCHEMA = "shaketable.forecast/1"
 PROBLEMS = 16
@@ -98,9 +98,9 @@ def _solved(config: dict[str, Any]) -> tuple[int, int] | None:
     """How many of a few problems the model solves, and of how many; None for a task without answers."""
     import torch
 
-    from shaketable.measure.evaluation import Condition, Evaluator, arithmetic
-    from shaketable.measure.sweep.run import draw
-    from shaketable.measure.tasks import load_task
+    from shaketable.evaluate.evaluation import Condition, Evaluator, arithmetic
+    from shaketable.evaluate.sweep.run import draw
+    from shaketable.evaluate.tasks import load_task
     from shaketable.models import load_model
 
     task = load_task(config["task"])
@@ -142,8 +142,8 @@ def probe(study: StudyConfig, left: Sequence[Cell], tell: Callable[[str], None])
 
 
 def _measured(config: dict[str, Any]) -> Speed:
-    from shaketable.harden.grpo.run import Training
     from shaketable.records.record import RunRecord
+    from shaketable.train.run import Training
 
     warmup = {"warmup": 0, "eval_every": 0, "mechanism": False, "save_every": STEPS}
     aqn = None if config["aqn"] is None else _constant(config)
@@ -158,7 +158,7 @@ def _measured(config: dict[str, Any]) -> Speed:
 
 
 def _hardened(config: dict[str, Any]) -> Speed:
-    from shaketable.harden.ladder.run import Hardening
+    from shaketable.harden.run import Hardening
     from shaketable.records.record import RunRecord
 
     rungs = [rung for rung in config["rungs"] if rung in TRAINED]
@@ -174,8 +174,8 @@ def _hardened(config: dict[str, Any]) -> Speed:
 
 def _constant(config: dict[str, Any]) -> str:
     """The arm's noise at its loudest, all the time: two steps of a schedule may have none."""
-    from shaketable.harden.aqn.schedules import Constant
-    from shaketable.harden.aqn.spec import AQN
+    from shaketable.aqn.schedules import Constant
+    from shaketable.aqn.spec import AQN
 
     aqn = AQN.load(config["aqn"])
     loudest = max(aqn.schedule.sigma(step, config["steps"]) for step in range(config["steps"]))
