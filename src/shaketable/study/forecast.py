@@ -110,7 +110,7 @@ def _solved(config: dict[str, Any]) -> tuple[int, int] | None:
     model, tokenizer = load_model(config["model"], device=config["device"], dtype=torch.float32)
     with arithmetic(config["device"], config["dtype"]):
         found = Evaluator(model, tokenizer, task, tests, REHEARSED).score(Condition("clean"))
-    return sum(answer.correct for answer in found.answers), len(tests)
+    return sum(answer.correct > 0 for answer in found.answers), len(tests)
 
 
 def forecast(study: StudyConfig, folder: Path, tell: Callable[[str], None]) -> Forecast:
