@@ -13,7 +13,7 @@ FRAMEWORK = python=$$(PYTHON=$(PYTHON) scripts/framework_env.sh $(1)) && $(PYTHO
 
 .DEFAULT_GOAL := help
 PYTEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # four on two cores: many tests wait for programs that they started
-.PHONY: help help-all demo test test-all test-repeat test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-store bench-mismatch validate validate-sample numbers nano example-ledger example-harden format clean
+.PHONY: help help-all demo test test-all test-repeat test-vllm test-verl test-frameworks compatibility check coverage docs dist bench bench-locate bench-locate-sample bench-train bench-gpu bench-train-gpu bench-scale bench-mismatch validate validate-sample numbers nano example-ledger example-harden format clean
 
 # `##` is listed by `make`, `#-` only by `make help-all`.
 help:
@@ -108,9 +108,6 @@ bench-train-gpu: #- Training on a GPU, with the python3 of the path
 bench-scale: $(STAMP) #- Ledgers of up to a thousand processes
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python scripts/roofline.py
-
-bench-store: $(STAMP) #- A store of 10,000 records
-	$(BIN)/python benchmarks/store.py
 
 bench-mismatch: #- shaketable mismatch with vLLM: healthy pairs and planted defects; an hour
 	@python=$$(scripts/framework_env.sh vllm) && $(PYTHON) scripts/checkout_metadata.py .frameworks \

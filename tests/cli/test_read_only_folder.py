@@ -10,13 +10,13 @@ import pytest
 
 from shaketable.faults.cpu import native
 from shaketable.records.record import FILE, RunRecord
-from shaketable.study.store.store import Store
+from shaketable.study.store import summaries
 from tests.cli.command_server import shaketable
 
 pytestmark = pytest.mark.attack("read-only folders")
 NOBODY = 65534
 AS_NOBODY = (
-    "import os, shaketable.cli.tables.study, shaketable.study.store.progress, shaketable.study.verify\n"
+    "import os, shaketable.cli.tables.study, shaketable.study.store, shaketable.study.verify\n"
     f"if os.getuid() == 0: os.seteuid({NOBODY})\n"
 )
 """Run before the command: permissions do not bind root. Python itself may lie where only root can read, hence the imports."""
@@ -52,7 +52,7 @@ def folder():
 def test_records_are_read_where_nothing_can_be_written(folder):
     with as_nobody():
         assert not os.access(folder, os.W_OK, effective_ids=True)
-        assert [s.status for s in Store(folder / "store").summaries()] == ["partial", "done"]
+        assert [s.status for s in summaries(folder / "store")] == ["partial", "done"]
         assert RunRecord.open(folder / "store" / "begun").events("step")[0]["step"] == 1
     assert sorted(path.name for path in (folder / "store").iterdir()) == ["begun", "run"]
 

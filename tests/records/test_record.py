@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import gzip
 import hashlib
 import json
 import os
@@ -18,8 +17,6 @@ from shaketable.errors import ShaketableError
 from shaketable.io import replacing
 from shaketable.records.environment import gather
 from shaketable.records.record import FILE, SCHEMA, SEAL, RunRecord, put_in_place, unique_folder
-
-OLD = Path(__file__).with_name("record_without_chain.jsonl.gz")
 
 
 def record_in(folder, **config):
@@ -165,7 +162,7 @@ def test_a_file_is_no_run_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("lines", "why"),
-    [(None, "no run to resume"), ("", "no run of"), ('{"schema": "shaketable.run/0", "verb": "train"}\n', "no run of")],
+    [(None, "no run to resume"), ("", "no run of"), ('{"schema": "shaketable.run/0", "verb": "train"}\n', "another version")],
 )
 @pytest.mark.attack("tampered records")
 def test_what_is_not_a_run_cannot_be_resumed(tmp_path, lines, why):
@@ -371,36 +368,6 @@ def test_a_seal_that_is_none_is_named(tmp_path, text):
     (tmp_path / SEAL).write_text(text, encoding="latin-1")
     with pytest.raises(ShaketableError, match=r"record.seal is damaged"):
         record.events()
-
-
-# --- records without a chain ----------------------------------------------------------------------------------------------
-
-
-def old_record(folder):
-    """One that was published before there was a chain."""
-    (folder / FILE).write_bytes(gzip.decompress(OLD.read_bytes()))
-    return RunRecord.open(folder, "train")
-
-
-def test_a_record_without_a_chain_still_reads(tmp_path):
-    record = old_record(tmp_path)
-    assert len(record.events("step")) == 60 and record.events("finished") and record.config["steps"] == 60
-    with pytest.raises(ShaketableError, match="is finished: nothing is added"):
-        record.append("step", step=61)
-
-
-def test_a_record_without_a_chain_goes_on_without_one_and_ends_sealed(tmp_path):
-    old_record(tmp_path)
-    lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
-    (tmp_path / FILE).write_bytes(b"".join(lines[:30]) + b'{"ev')
-    record = RunRecord.open(tmp_path, "train")
-    record.resumed(20)
-    assert content(record).endswith(b'"step": 20}\n') and content(record).startswith(b"".join(lines[:30]))
-    record.append("finished", step=60)
-    assert RunRecord.open(tmp_path).events("finished") and b'"sha"' not in content(record)
-    (tmp_path / FILE).write_bytes(content(record).replace(b'"step": 20}', b'"step": 21}'))
-    with pytest.raises(ShaketableError, match="was changed after it was finished"):
-        RunRecord.open(tmp_path)
 
 
 # --- one process at a time ------------------------------------------------------------------------------------------------

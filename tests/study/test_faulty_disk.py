@@ -13,7 +13,7 @@ from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define, definitions, described
-from shaketable.study.store.store import Store
+from shaketable.study.store import summaries
 from shaketable.train import checkpoints
 from tests.faulty_disk import FaultyDisk, every_use, full, killed, read_only
 from tests.study.small_studies import data
@@ -186,10 +186,10 @@ def undisturbed(tmp_path_factory):
 def test_a_run_of_a_study_ends_the_same_when_there_is_room_again(undisturbed, tmp_path, monkeypatch):
     for at, store, error in every_use(monkeypatch, folder_in(tmp_path), scored):
         assert_one_line(error)
-        assert all(s.status in ("partial", "failed", "done") for s in Store(store).summaries()), at
+        assert all(s.status in ("partial", "failed", "done") for s in summaries(store)), at
         scored(store)
         assert answers(store) == undisturbed
-        assert [s.status for s in Store(store).summaries()] == ["done"]
+        assert [s.status for s in summaries(store)] == ["done"]
 
 
 @pytest.mark.slow
@@ -199,8 +199,8 @@ def test_a_run_of_a_study_killed_at_any_use_of_the_disk_ends_the_same(undisturbe
         store = folder_in(tmp_path)(at)
         if not killed_at(at, store, scored, monkeypatch):
             break
-        assert all(s.status in ("partial", "done") for s in Store(store).summaries()), at
+        assert all(s.status in ("partial", "done") for s in summaries(store)), at
         scored(store)
         assert answers(store) == undisturbed
-        assert [s.status for s in Store(store).summaries()] == ["done"]
+        assert [s.status for s in summaries(store)] == ["done"]
     assert at > 8

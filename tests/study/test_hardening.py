@@ -128,6 +128,6 @@ def test_a_share_without_an_end_is_written(done):
         "config": {"target": None},
     }
     console = Console(width=200, record=True, file=io.StringIO())
-    print_outcome(table | {"sentence": "", "verified": True, "model": ""}, console)
+    print_outcome(table | {"sentence": "", "model": ""}, console)
     assert "(−∞ to ∞)" in console.export_text()
     assert "(−∞ to ∞)" in markdown(found)

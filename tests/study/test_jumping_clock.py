@@ -23,7 +23,7 @@ from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
-from shaketable.study.store.store import Store
+from shaketable.study.store import summaries
 from shaketable.study.verify import verify
 from tests.study.small_studies import data
 from tests.waiting import wait_until
@@ -85,7 +85,7 @@ def test_a_study_has_its_numbers_and_its_page_under_any_clock(tmp_path, monkeypa
     found = done(tmp_path)
     assert numbers(found) == steady
     assert all(run["seconds"] is None or run["seconds"] >= 0 for run in found["runs"])
-    assert [s.status for s in Store(tmp_path).summaries()] == ["done", "done"]
+    assert [s.status for s in summaries(tmp_path)] == ["done", "done"]
     assert verify(tmp_path)["bad"] == 0
     assert "again" in page(found) and "again" in markdown(found)
     listed = CliRunner().invoke(app, ["study", "list", "--store", str(tmp_path)])
@@ -147,4 +147,4 @@ def test_a_listing_under_a_wrong_clock_shows_what_is_written_now(tmp_path, monke
     record = RunRecord.create(tmp_path / "run", "train", {"steps": 9}, {})
     for step in range(5):
         record.append("step", step=step)
-        assert [s.step for s in Store(tmp_path).summaries()] == [step]
+        assert [s.step for s in summaries(tmp_path)] == [step]

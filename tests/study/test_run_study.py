@@ -21,7 +21,7 @@ from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import cells_of
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
-from shaketable.study.store.progress import progress
+from shaketable.study.store import progress
 from tests.study.small_studies import data, study
 from tests.waiting import wait_until
 

@@ -1,4 +1,4 @@
-"""Records that somebody changed: marked where they have no chain, found where they have one, and by signature or digest else."""
+"""Records that somebody changed: marked where they have no chain, found where they have one, and by the digest else."""
 
 import json
 import shutil
@@ -7,23 +7,17 @@ import subprocess
 import pytest
 import torch
 import yaml
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from typer.testing import CliRunner
 
 from shaketable.cli import app
 from shaketable.models import NANO
-from shaketable.records.chain import UNCHAINED, link, linked, parted
+from shaketable.records.chain import link, linked, parted
 from shaketable.records.record import FILE, SEAL, RunRecord
-from shaketable.records.signing import SIGNATURE
-from shaketable.report.study_html import page
-from shaketable.report.study_markdown import markdown
-from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
-from shaketable.study.store.progress import listed, progress
+from shaketable.study.store import listed
 from shaketable.study.verify import asked_digest, digest, verify
 from tests.study.small_studies import data
 
@@ -56,17 +50,6 @@ def store(made, tmp_path):
     return tmp_path / "store"
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("keys")
-    for name in ("mine", "other"):
-        key = Ed25519PrivateKey.generate()
-        (folder / name).write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        (folder / f"{name}.pub").write_bytes(public)
-    return folder
-
-
 def command(*words):
     done = CliRunner().invoke(app, [str(word) for word in words])
     return done.exit_code, done.output, done.exception
@@ -80,14 +63,6 @@ def bodies(folder):
     return [parted(line)[0] for line in (folder / FILE).read_bytes().splitlines(keepends=True)]
 
 
-def write_unchained(folder):
-    """A record as it was before there were chains, with better scores."""
-    lines = [body.replace(b'"correct": false', b'"correct": true') for body in bodies(folder)]
-    lines[0] = lines[0].replace(b"shaketable.run/2", UNCHAINED.encode())
-    (folder / FILE).write_bytes(b"".join(line + b"\n" for line in lines))
-    (folder / SEAL).unlink()
-
-
 def write_rechained(folder):
     """Better scores under a whole new chain, and a seal that fits."""
     sha, out = "", b""
@@ -98,58 +73,6 @@ def write_rechained(folder):
     (folder / FILE).write_bytes(out)
     seal = json.loads((folder / SEAL).read_text()) | {"bytes": len(out), "sha": sha}
     (folder / SEAL).write_text(json.dumps(seal))
-
-
-# ---- old schemas
-
-
-def test_what_is_unchanged_is_marked_nowhere(made, store):
-    asked = load_study(made / "small.yaml")
-    found = findings(asked, store / "small")
-    assert found["unverified"] == [] == found["notes"]
-    assert all(run["verified"] for run in found["runs"])
-    assert not any(
-        "unverified" in text.lower()
-        for text in (markdown(found), page(found), json.dumps(listed(store)["studies"][0]["counts"]))
-    )
-    assert listed(store)["studies"][0]["unverified"] == 0
-    for text in (markdown(found), page(found)):
-        assert f"sha256:{digest(store / 'small')}" in text
-
-
-def test_a_record_without_a_chain_is_read_and_marked_wherever_its_numbers_are(made, store):
-    write_unchained(run_of(store))
-    name, asked = run_of(store).name, load_study(made / "small.yaml")
-    found = findings(asked, store / "small")
-    assert found["unverified"] == [name]
-    assert [run["verified"] for run in found["runs"] if run["name"] == name] == [False]
-    assert {arm["name"]: arm["unverified"] for arm in found["arms"]} == {"as it comes": False, "twin": True}
-    assert "(from unverified records)" in found["verdict"]["headline"]
-    assert found["comparisons"][0]["sentence"].endswith("(From unverified records.)")
-    assert "1 of 4 runs are unverified" in found["notes"][0]
-    text, html = markdown(found), page(found)
-    assert "**UNVERIFIED**: 1 of 4 runs" in text
-    assert "| twin (unverified) |" in text
-    assert f"| {name} | done, unverified |" in text
-    assert "UNVERIFIED.</b> 1 of 4 runs have records without a chain" in html
-    assert html.count("unverified</small>") > 1
-    assert "done, unverified" in html
-    [small] = listed(store)["studies"]
-    assert (small["counts"], small["unverified"]) == ({"done": 4}, 1)
-    assert [run["verified"] for run in listed(store)["runs"]].count(False) == 1
-    assert [row["verified"] for row in progress(asked, store / "small")["runs"]].count(False) == 1
-    assert "(1 unverified)" in command("study", "list", "--store", store)[1]
-    assert "unverified" in command("study", "status", store / "small")[1]
-
-
-def test_a_definition_without_a_chain_names_nothing_before_the_run(made, store):
-    folder = store / "small" / "definition"
-    lines = bodies(folder)
-    lines[0] = lines[0].replace(b"shaketable.run/2", UNCHAINED.encode())
-    (folder / FILE).write_bytes(b"".join(line + b"\n" for line in lines))
-    found = findings(load_study(made / "small.yaml"), store / "small")
-    assert not found["study"]["named_before"]
-    assert "definition has no chain" in found["notes"][0]
 
 
 # ---- malformed seals and heads
@@ -239,13 +162,6 @@ def test_an_edit_is_one_line_with_its_place(store, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["bad"] == 1
 
 
-def test_a_record_without_a_chain_is_not_verified(store):
-    write_unchained(run_of(store))
-    code, out, _ = command("study", "verify", store)
-    assert code == 1
-    assert "unverified: the record has no chain" in out
-
-
 def test_a_new_chain_is_accepted_and_another_digest_tells(store):
     before = digest(store / "small")
     write_rechained(run_of(store))
@@ -271,62 +187,6 @@ def signed(made, store, key):
     code, out, error = command("study", "run", made / "small.yaml", "--store", store, "--sign", key)
     assert code == 0, error
     return out
-
-
-def test_signed_records_are_verified_with_the_public_key(made, store, keys):
-    out = signed(made, store, keys / "mine")
-    assert "signed 5 records" in out
-    assert f"records sha256:{digest(store / 'small')}" in out
-    code, out, _ = command("study", "verify", store, "--public-key", keys / "mine.pub")
-    assert (code, out.splitlines()[-1]) == (0, "5 records, unchanged and signed with this key")
-    assert "5 are signed, and --public-key checks that" in command("study", "verify", store)[1]
-    code, out, _ = command("study", "verify", store, "--public-key", keys / "other.pub")
-    assert code == 1
-    assert out.count("it is signed with another key") == 5
-
-
-def test_a_new_chain_is_found_by_its_signature(made, store, keys):
-    signed(made, store, keys / "mine")
-    write_rechained(run_of(store))
-    code, out, _ = command("study", "verify", store, "--public-key", keys / "mine.pub")
-    assert code == 1
-    assert [line for line in out.splitlines() if line.startswith("bad")] == [
-        f"bad: small/runs/{run_of(store).name}: it was changed after it was signed"
-    ]
-    assert f"runs/{run_of(store).name} was not signed: it was changed after it was signed" in signed(made, store, keys / "mine")
-    assert command("study", "verify", store, "--public-key", keys / "mine.pub")[0] == 1, "signing again does not mend it"
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (None, "it is not signed"),
-        ({"signature": "00" * 64}, "its signature does not fit"),
-        ({"signature": "xyz"}, "its signature does not fit"),
-        ({"key": 5}, "record.sig is damaged"),
-        ("[]", "record.sig is damaged"),
-    ],
-)
-def test_a_signature_that_is_none_is_named(made, store, keys, change, why):
-    signed(made, store, keys / "mine")
-    path = run_of(store) / SIGNATURE
-    text = path.read_text()
-    path.unlink() if change is None else path.write_text(
-        change if isinstance(change, str) else json.dumps(json.loads(text) | change)
-    )
-    code, out, _ = command("study", "verify", store, "--public-key", keys / "mine.pub")
-    assert code == 1
-    assert f"bad: small/runs/{run_of(store).name}: {why}" in out
-
-
-def test_a_file_that_is_no_key_is_one_line_before_anything_runs(made, store, keys, tmp_path):
-    (tmp_path / "text").write_text("no key")
-    for key in (tmp_path / "text", tmp_path / "nowhere", keys / "mine.pub"):
-        error = command("study", "run", made / "small.yaml", "--store", tmp_path / "new", "--sign", key)[2]
-        assert "private" in str(error)
-        assert "\n" not in str(error)
-    assert not (tmp_path / "new").exists()
-    assert "public" in str(command("study", "verify", store, "--public-key", keys / "mine")[2])
 
 
 # ---- beforehand
@@ -362,3 +222,17 @@ def test_code_of_a_study_file_runs_only_when_it_is_allowed(made, tmp_path, where
     code, _, error = command(*words, "--allow-code", "--json", tmp_path / "out.json")
     assert code == 0, error
     assert json.loads((tmp_path / "out.json").read_text())["study"]["command"].endswith(" --allow-code")
+
+
+def test_a_record_of_the_schema_without_a_chain_is_refused(store):
+    path = run_of(store) / FILE
+    lines = [body.replace(b"shaketable.run/2", b"shaketable.run/1") + b"\n" for body in bodies(path.parent)]
+    path.write_bytes(b"".join(lines))
+    code, out, _ = command("study", "verify", store)
+    assert code == 1 and "is of another version: schema 'shaketable.run/1'" in out
+
+
+@pytest.mark.parametrize("words", [("run", "small.yaml", "--sign", "key"), ("verify", "store", "--public-key", "key")])
+def test_signing_is_left_to_others_in_one_line(made, words):
+    code, _, error = command("study", words[0], made / words[1], *words[2:])
+    assert code and "sign the printed digest" in str(error)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.study_add import add
-from shaketable.cli.study_verify import end_of_study, key_for_signing, verify
 from shaketable.errors import ShaketableError, nearest
 from shaketable.io.output_files import check_free, write
 
@@ -33,7 +32,6 @@ study = typer.Typer(
 )
 
 
-study.command()(verify)
 study.command()(add)
 
 
@@ -51,9 +49,7 @@ def run(
     ] = None,
     json_file: Annotated[Path | None, JSON] = None,
     force: Annotated[bool, FORCE] = False,
-    sign: Annotated[
-        Path | None, typer.Option("--sign", metavar="KEY", help="Sign the records in the end: an ed25519 key, PEM.")
-    ] = None,
+    sign: Annotated[Path | None, typer.Option("--sign", hidden=True)] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run the Python that the file names as a task, my_tasks.py:Class.")
     ] = False,
@@ -73,7 +69,7 @@ def run(
     chosen = [f"engine.{k}={v}" for k, v in {"kind": engine, "address": address, "workers": workers}.items() if v is not None]
     asked = load_study(file, [*(replaced or ()), *chosen])
     _check_code(asked, file, allow_code)
-    key = key_for_signing(sign)
+    _refuse_signing(sign)
     if dry_run:
         from shaketable.cli.tables.study_live import show_forecast
         from shaketable.study.verify import asked_digest
@@ -92,8 +88,14 @@ def run(
     from shaketable.cli.tables.study import show
 
     show(found, files)
-    end_of_study(store / asked.study, found["study"]["digest"], key)
+    typer.echo(f"records sha256:{found['study']['digest']}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _refuse_signing(given: Path | None) -> None:
+    """`--sign` and `--public-key` were of earlier versions."""
+    if given is not None:
+        raise ShaketableError("no key is taken here any more: sign the printed digest with a tool of yours (docs/studies.md)")
 
 
 def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:
@@ -146,7 +148,7 @@ def status(
 ) -> None:
     """Show which runs of a study are done, running, partial, failed, damaged or missing."""
     from shaketable.cli.tables.study import show_status
-    from shaketable.study.store.progress import progress
+    from shaketable.study.store import progress
 
     check_free([f for f in (json_file,) if f is not None], [what], force)
     asked, folder = which_study(what, replaced or [], store)
@@ -165,13 +167,46 @@ def list_studies(
 ) -> None:
     """List the studies of a store, and single runs that lie there."""
     from shaketable.cli.tables.study import show_list
-    from shaketable.study.store.progress import listed
+    from shaketable.study.store import listed
 
     check_free([f for f in (json_file,) if f is not None], [], force)
     found = listed(store)
     if json_file is not None:
         write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     show_list(found, runs)
+
+
+@study.command()
+def verify(
+    store: Annotated[Path, typer.Argument(metavar="[STORE]", help="A store, or a study's folder.")] = DEFAULT,
+    public_key: Annotated[Path | None, typer.Option("--public-key", hidden=True)] = None,
+    json_file: Annotated[Path | None, JSON] = None,
+    force: Annotated[bool, FORCE] = False,
+) -> None:
+    """Read every line of every record, and say which are not what was written. Exits 1 when any is not.
+
+    A record that was edited and chained anew is accepted: compare the digest with one that was published or signed.
+
+    shaketable study verify shaketable-runs
+    """
+    from shaketable.study.verify import verify as verified
+
+    check_free([f for f in (json_file,) if f is not None], [], force)
+    _refuse_signing(public_key)
+    found = verified(store)
+    if json_file is not None:
+        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    for record in found["records"]:
+        if record["problem"] is not None:
+            typer.echo(f"bad: {record['path']}: {record['problem']}")
+    for one in found["studies"]:
+        typer.echo(f"{one['study']}: records sha256:{one['digest']}")
+        if one["asked"] is not None:
+            typer.echo(f"{one['study']}: asked   sha256:{one['asked']}")
+    many = f"{len(found['records'])} record{'' if len(found['records']) == 1 else 's'}"
+    unchanged = f"{many}, unchanged as far as their chains can tell"
+    typer.echo(f"{found['bad']} of {many} cannot be trusted" if found["bad"] else unchanged)
+    raise typer.Exit(1 if found["bad"] else 0)
 
 
 @study.command()

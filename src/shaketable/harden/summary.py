@@ -31,7 +31,6 @@ def so_far(record: RunRecord) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": "hardening",
         "id": record.head["id"],
-        "verified": record.verified,
         "config": config,
         "environment": record.head["environment"],
         "measure": first[0]["measure"] if first else None,

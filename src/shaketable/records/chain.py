@@ -3,8 +3,8 @@
 Each line ends in `"sha"`, the first 16 digits of the SHA-256 of the sha before it and of its own bytes. So a line that was
 edited, dropped, put in or moved breaks the chain where it happened, and reading stops there with its number.
 
-This finds accidents and quiet edits. Who makes up a whole new chain and a new seal is accepted: that is found by a signature
-(`records/signing.py`), or by comparing the digest of the study (`study/verify.py`) with one that was noted elsewhere.
+This finds accidents and quiet edits. A whole new chain with a new seal is accepted: comparing the digest of the study
+(`study/verify.py`) with one that was published or signed elsewhere finds that.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from typing import Any, BinaryIO
 from shaketable.errors import ShaketableError
 
 SCHEMA = "shaketable.run/2"
-UNCHAINED = "shaketable.run/1"
-"""Written before there was a chain. Still read, and resumed without one; nothing says that its numbers are those of the run, so
-it is called unverified wherever they are shown."""
 _LINK = re.compile(rb', "sha": "([0-9a-f]{16})"}\n')
 _LINK_BYTES = 29
 
@@ -34,21 +31,18 @@ class ChainReader:
     lines: int = 0
     size: int = 0
     sha: str = ""
-    chained: bool = True
 
     def take(self, line: bytes) -> dict[str, Any]:
         """The event of the next line, without its link; raises when this is not the line that was written there."""
         body, carried = parted(line)
         event, first = object_of(body), self.lines == 0
         self.lines, self.size, self.sha = self.lines + 1, self.size + len(line), link(self.sha, body)
-        if first:  # a link in the head of an old record: a new one, whose schema was changed
-            self.chained = bool(carried) or (event is not None and event.get("schema") == SCHEMA)
-        broken = self.chained and carried != self.sha
-        foreign = first and event is not None and event.get("schema") not in (SCHEMA, UNCHAINED)
-        if event is None or not (foreign or is_event(event)):
-            what = f"was changed at line {self.lines}" if broken else "is damaged"
+        if first and event is not None and not carried and event.get("schema") not in (SCHEMA, None):
+            raise ShaketableError(f"{self.path} is of another version: schema {event['schema']!r}")
+        if event is None or not is_event(event):
+            what = f"was changed at line {self.lines}" if carried != self.sha else "is damaged"
             raise ShaketableError(f"{self.path} {what}: line {self.lines} is no event")
-        if broken:
+        if carried != self.sha:
             raise ShaketableError(f"{self.path} was changed at line {self.lines}")
         return event
 

@@ -28,11 +28,10 @@ from typing import Any
 from shaketable.errors import ShaketableError
 from shaketable.io.locks import is_taken, locked
 from shaketable.io.replacing import replacing
-from shaketable.records.chain import SCHEMA, UNCHAINED, ChainReader, is_seal, last_lines, link, linked, object_of, parted
+from shaketable.records.chain import SCHEMA, ChainReader, is_seal, last_lines, link, linked, object_of, parted
 
 FILE = "record.jsonl"
 SEAL = "record.seal"
-UNVERIFIED = "unverified: the record has no chain, and nobody can say whether its numbers were changed"
 _PATIENCE = 0.2
 """Seconds that `alone` waits: whoever asks `busy` holds the lock for a moment."""
 
@@ -83,7 +82,7 @@ class RunRecord:
         record = cls(folder, {})
         lines = record._lines()
         head = next(lines, {})
-        if head.get("schema") not in (SCHEMA, UNCHAINED) or verb not in (None, head.get("verb")):
+        if head.get("schema") != SCHEMA or verb not in (None, head.get("verb")):
             what = "run" if verb is None else f"run of `shaketable {verb}`"
             raise ShaketableError(f"{folder} holds no {what} that this version can resume")
         record.head = head
@@ -95,11 +94,6 @@ class RunRecord:
     def config(self) -> dict[str, Any]:
         """The resolved configuration that the run began with."""
         return dict(self.head["config"])
-
-    @property
-    def verified(self) -> bool:
-        """Whether its lines are chained: of an old record nobody can say whether it was changed."""
-        return bool(self.head["schema"] == SCHEMA)
 
     # ---- writing
 
@@ -132,7 +126,7 @@ class RunRecord:
             if finished:
                 raise ShaketableError(f"the run in {self.folder} is finished: nothing is added to its record")
             sha = link(previous, body)
-            line = body + b"\n" if self.head["schema"] == UNCHAINED else linked(body, sha)
+            line = linked(body, sha)
             _append(self.folder / FILE, line)
             self._end = (size + len(line), sha, event["event"] == "finished")
 
@@ -144,7 +138,7 @@ class RunRecord:
         if size and self._end[0] != size:
             with path.open("rb") as file:
                 body, sha = parted(last_lines(file, size)[-1])
-            if not sha and self.head["schema"] == SCHEMA:
+            if not sha:
                 self.events()  # it says which line has no link
             self._end = (size, sha, (object_of(body) or {}).get("event") == "finished")
         return (size, *self._end[1:])

@@ -44,11 +44,9 @@ from shaketable.report.wording import (
     percent,
     place,
     proof_summary,
-    run_status,
     share_of,
     strength_unit,
     unit_of,
-    unverified,
 )
 from shaketable.study.analysis.report_data import complete
 
@@ -89,7 +87,6 @@ def page(findings: Findings) -> str:
         swatch=swatch,
         badge=badge(f),
         missing=missing_runs(f["runs"]),
-        unverified=unverified(f),
         counts=Counter(run["status"] for run in f["runs"]),
         statuses=STATUSES,
         marks=MARKS,
@@ -129,7 +126,6 @@ def _template() -> Template:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters = {"number": number, "signed": signed, "amount": amount, "chance": chance, "percent": percent}
     environment.filters |= filters | {"duration": duration, "link": link, "raw": raw, "fact": fact, "counted": counted}
-    environment.filters["run_status"] = run_status
     return environment.get_template("study.html.jinja")
 
 

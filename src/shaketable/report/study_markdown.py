@@ -18,7 +18,6 @@ from shaketable.report.svg.proof import proof_rows
 from shaketable.report.svg.scale import amount, known, signed
 from shaketable.report.wording import (
     METHOD,
-    arm_name,
     badge,
     chance,
     counted,
@@ -29,11 +28,9 @@ from shaketable.report.wording import (
     percent,
     place,
     proof_summary,
-    run_status,
     share_of,
     strength_unit,
     unit_of,
-    unverified,
 )
 from shaketable.study.analysis.report_data import complete
 
@@ -88,7 +85,6 @@ def _verdict(f: Findings) -> list[str]:
     return [
         f"# {b['mark']} {b['words'].upper()}: {plain(b['headline'])}",
         "" if f["complete"] else f"**PARTIAL**{gap}.",
-        f"**UNVERIFIED**: {plain(unverified(f))}." if f["unverified"] else "",
         plain(f["study"]["question"]),
         f"**{plain(f['verdict']['sentence'])}**" if f["verdict"]["sentence"] else "",
         f"Proof of injection: {proof['words']}.",
@@ -123,7 +119,7 @@ def _design(f: Findings) -> list[str]:
 
 
 def _scores(f: Findings) -> list[str]:
-    rows = [_score(arm_name(arm), s) for arm in f["arms"] for s in arm["scores"]]
+    rows = [_score(arm["name"], s) for arm in f["arms"] for s in arm["scores"]]
     made = table(("arm", "condition", "endpoint", "mean", "95 % interval", "by seed", "before training"), rows)
     return ["## Scores", made] if made else []
 
@@ -208,7 +204,7 @@ def _diagnoses(f: Findings) -> list[str]:
 
 def _proof(f: Findings) -> list[str]:
     head = ("arm", "verdict", "where", "fault", "site", "asked", "measured", "changed, %", "forward", "backward", "remark")
-    rows = [[plain(arm_name(arm)), *_place(row)] for arm in f["arms"] for row in proof_rows(arm["proof"])]
+    rows = [[plain(arm["name"]), *_place(row)] for arm in f["arms"] for row in proof_rows(arm["proof"])]
     return ["## Proof of injection", table(head, rows) or "No injection was recorded."]
 
 
@@ -252,7 +248,7 @@ def _runs(f: Findings) -> list[str]:
 
 def _run(run: Findings) -> list[str]:
     remarks = "; ".join(plain(text) for text in [run["error"], *run["warnings"]] if text)
-    facts = [plain(run["name"]), plain(run_status(run)), duration(run["seconds"]), number(run["attempts"])]
+    facts = [plain(run["name"]), plain(run["status"]), duration(run["seconds"]), number(run["attempts"])]
     return [*facts, code(run["folder"]), remarks]
 
 

@@ -54,22 +54,6 @@ def missing_runs(runs: Sequence[Findings]) -> list[str]:
     return [f"{run['name']} ({run['status']})" for run in runs if run["status"] != "done"]
 
 
-def unverified(f: Findings) -> str:
-    """Which numbers nobody can vouch for."""
-    many = f"{len(f['unverified'])} of {counted(len(f['runs']), 'run')}"
-    return f"{many} have records without a chain; nobody can say whether their numbers were changed"
-
-
-def arm_name(arm: Findings) -> str:
-    """An arm, marked where numbers of it come from records without a chain."""
-    return f"{arm['name']} (unverified)" if arm["unverified"] else str(arm["name"])
-
-
-def run_status(run: Findings) -> str:
-    """How a run ended, marked where its record has no chain."""
-    return str(run["status"]) if run["verified"] else f"{run['status']}, unverified"
-
-
 def proof_summary(arms: Sequence[Findings]) -> Findings:
     """How many places were proven, what is wrong, and which arms have no proof at all."""
     places = [place for arm in arms for place in arm["proof"]]

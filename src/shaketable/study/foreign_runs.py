@@ -99,9 +99,8 @@ def _from_record(folder: Path, cell: Cell) -> ForeignRun:
     events = [(e["event"], _body(e)) for e in record.events(*KEPT, "evaluation")]
     events = [(kind, _renamed(body, cell, folder) if kind == "evaluation" else body) for kind, body in events]
     sha = hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
-    how = "a run record" if record.verified else "a run record without a chain"
     return ForeignRun(
-        how, config, record.head["environment"], finished[-1]["time"], events, finished[-1]["ledgers"], {FILE: sha}
+        "a run record", config, record.head["environment"], finished[-1]["time"], events, finished[-1]["ledgers"], {FILE: sha}
     )
 
 

@@ -22,10 +22,10 @@ from shaketable.study.config import StudyConfig
 from shaketable.study.engines.queue import RunQueue, Watch
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import is_begun
-from shaketable.study.store.store import Store
+from shaketable.study.store import DEFINITION
+from shaketable.study.store import finished as done_runs
 
 DEFAULT_STORE = Path("shaketable-runs")
-DEFINITION = "definition"
 NEWER = ("harden", "after", "elsewhere", "skip_layers")
 """Keys of an arm that older definitions do not have: written only where they say something."""
 NEWER_OF_GUIDES = {"unit": "relative", "order": "after"}
@@ -52,7 +52,7 @@ def run_study(study: StudyConfig, store: Path, watch: Watch) -> RunQueue:
 
 def finished(folder: Path, cells: list[Cell]) -> set[str]:
     """Names of the runs that need nothing more."""
-    done = {(summary.name, summary.key) for summary in Store(folder).summaries() if summary.status == "done"}
+    done = done_runs(folder)
     return {cell.name for cell in cells if (cell.name, cell.key) in done}
 
 
@@ -101,7 +101,7 @@ def define(study: StudyConfig, store: Path) -> None:
             record = RunRecord.create(folder / DEFINITION, "study", config, gather(), about={"study": study.study})
         versions = record.events("defined")  # none, where the process was killed after the first line
         if not versions or versions[-1]["config"] != config:
-            late = any(summary.status == "done" for summary in Store(folder).summaries())
+            late = bool(done_runs(folder))
             record.append("defined", config=config, after_results=late)
 
 

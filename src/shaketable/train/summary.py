@@ -25,7 +25,6 @@ def outcome(record: RunRecord) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": "training",
         "id": record.head["id"],
-        "verified": record.verified,
         "config": [e for e in events if e["event"] == "resolved"][-1]["config"],
         "environment": record.head["environment"],
         "steps": [_without(e, "event", "time") for e in events if e["event"] == "step"],

@@ -214,7 +214,7 @@ def test_a_single_run_says_what_it_was(store):
     assert (about["name"], about["key"]) == (folder.name, RunRecord.open(folder).head["id"][:8])
     assert about["named_before"] is False and found["complete"] is True
     assert {c["name"]: c["plan"] for c in about["conditions"]} == small().conditions
-    assert (found["unverified"], found["comparisons"], found["diagnoses"], found["notes"]) == ([], [], [], [])
+    assert (found["comparisons"], found["diagnoses"], found["notes"]) == ([], [], [])
     assert [run["folder"] for run in found["runs"]] == ["."] and found["environments"][0]["runs"] == 1
 
 

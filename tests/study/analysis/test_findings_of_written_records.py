@@ -5,7 +5,6 @@ import json
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.records.chain import UNCHAINED
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis.findings import OWN_PLAN, findings, run_findings
 from shaketable.study.analysis.report_data import SCHEMA, SHAPE, complete
@@ -18,7 +17,7 @@ HERE = {"python": "3.11"}
 PLANS = {"faulty": FAULTY, "noise": NOISE}
 
 
-def written(folder, study, events, *, skip=(), old=(), others=None):
+def written(folder, study, events, *, skip=(), others=None):
     """A study's folder: its definition, and a record of every cell with the events that `events` gives for it."""
     definition = RunRecord.create(folder / "definition", "study", described(study), {}, {"study": study.study})
     definition.append("defined", config=described(study), after_results=False)
@@ -28,19 +27,6 @@ def written(folder, study, events, *, skip=(), old=(), others=None):
             continue
         told = [("attempt", {"number": 1}), *events(cell)]
         environment = (others or {}).get(place, HERE)
-        if place in old:
-            head = {
-                "schema": UNCHAINED,
-                "event": "run",
-                "id": f"old{cell.seed}",
-                "verb": cell.kind,
-                "about": cell.about(study.study),
-            }
-            lines = [head | {"config": cell.config, "environment": environment}]
-            lines += [{"event": kind, "time": 5.0, **facts} for kind, facts in told]
-            (folder / "runs" / cell.name).mkdir(parents=True)
-            (folder / "runs" / cell.name / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-            continue
         record = RunRecord.create(folder / "runs" / cell.name, cell.kind, cell.config, environment, cell.about(study.study))
         for kind, facts in told:
             record.append(kind, **facts)
@@ -94,7 +80,7 @@ def test_a_study_of_written_records_is_whole_and_fits_the_shape_of_the_report(fo
     told = {k: v for k, v in found.items() if k != "where"}
     assert set(told) == set(SHAPE) and (told["schema"], told["kind"]) == (SCHEMA, "study")
     assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert (told["complete"], told["notes"], told["unverified"], told["diagnoses"], told["recovered"]) == (True, [], [], [], [])
+    assert (told["complete"], told["notes"], told["diagnoses"], told["recovered"]) == (True, [], [], [])
     filled = complete(told)
     assert filled["verdict"] == told["verdict"] and [a["name"] for a in filled["arms"]] == ["as it comes", "better"]
 
@@ -114,7 +100,7 @@ def test_every_arm_has_its_own_scores_seeds_and_settings(found):
     assert [s["value"] for s in better["scores"][2]["per_seed"]] == pytest.approx([5 / 6, 1.0, 5 / 6])
     for arm in (plain, better):
         assert (arm["kind"], arm["plan"], arm["plan_in"], arm["aqn"], arm["guided"]) == ("evaluate", None, "own", None, None)
-        assert (arm["model"], arm["task"], arm["unverified"], arm["sigma"]) == ("nano", "arithmetic", False, [])
+        assert (arm["model"], arm["task"], arm["sigma"]) == ("nano", "arithmetic", [])
 
 
 def test_the_verdict_is_that_of_the_primary_comparison(found):
@@ -157,29 +143,6 @@ def test_a_run_that_failed_or_never_was_makes_the_study_partial(tmp_path):
     assert told["environments"] == [{"runs": 5, "facts": HERE}], "a run that failed was done somewhere too"
 
 
-def test_records_without_a_chain_are_marked_wherever_their_numbers_are(tmp_path):
-    written(tmp_path, two_arms(), plain, old=[("better", 1)])
-    told = findings(two_arms(), tmp_path)
-    [name] = told["unverified"]
-    assert name.startswith("better-s1-") and [arm["unverified"] for arm in told["arms"]] == [False, True]
-    why = "their records have no chain, and nobody can say whether their numbers were changed"
-    assert told["notes"] == [f"1 of 6 runs are unverified, {why}: {name}"]
-    assert told["comparisons"][0]["sentence"].endswith(" (From unverified records.)")
-    assert told["verdict"]["headline"].endswith(" (from unverified records)")
-    assert [run["verified"] for run in told["runs"]] == [True, True, True, False, True, True]
-
-
-def test_an_old_record_that_has_not_ended_is_in_no_number_and_not_marked(tmp_path):
-    def events(cell):
-        return plain(cell)[:-1] if (cell.arm, cell.seed) == ("better", 2) else plain(cell)
-
-    written(tmp_path, two_arms(), events, old=[("better", 2)])
-    told = findings(two_arms(), tmp_path)
-    assert (told["unverified"], told["notes"]) == ([], []) and "unverified" not in told["verdict"]["headline"]
-    assert told["comparisons"][0]["seeds"] == 2 and "unverified" not in told["comparisons"][0]["sentence"]
-    assert [run["status"] for run in told["runs"]][-1] == "partial"
-
-
 def test_notes_are_in_their_order_and_a_changed_record_is_left_out(tmp_path):
     def events(cell):
         weights = "other" if cell.seed == 1 else "w"
@@ -188,14 +151,14 @@ def test_notes_are_in_their_order_and_a_changed_record_is_left_out(tmp_path):
             broken[1]["conditions"][1]["loss"] = None
         return [("made_of", {"weights": weights, "tests": "t"}), broken, END]
 
-    written(tmp_path, two_arms(), events, old=[("better", 0)])
+    written(tmp_path, two_arms(), events)
     cell = next(c for c in cells_of(two_arms()) if (c.arm, c.seed) == ("as it comes", 0))
     path = tmp_path / "runs" / cell.name / FILE
     path.write_text(path.read_text().replace('"number": 1', '"number": 2'))
     changed = two_arms(seeds=4)
     told = findings(changed, tmp_path)
     starts = [
-        "1 of 8 runs are unverified", "the weights of nano were not the same", "changed in this report only",
+        "the weights of nano were not the same", "changed in this report only",
         f"{cell.name} is left out: {path} was changed at line 2; move its folder away to have it done again",
         "as-it-comes-s2-", "better-s2-",
     ]  # fmt: skip
@@ -363,17 +326,11 @@ def test_every_arm_is_compared_with_the_one_that_is_named_under_every_condition(
 # ---- a single run
 
 
-def one_run(folder, *events, about=None, old=False, **changes):
+def one_run(folder, *events, about=None, **changes):
     config = train_config(study(), "noise + AQN", 1) | changes
-    if old:
-        head = {"schema": UNCHAINED, "event": "run", "id": "0123456789", "verb": "train", "config": config, "environment": HERE}
-        folder.mkdir()
-        lines = [head, *({"event": kind, **facts} for kind, facts in events)]
-        (folder / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    else:
-        record = RunRecord.create(folder, "train", config, HERE, about)
-        for kind, facts in events:
-            record.append(kind, **facts)
+    record = RunRecord.create(folder, "train", config, HERE, about)
+    for kind, facts in events:
+        record.append(kind, **facts)
     return run_findings(folder)
 
 
@@ -394,7 +351,7 @@ def test_a_single_run_has_its_scores_conditions_and_noise(tmp_path):
         {"name": "clean", "plan": None}, {"name": "faulty", "plan": FAULTY}, {"name": "noise", "plan": NOISE},
     ]  # fmt: skip
     assert [s["condition"] for s in arm["scores"]] == ["clean", "faulty", "noise"]
-    assert (told["complete"], told["unverified"], told["notes"], told["recovered"]) == (True, [], [], [])
+    assert (told["complete"], told["notes"], told["recovered"]) == (True, [], [])
     assert told["environments"] == [{"runs": 1, "facts": HERE}]
     assert (told["runs"][0]["folder"], told["runs"][0]["name"], told["runs"][0]["seed"]) == (".", "run", 1)
     assert told["verdict"]["headline"] == "One training run"
@@ -404,14 +361,6 @@ def test_a_single_run_that_was_not_scored_yet_has_no_conditions(tmp_path):
     told = one_run(tmp_path / "run", ("attempt", {}))
     assert (told["complete"], told["study"]["conditions"], told["arms"][0]["scores"], told["robustness"]) == (False, [], [], [])
     assert told["runs"][0]["status"] == "partial" and told["study"]["n"] == 12 and told["study"]["steps"] == 4
-
-
-def test_a_single_run_without_a_chain_is_marked(tmp_path):
-    told = one_run(tmp_path / "run", MADE, evaluation(0, **ROWS), END, old=True)
-    assert told["unverified"] == ["run"] and told["arms"][0]["unverified"] is True
-    why = "their records have no chain, and nobody can say whether their numbers were changed"
-    assert told["notes"] == [f"1 of 1 runs are unverified, {why}: run"]
-    assert told["study"]["key"] == "01234567" and told["runs"][0]["verified"] is False
 
 
 def test_a_run_of_another_verb_is_no_training_run(tmp_path):

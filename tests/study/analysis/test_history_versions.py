@@ -1,13 +1,11 @@
 """Versions of a study written by hand, with their times: which one was in force when the first run ended, and what is told."""
 
 import copy
-import json
 import time
 
 import pytest
 
-from shaketable.records.chain import UNCHAINED
-from shaketable.records.record import FILE, RunRecord
+from shaketable.records.record import RunRecord
 from shaketable.study.analysis.history import Changes, _decisive, _first_end, _others, _told, changes
 from shaketable.study.analysis.runs import Run
 from shaketable.study.run_study import described
@@ -89,17 +87,6 @@ def test_runs_that_others_made_must_have_ended_after_the_first_version(tmp_path,
     found = changes(THREE, tmp_path, [*ended(50), added])
     assert found.named_before is not before and bool(found.notes) is before
     assert changes(THREE, tmp_path, [added]).named_before is not before
-
-
-def test_a_definition_without_a_chain_says_nothing(tmp_path):
-    lines = [
-        {"schema": UNCHAINED, "event": "run", "verb": "study"},
-        {"event": "defined", "config": described(TWO), "time": 1.0},
-    ]
-    (tmp_path / "definition").mkdir()
-    (tmp_path / "definition" / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    why = "the study's definition has no chain: nothing says when its comparison was named"
-    assert changes(TWO, tmp_path, ended(100)) == Changes(False, [why])
 
 
 def test_a_definition_that_is_a_record_of_something_else_cannot_tell(tmp_path):

@@ -12,8 +12,8 @@ def compared(**changes):
     return facts | changes
 
 
-def run(status="done", verified=True):
-    return Run("x", "train", "AQN", 0, status, {}, [], verified=verified)
+def run(status="done"):
+    return Run("x", "train", "AQN", 0, status, {}, [])
 
 
 HEADLINES = [
@@ -40,17 +40,9 @@ def test_the_headline_says_what_was_shown_and_where(changes, headline):
     assert said == {"kind": primary["verdict"], "headline": headline, "sentence": "The whole sentence."}
 
 
-@pytest.mark.parametrize(
-    ("runs", "headline"),
-    [
-        ([run(), run("failed"), run("missing")], "So far (2 of 3 runs are missing): shown: AQN is"),
-        ([run(), run(verified=False)], "Shown: AQN is 12.3 points above none in hot accuracy (from unverified records)"),
-        ([run("missing", verified=False)], "So far (1 of 1 runs are missing): shown: AQN is"),
-    ],
-)
-def test_runs_that_are_missing_or_unverified_are_said(runs, headline):
-    found = verdict([compared()], runs, [])["headline"]
-    assert found.startswith(headline) and ("unverified" in found) == ("unverified" in headline)
+def test_runs_that_are_missing_are_said():
+    found = verdict([compared()], [run(), run("failed"), run("missing")], [])["headline"]
+    assert found.startswith("So far (2 of 3 runs are missing): shown: AQN is")
 
 
 def test_runs_that_cannot_be_compared_decide_nothing():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shaketable.harden.summary import named
-from shaketable.records.record import UNVERIFIED
 from shaketable.report.wording import share_of
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ def print_outcome(found: dict[str, Any], console: Console) -> None:
     target = found["config"]["target"]
     verdict = "" if target is None else f" The target of {target:.0%} is {'reached' if found['reached'] else 'not reached'}."
     console.print(f"[bold]{found['sentence'].replace('[', chr(92) + '[')}.[/]{verdict}", soft_wrap=True)
-    if not found["verified"]:
-        console.print(UNVERIFIED, style="bold yellow", soft_wrap=True)
     console.print(f"The model: {found['model']}", markup=False, soft_wrap=True)
 
 

@@ -19,8 +19,6 @@ STYLES = {
     "partial": "yellow",
     "missing": "dim",
 }
-UNVERIFIED = " [bold yellow]unverified[/]"
-"""Of a record without a chain."""
 VERDICTS = {"shown": "bold green", "not shown": "bold yellow", "nothing": "bold yellow"}
 
 
@@ -57,7 +55,7 @@ def _scores(found: dict[str, Any], endpoint: str) -> Table:
     for arm in found["arms"]:
         known = {s["condition"]: s for s in arm["scores"] if s["endpoint"] == endpoint}
         cells = [_score(known[c]) if c in known else "–" for c in conditions]
-        table.add_row(plain(arm["name"]) + UNVERIFIED * arm["unverified"], str(len(arm["seeds"])), *cells)
+        table.add_row(plain(arm["name"]), str(len(arm["seeds"])), *cells)
     return table
 
 
@@ -86,7 +84,7 @@ def show_status(found: dict[str, Any]) -> None:
         table.add_column(head, justify="right" if head in ("step", "attempts") else "left", overflow="fold")
     for row in found["runs"]:
         step = "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}" if row["steps"] else str(row["step"])
-        status = f"[{STYLES[row['status']]}]{row['status']}[/]" + UNVERIFIED * (row["verified"] is False)
+        status = f"[{STYLES[row['status']]}]{row['status']}[/]"
         table.add_row(plain(row["title"]), status, step, str(row["attempts"] or ""), plain(row["error"] or ""))
     console.print(table)
     if found["others"]:
@@ -108,12 +106,11 @@ def show_list(found: dict[str, Any], runs: bool) -> None:
     for head in ("study", "runs", "last written"):
         table.add_column(head)
     for study in found["studies"]:
-        unverified = f" ([bold yellow]{study['unverified']} unverified[/])" if study["unverified"] else ""
-        table.add_row(plain(study["name"]), _counts(study["counts"]) + unverified, _time(study["updated"]))
+        table.add_row(plain(study["name"]), _counts(study["counts"]), _time(study["updated"]))
     for run in found["runs"]:
         alone = "/" not in run["path"]
         if runs or alone:
-            status = f"[{STYLES[run['status']]}]{run['status']}[/]" + UNVERIFIED * (not run["verified"])
+            status = f"[{STYLES[run['status']]}]{run['status']}[/]"
             table.add_row(plain(run["path"]), status, _time(run["updated"]))
     console.print(table)
 

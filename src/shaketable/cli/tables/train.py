@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaketable.io.output_files import write
-from shaketable.records.record import UNVERIFIED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,8 +50,6 @@ def _print(found: dict[str, Any], console: Console) -> None:
     if same and sum(same) / len(same) > MOSTLY:
         share = f"{sum(same) / len(same):.0%} of the groups had one reward for all answers"
         console.print(f"note: {share}; those teach nothing", markup=False)
-    if not found["verified"]:
-        console.print(UNVERIFIED, style="bold yellow", soft_wrap=True)
     for warning in found["warnings"]:
         console.print(f"[bold yellow]warning:[/] {warning}", soft_wrap=True)
     console.print(f"Weights, clean: {found['model']}", markup=False, soft_wrap=True)

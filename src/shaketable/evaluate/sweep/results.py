@@ -25,7 +25,7 @@ from scipy import stats
 from shaketable.evaluate.stats.comparison import Comparison, Interval, corrected
 from shaketable.evaluate.stats.tests import bootstrap, mcnemar, paired, wilson
 from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed
-from shaketable.records.record import UNVERIFIED, RunRecord
+from shaketable.records.record import RunRecord
 
 SCHEMA = "shaketable.sweep/1"
 Event = dict[str, Any]
@@ -72,14 +72,13 @@ def results(record: RunRecord) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "id": record.head["id"],
-        "verified": record.verified,
         "folder": str(record.folder),
         "started": record.head["started"],
         "complete": len(points) == wanted,
         "config": config.model_dump(mode="json"),
         "environment": record.head["environment"],
         "models": [{k: v for k, v in e.items() if k not in ("event", "time")} for e in record.events("model")],
-        "notes": [*([] if record.verified else [UNVERIFIED]), *_notes(config, points)],
+        "notes": _notes(config, points),
         "points": points,
     }
 

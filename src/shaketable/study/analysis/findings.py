@@ -36,8 +36,7 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
     cells = cells_of(study)
     runs = [Run.of(cell, folder / "runs") for cell in cells]
     unlike, late = _not_the_same(runs), changes(study, folder, runs)
-    unverified = [run for run in runs if run.is_done and not run.verified]
-    compared = [_marked(c, unverified) for c in compare(study.comparisons, study.compare.primary, runs)]
+    compared = compare(study.comparisons, study.compare.primary, runs)
     complete = all(run.is_done for run in runs)
     back = recovered(study.conditions, {name: _done(runs, name) for name in study.arms})
     decided = verdict(compared, runs, unlike)
@@ -49,7 +48,6 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
         "study": {**_study(study), "named_before": late.named_before, "digest": digest(folder)},
         "complete": complete,
         "runs": [run_facts(run) for run in runs],
-        "unverified": [run.name for run in unverified],
         "verdict": decided | {"sentence": f"{decided['sentence']}. {came_back}" if came_back else decided["sentence"]},
         "arms": [_arm(study, name, runs) for name in study.arms],
         "comparisons": compared,
@@ -57,7 +55,7 @@ def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
         "robustness": robustness(shared, {name: _done(runs, name) for name in study.arms}),
         "diagnoses": [diagnosis(run, cells, runs) for run in runs if run.kind == "locate" and run.is_done],
         "environments": environments(runs),
-        "notes": [*_elsewhere(runs), *_unverified(unverified, runs), *unlike, *late.notes, *_damage(runs), *_no_number(runs)],
+        "notes": [*_elsewhere(runs), *unlike, *late.notes, *_damage(runs), *_no_number(runs)],
     }
 
 
@@ -88,7 +86,6 @@ def run_findings(folder: Path) -> dict[str, Any]:
         },
         "complete": run.is_done,
         "runs": [run_facts(run) | {"folder": "."}],
-        "unverified": [] if run.verified else [run.name],
         "verdict": {"kind": "nothing", "headline": "One training run", "sentence": sentence},
         "arms": [{**facts, **own, **_measured([run], conditions)}],
         "comparisons": [],
@@ -96,7 +93,7 @@ def run_findings(folder: Path) -> dict[str, Any]:
         "robustness": robustness(conditions, {name: [run]}),
         "diagnoses": [],
         "environments": environments([run]),
-        "notes": _unverified([] if run.verified else [run], [run]),
+        "notes": [],
     }  # fmt: skip
 
 
@@ -173,7 +170,6 @@ def _aqn(arm: Arm, done: Sequence[Run]) -> str | None:
 
 def _measured(done: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "unverified": any(not run.verified for run in done),
         "scores": [*arms.scores(done, conditions), *arms.scores(done, conditions, "loss")],
         "curves": arms.curves(done, conditions),
         "sigma": arms.sigmas(done[0]) if done else [],
@@ -195,7 +191,6 @@ def run_facts(run: Run) -> dict[str, Any]:
         "status": run.status,
         "id": run.head.get("id"),
         "sha": run.sha,
-        "verified": run.verified,
         "folder": f"runs/{run.name}",
         "attempts": len(run.of_kind("attempt")),
         "resumed": len(run.of_kind("resumed")),
@@ -263,19 +258,6 @@ def _not_the_same(runs: Sequence[Run]) -> list[str]:
         for (what, name), hashes in found.items()
         if len(hashes) > 1
     ]
-
-
-def _marked(comparison: dict[str, Any], unverified: Sequence[Run]) -> dict[str, Any]:
-    """A comparison whose sentence says that records without a chain are in it."""
-    if not {comparison["a"], comparison["b"]} & {run.arm for run in unverified}:
-        return comparison
-    return comparison | {"sentence": f"{comparison['sentence']} (From unverified records.)"}
-
-
-def _unverified(found: Sequence[Run], runs: Sequence[Run]) -> list[str]:
-    some = ", ".join(run.name for run in found[:12]) + (f", and {len(found) - 12} more" if len(found) > 12 else "")
-    why = "their records have no chain, and nobody can say whether their numbers were changed"
-    return [f"{len(found)} of {len(runs)} runs are unverified, {why}: {some}"] if found else []
 
 
 def _elsewhere(runs: Sequence[Run]) -> list[str]:

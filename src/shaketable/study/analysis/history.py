@@ -18,7 +18,8 @@ from shaketable.errors import ShaketableError
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import StudyConfig
-from shaketable.study.run_study import DEFINITION, definitions, described
+from shaketable.study.run_study import definitions, described
+from shaketable.study.store import DEFINITION
 
 DECIDES = ("model", "task", "seeds", "train", "harden", "evaluate", "diagnose", "device", "dtype")
 
@@ -37,8 +38,6 @@ def changes(study: StudyConfig, folder: Path, runs: Sequence[Run]) -> Changes:
     if not (folder / DEFINITION / FILE).is_file():
         return Changes(False, ["the study was never run from its file: nothing says when its comparison was named"])
     try:
-        if not RunRecord.open(folder / DEFINITION, "study").verified:
-            return Changes(False, ["the study's definition has no chain: nothing says when its comparison was named"])
         versions = definitions(folder)
     except ShaketableError as error:
         return Changes(False, [f"when the comparison was named cannot be told: {error}"])

@@ -58,7 +58,6 @@ _ARM: dict[str, Any] = {
     "aqn": None,
     "guided": None,
     "seeds": [],
-    "unverified": False,
     "scores": [_SCORE | {"n": None, "per_seed": [_SEED], "first": None}],
     "curves": [{"name": "", "band": "", "points": [_BAND | {"step": 0}]}],
     "sigma": [{"label": "", "points": []}],
@@ -105,7 +104,6 @@ _RUN: dict[str, Any] = {
     "status": "missing",
     "id": "",
     "sha": "",
-    "verified": True,
     "folder": "",
     "attempts": None,
 }
@@ -149,7 +147,6 @@ SHAPE: dict[str, Any] = {
     "robustness": [{"arm": "", "points": [_BAND | {"label": "", "x": None, "condition": ""}]}],
     "diagnoses": [_DIAGNOSIS],
     "environments": [{"runs": None, "facts": {}}],
-    "unverified": [],
     "notes": [],
 }
 """Objects with what stands for a missing value; a list holds the shape of its items, an empty one takes any."""

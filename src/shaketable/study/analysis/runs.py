@@ -34,8 +34,6 @@ class Run:
     error: str | None = None
     sha: str | None = None
     """The last link of the record's chain, from its seal."""
-    verified: bool = True
-    """Whether its record is chained; see `RunRecord.verified`."""
 
     @classmethod
     def of(cls, cell: Cell, runs: Path) -> Run:
@@ -49,7 +47,7 @@ class Run:
         except ShaketableError as damage:
             return cls(*place, "damaged", {}, [], str(damage))
         status, error = _status(events, is_held(runs, cell.name))
-        return cls(*place, status, record.head, events, error, (record.sealed() or {}).get("sha"), record.verified)
+        return cls(*place, status, record.head, events, error, (record.sealed() or {}).get("sha"))
 
     @classmethod
     def alone(cls, folder: Path) -> Run:
@@ -58,7 +56,7 @@ class Run:
         about, events = record.head.get("about", {}), record.events()
         status, error = _status(events, record.busy())
         place = (folder.name, "train", about.get("arm"), record.config["seed"])
-        return cls(*place, status, record.head, events, error, (record.sealed() or {}).get("sha"), record.verified)
+        return cls(*place, status, record.head, events, error, (record.sealed() or {}).get("sha"))
 
     @property
     def is_done(self) -> bool:

@@ -17,8 +17,7 @@ def verdict(compared: Sequence[dict[str, Any]], runs: Sequence[Run], unlike: Seq
         return {"kind": "nothing", "headline": f"Nothing can be concluded: {unlike[0]}", "sentence": primary["sentence"]}
     missing = sum(not run.is_done for run in runs)
     so_far = f"So far ({missing} of {len(runs)} runs are missing): " if missing else ""
-    unverified = any(run.is_done and not run.verified for run in runs)
-    headline = so_far + _headline(primary) + (" (from unverified records)" if unverified else "")
+    headline = so_far + _headline(primary)
     return {"kind": primary["verdict"], "headline": headline[:1].upper() + headline[1:], "sentence": primary["sentence"]}
 
 

@@ -19,7 +19,7 @@ from shaketable.study.config import StudyConfig
 from shaketable.study.engines.local import QUIET, note_death
 from shaketable.study.engines.queue import RunQueue
 from shaketable.study.engines.worker import answer, request
-from shaketable.study.store.store import Store
+from shaketable.study.store import summaries
 
 LOOK = 1.0
 """Seconds between two looks at the records."""
@@ -105,11 +105,11 @@ class _Pace:
     """How far runs are, by their records."""
 
     def __init__(self, folder: Path) -> None:
-        self.store, self.seen = Store(folder), dict[str, int]()
+        self.folder, self.seen = folder, dict[str, int]()
 
     def tell(self, cells: Any, queue: RunQueue) -> None:
         """Tell the queue's watcher of steps that were made since the last look."""
-        steps = {summary.path.split("/")[-1]: summary.step for summary in self.store.summaries()}
+        steps = {found.name: found.step for found in summaries(self.folder)}
         for cell in cells:
             step = steps.get(cell.name)
             if step is not None and step != self.seen.get(cell.name):

@@ -1,1 +1,0 @@
-"""The store of a study: a folder of runs, listed fast."""

@@ -1,0 +1,179 @@
+"""A store: every run as its record shows it now, through `study list`, `study status` and what they are made of."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from shaketable.records.record import FILE, SEAL, RunRecord
+from shaketable.study.cells import cells_of
+from shaketable.study.store import progress, summaries
+from tests.cli.command_server import shaketable
+from tests.study.small_studies import study
+
+ABOUT = {"study": "noise", "arm": "aqn", "seed": 3, "key": "abcd1234"}
+
+
+def run_in(folder, steps=2, finished=True, about=None):
+    record = RunRecord.create(folder, "train", {"steps": 9}, {}, about)
+    record.append("attempt", number=1, pid=1, engine="local")
+    for step in range(1, steps + 1):
+        record.append("step", step=step)
+    if finished:
+        record.append("finished", step=steps)
+    return record
+
+
+def listed(root):
+    return {found.path: found for found in summaries(root)}
+
+
+def one(root):
+    (found,) = summaries(root)
+    return found
+
+
+def test_a_listing_says_what_runs_are_and_how_studies_stand(tmp_path):
+    store = tmp_path / "store"
+    RunRecord.create(store / "noise" / "definition", "study", {}, {}, {"study": "noise"}).append("defined", config={})
+    record = run_in(store / "noise" / "runs" / "aqn-3", about=ABOUT)
+    run_in(store / "noise" / "runs" / "aqn-4", finished=False)
+    run_in(store / "single")
+    run_in(store / ".hidden")
+    (record.folder / "reinforce").mkdir()
+    (record.folder / "reinforce" / FILE).write_text("not looked at: it lies inside of a run")
+    found = shaketable(tmp_path, "study", "list", "--store", "store", "--runs", "--json", "out.json")
+    assert found.code == 0 and "1 study, 3 runs" in found.stdout
+    told = json.loads((tmp_path / "out.json").read_text())
+    [noise] = told["studies"]
+    assert (noise["name"], noise["folder"], noise["counts"]) == ("noise", "noise", {"done": 1, "partial": 1})
+    runs = {run["path"]: run for run in told["runs"]}
+    assert list(runs) == ["noise/runs/aqn-3", "noise/runs/aqn-4", "single"]
+    facts = {"status": "done", "step": 2, "steps": 9, "attempts": 1, "error": None, "verb": "train", "id": record.head["id"]}
+    assert facts | ABOUT == {key: runs["noise/runs/aqn-3"][key] for key in facts | ABOUT}
+    missing = shaketable(tmp_path, "study", "list", "--store", "none")
+    assert missing.code == 0 and "nothing in none" in missing.stdout and not (tmp_path / "none").exists()
+
+
+def test_running_is_who_holds_the_lock_and_nothing_else(tmp_path):
+    record = run_in(tmp_path / "run", finished=False)
+    assert one(tmp_path).status == "partial"
+    with record.alone():
+        assert one(tmp_path).status == "running"
+    assert one(tmp_path).status == "partial", "nobody remembers a lock"
+    record.append("failed", error="boom", exit=1)
+    assert (one(tmp_path).status, one(tmp_path).error) == ("failed", "boom")
+    with record.alone():
+        assert (one(tmp_path).status, one(tmp_path).error) == ("running", None)
+
+
+@pytest.mark.attack("kills")
+def test_a_killed_worker_leaves_a_partial_run(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from shaketable.records.record import RunRecord\n"
+        "record = RunRecord.create(Path(sys.argv[1]), 'train', {}, {})\n"
+        "with record.alone(): record.append('step', step=1); print('up', flush=True); sys.stdin.read()\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout.readline() == b"up\n"
+        assert one(tmp_path).status == "running"
+        worker.kill()
+    assert one(tmp_path).status == "partial"
+
+
+def test_failed_holds_until_the_next_attempt(tmp_path):
+    record = run_in(tmp_path / "run", finished=False)
+    for number in (2, 3):
+        record.append("failed", error=f"attempt {number - 1}", exit=1)
+        assert (one(tmp_path).status, one(tmp_path).error) == ("failed", f"attempt {number - 1}")
+        record.append("attempt", number=number, pid=1, engine="local")
+        assert (one(tmp_path).status, one(tmp_path).attempts) == ("partial", number)
+    record.append("failed", error="again", exit=1)
+    record.resumed(1)
+    assert (one(tmp_path).status, one(tmp_path).step) == ("partial", 1), "somebody resumed it by hand"
+    record.append("finished")
+    assert (one(tmp_path).status, one(tmp_path).error, one(tmp_path).attempts) == ("done", None, 3)
+
+
+@pytest.mark.attack("tampered records")
+def test_a_finished_record_cut_at_any_byte_is_damaged_and_without_its_seal_partial(tmp_path):
+    record = run_in(tmp_path / "run")
+    data = (record.folder / FILE).read_bytes()
+    cuts = range(len(data))
+    for end in cuts:
+        (record.folder / FILE).write_bytes(data[:end])
+        found = one(tmp_path)
+        assert found.status == "damaged" and found.error.startswith(f"{FILE} was truncated: it ends after line"), end
+    (record.folder / SEAL).unlink()
+    for end in cuts:
+        (record.folder / FILE).write_bytes(data[:end])
+        assert (one(tmp_path).status, one(tmp_path).verb) == ("partial", "train" if b"\n" in data[:end] else None), end
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.attack("tampered records")
+def test_any_changed_byte_of_a_short_record_is_damage(tmp_path, sealed):
+    record = run_in(tmp_path / "run")
+    if not sealed:
+        (record.folder / SEAL).unlink()
+    data = (record.folder / FILE).read_bytes()
+    for place in range(len(data) - (not sealed)):
+        (record.folder / FILE).write_bytes(data[:place] + bytes([data[place] ^ 3]) + data[place + 1 :])
+        found = summaries(tmp_path)[0]
+        assert found.status == "damaged" and found.error.startswith(FILE), place
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"garbage\n", "line 1 is no event"), (b'{"schema": "other/9", "verb": "x"}\n', "another version: schema 'other/9'")],
+)
+@pytest.mark.attack("tampered records")
+def test_what_is_no_record_is_damaged(tmp_path, content, why):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FILE).write_bytes(content)
+    assert one(tmp_path).status == "damaged" and why in one(tmp_path).error
+
+
+def test_a_record_that_cannot_be_read_or_is_gone_or_has_no_seal_worth_the_name(tmp_path):
+    for name in ("folder", "gone", "seal"):
+        run_in(tmp_path / name)
+    (tmp_path / "folder" / FILE).unlink()
+    (tmp_path / "folder" / FILE).mkdir()
+    (tmp_path / "gone" / FILE).unlink()
+    (tmp_path / "seal" / SEAL).write_text("{")
+    found = {path: (s.status, s.error) for path, s in listed(tmp_path).items()}
+    assert found == {
+        "folder": ("damaged", f"cannot read {FILE}: Is a directory"),
+        "gone": ("damaged", f"cannot read {FILE}: No such file or directory"),
+        "seal": ("damaged", f"{SEAL} is damaged: it is no seal"),
+    }
+
+
+@pytest.mark.attack("two processes on one study")
+def test_a_run_that_is_being_written_is_never_damaged(tmp_path):
+    seen, over = set(), threading.Event()
+
+    def look():
+        while not over.is_set():
+            seen.update((s.status, s.error) for s in summaries(tmp_path) if s.error is None or "first line" not in s.error)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for n in range(25):
+        run_in(tmp_path / f"run{n}", steps=4)
+    over.set()
+    reader.join()
+    assert {status for status, _ in seen} <= {"partial", "done"}, seen
+
+
+@pytest.mark.parametrize(("key", "status"), [("0badc0de", "damaged"), (None, "done"), ("its own", "done")])
+def test_a_run_with_the_key_of_another_is_damaged(tmp_path, key, status):
+    asked = study(arms={"as it comes": {"train": False}}, seeds=1, compare={"primary": None, "against": None})
+    (cell,) = cells_of(asked)
+    run_in(tmp_path / "runs" / cell.name, about=ABOUT | {"key": cell.key if key == "its own" else key})
+    (row,) = progress(asked, tmp_path)["runs"]
+    assert row["status"] == status
+    assert row["error"] == ("it holds another run than its name says" if status == "damaged" else None)
