@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shaketable.harden.summary import named
+from shaketable.harden.summary import interval_end, named
 from shaketable.records.record import UNVERIFIED
 
 if TYPE_CHECKING:
@@ -52,6 +52,5 @@ def _kl(conditions: list[dict[str, Any]]) -> str:
 
 
 def _share(share: dict[str, Any]) -> str:
-    low, high = (share["interval"][end] for end in ("low", "high"))
-    ends = " to ".join("∞" if end is None else f"{round(100 * end)}" for end in (low, high))
+    ends = " to ".join(interval_end(share, end).removesuffix("%") for end in ("low", "high"))
     return f"{round(100 * share['share'])} % ({ends})".replace("-", "−")
