@@ -222,6 +222,7 @@ def test_an_unchanged_store_is_verified_and_says_its_digests(made, store):
 
 
 def test_the_digest_is_what_sha256sum_says(store):
+    shutil.copytree(run_of(store), run_of(store, "as-it-comes") / "reinforce")  # a run within a run
     line = "find * -name record.jsonl | LC_ALL=C sort | xargs sha256sum | sha256sum"
     done = subprocess.run(line, shell=True, cwd=store / "small", capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == digest(store / "small")

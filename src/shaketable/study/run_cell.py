@@ -113,11 +113,11 @@ def _harden(record: RunRecord, begun: bool, tell: Tell) -> None:
 
 
 def _tidy(folder: Path, keep_weights: bool) -> None:
-    """Checkpoints are for going on; a finished run needs none."""
-    for checkpoint in folder.glob("checkpoint-*"):
+    """Remove the checkpoints of a finished run, and its weights unless they are kept; also those of a run within it."""
+    for checkpoint in list(folder.rglob("checkpoint-*")):
         shutil.rmtree(checkpoint)
-    if not keep_weights and (folder / "model").exists():
-        shutil.rmtree(folder / "model")
+    for weights in () if keep_weights else {file.parent for file in folder.rglob("*.safetensors")}:
+        shutil.rmtree(weights)
 
 
 def _evaluate(record: RunRecord, begun: bool, tell: Tell) -> None:
