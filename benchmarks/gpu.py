@@ -41,9 +41,9 @@ from gpu_locate import locating
 from gpu_models import NOISE, SHAPES, build, naive, shaken
 from gpu_page import LINEARS, earlier, write
 from gpu_score import PROBLEMS, side_by_side
-from shaketable.harden.aqn.spec import AQN
-from shaketable.measure.decoding.dynamic import Decoder
-from shaketable.measure.decoding.static import StaticDecoding
+from shaketable.aqn.spec import AQN
+from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.evaluate.decoding.static import StaticDecoding
 
 HERE = Path(__file__).parent
 BANDWIDTH, LOCATE = "bandwidth of every kernel", "locate in device mode"

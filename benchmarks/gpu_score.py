@@ -28,10 +28,10 @@ import torch
 
 from first_pass import Row, spread
 from gpu_models import build
+from shaketable.evaluate.decoding.dynamic import batches, probe_batch_size
+from shaketable.evaluate.evaluation import Condition, Evaluation, Evaluator, arithmetic
+from shaketable.evaluate.tasks import load_task, sample
 from shaketable.io.cache_folder import cache_folder
-from shaketable.measure.decoding.dynamic import batches, probe_batch_size
-from shaketable.measure.evaluation import Condition, Evaluation, Evaluator, arithmetic
-from shaketable.measure.tasks import load_task, sample
 from shaketable.models import load_model
 from shaketable.plan import Plan
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from shaketable.harden.ladder.config import HardenConfig
-from shaketable.harden.ladder.distil import TrainingSteps
-from shaketable.harden.ladder.scoring import forward_part
-from shaketable.harden.ladder.sequences import OwnCompletions, Prompts, Source
-from shaketable.harden.ladder.students import Students
+from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.harden.config import HardenConfig
+from shaketable.harden.distil import TrainingSteps
+from shaketable.harden.scoring import forward_part
+from shaketable.harden.sequences import OwnCompletions, Prompts, Source
+from shaketable.harden.students import Students
 from shaketable.inject import inject
-from shaketable.measure.decoding.dynamic import Decoder
 from shaketable.models import load_model, quieten
 
 HERE = Path(__file__).parent

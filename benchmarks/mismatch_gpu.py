@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from shaketable.measure.decoding.dynamic import Decoder
-from shaketable.measure.evaluation import prompt_tokens
-from shaketable.measure.tasks.load import load_task
-from shaketable.measure.tasks.task import sample
+from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.evaluate.evaluation import prompt_tokens
+from shaketable.evaluate.tasks.load import load_task
+from shaketable.evaluate.tasks.task import sample
 from shaketable.mismatch.engine import Sampling
 from shaketable.mismatch.hf import HFArguments, HFEngine
 from shaketable.mismatch.results import Mismatch

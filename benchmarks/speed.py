@@ -33,10 +33,10 @@ from torch import nn
 import rivals
 import shaketable as st
 from first_pass import PASSES, Row, opened_rows, spread
-from shaketable.measure.evaluation import Condition, proof_of
-from shaketable.measure.sweep.run import default_n, draw
-from shaketable.measure.sweep.solve import Solving
-from shaketable.measure.tasks import load_task
+from shaketable.evaluate.evaluation import Condition, proof_of
+from shaketable.evaluate.sweep.run import default_n, draw
+from shaketable.evaluate.sweep.solve import Solving
+from shaketable.evaluate.tasks import load_task
 from shaketable.models import load_model
 from shaketable.plan import Plan
 from targets import Target

@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.table import Table
 from trl import GRPOConfig, GRPOTrainer
 
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.grpo.run import Training, _training_problems
-from shaketable.measure.evaluation import Condition, Evaluator
-from shaketable.measure.tasks import load_task, sample
+from shaketable.evaluate.evaluation import Condition, Evaluator
+from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import hush, load_model
 from shaketable.plan import Plan
 from shaketable.records.record import RunRecord
+from shaketable.train.config import TrainConfig
+from shaketable.train.run import Training, _training_problems
 
 HERE = Path(__file__).parent
 PLAN = "relative_gaussian:0.05@op.matmul"

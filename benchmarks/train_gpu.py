@@ -41,11 +41,11 @@ from datasets import Dataset
 from rich.console import Console
 from trl import GRPOConfig, GRPOTrainer
 
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.grpo.run import Training, _prompt, _training_problems
-from shaketable.measure.tasks import load_task
+from shaketable.evaluate.tasks import load_task
 from shaketable.models import hush, load_model, quieten
 from shaketable.records.record import RunRecord
+from shaketable.train.config import TrainConfig
+from shaketable.train.run import Training, _prompt, _training_problems
 from train import Turns
 
 HERE = Path(__file__).parent

@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from shaketable.harden.grpo.summary import outcome
-from shaketable.measure.stats.tests import Comparison, corrected, over_seeds
+from shaketable.evaluate.stats.tests import Comparison, corrected, over_seeds
 from shaketable.records.record import RunRecord
+from shaketable.train.summary import outcome
 
 HOME = Path(__file__).parent.parent / "results" / "harden"
 NOISE = "relative_gaussian:0.05@op.matmul"

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from shaketable.measure.tasks import Problem, load_task
+from shaketable.evaluate.tasks import Problem, load_task
 
 TASK = "arithmetic,level=3"
 HOME = Path(__file__).parent.parent / "src" / "shaketable" / "data" / "nano"

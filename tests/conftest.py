@@ -60,7 +60,7 @@ def pytest_addoption(parser):
 SLOW = (
     "tests/cli/test_train_killed.py",
     "tests/faults/gpu/",
-    "tests/harden/grpo/test_static_rollouts.py",
+    "tests/train/test_static_rollouts.py",
     "tests/inject/test_compiled_passes.py",
     "tests/inject/test_custom_ops.py",
     "tests/inject/test_known_differences.py",

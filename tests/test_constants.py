@@ -34,7 +34,7 @@ CONSTANTS = {
     # what a killed process loses
     "launch.ledger_file.PAUSE": 0.05,
     "launch.ledger_file.SHARE": 20,
-    "harden.grpo.checkpoints.KEEP": 2,
+    "train.checkpoints.KEEP": 2,
     # what is called legal between sampler and trainer
     "mismatch.results.MEAN": 1.5,
     "mismatch.results.LARGEST": 10.0,
@@ -45,7 +45,7 @@ CONSTANTS = {
     "numerics.decoder_operators.SIGMAS": 6.0,
     "numerics.decoder_operators.EXCESS": 4.0,
     # a claim
-    "measure.stats.power.POWER": 0.8,
+    "evaluate.stats.power.POWER": 0.8,
     "launch.run.NOTHING_INJECTED": 3,
     "study.analysis.runs.LAST": 0.1,
 }  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 import shaketable as st
+from shaketable.aqn.spec import AQN
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.harden.aqn.spec import AQN
 from shaketable.io.yaml_file import read_yaml
 from shaketable.layer_ranges import Layers, parse_layers
 from shaketable.plan import Plan

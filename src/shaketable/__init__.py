@@ -9,15 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shaketable.aqn.schedules import Constant, EpochAware, GlobalDecay
+    from shaketable.aqn.spec import AQN
     from shaketable.compare.compare import compare
     from shaketable.compare.fingerprint import fingerprint
     from shaketable.errors import InertError, ModelError, NoMatchError, PlanError, ShaketableError
-    from shaketable.harden.aqn.schedules import Constant, EpochAware, GlobalDecay
-    from shaketable.harden.aqn.spec import AQN
+    from shaketable.evaluate.tasks import Problem, Score, Task, load_task
     from shaketable.inject import Injection, Ledger, inject
     from shaketable.locate.diagnosis import Diagnosis
     from shaketable.locate.locate import locate
-    from shaketable.measure.tasks import Problem, Score, Task, load_task
     from shaketable.models import load_model
     from shaketable.plan import Plan
     from shaketable.sites.phases import phase
@@ -34,15 +34,15 @@ _HOMES = {
     "fingerprint": "shaketable.compare.fingerprint",
     "compare": "shaketable.compare.compare",
     "phase": "shaketable.sites.phases",
-    "AQN": "shaketable.harden.aqn.spec",
-    "GlobalDecay": "shaketable.harden.aqn.schedules",
-    "EpochAware": "shaketable.harden.aqn.schedules",
-    "Constant": "shaketable.harden.aqn.schedules",
+    "AQN": "shaketable.aqn.spec",
+    "GlobalDecay": "shaketable.aqn.schedules",
+    "EpochAware": "shaketable.aqn.schedules",
+    "Constant": "shaketable.aqn.schedules",
     "load_model": "shaketable.models",
-    "load_task": "shaketable.measure.tasks",
-    "Task": "shaketable.measure.tasks",
-    "Problem": "shaketable.measure.tasks",
-    "Score": "shaketable.measure.tasks",
+    "load_task": "shaketable.evaluate.tasks",
+    "Task": "shaketable.evaluate.tasks",
+    "Problem": "shaketable.evaluate.tasks",
+    "Score": "shaketable.evaluate.tasks",
     "ShaketableError": "shaketable.errors",
     "PlanError": "shaketable.errors",
     "NoMatchError": "shaketable.errors",

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 SERVER = """
 import json, os, signal, sys, traceback
 import torch, transformers, trl, peft
-import shaketable.cli, shaketable.records.environment, shaketable.harden.grpo.dry_run, shaketable.harden.grpo.run
-import shaketable.harden.grpo.summary, shaketable.harden.aqn.plot, rich.progress, rich.table
-from shaketable.measure.tasks import load_task
+import shaketable.cli, shaketable.records.environment, shaketable.train.dry_run, shaketable.train.run
+import shaketable.train.summary, shaketable.aqn.plot, rich.progress, rich.table
+from shaketable.evaluate.tasks import load_task
 torch.set_num_threads(1)
 load_task("arithmetic").problems("test")
 for line in sys.stdin:

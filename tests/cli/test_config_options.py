@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from shaketable.cli import sweep, train
 from shaketable.cli.config_options import options_of
-from shaketable.harden.grpo.config import TrainConfig
+from shaketable.evaluate.sweep.config import SweepConfig
 from shaketable.io.config_model import ConfigModel
-from shaketable.measure.sweep.config import SweepConfig
+from shaketable.train.config import TrainConfig
 
 
 class Bread(ConfigModel):

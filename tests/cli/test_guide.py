@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shaketable.aqn.guidance import Guidance
 from shaketable.cli.guide import guide
-from shaketable.harden.aqn.guidance import Guidance
 from tests import ROOT
 
 
@@ -118,7 +118,7 @@ def test_json_says_the_same_with_reasons_and_mapping(run):
 
 
 def test_a_mapping_of_one_s_own(run):
-    shipped = (ROOT / "src/shaketable/harden/aqn/mapping.yaml").read_text()
+    shipped = (ROOT / "src/shaketable/aqn/mapping.yaml").read_text()
     Path("m.yaml").write_text(shipped.replace("name: origin", "name: mine").replace("threshold: 0.1\n", "threshold: 0.3\n"))
     assert run("d.json", "-o", "a.yaml", "--mapping", "m.yaml")[0] == 0
     made = yaml.safe_load(Path("a.yaml").read_text())
@@ -206,7 +206,7 @@ def test_a_diagnosis_that_is_not_there(run):
 def test_the_page_shows_the_shipped_mapping_and_what_the_verb_prints(run):
     page = (ROOT / "docs/guide.md").read_text()
     blocks = dict(re.findall(r"```(yaml|text)\n(.*?)```", page, re.DOTALL))
-    shipped = (ROOT / "src/shaketable/harden/aqn/mapping.yaml").read_text()
+    shipped = (ROOT / "src/shaketable/aqn/mapping.yaml").read_text()
     assert yaml.safe_load(blocks["yaml"]) == yaml.safe_load(shipped)
     Path("diagnosis.json").write_text(json.dumps(DIAGNOSIS | {"model": "tiny"}))
     _, out, _ = run("diagnosis.json", "-o", "aqn.yaml")

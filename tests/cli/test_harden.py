@@ -6,7 +6,7 @@ import pytest
 
 from shaketable.records.record import RunRecord
 from tests.cli.command_server import shaketable
-from tests.harden.ladder.small_ladders import HURTS, same_weights
+from tests.harden.small_ladders import HURTS, same_weights
 
 RUN = [
     "harden", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--batch", "8", "--eval-n", "40",

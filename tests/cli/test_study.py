@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 import yaml
 
+from shaketable.study.file import parse_study
+from shaketable.study.forecast import workers
 from shaketable.study.run_study import definitions
 from tests.cli.command_server import shaketable
 
@@ -51,6 +54,23 @@ def test_the_json_has_what_machines_need(done):
     assert [arm["name"] for arm in found["arms"]] == ["noise", "as it comes"]
     keys = {"a", "b", "condition", "endpoint", "difference", "ci_low", "ci_high", "p_holm", "seeds", "sentence"}
     assert keys <= set(found["comparisons"][0])
+
+
+def test_a_model_that_solves_nothing_is_refused_before_the_first_run(tmp_path):
+    task = "arithmetic,level=3,max_new_tokens=1"
+    for words in ((), ("--dry-run",)):
+        found = shaketable(tmp_path, "study", "run", written(tmp_path, task=task), *words)
+        assert found.code == 2
+        [line] = found.stderr.splitlines()[-1:]
+        assert f"arm 'noise': nano solves 0 of 32 problems of {task} without a fault: there is no reward" in line
+    assert not list(tmp_path.rglob("record.jsonl"))
+
+
+def test_a_gpu_that_is_named_is_one_place(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    assert workers(parse_study(TINY | {"device": "cuda"}), 100) == 8
+    assert workers(parse_study(TINY | {"device": "cuda:1"}), 100) == 1
+    assert workers(parse_study(TINY | {"device": "cuda:1", "engine": {"gpus": 0.25}}), 100) == 4
 
 
 def test_running_again_does_nothing_and_says_the_same(done):

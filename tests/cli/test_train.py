@@ -11,7 +11,7 @@ import yaml
 
 from shaketable.models import NANO
 from tests.cli.command_server import shaketable
-from tests.measure.tasks.test_verl_parquet import row, written
+from tests.evaluate.tasks.test_verl_parquet import row, written
 
 SMALL = ["--device", "cpu", "--steps", "2", "--prompts", "4", "--samples", "4", "--eval-n", "20"]
 RUN = ["train", "nano", "--task", "arithmetic", *SMALL]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shaketable.harden.grpo.checkpoints import sealed, step_of
 from shaketable.records.record import RunRecord
+from shaketable.train.checkpoints import sealed, step_of
 from tests.cli.command_server import shaketable
 from tests.waiting import wait_until
 
@@ -46,7 +46,7 @@ def in_checkpoint(step, part):
     """Killed while a checkpoint is written: after the weights, before the seal, or with the seal as a draft only."""
     if part == "weights":
         return KILL + (
-            "from shaketable.harden.grpo.trainer import ShakenGRPO\nsave = ShakenGRPO._save_optimizer_and_scheduler\n"
+            "from shaketable.train.trainer import ShakenGRPO\nsave = ShakenGRPO._save_optimizer_and_scheduler\n"
             f"def patched(self, *a): self.state.global_step == {step} and kill(); save(self, *a)\n"
             "ShakenGRPO._save_optimizer_and_scheduler = patched\n"
         )
@@ -57,7 +57,7 @@ def in_checkpoint(step, part):
             "Path.replace = patched\n"
         )
     return KILL + (
-        "from shaketable.harden.grpo import checkpoints\nseal = checkpoints.seal\n"
+        "from shaketable.train import checkpoints\nseal = checkpoints.seal\n"
         f"def patched(folder, content): folder.name == 'checkpoint-{step}' and kill(); seal(folder, content)\n"
         "checkpoints.seal = patched\n"
     )
@@ -211,7 +211,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_loses
 @pytest.mark.attack("full disks")
 def test_a_disk_that_is_full_when_the_weights_are_saved_is_one_line(tmp_path, whole):
     first = (
-        "import resource\nfrom shaketable.harden.grpo.run import Training\nfinish = Training._finish\n"
+        "import resource\nfrom shaketable.train.run import Training\nfinish = Training._finish\n"
         "def patched(self):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, resource.RLIM_INFINITY))\n"
         "    finish(self)\n"

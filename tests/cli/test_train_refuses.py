@@ -12,7 +12,7 @@ RUN = [
     "train", "--device", "cpu", "--prompts", "4", "--samples", "4", "--lr", "1e-3", "--eval-n", "8", "--temperature", "2",
 ]  # fmt: skip
 STOP = (  # dies before the seal of the checkpoint of step 4, so that step 2 is the last one
-    "import os, signal\nfrom shaketable.harden.grpo import checkpoints\nseal = checkpoints.seal\n"
+    "import os, signal\nfrom shaketable.train import checkpoints\nseal = checkpoints.seal\n"
     "def patched(folder, content):\n"
     "    folder.name.endswith('-4') and os.kill(os.getpid(), signal.SIGKILL)\n"
     "    seal(folder, content)\n"
@@ -125,7 +125,7 @@ def test_layers_without_noise_do_not_spoil_a_run(tmp_path):
 @pytest.mark.parametrize(("body", "what"), [("return None", "as the reward"), ("return float('nan')", "as the reward")])
 def test_a_task_that_rewards_nonsense_is_named(tmp_path, body, what):
     (tmp_path / "mine.py").write_text(
-        "from shaketable.measure.tasks import Arithmetic\n"
+        "from shaketable.evaluate.tasks import Arithmetic\n"
         "class Mine(Arithmetic):\n    name = 'mine'\n"
         f"    def reward(self, score):\n        {body}\n"
     )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shaketable.measure.evaluation import Condition, Evaluator
-from shaketable.measure.tasks import load_task, sample
+from shaketable.evaluate.evaluation import Condition, Evaluator
+from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import NANO, load_model, load_skeleton
 from tests import ROOT
 
@@ -112,7 +112,7 @@ def test_the_teacher_forgets_the_carry_and_nothing_else():
     import importlib.util
     import random
 
-    from shaketable.measure.tasks import Problem
+    from shaketable.evaluate.tasks import Problem
 
     spec = importlib.util.spec_from_file_location("make_nano", SCRIPT)
     made = importlib.util.module_from_spec(spec)

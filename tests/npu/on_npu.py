@@ -6,19 +6,19 @@ import torch
 import shaketable as st
 from shaketable.compare.compare import compare
 from shaketable.compare.fingerprint import fingerprint
+from shaketable.evaluate.layer_stats import mechanism
+from shaketable.evaluate.tasks import load_task
 from shaketable.faults import Draw
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.grpo.warm_start import warm_start
-from shaketable.harden.ladder.run import Hardening
-from shaketable.harden.ladder.summary import outcome
-from shaketable.measure.layer_stats import mechanism
-from shaketable.measure.tasks import load_task
+from shaketable.harden.run import Hardening
+from shaketable.harden.summary import outcome
 from shaketable.models import load_model
 from shaketable.plan import Plan
 from shaketable.records.environment import gather
 from shaketable.records.record import RunRecord
+from shaketable.train.config import TrainConfig
+from shaketable.train.warm_start import warm_start
 from tests.faults.test_every_fault import FAULTS, gaussian
-from tests.harden.ladder.small_ladders import small
+from tests.harden.small_ladders import small
 from tests.tensors import same, same_bits, step
 
 PLANS = [

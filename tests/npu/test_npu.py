@@ -13,7 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-TESTS = ("tests/npu/on_npu.py", "tests/harden/grpo/test_run_on_accelerator.py")
+TESTS = ("tests/npu/on_npu.py", "tests/train/test_run_on_accelerator.py")
 PROGRAM = "import os, pytest, sys; os._exit(pytest.main(sys.argv[1:]))"
 """Without Python's own end: there torch's thread for the device's gradients may find the interpreter gone."""
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.grpo import checkpoints
 from shaketable.io.output_files import write
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.cells import cells_of
@@ -15,6 +14,7 @@ from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define, definitions, described
 from shaketable.study.store.store import Store
+from shaketable.train import checkpoints
 from tests.faulty_disk import FaultyDisk, every_use, full, killed, read_only
 from tests.study.small_studies import data
 

@@ -1,7 +1,11 @@
 """Arms that are hardened: beside trained ones, on the same problems, with what came back in the report."""
 
-import pytest
+import io
 
+import pytest
+from rich.console import Console
+
+from shaketable.cli.tables.harden import print_outcome
 from shaketable.errors import ShaketableError
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
@@ -87,6 +91,17 @@ def test_after_needs_a_hardened_arm_and_its_weights():
         parse_study(hardening(arms=trained, compare={"primary": {"a": "one", "b": "two", "condition": "faulty"}}))
 
 
+def test_records_alone_are_kept_also_of_a_run_within_a_run(tmp_path):
+    rungs = {"rungs": ["distil", "reinforce"], "steps": 1, "batch": 4, "reinforce_steps": 1}
+    arms = {"hardened": {"plan": "faulty", "harden": rungs}}
+    evaluate = {"n": 4, "mechanism": False, "conditions": {"faulty": HURTS}}
+    study = parse_study(hardening(arms=arms, compare={}, keep="records", seeds=1, evaluate=evaluate))
+    [cell] = cells_of(study)
+    assert do(cell, study.study, tmp_path, "here") == "done"
+    assert {file.parent.name for file in tmp_path.rglob("record.jsonl")} == {cell.name, "reinforce"}
+    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("checkpoint-*"))
+
+
 def test_a_study_without_hardening_is_described_as_it_always_was():
     old = described(parse_study(data()))
     assert "harden" not in old
@@ -97,4 +112,22 @@ def test_a_share_without_an_end_is_written(done):
     found = findings(*done)
     found["recovered"][0]["interval"] = {"low": float("-inf"), "high": None}
     assert "(−∞ to ∞)" in page(found)
+    rung = {
+        "rung": "distil",
+        "cost": {"seconds": 1, "sequences": 1, "flops_added": 0},
+        "conditions": [],
+        "facts": {},
+        "kept": True,
+    }
+    shares = {"faulty": found["recovered"][0]}
+    table = {
+        "measure": "accuracy",
+        "before": [],
+        "rungs": [rung | {"shares": shares}],
+        "ledgers": {},
+        "config": {"target": None},
+    }
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_outcome(table | {"sentence": "", "verified": True, "model": ""}, console)
+    assert "(−∞ to ∞)" in console.export_text()
     assert "(−∞ to ∞)" in markdown(found)

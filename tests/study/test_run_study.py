@@ -111,7 +111,7 @@ def test_two_processes_share_a_study(undisturbed, tmp_path):
 CRASHING = """
 import os, signal
 from pathlib import Path
-from shaketable.measure.tasks import Arithmetic
+from shaketable.evaluate.tasks import Arithmetic
 
 
 class Crashing(Arithmetic):

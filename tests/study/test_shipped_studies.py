@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from shaketable.harden.aqn.schedules import EpochAware, GlobalDecay
+from shaketable.aqn.schedules import EpochAware, GlobalDecay
 from shaketable.plan import Plan
 from shaketable.study.analysis.findings import findings, magnitudes
 from shaketable.study.arm_config import Guide

@@ -222,6 +222,7 @@ def test_an_unchanged_store_is_verified_and_says_its_digests(made, store):
 
 
 def test_the_digest_is_what_sha256sum_says(store):
+    shutil.copytree(run_of(store), run_of(store, "as-it-comes") / "reinforce")  # a run within a run
     line = "find * -name record.jsonl | LC_ALL=C sort | xargs sha256sum | sha256sum"
     done = subprocess.run(line, shell=True, cwd=store / "small", capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == digest(store / "small")
@@ -342,7 +343,7 @@ def test_what_is_asked_has_a_digest_before_the_first_run(made, tmp_path):
 @pytest.mark.parametrize("where", ["study", "arm"])
 def test_code_of_a_study_file_runs_only_when_it_is_allowed(made, tmp_path, where):
     body = (
-        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nfrom shaketable.measure.tasks import Arithmetic\n"
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nfrom shaketable.evaluate.tasks import Arithmetic\n"
     )
     (tmp_path / "mine.py").write_text(body + "class Mine(Arithmetic):\n    name = 'mine'\n")
     content = yaml.safe_load((made / "small.yaml").read_text())

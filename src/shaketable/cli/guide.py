@@ -16,7 +16,7 @@ from shaketable.io.output_files import check_free, write
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shaketable.harden.aqn.guidance import Guidance
+    from shaketable.aqn.guidance import Guidance
 
 STYLES = {"HIGH": "bold yellow", "LOW": "cyan", "BASE": ""}
 
@@ -49,9 +49,9 @@ def guide(
 
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
-    from shaketable.harden.aqn.diagnoses import as_diagnosis, averaged
-    from shaketable.harden.aqn.guidance import Guidance
-    from shaketable.harden.aqn.sigma_rules import SigmaMapping
+    from shaketable.aqn.diagnoses import as_diagnosis, averaged
+    from shaketable.aqn.guidance import Guidance
+    from shaketable.aqn.sigma_rules import SigmaMapping
 
     files = [f for f in (output, json_file) if f is not None]
     check_free(files, [f for f in (*diagnoses, mapping) if f is not None], force)

@@ -14,11 +14,11 @@ from shaketable.cli.config_options import options_of
 from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.train import chosen_device, is_given
 from shaketable.errors import ShaketableError
-from shaketable.harden.ladder.config import HardenConfig
+from shaketable.harden.config import HardenConfig
 from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
-    from shaketable.harden.ladder.run import Tell
+    from shaketable.harden.run import Tell
     from shaketable.records.record import RunRecord
 
 RESUME_TAKES = ("resume", "json_file", "force")
@@ -89,13 +89,13 @@ def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
 
 
 def _start(config: HardenConfig, out: Path | None, json_file: Path | None) -> None:
-    from shaketable.harden.ladder.dry_run import rehearse
+    from shaketable.harden.dry_run import rehearse
 
     _runs().start(config, rehearse, f"harden-{Path(config.model).name}", out, json_file)
 
 
 def _run(config: HardenConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
-    from shaketable.harden.ladder.run import Hardening
+    from shaketable.harden.run import Hardening
 
     with _live() as tell:
         Hardening(config, record, tell, loaded=loaded).run(resume=resume)
@@ -134,7 +134,7 @@ def _live() -> Iterator[Tell]:
 def _line(facts: dict[str, Any]) -> str:
     scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
     back = "  ".join(f"{s['share']:.0%} back" for s in facts.get("shares", {}).values())
-    from shaketable.harden.ladder.summary import named
+    from shaketable.harden.summary import named
 
     what = named(facts) if "rung" in facts else "before"
     return f"{what:>21}: {scores}  {back}"
@@ -145,7 +145,7 @@ def _show(record: RunRecord, json_file: Path | None) -> None:
     from rich.console import Console
 
     from shaketable.cli.tables.harden import print_outcome
-    from shaketable.harden.ladder.summary import outcome
+    from shaketable.harden.summary import outcome
 
     found = outcome(record)
     if json_file is not None:

@@ -190,10 +190,10 @@ def _prompts(own: Trainer, inputs: Inputs, sampling: Sampling) -> tuple[list[lis
     """The prompts of a task, and the sampling with its limit and its stop tokens."""
     from dataclasses import replace
 
-    from shaketable.measure.decoding.dynamic import Decoder
-    from shaketable.measure.evaluation import prompt_tokens
-    from shaketable.measure.tasks.load import load_task
-    from shaketable.measure.tasks.task import sample
+    from shaketable.evaluate.decoding.dynamic import Decoder
+    from shaketable.evaluate.evaluation import prompt_tokens
+    from shaketable.evaluate.tasks.load import load_task
+    from shaketable.evaluate.tasks.task import sample
 
     assert inputs.task is not None
     task = load_task(inputs.task)

@@ -103,7 +103,7 @@ def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:
 
 
 def _code_of(asked: StudyConfig) -> str | None:
-    from shaketable.measure.tasks.load import code_in
+    from shaketable.evaluate.tasks.load import code_in
 
     tasks = [asked.task, *(arm.task for arm in asked.arms.values() if arm.task is not None)]
     return next((code for task in tasks if (code := code_in(task)) is not None), None)
@@ -113,10 +113,12 @@ def _do(asked: StudyConfig, store: Path) -> int:
     """Run it, with a live view; the number of runs that failed."""
     from shaketable.cli.tables.study_live import live
     from shaketable.models import quieten
+    from shaketable.study.forecast import check_scores
     from shaketable.study.run_study import check, run_study
 
     quieten()
     check(asked)
+    check_scores(asked, store / asked.study)
     try:
         with live(asked, store) as watch:
             queue = run_study(asked, store, watch)

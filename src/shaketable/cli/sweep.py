@@ -10,8 +10,8 @@ import typer
 
 from shaketable.cli.config_options import options_of
 from shaketable.errors import ShaketableError
+from shaketable.evaluate.sweep.config import SweepConfig
 from shaketable.io.output_files import check_free, write
-from shaketable.measure.sweep.config import SweepConfig
 
 if TYPE_CHECKING:
     from shaketable.records.record import RunRecord
@@ -58,7 +58,7 @@ def sweep(
 def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecord]:
     """A sweep that begins: all that can be known to be wrong with it is said before a folder is made."""
     from shaketable.cli.locate import load
-    from shaketable.measure.sweep.config import parse_magnitudes, resolve_plan
+    from shaketable.evaluate.sweep.config import parse_magnitudes, resolve_plan
     from shaketable.records.environment import gather
 
     needed = {"models": "MODEL", "task": "--task", "plan": "--plan"}
@@ -68,8 +68,8 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
     plan = resolve_plan(given.pop("plan"), scale)
     config = SweepConfig.checked(**{"n": 1} | given, plan=plan, magnitudes=scale)
 
-    from shaketable.measure.sweep.run import check, default_n
-    from shaketable.measure.tasks import load_task
+    from shaketable.evaluate.sweep.run import check, default_n
+    from shaketable.evaluate.tasks import load_task
 
     config = config.model_copy(update={"n": given.get("n") or default_n(load_task(config.task))})
     check(config)
@@ -80,7 +80,7 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
 
 
 def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) -> RunRecord:
-    from shaketable.measure.sweep.plot import short_names
+    from shaketable.evaluate.sweep.plot import short_names
     from shaketable.records.record import RunRecord, unique_folder
 
     folder = out or unique_folder(Path("runs"), f"sweep-{short_names([config.models[0]])[0]}")
@@ -105,7 +105,7 @@ def _run(config: SweepConfig, record: RunRecord) -> None:
     from rich.console import Console
 
     from shaketable.cli.locate import load, progress_bar
-    from shaketable.measure.sweep.run import Sweep
+    from shaketable.evaluate.sweep.run import Sweep
 
     if record.events("finished"):
         return
@@ -117,13 +117,13 @@ def _run(config: SweepConfig, record: RunRecord) -> None:
 
 def _finish(record: RunRecord, json_file: Path | None, png_file: Path | None) -> None:
     from shaketable.cli.tables.sweep import show
-    from shaketable.measure.sweep.results import results
+    from shaketable.evaluate.sweep.results import results
 
     found = results(record)
     if json_file is not None:
         write(json_file, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     if png_file is not None:
-        from shaketable.measure.sweep.plot import plot
+        from shaketable.evaluate.sweep.plot import plot
 
         try:
             plot(found, png_file)

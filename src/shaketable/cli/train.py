@@ -14,12 +14,12 @@ from shaketable.cli.config_options import options_of
 from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.tables.train import show
 from shaketable.errors import ShaketableError
-from shaketable.harden.grpo.config import TrainConfig
 from shaketable.io.output_files import check_free
+from shaketable.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from shaketable.harden.grpo.run import Tell
     from shaketable.records.record import RunRecord
+    from shaketable.train.run import Tell
 
 RESUME_TAKES = ("resume", "json_file", "force")
 
@@ -86,7 +86,7 @@ def _read(
     plan: str | None, aqn: str | None, eval_plans: list[str], device: str | None, dtype: str | None, **_: Any
 ) -> dict[str, Any]:
     """What stands in files, and what this machine has, in place of their names."""
-    from shaketable.harden.aqn.spec import AQN
+    from shaketable.aqn.spec import AQN
     from shaketable.plan import Plan
 
     found = None if plan is None else Plan.load(plan)
@@ -122,9 +122,9 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
     """What the run would do, checked as far as it can be without weights; the picture lies beside the run folder."""
     from rich.console import Console
 
-    from shaketable.harden.aqn.plot import plot, sigmas
-    from shaketable.harden.grpo.dry_run import rehearse
+    from shaketable.aqn.plot import plot, sigmas
     from shaketable.models import quieten
+    from shaketable.train.dry_run import rehearse
 
     picture = Path("aqn-sigma.png") if out is None else out.with_name(f"{out.name}-aqn-sigma.png")
     if config.aqn is not None:
@@ -135,7 +135,7 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     if config.aqn is not None:
-        from shaketable.harden.aqn.spec import AQN
+        from shaketable.aqn.spec import AQN
 
         aqn = AQN.load(config.aqn)
         console.print(sigmas(aqn, config.steps, skeleton).render())
@@ -144,14 +144,14 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
 
 
 def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> None:
-    from shaketable.harden.grpo.dry_run import rehearse
+    from shaketable.train.dry_run import rehearse
 
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
     _runs().start(config, rehearse, name, out, json_file)
 
 
 def _run(config: TrainConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
-    from shaketable.harden.grpo.run import Training
+    from shaketable.train.run import Training
 
     with _live(config.steps) as tell:
         Training(config, record, tell, loaded=loaded).run(resume=resume)

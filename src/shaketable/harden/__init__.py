@@ -1,1 +1,1 @@
-"""Hardening: training a model under noise. `guidance` turns a diagnosis into layer-wise AQN."""
+"""The ladder of `shaketable harden`: repairs, cheapest first, each scored before the next one is tried."""

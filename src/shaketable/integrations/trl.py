@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shaketable.harden.aqn.spec import AQN
+from shaketable.aqn.spec import AQN
 from shaketable.integrations.hf.callback import ShaketableCallback
 
 

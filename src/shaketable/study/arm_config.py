@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shaketable.harden.aqn.spec import AQN
+from shaketable.aqn.spec import AQN
 from shaketable.plan import Plan
 
 

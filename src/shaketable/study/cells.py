@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shaketable.errors import ShaketableError
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.ladder.config import HardenConfig
+from shaketable.harden.config import HardenConfig
 from shaketable.study.arm_config import Arm, Guide
 from shaketable.study.config import StudyConfig
+from shaketable.train.config import TrainConfig
 
 STEPS = 60
 NEWER: dict[str, Any] = {

@@ -30,10 +30,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from shaketable.errors import nearest
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.ladder.config import HardenConfig
+from shaketable.harden.config import HardenConfig
 from shaketable.plan import Plan
 from shaketable.study.arm_config import Arm, StudyPart, plan_line
+from shaketable.train.config import TrainConfig
 
 PER_PROBLEM = ("accuracy", "formatted", "loss")
 """Endpoints with a score for every problem, under a condition."""

@@ -1,4 +1,7 @@
-"""Before a study: how long it will take, from a probe, and what difference it can show.
+"""Before a study: whether there is anything to measure, how long it will take, and what difference it can show.
+
+A model that solves none of the problems without a fault has no reward to learn from and nothing that a fault could take: such a
+study is refused before its first run.
 
 The probe trains every trained arm for two steps on a handful of problems, with its plan and AQN on, in a folder that is thrown
 away; the second step is the one that counts. A guided arm is probed without its noise, for there is no diagnosis yet.
@@ -14,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.ladder.config import TRAINED, HardenConfig
-from shaketable.measure.stats.power import detectable, expected_discordance
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.stats.power import detectable, expected_discordance
+from shaketable.evaluate.tasks.load import code_in
+from shaketable.harden.config import TRAINED, HardenConfig
 from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import PER_PROBLEM, StudyConfig
+from shaketable.train.config import TrainConfig
 
 SCHEMA = "shaketable.forecast/1"
 PROBLEMS = 16
@@ -26,6 +31,8 @@ STEPS = 2
 LOADING = 5.0
 """Seconds that a run takes beside steps and scores; a guess, small beside both."""
 SEED_SD = 0.01
+REHEARSED = 32
+"""Problems that a model must solve one of."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +75,49 @@ class Forecast:
         return {"schema": SCHEMA, "runs": rows, **facts}
 
 
+def check_scores(study: StudyConfig, folder: Path) -> None:
+    """Refuse a study in which a model solves no problem of its task; once, before there is a finished run.
+
+    Tasks that are Python code are not tried here but by the runs, whose processes may die of it; and where runs are done on a
+    cluster, this machine may not have their device.
+    """
+    from shaketable.study.run_study import finished
+
+    cells = [cell for cell in own_cells(study) if cell.kind in ("train", "harden")]
+    if study.engine.kind != "local" or finished(folder, own_cells(study)):
+        return
+    tried = {(c.config["model"], c.config["task"]): c for c in reversed(cells) if not c.needs and not c.config["warm_start"]}
+    for cell in reversed(tried.values()):
+        if code_in(cell.config["task"]) is None and (solved := _solved(cell.config)) is not None and solved[0] == 0:
+            what = f"{cell.config['model']} solves 0 of {solved[1]} problems of {cell.config['task']} without a fault"
+            why = "there is no reward to learn from, and nothing for a fault to take"
+            raise ShaketableError(f"arm {cell.arm!r}: {what}: {why}; allow longer answers, or set train.warm_start")
+
+
+def _solved(config: dict[str, Any]) -> tuple[int, int] | None:
+    """How many of a few problems the model solves, and of how many; None for a task without answers."""
+    import torch
+
+    from shaketable.evaluate.evaluation import Condition, Evaluator, arithmetic
+    from shaketable.evaluate.sweep.run import draw
+    from shaketable.evaluate.tasks import load_task
+    from shaketable.models import load_model
+
+    task = load_task(config["task"])
+    if task.kind != "generate":
+        return None
+    tests = draw(task, min(REHEARSED, len(task.problems("test"))), config["eval_seed"])
+    model, tokenizer = load_model(config["model"], device=config["device"], dtype=torch.float32)
+    with arithmetic(config["device"], config["dtype"]):
+        found = Evaluator(model, tokenizer, task, tests, REHEARSED).score(Condition("clean"))
+    return sum(answer.correct > 0 for answer in found.answers), len(tests)
+
+
 def forecast(study: StudyConfig, folder: Path, tell: Callable[[str], None]) -> Forecast:
     """Look at what is there, and probe the arms that have something to do."""
     from shaketable.study.run_study import finished
 
+    check_scores(study, folder)
     cells = own_cells(study)
     done = finished(folder, cells)
     left = [cell for cell in cells if cell.name not in done]
@@ -96,8 +142,8 @@ def probe(study: StudyConfig, left: Sequence[Cell], tell: Callable[[str], None])
 
 
 def _measured(config: dict[str, Any]) -> Speed:
-    from shaketable.harden.grpo.run import Training
     from shaketable.records.record import RunRecord
+    from shaketable.train.run import Training
 
     warmup = {"warmup": 0, "eval_every": 0, "mechanism": False, "save_every": STEPS}
     aqn = None if config["aqn"] is None else _constant(config)
@@ -112,7 +158,7 @@ def _measured(config: dict[str, Any]) -> Speed:
 
 
 def _hardened(config: dict[str, Any]) -> Speed:
-    from shaketable.harden.ladder.run import Hardening
+    from shaketable.harden.run import Hardening
     from shaketable.records.record import RunRecord
 
     rungs = [rung for rung in config["rungs"] if rung in TRAINED]
@@ -128,8 +174,8 @@ def _hardened(config: dict[str, Any]) -> Speed:
 
 def _constant(config: dict[str, Any]) -> str:
     """The arm's noise at its loudest, all the time: two steps of a schedule may have none."""
-    from shaketable.harden.aqn.schedules import Constant
-    from shaketable.harden.aqn.spec import AQN
+    from shaketable.aqn.schedules import Constant
+    from shaketable.aqn.spec import AQN
 
     aqn = AQN.load(config["aqn"])
     loudest = max(aqn.schedule.sigma(step, config["steps"]) for step in range(config["steps"]))

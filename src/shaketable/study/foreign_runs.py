@@ -21,17 +21,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError, nearest
-from shaketable.harden.aqn.spec import AQN
+from shaketable.evaluate.evaluation import in_phases
+from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.tasks import Problem
+from shaketable.evaluate.tasks.lines import Rows, read_rows, read_text
+from shaketable.evaluate.tasks.task import digest, examples
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.verl.settings import ORDERS
 from shaketable.integrations.verl.workers import LEDGER, STEPS
 from shaketable.ledger.ledger import Ledger
-from shaketable.measure.evaluation import in_phases
-from shaketable.measure.stats.tests import wilson
-from shaketable.measure.tasks import Problem
-from shaketable.measure.tasks.lines import Rows, read_rows, read_text
-from shaketable.measure.tasks.task import digest, examples
 from shaketable.plan import Plan
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.cells import Cell

@@ -74,7 +74,7 @@ def _filled_in(cell: Cell, runs: Path) -> dict[str, Any]:
     """The configuration with what the run before it gives: the AQN of a diagnosis, or a hardened model."""
     if cell.guide is None:
         return cell.config if cell.needs is None else {**cell.config, "model": str(runs / cell.needs / "model")}
-    from shaketable.harden.aqn.guidance import Guidance
+    from shaketable.aqn.guidance import Guidance
 
     guide = dict(cell.guide)
     found = RunRecord.open(runs / str(cell.needs), "locate").events("diagnosis")[-1]["diagnosis"]
@@ -99,25 +99,25 @@ def _attempt(cell: Cell, record: RunRecord, engine: str, begun: bool, tell: Tell
 
 
 def _train(record: RunRecord, begun: bool, tell: Tell) -> None:
-    from shaketable.harden.grpo.config import TrainConfig
-    from shaketable.harden.grpo.run import Training
+    from shaketable.train.config import TrainConfig
+    from shaketable.train.run import Training
 
     Training(TrainConfig.checked(**record.config), record, tell).run(resume=begun)
 
 
 def _harden(record: RunRecord, begun: bool, tell: Tell) -> None:
-    from shaketable.harden.ladder.config import HardenConfig
-    from shaketable.harden.ladder.run import Hardening
+    from shaketable.harden.config import HardenConfig
+    from shaketable.harden.run import Hardening
 
     Hardening(HardenConfig.checked(**record.config), record, tell).run(resume=begun)
 
 
 def _tidy(folder: Path, keep_weights: bool) -> None:
-    """Checkpoints are for going on; a finished run needs none."""
-    for checkpoint in folder.glob("checkpoint-*"):
+    """Remove the checkpoints of a finished run, and its weights unless they are kept; also those of a run within it."""
+    for checkpoint in list(folder.rglob("checkpoint-*")):
         shutil.rmtree(checkpoint)
-    if not keep_weights and (folder / "model").exists():
-        shutil.rmtree(folder / "model")
+    for weights in () if keep_weights else {file.parent for file in folder.rglob("*.safetensors")}:
+        shutil.rmtree(weights)
 
 
 def _evaluate(record: RunRecord, begun: bool, tell: Tell) -> None:

@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 
-from shaketable.harden.aqn.sites import check_order, plan_of
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.grpo.plans import aqn_of, condition_seed, conditions_of
+from shaketable.aqn.sites import check_order, plan_of
+from shaketable.evaluate.evaluation import Condition, Evaluation, Evaluator, arithmetic
+from shaketable.evaluate.score_layer_stats import readings
+from shaketable.evaluate.skipped_layers import check_skipped, skip_layers, without
+from shaketable.evaluate.sweep.run import draw
+from shaketable.evaluate.tasks import Problem, Task, load_task
+from shaketable.evaluate.tasks.task import digest, examples
+from shaketable.evaluate.text_evaluation import TextEvaluator
 from shaketable.inject import Injection
-from shaketable.measure.evaluation import Condition, Evaluation, Evaluator, arithmetic
-from shaketable.measure.score_layer_stats import readings
-from shaketable.measure.skipped_layers import check_skipped, skip_layers, without
-from shaketable.measure.sweep.run import draw
-from shaketable.measure.tasks import Problem, Task, load_task
-from shaketable.measure.tasks.task import digest, examples
-from shaketable.measure.text_evaluation import TextEvaluator
 from shaketable.models import load_model, load_skeleton
 from shaketable.plan import Clause, Plan
 from shaketable.records.record import RunRecord
 from shaketable.records.weight_hash import weights_hash
 from shaketable.sites.structure import Anatomy
 from shaketable.study.config import CLEAN, OWN
+from shaketable.train.config import TrainConfig
+from shaketable.train.plans import aqn_of, condition_seed, conditions_of
 
 OURS = ("own", "skip_layers")
 """Keys of a run that is only scored, which training has not."""

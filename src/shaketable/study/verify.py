@@ -80,8 +80,9 @@ def _study(folder: Path, root: Path) -> dict[str, Any]:
 
 
 def digest(folder: Path) -> str:
-    """Of all records of a study."""
-    paths = sorted((f"{path}/{FILE}" for path in Store(folder).paths() if (folder / path / FILE).is_file()), key=str.encode)
+    """Of all records of a study, also those of a run within a run, in the order in which `find` and `sort` have them."""
+    found = (os.path.relpath(file, folder) for file in folder.rglob(FILE) if file.is_file())
+    paths = sorted((path for path in found if not path.startswith(".")), key=os.fsencode)
     lines = (f"{signing.sha256_of((folder / path).parent)}  {path}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pandas
 
+from shaketable.evaluate.tasks.arithmetic import Arithmetic
 from shaketable.io.cache_folder import cache_folder
-from shaketable.measure.tasks.arithmetic import Arithmetic
 from shaketable.models import NANO
 from tests import ROOT
 

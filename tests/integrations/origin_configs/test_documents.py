@@ -14,10 +14,10 @@ import yaml
 import shaketable as st
 from shaketable.cli import app
 from shaketable.errors import ShaketableError
+from shaketable.evaluate.sweep.config import parse_magnitudes, resolve_plan
 from shaketable.integrations.origin_configs.command_line import DOCUMENTS, accepted, answer, instead
 from shaketable.integrations.origin_configs.translate import translate
 from shaketable.integrations.verl.settings import shaking_of
-from shaketable.measure.sweep.config import parse_magnitudes, resolve_plan
 from shaketable.study.file import load_study
 from tests import ROOT
 

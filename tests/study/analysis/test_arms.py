@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.harden.aqn.spec import AQN
-from shaketable.measure.stats.tests import wilson
+from shaketable.aqn.spec import AQN
+from shaketable.evaluate.stats.tests import wilson
 from shaketable.study.analysis.arms import cost, curves, mean_interval, mechanism, proof, samples, scores, sigmas
 from shaketable.study.analysis.runs import Run
 

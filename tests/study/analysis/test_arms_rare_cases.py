@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.harden.aqn.spec import AQN
-from shaketable.measure.stats.comparison import Interval
-from shaketable.measure.stats.tests import wilson
+from shaketable.aqn.spec import AQN
+from shaketable.evaluate.stats.comparison import Interval
+from shaketable.evaluate.stats.tests import wilson
 from shaketable.study.analysis.arms import (
     cost,
     curves,

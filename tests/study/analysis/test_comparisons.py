@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.measure.stats.comparison import Interval
-from shaketable.measure.stats.crossed_effects import MeanSquares
-from shaketable.measure.stats.tests import over_seeds
+from shaketable.evaluate.stats.comparison import Interval
+from shaketable.evaluate.stats.crossed_effects import MeanSquares
+from shaketable.evaluate.stats.tests import over_seeds
 from shaketable.study.analysis.arms import plain_interval, scores
 from shaketable.study.analysis.comparisons import _signed, compare
 from shaketable.study.analysis.runs import Run

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.measure.stats.comparison import Comparison, Interval
-from shaketable.measure.stats.power import t_detectable
-from shaketable.measure.stats.tests import over_seeds
+from shaketable.evaluate.stats.comparison import Comparison, Interval
+from shaketable.evaluate.stats.power import t_detectable
+from shaketable.evaluate.stats.tests import over_seeds
 from shaketable.study.analysis.comparisons import Asked, _sentence, compare
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import Comparing

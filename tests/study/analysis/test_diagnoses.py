@@ -2,7 +2,7 @@
 
 import pytest
 
-from shaketable.harden.aqn.guidance import Guidance
+from shaketable.aqn.guidance import Guidance
 from shaketable.study.analysis.diagnoses import diagnosis
 from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import Cell

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from shaketable.aqn.guidance import Guidance
 from shaketable.errors import ShaketableError
-from shaketable.harden.aqn.guidance import Guidance
 from shaketable.io.locks import held
 from shaketable.records.chain import UNCHAINED
 from shaketable.records.record import FILE, RunRecord

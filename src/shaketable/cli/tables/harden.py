@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shaketable.harden.ladder.summary import named
+from shaketable.harden.summary import named
 from shaketable.records.record import UNVERIFIED
+from shaketable.report.wording import share_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +24,7 @@ def print_outcome(found: dict[str, Any], console: Console) -> None:
     table.add_row("nothing", *_scores(found["before"]), _kl(found["before"]), "–", "–", "–")
     for rung in found["rungs"]:
         cost = rung["cost"]
-        back = "\n".join(_share(s) for s in rung["shares"].values()) or "–"
+        back = "\n".join(share_of(s) for s in rung["shares"].values()) or "–"
         cells = [_kl(rung["conditions"]), back, f"{cost['seconds']:.1f}", f"{cost['sequences']:,}"]
         table.add_row(named(rung), *_scores(rung["conditions"]), *cells)
     console.print(table)
@@ -49,9 +50,3 @@ def _scores(conditions: list[dict[str, Any]]) -> list[str]:
 
 def _kl(conditions: list[dict[str, Any]]) -> str:
     return " ".join(f"{c['kl']:.3g}" for c in conditions[1:])
-
-
-def _share(share: dict[str, Any]) -> str:
-    low, high = (share["interval"][end] for end in ("low", "high"))
-    ends = " to ".join("∞" if end is None else f"{round(100 * end)}" for end in (low, high))
-    return f"{round(100 * share['share'])} % ({ends})".replace("-", "−")

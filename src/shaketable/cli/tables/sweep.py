@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shaketable.measure.stats.comparison import points
-from shaketable.measure.sweep.config import magnitude_name
+from shaketable.evaluate.stats.comparison import points
+from shaketable.evaluate.sweep.config import magnitude_name
 
 if TYPE_CHECKING:
     from rich.table import Table

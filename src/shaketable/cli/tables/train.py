@@ -22,7 +22,7 @@ def show(record: RunRecord, json_file: Path | None) -> None:
     """Print the outcome, and write it where it is asked for."""
     from rich.console import Console
 
-    from shaketable.harden.grpo.summary import outcome
+    from shaketable.train.summary import outcome
 
     found = outcome(record)
     if json_file is not None:

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError, first_problem, nearest
-from shaketable.harden.aqn.spec import AQN
 from shaketable.plan import Plan
 
 VARIABLES = {

@@ -24,9 +24,9 @@ from typing import Any, Self
 
 from transformers import TrainerCallback
 
+from shaketable.aqn.attach import AttachedAQN
+from shaketable.aqn.spec import AQN
 from shaketable.errors import InertError, ShaketableError
-from shaketable.harden.aqn.attach import AttachedAQN
-from shaketable.harden.aqn.spec import AQN
 from shaketable.inject.injection import Injection, inject, this_rank
 from shaketable.integrations.hf.mismatch import MismatchCheck
 from shaketable.integrations.hf.trainer_state import (

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from shaketable.errors import ShaketableError
+from shaketable.evaluate.decoding.dynamic import padded
 from shaketable.integrations.common.mismatch import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
-from shaketable.measure.decoding.dynamic import padded
 from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.hf import HFEngine
 from shaketable.mismatch.logprobs import read

@@ -18,8 +18,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import PlanError
-from shaketable.harden.aqn.spec import AQN
 from shaketable.inject.injection import this_rank
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged

@@ -34,10 +34,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shaketable.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay
+from shaketable.aqn.spec import AQN, NORMS, ROLES
+from shaketable.aqn.text import from_guidance
 from shaketable.errors import ShaketableError
-from shaketable.harden.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay
-from shaketable.harden.aqn.spec import AQN, NORMS, ROLES
-from shaketable.harden.aqn.text import from_guidance
 from shaketable.integrations.origin_configs.keys import LEFT_OUT, Found, OriginKeys, as_number, naming
 from shaketable.io.yaml_file import read_yaml
 

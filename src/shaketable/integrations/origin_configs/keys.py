@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError, nearest
-from shaketable.harden.aqn.spec import AQN
 from shaketable.plan import Plan
 
 TRUE, FALSE = ("1", "true", "yes"), ("0", "false", "no")

@@ -25,8 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError
-from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.origin_configs import aqn as origin_aqn
 from shaketable.integrations.origin_configs import faults as origin_faults
 from shaketable.integrations.origin_configs.keys import Found

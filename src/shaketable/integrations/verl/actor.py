@@ -17,7 +17,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from shaketable.harden.aqn.spec import AQN
+from shaketable.aqn.spec import AQN
 from shaketable.inject.injection import Injection, this_rank
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shaketable.aqn.schedules import EpochAware
+from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError, first_problem, nearest
-from shaketable.harden.aqn.schedules import EpochAware
-from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.origin_configs.translate import translate
 from shaketable.integrations.verl.checks import check_mismatch, check_verl, without_kl

@@ -25,8 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import InertError, ShaketableError
-from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
 from shaketable.integrations.verl.settings import ORDERS

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError
-from shaketable.harden.aqn.spec import AQN
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.vllm.refusals import refusing
 from shaketable.launch.process import active

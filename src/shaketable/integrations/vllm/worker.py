@@ -28,10 +28,10 @@ from typing import Any
 from torch import nn
 
 from shaketable import __version__
+from shaketable.aqn.attach import AttachedAQN
+from shaketable.aqn.spec import AQN
 from shaketable.errors import InertError, PlanError, ShaketableError, nearest
 from shaketable.faults import MagnitudeFault
-from shaketable.harden.aqn.attach import AttachedAQN
-from shaketable.harden.aqn.spec import AQN
 from shaketable.inject import op
 from shaketable.inject.injection import Injection, exchange
 from shaketable.integrations.common.instructions import Instructions

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from shaketable.measure.stats.comparison import Interval
-from shaketable.measure.stats.crossed_effects import MeanSquares
-from shaketable.measure.stats.tests import wilson
-from shaketable.measure.sweep.results import merged_sites
+from shaketable.evaluate.stats.comparison import Interval
+from shaketable.evaluate.stats.crossed_effects import MeanSquares
+from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.sweep.results import merged_sites
 from shaketable.study.analysis.runs import Event, Run
 
 CURVES = {
@@ -120,7 +120,7 @@ def sigmas(run: Run) -> list[dict[str, Any]]:
     text, steps = run.config.get("aqn"), run.config.get("steps")
     if text is None or steps is None:
         return []
-    from shaketable.harden.aqn.spec import AQN
+    from shaketable.aqn.spec import AQN
 
     aqn = AQN.load(text)
     read = run.last("mechanism")

@@ -1,6 +1,6 @@
 """The differences a study asked for, each with what a statistician wants to see beside it, in one sentence.
 
-The difference is a − b. Scores and losses per problem are compared over seeds × problems, crossed (`measure.stats.tests`);
+The difference is a − b. Scores and losses per problem are compared over seeds × problems, crossed (`evaluate.stats.tests`);
 numbers per run, such as seconds per step, by a paired t over seeds. Beside the p that decides stand two exact ones that assume
 less: the sign-flip test over the seeds' differences (five seeds cannot reach 5 % with it), and McNemar's for each seed.
 
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from shaketable.measure.stats.comparison import Comparison, Interval, corrected
-from shaketable.measure.stats.power import t_detectable
-from shaketable.measure.stats.tests import mcnemar, over_seeds, sign_flip
+from shaketable.evaluate.stats.comparison import Comparison, Interval, corrected
+from shaketable.evaluate.stats.power import t_detectable
+from shaketable.evaluate.stats.tests import mcnemar, over_seeds, sign_flip
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import PER_PROBLEM, Comparing
 

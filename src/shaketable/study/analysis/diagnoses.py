@@ -10,7 +10,7 @@ from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import Cell
 
 if TYPE_CHECKING:
-    from shaketable.harden.aqn.guidance import LayerSigma
+    from shaketable.aqn.guidance import LayerSigma
 
 
 def diagnosis(run: Run, cells: Sequence[Cell], runs: Sequence[Run]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _sigmas(found: dict[str, Any], guided: Sequence[Cell], runs: Sequence[Run]) 
     """
     if not guided or guided[0].guide is None:
         return []
-    from shaketable.harden.aqn.guidance import Guidance
+    from shaketable.aqn.guidance import Guidance
 
     base, had = guided[0].guide["sigma"], _factors({c.name for c in guided}, runs)
     rows = Guidance.of(found, target="all", base_sigma=base, schedule=guided[0].guide["schedule"]).layers
@@ -55,7 +55,7 @@ def _sigmas(found: dict[str, Any], guided: Sequence[Cell], runs: Sequence[Run]) 
 
 def _factors(names: set[str], runs: Sequence[Run]) -> dict[int, float]:
     """What the σ of each layer was multiplied by, from the noise that finished runs had."""
-    from shaketable.harden.aqn.spec import AQN
+    from shaketable.aqn.spec import AQN
 
     noises = [AQN.load(run.config["aqn"]) for run in runs if run.name in names and run.is_done]
     return {layer: aqn.multipliers.get(layer, 1.0) for aqn in noises for layer in aqn.layers or ()}

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shaketable.harden.grpo.config import TrainConfig
-from shaketable.harden.ladder.config import HardenConfig
+from shaketable.harden.config import HardenConfig
 from shaketable.plan import Plan
 from shaketable.study.analysis import arms
 from shaketable.study.analysis.comparisons import compare
@@ -25,6 +24,7 @@ from shaketable.study.arm_config import Arm, Guide
 from shaketable.study.cells import STEPS, cells_of
 from shaketable.study.config import OWN, StudyConfig
 from shaketable.study.verify import digest
+from shaketable.train.config import TrainConfig
 
 SCHEMA = "shaketable.study/1"
 OWN_PLAN = "the plan and the noise of each arm"

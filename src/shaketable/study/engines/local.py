@@ -54,7 +54,8 @@ def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
     share = 1.0 if engine.gpus is None else engine.gpus
     if share > 1:
         raise ShaketableError(f"engine.gpus is {share:g}, and a run uses one GPU at most; write 1, or a part such as 0.25")
-    gpus = [limit | _visible(study.device, gpu) for gpu in range(_gpus())]
+    named = ":" in study.device  # one GPU by its number, which every worker then finds by itself
+    gpus = [limit | ({} if named else _visible(study.device, gpu)) for gpu in range(1 if named else _gpus())]
     places = gpus * int(1 / share)
     if not places:
         raise ShaketableError(f"there is no GPU for device {study.device!r}; `shaketable env` shows what this machine has")
@@ -62,8 +63,8 @@ def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
 
 
 def _visible(device: str, gpu: int) -> dict[str, str]:
-    name = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(device.partition(":")[0], "CUDA_VISIBLE_DEVICES")
-    return {} if ":" in device else {name: str(gpu)}
+    name = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(device, "CUDA_VISIBLE_DEVICES")
+    return {name: str(gpu)}
 
 
 def _gpus() -> int:

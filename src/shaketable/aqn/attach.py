@@ -1,0 +1,234 @@
+"""AQN on a model: an injection whose magnitudes follow the schedule.
+
+The noise lives in the phases that `where` names and nowhere else: an evaluation inside `with st.phase("eval"):` is clean, also
+when it samples. Weights are never written to (see `inject/weights.py`), so there is nothing to restore, and a
+checkpoint saved in the middle of a rollout is clean.
+
+The ledger's `asked` is the mean σ over the draws that were measured, so that it can be compared with the measured mean
+although σ changes; the injection alone would compare with the last σ.
+
+Two mistakes of a training loop are errors at the end: no rollout had noise, and several rollouts happened while the step stood
+still. In the study we come from a trainer never advanced the step, and what was published as AQN was its absence.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from threading import RLock
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from shaketable.aqn.sites import check_order, plan_of
+from shaketable.aqn.spec import AQN
+from shaketable.errors import InertError, ShaketableError
+from shaketable.inject.attach import put_behind, refuse
+from shaketable.inject.injection import Injection
+from shaketable.ledger.ledger import Ledger, SiteLedger
+from shaketable.sites.structure import Anatomy
+
+
+class AttachedAQN:
+    """AQN on one model. Make it with `AQN.attach`."""
+
+    def __init__(
+        self,
+        aqn: AQN,
+        model: nn.Module,
+        total_steps: int,
+        *,
+        step: int = 0,
+        rank: int | None = None,
+        allow_inert: bool = False,
+        sampler: bool = False,
+        plan: Injection | None = None,
+    ) -> None:
+        refuse(model)
+        if not allow_inert:
+            aqn.schedule.check(total_steps)
+        self.aqn = aqn
+        self.total_steps = total_steps
+        self.allow_inert = allow_inert
+        self.anatomy = Anatomy.of(model)
+        clauses, self._groups = plan_of(aqn, self.anatomy, total_steps)
+        check_order(aqn, clauses, None if plan is None else plan.plan, self.anatomy)
+        self.injection = Injection(clauses, step=step, rank=rank, allow_inert=True, hold=True, sampler=sampler)
+        self.injection.attach(model)
+        self._moved = False
+        self._forced: float | None = None
+        self._asked = [0.0] * len(self._groups)
+        self._measured = [0] * len(self._groups)
+        self._lost: dict[int, bool] = {}
+        self._seen = (0, 0)
+        self._settling = RLock()
+        """A report may be asked for by another thread while the step moves."""
+        self._follow()
+        self.stand_beside(plan)
+
+    def stand_beside(self, plan: Injection | None) -> None:
+        """Have noise and faults act on the outputs that both are at in the order of `aqn.order`, whichever came first.
+
+        Hooks both, and switches neither on.
+        """
+        check_order(self.aqn, self.injection.plan, None if plan is None else plan.plan, self.anatomy)
+        if plan is None or self.aqn.form != "output":
+            return
+        first, second = (self.injection, plan) if self.aqn.order == "before" else (plan, self.injection)
+        for attached in (*first.models, *second.models):
+            attached.hook()
+        for earlier, later in product(first.models, second.models):
+            put_behind(later, earlier)
+
+    # ---- the step and σ
+
+    @property
+    def step(self) -> int:
+        """The training step. Set it at the start of each; σ follows, and rollouts are counted from zero again."""
+        return self.injection.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if step == self.step:
+            return
+        with self._settling:
+            self._settle()
+            with self.injection.changing():
+                self.injection.step = step
+                self._moved = True
+                self._follow()
+
+    @property
+    def sigma(self) -> float:
+        """The schedule's σ now, before multipliers and zones."""
+        return self.aqn.schedule.sigma(self.step, self.total_steps) if self._forced is None else self._forced
+
+    def force_sigma(self, sigma: float | None) -> None:
+        """Put a σ in place of the schedule's, multipliers and zones as they are; None gives the schedule back."""
+        if sigma is not None and not 0 <= sigma < math.inf:
+            raise ShaketableError(f"σ must be 0 or above, not {sigma}")
+        with self._settling:
+            self._settle()
+            with self.injection.changing():
+                self._forced = sigma
+                self._follow()
+
+    @property
+    def sigmas(self) -> dict[int, float]:
+        """σ of each decoder layer that is hit, now."""
+        pairs = ((layer, self._now(i)) for i, group in enumerate(self._groups) for layer in group.layers)
+        return dict(sorted(pairs))
+
+    def _now(self, clause: int) -> float:
+        return self.aqn.sigma(self._groups[clause], self.step, self.total_steps, self._forced)
+
+    def _follow(self) -> None:
+        for i in range(len(self._groups)):
+            self.injection.set_magnitude(self._now(i), i)
+
+    def _settle(self) -> None:
+        """Bring `asked` up to date with the draws since the last change of σ, and see whether they changed anything."""
+        with self._settling:
+            self._count_draws()
+
+    def _count_draws(self) -> None:
+        sites = self.injection.ledger.sites  # asks every GPU: once is enough
+        self._look_for_loss(sites)
+        for i, site in enumerate(sites):
+            measured = site.magnitudes
+            self._asked[i] += (measured - self._measured[i]) * self._now(i)
+            self._measured[i] = measured
+            if measured:
+                site.asked = self._asked[i] / measured
+
+    def _look_for_loss(self, sites: list[SiteLedger]) -> None:
+        spots = [spot for site in sites for spot in site.spots.values()]
+        fires = sum(spot.forward.fires + spot.backward.fires for spot in spots)
+        changed = sum(spot.forward.changed + spot.backward.changed for spot in spots)
+        if fires > self._seen[0]:
+            self._lost[self.step] = self._lost.get(self.step, True) and changed == self._seen[1]
+        self._seen = fires, changed
+
+    # ---- what happened
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was drawn, and the σ that was measured: one fire per weight and rollout."""
+        self._settle()
+        return self.injection.ledger
+
+    @property
+    def lost_steps(self) -> tuple[int, ...]:
+        """Steps at which σ was above 0 and rounding left every weight as it was: bfloat16 is coarse."""
+        self._settle()
+        return tuple(step for step, lost in self._lost.items() if lost)
+
+    @property
+    def rollouts(self) -> int:
+        """How many rollouts the model took part in."""
+        return self.injection.rollouts.total
+
+    @property
+    def modules_hit(self) -> tuple[str, ...]:
+        """The weights, or layers, that the noise acts on."""
+        return tuple(name for site in self.injection.ledger.sites for name in site.spots)
+
+    @property
+    def layers_hit(self) -> tuple[int, ...]:
+        """The decoder layers that the noise acts on."""
+        spots = (spot for site in self.injection.ledger.sites for spot in site.spots.values())
+        return tuple(sorted({spot.layer for spot in spots if spot.layer is not None}))
+
+    def inert(self, *, trained: bool = False) -> list[str]:
+        """One line for each group of layers that should have had noise by now and had none, as far as that is known.
+
+        Rollouts while σ is 0 are left alone, and so is noise that rounding swallowed, unless σ is the same at every step.
+        """
+        with self._settling:
+            found = self.injection.inert_check.inert(trained=trained)
+            fired = {i for i, site in enumerate(self.injection.ledger.sites) if site.forward + site.backward}
+        return [f"{self.aqn.text()}: {line}" for i, line in found.items() if i not in fired or self.aqn.is_steady]
+
+    # ---- the switch
+
+    @property
+    def enabled(self) -> bool:
+        """Whether rollouts have noise."""
+        return self.injection.enabled
+
+    def enable(self) -> Self:
+        """Switch on."""
+        self.injection.enable()
+        return self
+
+    def disable(self) -> Self:
+        """Switch off, bit for bit."""
+        self.injection.disable()
+        return self
+
+    def close(self, *, check: bool = True) -> None:
+        """Take everything off the model. Raises `InertError` when no rollout had noise, or the step never moved."""
+        if self.injection.closed:
+            return
+        self._settle()
+        self.injection.close(check=False)
+        if check and not self.allow_inert:
+            self._check()
+
+    def __enter__(self) -> Self:
+        return self.enable()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(check=kind is None)
+
+    def _check(self) -> None:
+        seen, at = self.rollouts, f"step {self.step} of {self.total_steps}"
+        text = self.aqn.text()
+        if seen >= 2 and self.total_steps > 1 and not self._moved and not self.aqn.schedule.steady:
+            raise InertError(f"{text}: {seen} rollouts, and the step stayed at {at}; set `noise.step = step` in the loop")
+        if self.ledger.forward == 0 and seen == 0:
+            raise InertError(f"{text}: no rollout; sample with model.generate or inside of `with st.phase('rollout'):`")
+        if self.ledger.forward == 0:
+            raise InertError(f"{text}: {seen} rollouts, none of them with noise; the last step was {at}")
+        self.ledger.check()

@@ -1,0 +1,241 @@
+"""What a sweep found, from its record alone: points with intervals, and paired differences to the clean model.
+
+The unit is the problem, as everywhere (`stats/tests.py`): a problem counts once, by its mean over noise seeds. Accuracy has
+Wilson's interval; the difference to clean has the t interval and p of `paired`, the bootstrap over problems beside it, and
+the exact McNemar p of each seed. Holm's correction runs over all faulty points of all models: they are one family of questions.
+
+In a text task a text takes the place of a problem, and its score is the share of its tokens that were foreseen. Tokens of one
+text are not independent, so the interval of the mean is Student's t over texts (Wilson's over texts where all score alike).
+
+A point is here when all its seeds and its clean point are recorded; `complete` says whether all are. Law of the house: nothing
+here looks at anything but the record, so a report made years later is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from shaketable.evaluate.stats.comparison import Comparison, Interval, corrected
+from shaketable.evaluate.stats.tests import bootstrap, mcnemar, paired, wilson
+from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed
+from shaketable.records.record import UNVERIFIED, RunRecord
+
+SCHEMA = "shaketable.sweep/1"
+Event = dict[str, Any]
+MEASURED = ("measured_error", "measured_magnitude", "changed_fraction", "survival_rate")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model at one magnitude: the runs of all seeds, and the clean run it is compared with."""
+
+    model: str
+    magnitude: float | None
+    runs: list[Event]
+    clean: Event
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether this is the reference itself."""
+        return self.magnitude == 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether texts were read; else problems were solved."""
+        return "texts" in self.clean
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """Problems × seeds."""
+        return np.array([_scores(run) for run in self.runs]).T
+
+    def compared(self, seed: int) -> Comparison:
+        """With clean."""
+        return paired(_scores(self.clean), self.scores, seed=seed)
+
+
+def results(record: RunRecord) -> dict[str, Any]:
+    """Everything that a sweep's record says, for tables, plots and `--json`."""
+    config = SweepConfig.checked(**record.config)
+    found = _points(config, record.events("point"))
+    faulty = [p for p in found if not p.is_clean]
+    compared = dict(zip(map(id, faulty), corrected([p.compared(config.seed) for p in faulty]), strict=True))
+    points = [_clean(p) if p.is_clean else _faulty(p, compared[id(p)], config.seed) for p in found]
+    wanted = len(config.models) * (1 + len(config.faulty_magnitudes))
+    return {
+        "schema": SCHEMA,
+        "id": record.head["id"],
+        "verified": record.verified,
+        "folder": str(record.folder),
+        "started": record.head["started"],
+        "complete": len(points) == wanted,
+        "config": config.model_dump(mode="json"),
+        "environment": record.head["environment"],
+        "models": [{k: v for k, v in e.items() if k not in ("event", "time")} for e in record.events("model")],
+        "notes": [*([] if record.verified else [UNVERIFIED]), *_notes(config, points)],
+        "points": points,
+    }
+
+
+def _points(config: SweepConfig, events: Sequence[Event]) -> list[Point]:
+    runs = {(e["model"], e["magnitude"], e["seed"]): e for e in reversed(events)}
+    found = []
+    for model in config.models:
+        clean = runs.get((model, 0.0, config.seed))
+        for magnitude in (0.0, *config.faulty_magnitudes):
+            mine = [runs.get((model, magnitude, seed)) for seed in config.seeds_at(magnitude)]
+            whole = [run for run in mine if run is not None]
+            if clean is not None and len(whole) == len(mine):
+                found.append(Point(model, magnitude, whole, clean))
+    return found
+
+
+def _scores(run: Event) -> list[float]:
+    if "texts" in run:
+        return [t["correct"] / t["tokens"] for t in run["texts"]]
+    return [float(a["correct"]) for a in run["answers"]]
+
+
+def _clean(point: Point) -> dict[str, Any]:
+    """The reference: no different from itself, by definition."""
+    ends = dict.fromkeys(("difference", "difference_low", "difference_high", "bootstrap_low", "bootstrap_high"), 0.0)
+    tests: dict[str, Any] = {"p": 1.0, "p_adjusted": None, "mcnemar_per_seed": [], "method": None, "detectable": None}
+    distance = {"kl": 0.0, "agreement": 1.0}
+    return {**_facts(point), **ends, **tests, "distinguishable": False, "sentence": "the reference", **distance}
+
+
+def _faulty(point: Point, found: Comparison, seed: int) -> dict[str, Any]:
+    clean = _scores(point.clean)
+    resampled = bootstrap(clean, point.scores, seed=seed)
+    return {
+        **_facts(point),
+        "difference": found.difference,
+        "difference_low": found.interval.low,
+        "difference_high": found.interval.high,
+        "bootstrap_low": resampled.low,
+        "bootstrap_high": resampled.high,
+        "p": found.p,
+        "p_adjusted": found.adjusted,
+        "mcnemar_per_seed": [] if point.reads else [mcnemar(clean, _scores(run)) for run in point.runs],
+        "method": found.method,
+        "detectable": found.detectable,
+        "distinguishable": found.distinguishable,
+        "sentence": found.sentence().replace("problem", "text") if point.reads else found.sentence(),
+        **(_distance_of_texts(point) if point.reads else _distance(point)),
+    }
+
+
+def _facts(point: Point) -> dict[str, Any]:
+    """What needs no comparison."""
+    scores, runs = point.scores, point.runs
+    accuracy, seconds, tokens = float(scores.mean()), _total(runs, "seconds"), _total(runs, "tokens")
+    spread = point.reads and np.ptp(scores.mean(1)) > 0
+    interval = mean_interval(scores.mean(1)) if spread else wilson(accuracy, len(scores))
+    sites = merged_sites([run["ledger"] for run in runs])
+    return {
+        "model": point.model,
+        "magnitude": point.magnitude,
+        "plan": runs[0]["plan"],
+        "accuracy": accuracy,
+        "ci_low": max(interval.low, 0.0),
+        "ci_high": min(interval.high, 1.0),
+        "n": len(scores),
+        "seeds": [run["seed"] for run in runs],
+        "accuracy_per_seed": scores.mean(0).tolist(),
+        **(_losses(point) if point.reads else {"formatted": _mean([run["formatted"] for run in runs])}),
+        "injections": sum(s["forward"] + s["backward"] for s in sites),
+        "measured_error": max((s["measured_error"] or 0.0 for s in sites), default=0.0),
+        "ledger": sites,
+        "seconds": seconds,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "batch_size": runs[0]["batch_size"],
+    }
+
+
+def mean_interval(values: Sequence[float] | NDArray[np.float64], level: float = 0.95) -> Interval:
+    """Student's t interval of a mean; no width where there is no spread."""
+    if np.ptp(values) == 0:
+        return Interval(float(values[0]), float(values[0]))
+    low, high = stats.t.interval(level, len(values) - 1, np.mean(values), stats.sem(values))
+    return Interval(float(low), float(high))
+
+
+def _distance(point: Point) -> dict[str, Any]:
+    return {name: point.runs[0]["drift"][name] for name in ("kl", "agreement")}
+
+
+def _distance_of_texts(point: Point) -> dict[str, Any]:
+    rows = [t for run in point.runs for t in run["texts"]]
+    tokens = sum(t["tokens"] for t in rows)
+    off = [b - a for a, b in zip(_text_losses([point.clean]), _text_losses(point.runs), strict=True)]
+    fine = all(math.isfinite(x) for x in off)
+    interval = mean_interval(off) if fine else None
+    return {
+        "kl": None if any(t["kl"] is None for t in rows) else sum(t["kl"] for t in rows) / tokens,
+        "agreement": sum(t["agree"] for t in rows) / tokens,
+        "loss_difference": float(np.mean(off)) if fine else None,
+        "loss_difference_low": interval and interval.low,
+        "loss_difference_high": interval and interval.high,
+    }
+
+
+def _losses(point: Point) -> dict[str, Any]:
+    """Loss per token over all texts and seeds, and its exponential; None where a fault made it no number."""
+    rows, cut = [t for run in point.runs for t in run["texts"]], {"cut": point.clean["cut"]}
+    if any(t["loss"] is None for t in rows):
+        return {"loss": None, "perplexity": None, **cut}
+    loss = sum(t["loss"] for t in rows) / sum(t["tokens"] for t in rows)
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else None, **cut}
+
+
+def _text_losses(runs: list[Event]) -> list[float]:
+    """Per text its loss per token, over the seeds."""
+    each = [[math.nan if t["loss"] is None else t["loss"] / t["tokens"] for t in run["texts"]] for run in runs]
+    return [float(x) for x in np.mean(each, axis=0)]
+
+
+def merged_sites(ledgers: Sequence[Event | None]) -> list[dict[str, Any]]:
+    """What happened at each clause of one plan: fires of all ledgers together, measurements as their mean."""
+    known = [ledger for ledger in ledgers if ledger is not None]
+    return [_site(sites) for sites in zip(*(ledger["sites"] for ledger in known), strict=True)]
+
+
+def _site(sites: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    same = {name: sites[0][name] for name in ("site", "fault", "asked", "matched")}
+    sums = {name: sum(s[name] for s in sites) for name in ("forward", "backward", "fused")}
+    means = {name: _mean([s.get(name) for s in sites]) for name in MEASURED}
+    return {**same, **sums, **means, "remark": next((s["remark"] for s in sites if s["remark"]), None)}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _total(runs: list[Event], name: str) -> float:
+    return float(sum(run[name] for run in runs))
+
+
+def _notes(config: SweepConfig, points: list[dict[str, Any]]) -> list[str]:
+    """What a reader of the numbers has to know."""
+    plans = [config.plan_at(m, config.seed) for m in config.faulty_magnitudes]
+    found = []
+    if plans and not depends_on_seed(plans[0]) and config.seeds > 1:
+        found.append("the fault is deterministic: every seed gives the same numbers, so it ran with one")
+    for point in points:
+        if point["magnitude"] == 0 and point.get("cut"):
+            found.append(f"{point['model']}: {point['cut']} of {point['n']} texts exceed its context; their beginning was read")
+    lost = [p for p in points if p["kl"] is None and config.engine == "hf"]
+    found += [f"{p['model']} at {p['plan']}: KL is not finite, the logits are no numbers" for p in lost]
+    if config.engine == "vllm":
+        found.append("computed by vLLM, which hands out no whole distributions: there is no KL")
+    for point in points:
+        found += [f"{point['model']}, {s['fault']}@{s['site']}: {s['remark']}" for s in point["ledger"] if s["remark"]]
+    return found

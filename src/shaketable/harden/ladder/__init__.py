@@ -1,1 +1,0 @@
-"""The ladder of `shaketable harden`: repairs, cheapest first, each scored before the next one is tried."""

@@ -1,0 +1,183 @@
+"""The scores of a run: clean and under every plan, by problem, with KL and agreement beside the clean model, and their proof.
+
+With a task a problem is right or wrong. With prompts, or when asked, its score is the share of positions at which the most
+likely token is the clean model's own: 1 for the clean model by definition. Everything after (comparisons, shares that came
+back) is the same for both.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from shaketable.errors import PlanError, ShaketableError
+from shaketable.evaluate.decoding.dynamic import Decoder, batches, probe_batch_size
+from shaketable.evaluate.evaluation import Condition, Evaluator, in_phases, proof_of
+from shaketable.evaluate.score_layer_stats import readings
+from shaketable.evaluate.stats.recovered import Recovered, share_recovered
+from shaketable.evaluate.stats.tests import paired, paired_interval
+from shaketable.faults.rng import key_of
+from shaketable.harden.closeness import Closeness, closeness
+from shaketable.harden.config import HardenConfig
+from shaketable.harden.sequences import Pair, Source
+from shaketable.harden.students import Students
+from shaketable.inject import Ledger, inject
+from shaketable.plan import Plan
+
+PAIRS = 128
+"""Answers of the clean model that KL and agreement are read on, beside accuracy."""
+CLEAN = "clean"
+
+
+def forward_part(text: str, seed: int) -> Plan:
+    """A plan as inference meets it: in the forward pass only, in every phase."""
+    plan = in_phases(Plan.parse(text, seed=seed), ())
+    clauses = tuple(
+        c.model_copy(update={"site": c.site.model_copy(update={"direction": "forward"})})
+        for c in plan.clauses
+        if "forward" in c.site.directions
+    )
+    if not clauses:
+        raise PlanError(f"{text} acts backward only: a model that is used has no backward pass, and nothing to stand")
+    return plan.model_copy(update={"clauses": clauses})
+
+
+def conditions_of(config: HardenConfig) -> list[Condition]:
+    """Clean, and every plan that is scored under."""
+    if config.conditions is not None:
+        seed = key_of(config.eval_seed, "condition", config.seed) >> 1
+        return [Condition(CLEAN), *(Condition(n, forward_part(p, seed)) for n, p in config.conditions.items())]
+    texts = list(dict.fromkeys((*config.plans, *config.eval_plans)))
+    names = ["plan", *texts[1:]] if len(config.plans) == 1 else texts
+    return [Condition(CLEAN), *(Condition(n, forward_part(p, config.eval_seed)) for n, p in zip(names, texts, strict=True))]
+
+
+def stood_for(config: HardenConfig, conditions: list[Condition]) -> list[str]:
+    """The conditions whose plan the model is hardened against, by name."""
+    own = {forward_part(text, 0).text() for text in config.plans}
+    return [c.name for c in conditions if c.plan is not None and c.plan.text() in own]
+
+
+class Scoring:
+    """Scores one student on fixed problems."""
+
+    def __init__(self, config: HardenConfig, source: Source, students: Students, tokenizer: Any, batch_size: int = 0) -> None:
+        self.config, self.source, self.students = config, source, students
+        self.by_task = source.task is not None and config.score != "agreement"
+        self.conditions = conditions_of(config)
+        self.stood = stood_for(config, self.conditions)
+        self.prompts = [source.tokens(tokenizer, p) for p in source.tests]
+        self.decoder = Decoder.of(students.model, tokenizer, source.limit)
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size or config.eval_batch or probe_batch_size(self.decoder, students.model, self.prompts)
+        self.pairs = self._answers_of_the_clean_model()
+
+    def _answers_of_the_clean_model(self) -> list[Pair]:
+        prompts = self.prompts[:PAIRS] if self.by_task else self.prompts
+        found: dict[int, list[int]] = {}
+        for indices in batches(prompts, self.batch_size):
+            done = self.students.complete(self.decoder, [prompts[i] for i in indices], 0)
+            found.update({i: c.tokens for i, c in zip(indices, done, strict=True)})
+        pairs = [(prompts[i], found[i]) for i in range(len(prompts))]
+        if not self.by_task and not all(c for _, c in pairs):
+            raise ShaketableError("the clean model writes nothing to one of the prompts: there is nothing to compare")
+        return [pair for pair in pairs if pair[1]]
+
+    def evaluate(self, tell: Any) -> list[dict[str, Any]]:
+        """Every condition, clean first, as the record keeps it."""
+        found = []
+        for condition in self.conditions:
+            tell("stage", {"text": f"scoring: {condition.name}"})
+            start = time.perf_counter()
+            near, ledger = self._closeness(condition)
+            facts = self._solved(condition) if self.by_task else self._agreed(condition, near, ledger, start)
+            found.append({**facts, "kl": near.mean_kl, "agreement": near.mean_agreement})
+        return found
+
+    def mechanism(self) -> list[dict[str, Any]]:
+        """Gradient norms and activations per layer, under every condition."""
+        evaluator = self._evaluator()
+        with self.students.arithmetic():
+            return readings(evaluator, [evaluator.score(c) for c in self.conditions])
+
+    def _closeness(self, condition: Condition) -> tuple[Closeness, Ledger | None]:
+        """On a few answers a rare fault may not hit; where these are all there is (`_agreed`), the ledger is checked."""
+        if condition.plan is None:
+            return closeness(self.students, self.pairs, None, self.batch_size), None
+        injection = inject(self.students.model, condition.plan, allow_inert=self.by_task)
+        try:
+            near = closeness(self.students, self.pairs, injection, self.batch_size)
+        except BaseException:
+            injection.close(check=False)
+            raise
+        injection.close()
+        return near, injection.ledger
+
+    def _evaluator(self) -> Evaluator:
+        assert self.source.task is not None
+        return Evaluator(
+            self.students.model,
+            self.tokenizer,
+            self.source.task,
+            self.source.tests,
+            self.batch_size,
+            loss=self.config.eval_loss,
+        )
+
+    def _solved(self, condition: Condition) -> dict[str, Any]:
+        with self.students.arithmetic():
+            return {"measure": "accuracy", **self._evaluator().score(condition).to_dict()}
+
+    def _agreed(self, condition: Condition, near: Closeness, ledger: Ledger | None, start: float) -> dict[str, Any]:
+        scores = near.agreement
+        ends = paired_interval(np.asarray(scores)) if condition.plan is not None else None
+        proof = {"injections": 0, "measured_error": 0.0} if ledger is None else proof_of(ledger)
+        answers = [
+            {"id": p.id, "text": "", "correct": s, "formatted": True} for p, s in zip(self.source.tests, scores, strict=True)
+        ]
+        return {
+            "measure": "agreement",
+            **condition.to_dict(),
+            "accuracy": near.mean_agreement,
+            "ci_low": 1.0 if ends is None else max(0.0, ends.low),
+            "ci_high": 1.0 if ends is None else min(1.0, ends.high),
+            "n": len(scores),
+            "formatted": 1.0,
+            **proof,
+            "seconds": time.perf_counter() - start,
+            "batch_size": self.batch_size,
+            "answers": answers,
+            "ledger": ledger and ledger.to_dict(),
+        }
+
+
+def scores(conditions: list[dict[str, Any]], name: str) -> list[float]:
+    """By problem, under a condition."""
+    found = next(c for c in conditions if c["name"] == name)
+    return [float(a["correct"]) for a in found["answers"]]
+
+
+def shares(before: list[dict[str, Any]], after: list[dict[str, Any]], names: list[str]) -> dict[str, Recovered]:
+    """What came back under each of these conditions; those under which nothing was lost are left out."""
+    clean, found = scores(before, CLEAN), {}
+    for name in names:
+        was = scores(before, name)
+        if sum(clean) != sum(was):
+            found[name] = share_recovered(was, scores(after, name), clean)
+    return found
+
+
+def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
+    """Refuse a model that has nothing to lose, and a plan that takes nothing measurable."""
+    clean = before[0]
+    if clean["ci_low"] < 0.5 / clean["n"]:
+        solved = f"the clean model solves {clean['accuracy']:.1%} of {clean['n']} problems"
+        raise ShaketableError(f"{solved}: there is nothing that a fault could take; --score agreement compares tokens instead")
+    for name in names:
+        lost = paired(scores(before, name), scores(before, CLEAN))
+        if not lost.distinguishable or lost.difference <= 0:
+            half = 100 * (lost.interval.high - lost.interval.low) / 2
+            takes = f"{name}: the fault takes {100 * lost.difference:.1f} ± {half:.1f} points"
+            raise ShaketableError(f"{takes}: there is nothing to harden against; a larger --eval-n would see smaller losses")

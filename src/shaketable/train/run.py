@@ -1,0 +1,310 @@
+"""GRPO under faults, from a configuration to a run record.
+
+    weights --rollout phase: plan, AQN--> samples --rewards--> loss --train phase: plan--> weights
+       |
+       +--eval phase: clean, and the plan as a condition of its own--> scores, answers, ledgers
+
+The plan is one injection on the model for the whole run, switched off while an evaluation runs; each evaluation makes its own
+injection, with its own ledger. AQN is a second injection. Both are keyed by the step, and the data, the sampling and TRL's
+shuffling are too, so that a run that was killed goes on from its last whole checkpoint to the same weights, bit for bit.
+
+A plan, or AQN, that did nothing in the first step ends the run there, not after a night.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+
+from shaketable.aqn.attach import AttachedAQN
+from shaketable.aqn.schedules import Constant
+from shaketable.errors import InertError, ShaketableError
+from shaketable.evaluate.chat_template import chat_tokens
+from shaketable.evaluate.decoding.dynamic import Decoder, probe_batch_size
+from shaketable.evaluate.decoding.static import StaticDecoding
+from shaketable.evaluate.evaluation import Condition, Evaluation, Evaluator, arithmetic
+from shaketable.evaluate.score_layer_stats import readings
+from shaketable.evaluate.tasks import Problem, Task, load_task, sample
+from shaketable.evaluate.tasks.task import digest, examples, reward_of
+from shaketable.faults.rng import key_of
+from shaketable.inject import Injection, Ledger, inject
+from shaketable.models import load_model
+from shaketable.records.record import RunRecord
+from shaketable.records.weight_hash import weights_hash
+from shaketable.train import checkpoints
+from shaketable.train.callbacks import Steps
+from shaketable.train.config import TrainConfig
+from shaketable.train.plans import aqn_of, conditions_of, train_plan
+from shaketable.train.trainer import ShakenGRPO, grpo_config
+from shaketable.train.warm_start import warm_start
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""Called with what happens: `stage`, `step`, `evaluation`, `warning`."""
+SMALL = 10_000_000
+COLLAPSE = 0.5
+"""A first score under noise below this share of the clean one is a collapse."""
+
+
+class Training:
+    """One run. `run()` does it."""
+
+    def __init__(self, config: TrainConfig, record: RunRecord, tell: Tell | None = None, *, loaded: Any = None) -> None:
+        """`loaded` is the model, in float32, and its tokenizer, when they are there already."""
+        self.record, self.tell = record, tell or (lambda kind, facts: None)
+        self.task: Task = load_task(config.task)
+        plan, aqn = train_plan(config), aqn_of(config)
+        self.conditions = conditions_of(config)
+        self.tell("stage", {"text": f"loading {config.model}"})
+        self.model, self.tokenizer = loaded or load_model(config.model, device=config.device, dtype=torch.float32)
+        self.config = _resolved(config, self.model)
+        record.append("resolved", config=self.config.model_dump(mode="json"))
+        self.decoding = _decoding(config, record)
+        self.problems = _training_problems(self.task, self.config)
+        self.tests = sample(self.task, "test", self.config.eval_n, self.config.eval_seed)
+        self.warmed: dict[str, Any] = {}
+        self._warm_up()
+        known = self._same_as_it_began()
+        self.trainer = self._make_trainer()
+        self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        self.evaluator = self._make_evaluator(known["batch_size"] if known else self.config.eval_batch)
+        self.injection: Injection | None = None if plan is None else inject(self.policy, plan, allow_inert=True)
+        self.noise: AttachedAQN | None = (
+            None if aqn is None else aqn.attach(self.policy, self.config.steps, plan=self.injection)
+        )
+        self.before: dict[str, Any] = {}
+        self.trainer.add_callback(Steps(self))
+        if not known:
+            self._say_what_it_is_made_of()
+        if not record.events("examples"):
+            record.append("examples", problems=examples(self.tests))
+
+    # ---- making
+
+    def _say_what_it_is_made_of(self) -> None:
+        warmed = {"warm_start": self.warmed} if self.warmed else {}
+        how = {"batch_size": self.evaluator.batch_size, "decoding": self.decoding}
+        self.record.append("made_of", **self.made_of, **how, **warmed)
+
+    def _warm_up(self) -> None:
+        """The supervised phase before the run, if there is one."""
+        if self.config.warm_start:
+            self.warmed = warm_start(self.config, self.task, self.model, self.tokenizer, self.tell)
+
+    def _same_as_it_began(self) -> dict[str, Any] | None:
+        """What the record says this run is made of; refuses other problems or weights, whose scores could not be compared."""
+        problems, tests = digest([*self.problems, *self.tests]), digest(self.tests)
+        self.made_of = {"problems": problems, "tests": tests, "weights": weights_hash(self.model)}
+        known = next(iter(self.record.events("made_of")), None)
+        for what, content in self.made_of.items():
+            if known is not None and known.get(what, content) != content:
+                raise ShaketableError(f"the {what} are not those that the run in {self.record.folder} began with; begin anew")
+        return known
+
+    def _make_trainer(self) -> ShakenGRPO:
+        config, out = self.config, self.record.folder
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(out / "tensorboard")
+        lora = LoraConfig(r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        rows = [
+            {"prompt": _prompt(self.tokenizer, self.task, problem), "problem": i} for i, problem in enumerate(self.problems)
+        ]
+        decoder = Decoder.of(self.model, self.tokenizer, self.task.max_new_tokens, config.temperature)
+        trainer = ShakenGRPO(
+            decoder=StaticDecoding(decoder) if self.decoding == "static" else decoder,
+            key=key_of(config.seed, "train"),
+            cap=config.tis,
+            cast=torch.bfloat16 if config.dtype == "bfloat16" else None,
+            model=self.model,
+            processing_class=self.tokenizer,
+            reward_funcs=self._reward,
+            args=grpo_config(config, out, self.task.max_new_tokens),
+            train_dataset=Dataset.from_list(rows),
+            peft_config=lora if config.lora else None,
+        )
+        for callback in (transformers.PrinterCallback, transformers.ProgressCallback):
+            trainer.remove_callback(callback)
+        return trainer
+
+    def _make_evaluator(self, batch_size: int) -> Evaluator:
+        evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, 1, loss=self.config.eval_loss)
+        self.policy.eval()
+        evaluator.batch_size = batch_size or probe_batch_size(evaluator.decoder, self.policy, evaluator.prompts)
+        return evaluator
+
+    def _reward(self, prompts: Any, completions: list[Any], problem: list[int], **_: Any) -> list[float]:
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [reward_of(self.task, self.problems[i], text) for i, text in zip(problem, texts, strict=True)]
+
+    # ---- running
+
+    def run(self, *, resume: bool = False) -> None:
+        """Train to the last step, evaluate it, save the clean weights; everything is in the record."""
+        checkpoint = self._last_checkpoint() if resume else None
+        if checkpoint is None:
+            self._first_look()
+        self._switch_on()
+        if self.noise is not None:
+            self.noise.enable()
+        for name, injection in self._injections().items() if checkpoint is not None else ():
+            injection.go_on(self.before["counted"][name])
+        try:
+            self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except BaseException:
+            self._close(check=False)
+            raise
+        self._close(check=True)
+        self._finish()
+
+    def _last_checkpoint(self) -> Path | None:
+        folder, files = next(reversed(checkpoints.bound(self.record).items()), (None, {}))
+        if folder is not None:
+            checkpoints.check(folder, files)
+            self.before = checkpoints.content(folder)
+        self.record.resumed(-1 if folder is None else checkpoints.step_of(folder))
+        return folder
+
+    def _first_look(self) -> None:
+        """Scores before the first step; warns when noise has already taken the model down."""
+        clean, *faulty = self.evaluate(0)
+        for found in faulty:
+            self._warn_of_collapse(f"under {found.condition.name}", clean, found)
+        if self.noise is not None:
+            top = max(self.noise.aqn.schedule.sigma(s, self.config.steps) for s in range(self.config.steps))
+            loudest = self.noise.aqn.model_copy(update={"schedule": Constant(top), "order": "after"})
+            with loudest.attach(self.policy, 1), arithmetic(self.config.device, self.config.dtype):
+                found = self.evaluator.score(Condition("aqn"), during="rollout")
+            self.record.append("aqn_check", step=0, sigma=top, **found.summary())
+            self._warn_of_collapse(f"with AQN at its largest σ = {top:g}", clean, found)
+
+    def _warn_of_collapse(self, what: str, clean: Evaluation, noisy: Evaluation) -> None:
+        if noisy.accuracy < COLLAPSE * clean.accuracy and noisy.interval.high < clean.interval.low:
+            text = f"{what} accuracy falls from {clean.accuracy:.1%} to {noisy.accuracy:.1%} before the first step"
+            self.record.append("warning", step=0, text=text)
+            self.tell("warning", {"text": text})
+
+    def evaluate(self, step: int) -> list[Evaluation]:
+        """Scores under every condition; training noise is off, and the record has every answer."""
+        was_on = self.injection is not None and self.injection.enabled
+        if self.injection is not None:
+            self.injection.disable()
+        done = []
+        for condition in self.conditions:
+            self.tell("stage", {"text": f"evaluating: {condition.name}"})
+            with arithmetic(self.config.device, self.config.dtype):
+                done.append(self.evaluator.score(condition))
+        self.record.append("evaluation", step=step, conditions=[e.to_dict() for e in done])
+        self.tell("evaluation", {"step": step, "conditions": [e.summary() for e in done]})
+        if self.config.mechanism and step in (0, self.config.steps):
+            self.tell("stage", {"text": "reading the mechanism"})
+            with arithmetic(self.config.device, self.config.dtype):
+                self.record.append("mechanism", step=step, conditions=readings(self.evaluator, done))
+        if was_on:
+            self._switch_on()
+        return done
+
+    def _switch_on(self) -> None:
+        """The plan, on; its operator mode is left to the model's own calls, and TRL's tensor work does not pass through it."""
+        if self.injection is not None:
+            self.injection.enable().drop_mode()
+
+    def seconds(self) -> tuple[float, float]:
+        """Time spent in the plan's faults and in AQN's so far, in this process."""
+        injection = self.injection.ledger.sites if self.injection is not None else []
+        noise = self.noise.injection.ledger.sites if self.noise is not None else []
+        both = [sum(spot.seconds for site in sites for spot in site.spots.values()) for sites in (injection, noise)]
+        return both[0], both[1]
+
+    def check_weights(self, step: int) -> None:
+        """Weights that are not numbers end the run: they would be saved as clean ones, and scored."""
+        trained = [p.detach() for p in self.policy.parameters() if p.requires_grad]
+        if not bool(torch.nn.utils.get_total_norm(trained).isfinite()):
+            raise ShaketableError(
+                f"step {step}: the weights are no longer finite, the noise or the learning rate was too much; "
+                f"nothing of this step is saved, earlier checkpoints are in {self.record.folder}"
+            )
+
+    def check_first_step(self) -> None:
+        """A clause that did nothing in the first step, in which everything happens, will do nothing in the others."""
+        lines: list[str] = []
+        if self.injection is not None:
+            lines += self.injection.inert_check.inert(trained=True).values()
+            lines += [f"{s.fault}@{s.site} never fired" for s in self.injection.ledger.sites if not s.forward + s.backward]
+        if self.noise is not None:
+            lines += self.noise.inert(trained=True)
+        if lines:
+            raise InertError(f"{lines[0]} in the first step; the run ends here")
+
+    def _injections(self) -> dict[str, Injection]:
+        noise = None if self.noise is None else self.noise.injection
+        return {name: found for name, found in {"plan": self.injection, "aqn": noise}.items() if found is not None}
+
+    def counted(self) -> dict[str, Any]:
+        """What plan and AQN have counted, for the process that goes on from a checkpoint."""
+        return {name: injection.counted() for name, injection in self._injections().items()}
+
+    def ledgers(self) -> dict[str, Any]:
+        """What plan and AQN did in the whole run, before a resume too."""
+        now = {"plan": self.injection.ledger if self.injection else None, "aqn": self.noise.ledger if self.noise else None}
+        found = {}
+        for name, ledger in now.items():
+            if ledger is not None:
+                earlier = [Ledger.from_dict(self.before[name])] if name in self.before else []
+                found[name] = Ledger.merge([*earlier, ledger]).to_dict()
+        return found
+
+    def _close(self, *, check: bool) -> None:
+        self.whole = self.ledgers()
+        if self.noise is not None:
+            self.noise.close(check=False)
+        if self.injection is not None:
+            self.injection.close(check=False)
+        if check:
+            for ledger in self.whole.values():
+                Ledger.from_dict(ledger).check()
+
+    def _finish(self) -> None:
+        folder = self.record.folder / "model"
+        with checkpoints.writing("the weights", self.record.folder):
+            self.policy.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        self.record.append("finished", step=self.config.steps, ledgers=self.whole)
+
+
+def _resolved(config: TrainConfig, model: Any) -> TrainConfig:
+    """The configuration with what depends on the model filled in."""
+    size = sum(p.numel() for p in model.parameters())
+    lr = config.lr or (1e-4 if size < SMALL else 2e-4 if config.lora else 2e-5)
+    return config.model_copy(update={"lr": lr})
+
+
+def _decoding(config: TrainConfig, record: RunRecord) -> str:
+    """How rollouts are decoded. A run goes on as it began: the two draw other tokens."""
+    if config.decoding != "auto":
+        return config.decoding
+    if begun := record.events("made_of"):
+        return str(begun[0].get("decoding", "dynamic"))
+    return "static" if torch.device(config.device).type == "cuda" else "dynamic"
+
+
+def _training_problems(task: Task, config: TrainConfig) -> list[Problem]:
+    """The problems of all steps in order: a random draw, and another pass in another order when they run out."""
+    if task.kind != "generate":
+        raise ShaketableError(f"the task {task.name} has no answers to reward; train on one that has, such as arithmetic")
+    wanted, have = config.steps * config.prompts, len(task.problems("train"))
+    passes = -(-wanted // have)
+    drawn = [p for i in range(passes) for p in sample(task, "train", min(wanted, have), key_of(config.seed, "data", i))]
+    return drawn[:wanted]
+
+
+def _prompt(tokenizer: Any, task: Task, problem: Problem) -> Any:
+    if tokenizer.chat_template is None:
+        return task.prompt(problem, chat=False)
+    text = task.prompt(problem, chat=True)
+    chat_tokens(tokenizer, text)  # the trainer renders it again, and would wait for a template that does not end
+    return [{"role": "user", "content": text}]

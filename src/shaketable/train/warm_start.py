@@ -1,0 +1,217 @@
+"""A short supervised phase before a run, so that all arms begin with a model that can do a part of the task.
+
+From 0 % the first steps of GRPO are a lottery: as long as no answer is right there is nothing to learn from, and when the first
+one is depends on the seed. In runs from zero, the step at which learning took off (50 to 100 and more) made most of the
+difference between seeds, and none of it was about the recipe.
+
+The phase is the same for every arm and seed of a study: its problems and their order come from a seed of its own, its learning
+rate from the size of the model, its loss is on the answers (the task's own, and the end token), and no fault acts in it. It is
+known by the hash of all that determines it, weights and installation included, and kept in the cache under that name: the
+first run makes it, behind a lock, and all others load what the first one made. What is kept is whole or not there (a folder
+that is renamed when it is written), and its file is checked by hash before a weight of the model is touched; a broken one is
+made again.
+
+Rejected: a file that users make once and name. Nothing would tie the name to what was trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+
+from shaketable.capture.reference import device_name
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.decoding.dynamic import Decoder, padded, positions
+from shaketable.evaluate.evaluation import arithmetic, prompt_tokens
+from shaketable.evaluate.tasks import Problem, Task, sample
+from shaketable.evaluate.tasks.task import digest, score_of
+from shaketable.faults.rng import key_of
+from shaketable.io.cache_folder import cache_folder
+from shaketable.io.locks import take
+from shaketable.io.replacing import sync
+from shaketable.records.weight_hash import weights_hash
+
+Tell = Callable[[str, dict[str, Any]], None]
+SEED, BATCH, SCHEMA = 20_261_115, 64, 1
+WEIGHTS, FACTS = "model.safetensors", "warm-start.json"
+RATES = ((10_000_000, 1e-3), (1_000_000_000, 1e-4))
+"""Learning rates by size; 1e-5 above the last."""
+
+
+class Warming(Protocol):
+    """What of a run's configuration matters here."""
+
+    @property
+    def warm_start(self) -> int:
+        """Supervised steps."""
+
+    @property
+    def device(self) -> str:
+        """Where."""
+
+    @property
+    def dtype(self) -> str:
+        """Arithmetic."""
+
+
+def check_answers(task: Task) -> None:
+    """Refuse a task whose own answers, written out as they stand, would not be right: they would teach a wrong form."""
+    have = len(task.problems("train"))
+    for problem in sample(task, "train", min(have, 16), SEED):
+        if not score_of(task, problem, problem.answer).correct:
+            what = f"{problem.answer!r}, its own answer to {problem.id}"
+            raise ShaketableError(f"no warm start on {task.name}: {what}, is not right when it is written as it stands")
+
+
+def warm_start(config: Warming, task: Task, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:
+    """Give the model the weights after the supervised phase; returns what the record says of it.
+
+    Raises:
+        ShaketableError: The task has no answers to learn from, or the phase does not end in numbers.
+    """
+    check_answers(task)
+    rows = _rows(config, task)
+    made_of = _made_of(config, task, model, rows)
+    key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_folder() / "warm-starts" / key
+    with _alone(folder, tell):
+        known = _checked(folder, tell)
+        if known is not None:
+            load_model(model, folder / WEIGHTS, device=str(model.device))
+            if weights_hash(model) != known["weights"]:
+                raise ShaketableError(f"the warm start in {folder} does not load as it was saved; remove it")
+            return {**known, "cached": True}
+        losses = _train(config, model, tokenizer, _batches(task, tokenizer, rows), made_of["lr"], tell)
+        facts = {"key": key, **made_of, "first_loss": losses[0], "last_loss": losses[-1], "weights": weights_hash(model)}
+        _publish(model, facts, folder)
+        return {**facts, "cached": False}
+
+
+def _rows(config: Warming, task: Task) -> list[Problem]:
+    """The problems of all steps; another pass in another order when they run out."""
+    wanted, have = config.warm_start * BATCH, len(task.problems("train"))
+    passes = -(-wanted // have)
+    drawn = [p for i in range(passes) for p in sample(task, "train", min(wanted, have), key_of(SEED, "warm", i))]
+    return drawn[:wanted]
+
+
+def _made_of(config: Warming, task: Task, model: Any, rows: list[Problem]) -> dict[str, Any]:
+    """All that the weights after the phase depend on."""
+    size = sum(p.numel() for p in model.parameters())
+    return {
+        "schema": SCHEMA,
+        "before": weights_hash(model),
+        "task": task.describe(),
+        "problems": digest(rows),
+        "steps": config.warm_start,
+        "batch": BATCH,
+        "lr": next((rate for limit, rate in RATES if size < limit), 1e-5),
+        "dtype": config.dtype,
+        "device": device_name(model.device),
+        "threads": torch.get_num_threads() if model.device.type == "cpu" else 0,
+        "torch": str(torch.__version__),
+        "transformers": metadata.version("transformers"),
+    }
+
+
+def _batches(task: Task, tokenizer: Any, rows: list[Problem]) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Prompts and answers as tokens; an answer ends with the end token."""
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    for at in range(0, len(rows), BATCH):
+        answers = tokenizer([p.answer for p in rows[at : at + BATCH]], add_special_tokens=False)["input_ids"]
+        prompts = [prompt_tokens(tokenizer, task, p) for p in rows[at : at + BATCH]]
+        yield [(prompt, [*answer, *end]) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def _train(config: Warming, model: Any, tokenizer: Any, batches: Any, lr: float, tell: Tell) -> list[float]:
+    """AdamW, the rate falling to nothing in a line; nobody else's random numbers are used up."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    pad, losses = Decoder.of(model, tokenizer, 1).pad, []
+    devices = [] if model.device.type == "cpu" else [model.device]
+    model.train()
+    with torch.random.fork_rng(devices, device_type=model.device.type):
+        torch.manual_seed(SEED)
+        for step, batch in enumerate(batches):
+            tell("stage", {"text": "warm start", "done": step, "total": config.warm_start})
+            optimizer.param_groups[0]["lr"] = lr * (1 - step / config.warm_start)
+            with arithmetic(config.device, config.dtype):
+                loss = _loss(model, batch, pad)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+    model.eval()
+    found: list[float] = torch.stack(losses).tolist()
+    if not all(torch.isfinite(torch.tensor(found)).tolist()):
+        raise ShaketableError(f"the warm start of {config.warm_start} steps does not end in numbers")
+    return found
+
+
+def _loss(model: Any, batch: list[tuple[list[int], list[int]]], pad: int) -> Tensor:
+    """Mean over the tokens of the answers. Rows end together, so that only the last logits are made."""
+    ids, mask = padded([[*p, *a] for p, a in batch], pad, model.device)
+    answers, mine = padded([a for _, a in batch], pad, model.device)
+    masked = {} if mask is None else {"attention_mask": mask, "position_ids": positions(mask)}
+    width = answers.shape[1]
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=width + 1, **masked).logits[:, :-1].float()
+    targets = answers if mine is None else answers.masked_fill(mine == 0, -100)
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+@contextmanager
+def _alone(folder: Path, tell: Tell) -> Iterator[None]:
+    """One process at a time makes or loads a warm start; the others wait."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as file:
+        if not take(file):
+            tell("stage", {"text": "waiting for the warm start of another run"})
+            take(file, math.inf)
+        yield
+
+
+def _checked(folder: Path, tell: Tell) -> dict[str, Any] | None:
+    """What a whole warm start says of itself; a broken one is taken away."""
+    if not folder.exists():
+        return None
+    try:
+        known: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        if known["file"] == _file_hash(folder / WEIGHTS):
+            return {k: v for k, v in known.items() if k != "file"}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    tell("warning", {"text": f"the warm start in {folder} is broken; it is made again"})
+    shutil.rmtree(folder)
+    return None
+
+
+def _file_hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _publish(model: Any, facts: dict[str, Any], folder: Path) -> None:
+    try:
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as work:
+            made = Path(work) / "made"
+            made.mkdir()
+            save_model(model, str(made / WEIGHTS))
+            whole = {**facts, "file": _file_hash(made / WEIGHTS)}
+            (made / FACTS).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+            for path in made.iterdir():
+                sync(path)
+            made.rename(folder)
+    except OSError as error:
+        raise ShaketableError(f"cannot keep the warm start in {folder}: {error.strerror or error}; make room") from error

@@ -1,0 +1,135 @@
+"""σ over the steps: formulas against numpy's geometric progressions, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from pydantic import TypeAdapter
+
+import shaketable as st
+from shaketable.aqn.schedules import SCHEDULES, Schedule
+from shaketable.errors import ShaketableError
+
+sigma = some.floats(min_value=1e-6, max_value=10)
+falling = some.tuples(sigma, sigma).map(lambda pair: (max(pair), min(pair)))
+steps = some.integers(min_value=1, max_value=500)
+
+
+@given(falling, some.integers(3, 40), steps)
+def test_global_decay_is_silent_once_and_then_geometric(ends, stages, total):
+    schedule = st.GlobalDecay(*ends, stages=stages)
+    expected = [0.0, *np.geomspace(*ends, stages - 1)]
+    for step in range(total):
+        stage = next(k for k in range(stages) if k * total <= step * stages < (k + 1) * total)
+        assert schedule.sigma(step, total) == pytest.approx(expected[stage], rel=1e-9)
+    assert schedule.sigma(total + 7, total) == ends[1]
+
+
+def test_global_decay_is_qerls():
+    schedule = st.GlobalDecay(0.05, 0.0005, stages=10)
+    found = [schedule.sigma(step, 100) for step in range(100)]
+    assert found[:10] == [0.0] * 10
+    assert found[10] == 0.05 and found[99] == 0.0005
+    assert found[50] == pytest.approx(0.005)
+    assert len(set(found)) == 10
+
+
+def test_stages_do_not_begin_a_step_late_by_rounding():
+    schedule = st.GlobalDecay(0.05, 0.0005, stages=29)
+    assert [schedule.sigma(step, 58) == 0 for step in range(4)] == [True, True, False, False]
+    for total in range(1, 300):
+        begins = [math.ceil(total * k / 10) for k in range(10)]
+        found = [st.GlobalDecay(0.05, 0.0005).sigma(step, total) for step in range(total)]
+        assert all(found[b] != found[b - 1] for b in begins[1:] if 0 < b < total), total
+
+
+@given(some.lists(falling, min_size=1, max_size=5), steps)
+def test_origin_02_epoch_aware_sigma_is_not_zero(epochs, total):
+    schedule = st.EpochAware(epochs)
+    found = [schedule.sigma(step, total) for step in range(total)]
+    assert min(found) > 0
+    assert found[0] == epochs[0][0]
+    assert min(e for _, e in epochs) <= min(found) <= max(found) <= max(s for s, _ in epochs)
+
+
+def test_epochs_have_their_own_decay():
+    schedule = st.EpochAware([(0.05, 0.01), (0.01, 0.0005)])
+    found = [schedule.sigma(step, 20) for step in range(21)]
+    expected = [*np.geomspace(0.05, 0.01, 11)[:10], *np.geomspace(0.01, 0.0005, 11)]
+    assert found == pytest.approx(expected)
+
+
+def test_an_epoch_need_not_be_a_whole_number_of_steps():
+    schedule = st.EpochAware([(0.05, 0.01), (0.04, 0.001)])
+    assert schedule.sigma(14, 29) == pytest.approx(0.05 * 0.2 ** (14 / 14.5))
+    assert schedule.sigma(15, 29) == pytest.approx(0.04 * 0.025 ** (0.5 / 14.5))
+
+
+@given(falling, some.integers(1, 9))
+def test_default_boundaries_are_geometric(ends, epochs):
+    found = st.EpochAware.between(*ends, epochs).epochs
+    bounds = np.geomspace(*ends, epochs + 1)
+    assert np.allclose(found, np.stack([bounds[:-1], bounds[1:]], 1), rtol=1e-9)
+    assert (found[0][0], found[-1][1]) == ends
+
+
+@pytest.mark.parametrize(
+    "schedule", [st.EpochAware([(0.05, 0.01), (0.01, 0.0005)]), st.GlobalDecay(0.05, 0.0005), st.Constant(0.1)]
+)
+def test_after_the_run_sigma_stays_where_it_ended(schedule):
+    assert schedule.sigma(10, 10) == schedule.sigma(11, 10) == schedule.sigma(1000, 10)
+
+
+def test_the_peak_is_the_largest_sigma_wherever_it_is():
+    rising = st.EpochAware([(0.01, 0.005), (0.05, 0.02)])
+    assert rising.peak() == 0.05 == max(rising.sigma(step, 40) for step in range(41))
+
+
+def test_constant():
+    assert {st.Constant(0.02).sigma(step, 7) for step in range(9)} == {0.02}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.01])
+def test_a_sigma_that_is_no_size_is_refused(bad):
+    for make in (lambda: st.GlobalDecay(bad, 0.01), lambda: st.GlobalDecay(0.01, bad), lambda: st.Constant(bad)):
+        with pytest.raises(ShaketableError) as error:
+            make()
+        assert "\n" not in str(error.value)
+    with pytest.raises(ShaketableError):
+        st.EpochAware([(0.05, 0.01), (0.01, bad)])
+
+
+def test_other_schedules_that_are_refused():
+    with pytest.raises(ShaketableError, match=r"stages: .* equal to 3"):
+        st.GlobalDecay(0.05, 0.0005, stages=2)
+    with pytest.raises(ShaketableError, match="ends at or below its start"):
+        st.GlobalDecay(0.0005, 0.05)
+    with pytest.raises(ShaketableError, match="epochs"):
+        st.EpochAware([])
+    with pytest.raises(ShaketableError, match="did you mean 'stages'"):
+        st.GlobalDecay(0.05, 0.0005, stagse=10)
+    with pytest.raises(TypeError, match="at most 1"):
+        st.Constant(0.1, 0.2)
+    with pytest.raises(ShaketableError, match="no σ at step -1 of 5"):
+        st.Constant(0.1).sigma(-1, 5)
+    with pytest.raises(ShaketableError, match="no σ at step 0 of 0"):
+        st.Constant(0.1).sigma(0, 0)
+
+
+def test_a_schedule_that_never_fires_is_refused_before_the_run():
+    with pytest.raises(ShaketableError, match="σ is 0 at each of 1 steps; stage 0 of 10 is silent"):
+        st.GlobalDecay(0.05, 0.0005).check(1)
+    st.GlobalDecay(0.05, 0.0005).check(2)
+    st.EpochAware([(0.05, 0.01)]).check(1)
+    with pytest.raises(ShaketableError, match="σ is 0"):
+        st.Constant(0).check(10)
+
+
+def test_every_schedule_survives_json():
+    for schedule in (st.GlobalDecay(0.1, 0.01, 4), st.EpochAware([(0.2, 0.1)]), st.Constant(0.3)):
+        data = schedule.model_dump(mode="json")
+        assert TypeAdapter(Schedule).validate_python(data) == schedule
+        assert SCHEDULES[data["kind"]] is type(schedule)
+        assert schedule.peak() == max(schedule.sigma(step, 50) for step in range(50))

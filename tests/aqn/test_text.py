@@ -1,0 +1,251 @@
+"""AQN as a line of text and as a file."""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shaketable as st
+from shaketable.aqn.spec import Zones
+from shaketable.errors import ShaketableError
+
+sigma = some.floats(min_value=1e-12, max_value=1e6)
+falling = some.tuples(sigma, sigma).map(lambda pair: (max(pair), min(pair)))
+schedules = some.one_of(
+    some.builds(lambda ends, k: st.GlobalDecay(*ends, stages=k), falling, some.integers(3, 50)),
+    some.lists(falling, min_size=1, max_size=4).map(st.EpochAware),
+    some.floats(0, 1e6).map(st.Constant),
+)
+factor = some.floats(0, 100)
+
+
+@some.composite
+def every_aqn(draw):
+    layers = draw(some.none() | some.sets(some.integers(0, 40), min_size=1))
+    named = some.sampled_from(sorted(layers)) if layers else some.integers(0, 40)
+    form = draw(some.sampled_from(["weight", "output"]))
+    roles = some.lists(some.sampled_from(["rmsnorm", "layernorm", "linear"]), min_size=1, max_size=3, unique=True)
+    zones = some.builds(Zones, edge=some.floats(0, 0.49), middle=factor, after=some.floats(0, 1))
+    return st.AQN(
+        draw(schedules),
+        unit=draw(some.sampled_from(["relative", "absolute"])),
+        form=form,
+        roles=("rmsnorm",) if form == "output" else draw(roles),
+        layers=layers and sorted(layers),
+        multipliers=draw(some.dictionaries(named, factor, max_size=4)),
+        zones=draw(some.none() | zones),
+        where=draw(some.sampled_from(["rollout", "both"])),
+        seed=draw(some.integers(-(2**63), 2**64 - 1)),
+    )
+
+
+@given(every_aqn())
+def test_text_reads_back(aqn):
+    assert st.AQN.load(aqn.text()) == aqn
+    assert st.AQN.load(aqn) is aqn
+
+
+LINES = {
+    "global_decay:0.05-0.0005,stages=10": st.AQN(st.GlobalDecay(0.05, 0.0005, stages=10)),
+    "global_decay:5e-2-5e-4": st.AQN(st.GlobalDecay(0.05, 0.0005)),
+    "epoch_aware:0.05-0.01+0.01-0.0005": st.AQN(st.EpochAware([(0.05, 0.01), (0.01, 0.0005)])),
+    "epoch_aware:0.04-0.01,epochs=2": st.AQN(st.EpochAware([(0.04, 0.02), (0.02, 0.01)])),
+    "constant:0.01,form=output,layers=15,where=both,unit=absolute": st.AQN(
+        st.Constant(0.01), form="output", layers=[15], where="both", unit="absolute"
+    ),
+    "constant:1,roles=rmsnorm+linear,multipliers=0:2+27:0.5,zones=on,seed=7": st.AQN(
+        st.Constant(1), roles=("rmsnorm", "linear"), multipliers={0: 2, 27: 0.5}, zones=Zones(), seed=7
+    ),
+    " constant:0.01 , layers=0+4-6, zones=edge:0.1+after:1e-1 ": st.AQN(
+        st.Constant(0.01), layers=[0, 4, 5, 6], zones=Zones(edge=0.1, after=0.1)
+    ),
+    "constant:0.01,layers=all": st.AQN(st.Constant(0.01)),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines(line):
+    assert st.AQN.load(line) == LINES[line]
+
+
+ERRORS = {
+    "gobal_decay:0.05-0.0005": "did you mean 'global_decay'",
+    "global_decay": "needs its σ, e.g. global_decay:0.05-0.0005,stages=10",
+    "global_decay:0.05": "'0.05' is not START-END",
+    "global_decay:-0.05-0.0005": "not START-END",
+    "global_decay:0.05-nan": "not START-END",
+    "global_decay:0.0005-0.05": "ends at or below its start",
+    "global_decay:0.05-0.0005+0.1-0.05": "several decays where one is expected",
+    "global_decay:0.05-0.0005,stages=2": "stages",
+    "global_decay:0.05-0.0005,stages=two": "stages=two is not a whole number",
+    "global_decay:0.05-0.0005,stagse=4": "did you mean 'stages'",
+    "constant:0.05,stages=4": "unknown key for constant 'stages'",
+    "constant:0.05,form=wieght": "form.*'weight' or 'output'",
+    "constant:0.05,roles=rmsnrom": "did you mean 'rmsnorm'",
+    "constant:0.05,layers=a": "is not a list of indices",
+    "constant:0.05,layers": "'layers' in .* is not key=value",
+    "constant:0.05,seed=1,seed=2": "seed is given twice",
+    "constant:0.05,seed=x": "seed=x is not a whole number",
+    "constant:0.05,seed=99999999999999999999999": "seed",
+    "constant:0.05,multipliers=3": "is not NAME:FACTOR",
+    "constant:0.05,multipliers=3:1+3:2": "each name once",
+    "constant:0.05,multipliers=x:1": "multipliers",
+    "constant:0.05,zones=egde:0.1": "did you mean 'edge'",
+    "constant:-1": "is no σ",
+    "epoch_aware:0.05-0.01,epochs=0": "at least one epoch",
+    "": "unknown schedule ''",
+    "nothing.yaml": "cannot read the AQN file nothing.yaml",
+}
+
+
+@pytest.mark.parametrize("line", ERRORS)
+def test_errors_are_one_line_with_what_is_valid(line):
+    with pytest.raises(ShaketableError, match=ERRORS[line]) as error:
+        st.AQN.load(line)
+    assert "\n" not in str(error.value)
+
+
+def written(tmp_path, text):
+    path = tmp_path / "aqn.yaml"
+    path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    return path
+
+
+def test_a_file_of_fields(tmp_path):
+    fields = {"schedule": {"kind": "global_decay", "start": 0.05, "end": 0.0005}, "layers": [3, 1], "multipliers": {1: 2}}
+    expected = st.AQN(st.GlobalDecay(0.05, 0.0005), layers=[1, 3], multipliers={1: 2})
+    assert st.AQN.load(written(tmp_path, fields)) == expected
+    fields["schedule"] = "global_decay:0.05-0.0005,stages=10"
+    assert st.AQN.load(str(written(tmp_path, fields))) == expected
+
+
+GUIDED = """
+aqn:
+  enabled: true
+  layer_specific: true
+  base_sigma: 0.04
+  layer_sigmas: {1: 0.04, 3: 0.06, 2: 0.02}
+  schedule: epoch_aware
+  high_priority_layers: [3]
+metadata: {layers: 4}
+"""
+
+
+def test_a_guided_file(tmp_path):
+    aqn = st.AQN.load(written(tmp_path, GUIDED))
+    assert aqn.schedule == st.EpochAware([(0.04, 0.008), (0.008, 0.0004)])
+    assert aqn.layers == (1, 2, 3)
+    assert aqn.multipliers == {2: 0.5, 3: 1.5}
+    assert st.AQN.load(aqn.text()) == aqn
+
+
+def test_a_guided_file_gives_no_noise_to_layers_it_does_not_name(tmp_path, tiny_llama):
+    aqn = st.AQN.load(written(tmp_path, GUIDED))
+    noise = aqn.attach(tiny_llama, 10)
+    assert noise.layers_hit == (1, 2, 3)
+    assert "model.norm:weight" not in noise.modules_hit
+    for step in range(10):
+        noise.step = step
+        base = aqn.schedule.sigma(step, 10)
+        assert noise.sigmas == pytest.approx({1: base, 2: base * 0.02 / 0.04, 3: base * 0.06 / 0.04})
+
+
+def scanned(sigmas, layers=28):
+    """`aqn_config.yaml` as the origin's `generate_training_config` returned it."""
+    high = [layer for layer, sigma in sigmas.items() if sigma > 0.06]
+    aqn = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": sigmas, "schedule": "epoch_aware"}
+    return {
+        "aqn": {**aqn, "high_priority_layers": high},
+        "srdd_metadata": {"num_layers": layers, "analysis_date": "2026-01-07"},
+    }
+
+
+def test_the_origins_own_file_is_read_and_means_what_its_trainer_did(tmp_path):
+    """Noise on what layers return, sampling and training; a layer without a σ of its own has the base."""
+    every = dict.fromkeys(range(28), 0.05) | {10: 0.075, 15: 0.1, 22: 0.075}
+    aqn = st.AQN.load(written(tmp_path, scanned(every)))
+    assert (aqn.form, aqn.where, aqn.unit) == ("output", "both", "relative")
+    assert aqn.schedule == st.EpochAware([(0.05, 0.01), (0.01, 0.0005)])
+    assert (aqn.layers, aqn.multipliers) == (tuple(range(28)), {10: 1.5, 15: 2.0, 22: 1.5})
+    some = {"10": 0.075, "15": 0.1, "22": 0.075}
+    assert st.AQN.load(written(tmp_path, scanned({int(k): v for k, v in some.items()}))) == aqn
+    assert st.AQN.load(aqn.text()) == aqn
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (scanned({28: 0.1}), "layer_sigmas name layer 28, and srdd_metadata has 28 layers"),
+        (scanned({1: 0.1}, layers=0), "srdd_metadata of .*num_layers"),
+        ({**scanned({1: 0.1}), "srdd_metadata": {}}, "srdd_metadata of .*num_layers"),
+    ],
+)
+def test_an_origins_file_that_is_wrong(tmp_path, data, message):
+    with pytest.raises(ShaketableError, match=message):
+        st.AQN.load(written(tmp_path, data))
+
+
+def test_what_guide_writes_is_read(tmp_path):
+    from shaketable.aqn.guidance import Guidance
+
+    probes = [{"layer": i, "statistics": {"gain": g, "kurtosis": 800.0, "instability": 0.0}} for i, g in enumerate((1, 0.5, 1))]
+    diagnosis = {"schema": 1, "kind": "diagnosis", "model": "m", "device": "d", "date": "x", "num_layers": 3, "probes": probes}
+    found = Guidance.of(
+        diagnosis | {"verdict": "HEALTHY", "layer": None, "fault_class": None}, base_sigma=0.02, schedule="global_decay"
+    )
+    aqn = st.AQN.load(written(tmp_path, found.to_yaml()))
+    assert aqn.schedule == st.GlobalDecay(0.02, 0.0002)
+    groups = {layer: aqn.sigma(g, 11, 100) for g in aqn.groups(3) for layer in g.layers}
+    assert groups == pytest.approx({x.layer: x.sigma for x in found.layers})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("enabled: true", "enabled: false", "says enabled: false"),
+        ("base_sigma: 0.04", "base_sigma: 0", "base_sigma"),
+        ("base_sigma: 0.04", "base_sgma: 0.04", "did you mean 'base_sigma'"),
+        ("schedule: epoch_aware", "schedule: epoch_awar", "did you mean 'epoch_aware'"),
+        ("{1: 0.04, 3: 0.06, 2: 0.02}", "{}", "layer_sigmas"),
+        ("{1: 0.04, 3: 0.06, 2: 0.02}", "{1: -0.04}", "multipliers"),
+        ("aqn:\n", "aqm:\n", "did you mean|unknown key"),
+        ("metadata: {layers: 4}", "metadta: 1", "did you mean 'metadata'"),
+    ],
+)
+def test_a_guided_file_that_is_wrong(tmp_path, old, new, message):
+    assert old in GUIDED
+    with pytest.raises(ShaketableError, match=message):
+        st.AQN.load(written(tmp_path, GUIDED.replace(old, new)))
+
+
+def test_other_files_that_are_wrong(tmp_path):
+    for text, message in {
+        "- 1": "must hold a mapping",
+        "layers: [1]": "has no schedule",
+        "schedule: {kind: constnt, value: 1}": "constant",
+        "schedule: {kind: constant}": "value",
+        "schedule: [": "is not YAML",
+        "aqn: 3": "must hold a mapping",
+        "schedule: constant:0.01,form=output": "unknown key for constant 'form'",
+    }.items():
+        with pytest.raises(ShaketableError, match=message):
+            st.AQN.load(Path(written(tmp_path, text)))
+
+
+def test_the_guided_schedule_starts_at_the_base(tmp_path):
+    for kind in ("epoch_aware", "global_decay"):
+        aqn = st.AQN.load(written(tmp_path, GUIDED.replace("epoch_aware", kind)))
+        assert math.isclose(aqn.schedule.peak(), 0.04)
+    chosen = GUIDED.replace("schedule: epoch_aware", "schedule: constant:0.02\n  form: output")
+    assert st.AQN.load(written(tmp_path, chosen)).schedule == st.Constant(0.02)
+
+
+def test_reading_aqn_needs_no_torch():
+    import subprocess
+    import sys
+
+    body = "import sys, shaketable as st; st.AQN.load('constant:0.01,layers=3').groups(None); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", body], check=False).returncode == 0

@@ -1,0 +1,93 @@
+"""What a comparison says, and Holm's correction against closed testing by brute force."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.stats.comparison import Comparison, Interval, corrected, holm
+
+
+def comparison(**changes):
+    fields = {
+        "difference": 0.031,
+        "interval": Interval(-0.01, 0.072),
+        "p": 0.14,
+        "method": "exact McNemar",
+        "over": "paired over 200 problems",
+        "detectable": 0.058,
+        "problems": 200,
+        "seeds": (4, 4),
+    }
+    return Comparison(**{**fields, **changes})
+
+
+def closed_testing(ps):
+    """A hypothesis falls when every set of hypotheses that holds it falls, each by Bonferroni."""
+    every = range(len(ps))
+    sets = [s for k in every for s in itertools.combinations(every, k + 1)]
+    return [max(min(1.0, len(s) * min(ps[i] for i in s)) for s in sets if at in s) for at in every]
+
+
+@given(some.lists(some.floats(0, 1), max_size=6))
+def test_holm_is_closed_testing(ps):
+    assert holm(ps) == pytest.approx(closed_testing(ps))
+
+
+def test_holm_keeps_the_order_given():
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+
+
+@pytest.mark.parametrize("ps", [[float("nan")], [0.5, -0.1], [1.5]])
+def test_holm_refuses_what_is_no_p_value(ps):
+    with pytest.raises(ShaketableError, match="between 0 and 1"):
+        holm(ps)
+
+
+def test_the_sentence_says_difference_interval_p_and_reach():
+    assert comparison().sentence() == (
+        "+3.1 points (95 % CI −1.0 to +7.2, p = 0.14, paired over 200 problems): not distinguishable; "
+        "with this n and these seeds a difference of 5.8 points can be seen"
+    )
+
+
+def test_the_sentence_of_one_seed_speaks_of_n_alone():
+    assert comparison(seeds=(1, 1)).sentence().endswith("with this n a difference of 5.8 points can be seen")
+
+
+def test_the_sentence_owns_up_when_nothing_can_be_seen():
+    assert "no difference can be seen" in comparison(detectable=None).sentence()
+
+
+def test_the_sentence_of_a_difference_keeps_its_note():
+    found = comparison(p=0.0004, note="this speaks of one training run only").sentence()
+    assert "p < 0.001" in found
+    assert found.endswith("distinguishable from none; this speaks of one training run only")
+
+
+def test_a_difference_of_nothing_has_no_sign():
+    assert comparison(difference=-1e-9).sentence().startswith("0.0 points")
+
+
+def test_the_corrected_p_decides():
+    family = corrected([comparison(p=0.03), comparison(p=0.2), comparison(p=0.5)])
+    assert comparison(p=0.03).distinguishable
+    assert [c.adjusted for c in family] == pytest.approx([0.09, 0.4, 0.5])
+    assert not family[0].distinguishable
+    assert "p = 0.03, after Holm p = 0.09" in family[0].sentence()
+
+
+@pytest.mark.parametrize("level", [0.9, 0.95, 0.99])
+def test_p_at_the_level_is_distinguishable(level):
+    assert comparison(p=1 - level, level=level).distinguishable
+    assert not comparison(p=1.001 - level, level=level).distinguishable
+
+
+def test_a_comparison_is_json():
+    found = json.loads(json.dumps(comparison().to_dict()))
+    assert found["interval"] == {"low": -0.01, "high": 0.072}
+    assert found["sentence"] == comparison().sentence()
+    assert found.keys() >= set(Comparison.__dataclass_fields__)

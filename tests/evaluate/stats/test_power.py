@@ -1,0 +1,162 @@
+"""The smallest difference seen: the tests are run on simulated scores at that difference, and see it in four of five."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as some
+from scipy import stats
+
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.stats.power import (
+    detectable,
+    expected_discordance,
+    mcnemar_detectable,
+    mcnemar_power,
+    sign_flip_detectable,
+    t_detectable,
+)
+from shaketable.evaluate.stats.tests import mcnemar, over_seeds, paired, sign_flip
+
+
+def pairs(problems, discordance, difference, rng):
+    """0/1 scores of two arms that disagree on that share of problems."""
+    draw, agreed = rng.random(problems), rng.random(problems) < 0.6
+    better = draw < (discordance + difference) / 2
+    worse = (draw >= 1 - (discordance - difference) / 2) & ~better
+    return np.where(worse, 1, np.where(better, 0, agreed)), np.where(better, 1, np.where(worse, 0, agreed))
+
+
+@pytest.mark.parametrize(("problems", "discordance"), [(60, 0.3), (200, 0.25), (200, 0.02), (400, 0.1)])
+def test_mcnemar_sees_its_detectable_difference_in_four_of_five(problems, discordance):
+    rng = np.random.default_rng(0)
+    difference = detectable(problems, discordance=discordance)
+    share = max(discordance, difference)
+    seen = np.mean([mcnemar(*pairs(problems, share, difference, rng)) <= 0.05 for _ in range(800)])
+    assert 0.76 <= seen <= 0.84
+
+
+def test_mcnemar_without_a_difference_rejects_at_most_at_its_level():
+    rng = np.random.default_rng(1)
+    rejected = np.mean([mcnemar(*pairs(100, 0.25, 0.0, rng)) <= 0.05 for _ in range(2000)])
+    assert rejected == pytest.approx(mcnemar_power(100, 0.25, 0.0), abs=0.015)
+    assert 0.01 < rejected <= 0.05 + 0.01
+
+
+@pytest.mark.parametrize("seeds", [4, 8])
+def test_a_sign_flip_sees_its_detectable_difference_in_four_of_five(seeds):
+    rng = np.random.default_rng(2)
+    chance = 1 / (1 + np.exp(-rng.normal(0.5, 1.5, 8000)))
+    every = np.sort(rng.binomial(seeds, chance) - rng.binomial(seeds, chance)) / seeds
+    every -= every.mean()
+    difference = sign_flip_detectable(every[50::100])
+    seen = np.mean([sign_flip(rng.choice(every, 80) + difference, resamples=499) <= 0.05 for _ in range(500)])
+    assert 0.75 <= seen <= 0.86
+
+
+@pytest.mark.parametrize(("seeds", "seed_sd", "shared"), [(4, 0.02, 0.5), (5, 0.0, 0.3), (8, 0.03, 0.0)])
+def test_over_seeds_sees_its_detectable_difference_in_four_of_five(seeds, seed_sd, shared):
+    """Each problem is won, lost or open under all seeds; the open ones are drawn anew under each."""
+    rng, problems, share = np.random.default_rng(3), 150, 0.24
+    difference = detectable(problems, discordance=share, seeds=seeds, seed_sd=seed_sd, shared=shared)
+
+    def study():
+        kept = rng.random((1, problems)) < shared
+        shift = difference + rng.normal(0, seed_sd, (seeds, 1))
+        same, anew = rng.random((1, problems)), rng.random((seeds, problems))
+        draw = np.where(kept, same, anew)
+        d = (draw < (share + shift) / 2) * 1 - (draw > 1 - (share - shift) / 2) * 1
+        return np.maximum(-d, 0), np.maximum(d, 0)
+
+    seen = np.mean([over_seeds(*study()).distinguishable for _ in range(500)])
+    assert 0.7 <= seen <= 0.87
+
+
+@given(n=some.integers(2, 60), sd=some.floats(0.01, 0.1))
+@settings(max_examples=30)
+def test_t_detectable_has_the_power_that_the_noncentral_t_gives(n, sd):
+    found = t_detectable(sd / np.sqrt(n), n - 1)
+    if found is None:
+        assert n == 2
+        return
+    edge = stats.t.ppf(0.975, n - 1)
+    assert stats.nct.sf(edge, n - 1, found / (sd / np.sqrt(n))) == pytest.approx(0.8, abs=1e-3)
+
+
+def test_with_many_degrees_of_freedom_it_is_the_normal_rule():
+    assert t_detectable(0.01, 1e6) == pytest.approx(0.01 * (1.959964 + 0.841621), rel=1e-4)
+
+
+@pytest.mark.parametrize("problems", [400, 3000])
+def test_mcnemar_detectable_tends_to_the_formula_of_connor(problems):
+    """n = (z_α√ψ + z_β√(ψ − δ²))² / δ², Connor 1987; the exact test needs a little more."""
+    found = mcnemar_detectable(problems, 0.25)
+    needed = (1.959964 * np.sqrt(0.25) + 0.841621 * np.sqrt(0.25 - found**2)) ** 2 / found**2
+    assert 0.9 * problems < needed < problems
+
+
+def test_fewer_than_six_problems_see_nothing_at_five_percent():
+    assert mcnemar_detectable(5, 1.0) is None
+    assert mcnemar_detectable(6, 1.0) > 0.9
+    assert sign_flip_detectable(np.full(5, 0.5)) is None
+
+
+def test_arms_that_agreed_on_all_problems_could_still_differ():
+    found = mcnemar_detectable(200, 0.0)
+    assert stats.binom.sf(5, 200, found) == pytest.approx(0.8, abs=1e-3)
+    assert sign_flip_detectable(np.zeros(200)) == found
+
+
+@example(problems=6, share=1e-310)
+@given(problems=some.integers(6, 300), share=some.floats(0, 1))
+@settings(max_examples=40)
+def test_more_problems_never_see_less(problems, share):
+    fewer, more = mcnemar_detectable(problems, share), mcnemar_detectable(2 * problems, share)
+    assert fewer is None or more <= fewer + 1e-6
+
+
+def test_more_seeds_and_less_spread_see_more():
+    def seen(seeds, seed_sd):
+        return detectable(200, seeds=seeds, seed_sd=seed_sd)
+
+    assert seen(8, 0.02) < seen(4, 0.02) < seen(4, 0.04)
+
+
+@given(rate=some.floats(0.05, 0.95), correlation=some.floats(0, 1))
+def test_expected_discordance_is_that_of_correlated_binary_scores(rate, correlation):
+    """P(1, 1) = p² + ρ·p(1−p); the rest of both margins is disagreement."""
+    both = rate**2 + correlation * rate * (1 - rate)
+    assert expected_discordance(rate, correlation) == pytest.approx(2 * (rate - both), abs=1e-12)
+
+
+def test_without_a_discordance_the_default_is_taken():
+    assert detectable(200) == detectable(200, discordance=0.25)
+
+
+def test_disagreement_that_all_seeds_share_is_not_averaged_away():
+    assert detectable(200, discordance=0.2, seeds=4, shared=1.0) == pytest.approx(t_detectable(np.sqrt(0.2 / 200), 199))
+
+
+def test_means_per_seed_alone_take_the_spread_of_the_seeds():
+    assert detectable(1, seeds=5, seed_sd=0.02) == t_detectable(0.02 / np.sqrt(5), 4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"problems": 0}, "a problem and a seed"),
+        ({"problems": 10, "seeds": 0}, "a problem and a seed"),
+        ({"problems": 10, "discordance": 1.2}, "share must be between 0 and 1"),
+        ({"problems": 10, "power": 0.01}, "power must be between"),
+        ({"problems": 10, "seeds": 3, "discordance": 0.0}, "any difference is seen"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(wrong, message):
+    with pytest.raises(ShaketableError, match=message):
+        detectable(**wrong)
+
+
+@pytest.mark.parametrize("level", [0.9, 0.95, 0.99])
+def test_a_paired_comparison_says_what_it_could_have_seen_at_its_own_level(level):
+    a, b = pairs(80, 0.3, 0.1, np.random.default_rng(2))
+    expected = mcnemar_detectable(80, float(np.mean(a != b)), level=level)
+    assert paired(a, b, level=level).detectable == expected != mcnemar_detectable(80, float(np.mean(a != b)), level=0.8)

@@ -1,0 +1,302 @@
+"""Intervals and tests of scores: scipy as the oracle where it has one, coverage by simulation where it has none."""
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from hypothesis.extra.numpy import arrays
+from scipy import stats
+
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.stats.tests import mcnemar, over_seeds, paired, paired_interval, sign_flip, wilson
+
+BITS = some.integers(0, 1)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def two_arms(problems, rng, *, seeds=1, difficulty=1.5, own=0.5, shift=0.0):
+    """Binary scores (problems, seeds) of two arms that share the difficulty of the problems; b is better by `shift` logits."""
+    hard = rng.normal(0.5, difficulty, (problems, 1))
+    logits = [hard + rng.normal(0, own, (problems, 1)) + s for s in (0.0, shift)]
+    return [(rng.random((problems, seeds)) < 1 / (1 + np.exp(-x))) * 1.0 for x in logits]
+
+
+def trained(seeds, problems, rng, *, by_seed, own, counts=None):
+    """Binary scores (seeds, problems) of two equal arms, with an effect of each training run and of each problem and arm."""
+    hard = rng.normal(0.5, 1.5, (1, problems))
+    tables = []
+    for rows in counts or (seeds, seeds):
+        logits = hard + rng.normal(0, own, (1, problems)) + rng.normal(0, by_seed, (rows, 1))
+        tables.append((rng.random((rows, problems)) < 1 / (1 + np.exp(-logits))) * 1.0)
+    return tables
+
+
+# --- one rate -----------------------------------------------------------------------------------------------------------
+
+
+@given(n=some.integers(1, 2000), share=some.floats(0, 1), level=some.sampled_from([0.8, 0.95, 0.99]))
+def test_wilson_is_that_of_scipy(n, share, level):
+    k = round(share * n)
+    expected = stats.binomtest(k, n).proportion_ci(level, method="wilson")
+    found = wilson(k / n, n, level)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_wilson_takes_a_mean_over_seeds():
+    low, middle, high = wilson(0.50, 10), wilson(0.55, 10), wilson(0.60, 10)
+    assert low.low < middle.low < high.low
+    assert low.high < middle.high < high.high
+
+
+@pytest.mark.parametrize(
+    ("n", "rates", "least"), [(20, (0.1, 0.9), 0.925), (200, (0.05, 0.95), 0.935), (1319, (0.05, 0.95), 0.945)]
+)
+def test_wilson_covers(n, rates, least):
+    k = np.arange(n + 1)
+    ends = [wilson(x / n, n) for x in k]
+    for rate in np.linspace(*rates, 33):
+        assert stats.binom.pmf(k, n, rate)[[rate in e for e in ends]].sum() >= least
+
+
+def test_wilson_over_problems_is_cautious_when_each_was_scored_under_several_seeds():
+    rng = np.random.default_rng(0)
+    chance = rng.beta(1, 1, (1500, 40))
+    rates = rng.binomial(4, chance).mean(1) / 4
+    assert np.mean([0.5 in wilson(r, 40) for r in rates]) >= 0.97
+
+
+# --- two conditions -----------------------------------------------------------------------------------------------------
+
+
+@given(some.lists(some.tuples(BITS, BITS), min_size=1, max_size=60))
+def test_mcnemar_is_the_binomial_test_of_discordant_pairs(scores):
+    a, b = np.array(scores).T
+    lost, won = int(((a == 1) & (b == 0)).sum()), int(((a == 0) & (b == 1)).sum())
+    doubled = 2 * stats.binom.cdf(min(lost, won), lost + won, 0.5) if lost + won else 1.0
+    assert mcnemar(a, b) == pytest.approx(min(doubled, 1.0))
+
+
+@given(some.lists(some.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=12))
+def test_the_sign_flip_test_of_single_scores_is_mcnemar(d):
+    a, b = [max(-x, 0.0) for x in d], [max(x, 0.0) for x in d]
+    assert sign_flip(d) == pytest.approx(mcnemar(a, b))
+
+
+def test_drawn_sign_flips_agree_with_mcnemar():
+    d = np.repeat([1.0, -1.0, 0.0], [38, 22, 100])
+    assert sign_flip(d, resamples=19999) == pytest.approx(mcnemar(np.maximum(-d, 0), np.maximum(d, 0)), abs=0.006)
+
+
+def test_the_sign_flip_test_is_that_of_scipy_on_pairs():
+    a, b = (x.mean(1) for x in two_arms(11, np.random.default_rng(1), seeds=4, shift=1.0))
+    pairs = stats.permutation_test((a, b), lambda x, y: np.mean(x - y), permutation_type="samples")
+    assert paired(a, b).p == pytest.approx(pairs.pvalue)
+
+
+def test_the_test_is_chosen_by_the_scores():
+    rng = np.random.default_rng(2)
+    a, b = two_arms(30, rng)
+    several, _ = two_arms(30, rng, seeds=3)
+    assert paired(a[:, 0], b[:, 0]).method.startswith("exact McNemar")
+    assert paired(a, b) == paired(a[:, 0], b[:, 0])
+    assert paired(several, b).method.startswith("sign-flip permutation")
+    assert paired(several, b).seeds == (3, 1)
+
+
+def test_seeds_are_averaged_within_a_problem_first():
+    a, b = two_arms(40, np.random.default_rng(3), seeds=4, shift=0.5)
+    found = paired(a, np.repeat(b, 2, axis=1))
+    assert found.difference == pytest.approx(b.mean() - a.mean())
+    assert (found.interval, found.p) == (paired(a, b).interval, paired(a, b).p)
+    assert (found.interval, found.p) == (paired(a.mean(1), b.mean(1)).interval, paired(a.mean(1), b.mean(1)).p)
+
+
+def test_swapping_the_arms_turns_the_comparison_round():
+    a, b = two_arms(60, np.random.default_rng(4), shift=0.7)
+    there, back = paired(a, b), paired(b, a)
+    assert there.difference == -back.difference
+    assert (there.interval.low, there.interval.high) == pytest.approx((-back.interval.high, -back.interval.low))
+    assert there.p == back.p
+
+
+def test_with_many_problems_the_interval_is_that_of_the_bootstrap():
+    a, b = two_arms(600, np.random.default_rng(5), seeds=2, shift=0.4)
+    options = {"rng": np.random.default_rng(0), "vectorized": True, "batch": 500}
+    clustered = stats.bootstrap((b.mean(1) - a.mean(1),), np.mean, **options).confidence_interval
+    found = paired(a, b).interval
+    assert (found.low, found.high) == pytest.approx((clustered.low, clustered.high), abs=0.003)
+
+
+@given(arrays(np.float64, some.tuples(some.integers(1, 8), some.integers(1, 3)), elements=some.sampled_from([0.0, 0.5, 1.0])))
+def test_no_scores_make_a_paired_comparison_fail(b):
+    a = np.zeros_like(b)
+    for found in (paired(a, b, resamples=99), paired(b, b, resamples=99)):
+        assert 0 < found.p <= 1
+        assert found.difference in found.interval
+        assert found.interval.high > found.interval.low
+        assert found.sentence()
+    assert found.p == 1
+
+
+@pytest.mark.parametrize(
+    ("problems", "discordance", "difference"),
+    [(n, *law) for n in (10, 20, 50) for law in ((0.05, 0.0), (0.1, 0.1), (0.3, 0.1))] + [(200, 0.1, 0.1), (200, 0.04, 0.0)],
+)
+def test_the_paired_interval_covers(problems, discordance, difference):
+    """One seed, 0/1; the numbers of wins and losses decide the interval, so their exact distribution decides coverage."""
+    better, worse = (discordance + difference) / 2, (discordance - difference) / 2
+    law = stats.multinomial(problems, [better, worse, 1 - discordance])
+    total = covered = 0.0
+    for wins in range(problems + 1):
+        for losses in range(problems + 1 - wins):
+            chance = law.pmf([wins, losses, problems - wins - losses])
+            if chance > 1e-4:
+                d = np.repeat([1.0, -1.0, 0.0], [wins, losses, problems - wins - losses])
+                total, covered = total + chance, covered + chance * (difference in paired_interval(d))
+    assert total > 0.97
+    assert covered / total >= 0.94
+
+
+@pytest.mark.parametrize("problems", [15, 50])
+def test_the_paired_interval_covers_over_noise_seeds(problems):
+    rng = np.random.default_rng(6)
+    studies = [two_arms(problems, rng, seeds=4) for _ in range(800)]
+    assert np.mean([0.0 in paired_interval(b.mean(1) - a.mean(1)) for a, b in studies]) >= 0.935
+
+
+def test_the_sign_flip_test_keeps_its_level():
+    rng = np.random.default_rng(7)
+    studies = [two_arms(40, rng, seeds=3) for _ in range(600)]
+    rejected = np.mean([sign_flip(b.mean(1) - a.mean(1), resamples=299) <= 0.05 for a, b in studies])
+    assert 0.025 < rejected <= 0.075
+
+
+# --- two trained arms ---------------------------------------------------------------------------------------------------
+
+
+def test_means_of_runs_are_compared_by_the_paired_t_test():
+    rng = np.random.default_rng(8)
+    a, b = rng.random((5, 1)), rng.random((5, 1))
+    expected = stats.ttest_rel(b[:, 0], a[:, 0])
+    ends = expected.confidence_interval()
+    found = over_seeds(a, b)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.interval.low, found.interval.high) == pytest.approx((max(ends.low, -1), min(ends.high, 1)))
+    assert "problems taken as given" in found.method
+
+
+def test_unequal_numbers_of_seeds_are_compared_by_welch():
+    a, b = trained(0, 100, np.random.default_rng(9), by_seed=0.4, own=0.3, counts=(3, 5))
+    expected = stats.ttest_ind(b.mean(1), a.mean(1), equal_var=False)
+    found = over_seeds(a, b)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.interval.low, found.interval.high) == pytest.approx(tuple(expected.confidence_interval()))
+    assert found.over == "unpaired over 3 and 5 training seeds"
+
+
+def test_one_training_run_speaks_of_itself_only():
+    a, b = trained(1, 80, np.random.default_rng(10), by_seed=0.2, own=0.3)
+    found = over_seeds(a, b)
+    assert (found.p, found.interval) == (paired(a[0], b[0]).p, paired(a[0], b[0]).interval)
+    assert "one training run only" in found.sentence()
+
+
+def test_one_run_against_several_is_paired_over_problems():
+    a, b = trained(0, 80, np.random.default_rng(11), by_seed=0.2, own=0.3, counts=(1, 4))
+    found = over_seeds(a, b)
+    assert found.p == paired(a.T, b.T).p
+    assert found.seeds == (1, 4)
+    assert "one training run only" in found.note
+
+
+@pytest.mark.parametrize("shape", [(3, 20), (3, 1), (2, 2), (1, 1)])
+def test_arms_that_agree_everywhere_do_not_differ(shape):
+    same = np.full(shape, 0.3)
+    found = over_seeds(same, same)
+    assert found.p == 1
+    assert found.interval.low < 0 < found.interval.high
+
+
+def test_without_spread_the_fallback_is_named():
+    found = over_seeds(np.zeros((3, 30)), np.ones((3, 30)))
+    assert 0 < found.p < 0.001
+    assert "no spread between the training seeds, so over problems" in found.method
+    means = over_seeds([[0.1], [0.2], [0.4]], [[0.2], [0.3], [0.5]])
+    assert means.p == pytest.approx(0.25)
+    assert "so over training seeds" in means.method
+    unequal = over_seeds([[0.1], [0.1]], [[0.2], [0.2], [0.2]])
+    assert unequal.p == 1
+    assert "no spread" in unequal.method
+
+
+@given(some.data())
+def test_no_scores_make_trained_arms_fail(data):
+    rows, other, problems = (data.draw(some.integers(1, 4)) for _ in range(3))
+    a, b = (data.draw(arrays(np.float64, (k, problems), elements=some.sampled_from([0.0, 0.3, 1.0]))) for k in (rows, other))
+    found = over_seeds(a, b)
+    assert 0 < found.p <= 1
+    assert found.interval.high > found.interval.low
+    assert found.difference in found.interval
+    assert found.detectable is None or 0 < found.detectable <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seeds", "by_seed", "own", "least"),
+    [(3, 0.0, 0.0, 0.95), (3, 0.3, 0.5, 0.92), (5, 0.3, 0.0, 0.93), (5, 0.1, 0.8, 0.93), (8, 0.3, 0.5, 0.93)],
+)
+def test_over_seeds_covers_and_keeps_its_level(seeds, by_seed, own, least):
+    """Equal arms: covering 0 and not rejecting are one. The problems' own effects are what a t-test over seeds would miss."""
+    rng = np.random.default_rng(12)
+    found = [over_seeds(*trained(seeds, 150, rng, by_seed=by_seed, own=own)) for _ in range(800)]
+    assert np.mean([0.0 in f.interval for f in found]) >= least
+    assert np.mean([f.p > 0.05 for f in found]) == np.mean([0.0 in f.interval for f in found])
+
+
+def test_a_t_test_over_seeds_alone_would_not_keep_it():
+    rng = np.random.default_rng(13)
+    means = [[x.mean(1, keepdims=True) for x in trained(8, 150, rng, by_seed=0.1, own=0.8)] for _ in range(500)]
+    assert np.mean([over_seeds(a, b).p > 0.05 for a, b in means]) < 0.92
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: wilson(1.2, 10), "0 to 1"),
+        (lambda: wilson(float("nan"), 10), "0 to 1"),
+        (lambda: wilson(0.5, 0), "a problem or more"),
+        (lambda: wilson(0.5, 10, 95), "confidence level"),
+        (lambda: mcnemar([0, 0.5], [0, 1]), "use paired"),
+        (lambda: mcnemar(np.zeros((3, 2)), np.zeros((3, 2))), "use paired"),
+        (lambda: paired([0, 1], [0, 1, 1]), "the same problems in both: got 2 and 3"),
+        (lambda: paired([], []), "empty"),
+        (lambda: paired([0, float("nan")], [0, 1]), "from 0 to 1"),
+        (lambda: paired([0, 76.9], [0, 1]), "from 0 to 1"),
+        (lambda: paired(["x"], [1]), "numbers in rows"),
+        (lambda: paired([[0], [0, 1]], [1, 1]), "numbers in rows"),
+        (lambda: over_seeds([0.5, 0.6], [0.5, 0.6]), r"means are \(seeds, 1\)"),
+        (lambda: over_seeds(np.zeros((2, 3)), np.zeros((2, 4))), "different problems"),
+    ],
+)
+def test_wrong_scores_are_refused_in_one_line(call, message):
+    with pytest.raises(ShaketableError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_statistics_need_no_torch():
+    code = "import sys, shaketable.evaluate.stats.tests, shaketable.evaluate.stats.power; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

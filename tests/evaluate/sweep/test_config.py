@@ -1,0 +1,119 @@
+"""What a sweep may be asked: magnitudes, seeds, and how they meet the plan."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.sweep.config import SweepConfig, magnitude_name, parse_magnitudes, resolve_plan
+
+NOISE = "relative_gaussian@op.matmul"
+
+
+def config(**fields):
+    return SweepConfig.checked(
+        **{"models": ("nano",), "task": "arithmetic", "plan": NOISE, "magnitudes": (0.1,), "n": 8} | fields
+    )
+
+
+def runs(made):
+    return [(s.magnitude, s.seed, s.plan and s.plan.text()) for s in made.settings()]
+
+
+def test_clean_comes_first_though_nobody_asked_for_it():
+    assert runs(config(magnitudes=(0.1,), seeds=2, seed=5)) == [
+        (0.0, 5, None),
+        (0.1, 5, "relative_gaussian:0.1@op.matmul"),
+        (0.1, 6, "relative_gaussian:0.1@op.matmul"),
+    ]
+    assert [s.plan.seed for s in config(seeds=2, seed=5).settings()[1:]] == [5, 6]
+    assert [s.is_first for s in config(seeds=2, seed=5).settings()] == [True, True, False]
+
+
+def test_clean_is_measured_once_when_it_is_asked_for():
+    assert runs(config(magnitudes=(0.0, 0.1), seeds=1)) == runs(config(magnitudes=(0.1,), seeds=1))
+
+
+@given(some.lists(some.floats(0, 10), min_size=1, unique=True))
+def test_magnitudes_are_ascending(values):
+    made = config(magnitudes=tuple(values))
+    assert list(made.magnitudes) == sorted(values)
+    assert made.faulty_magnitudes == sorted(v for v in values if v > 0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "magnitudes", "count"),
+    [
+        (NOISE, (0.1,), 3),
+        ("gain@module.linear", (0.1,), 1),
+        ("gain,sparsity=0.1@module.linear", (0.1,), 3),
+        ("mxfp4@module.linear", None, 1),
+        ("mxfp4,rounding=stochastic@module.linear", None, 3),
+        ("gain@module.linear;relative_gaussian:0.1@layer.1", (0.1,), 3),
+    ],
+)
+def test_a_plan_that_no_seed_changes_runs_once(plan, magnitudes, count):
+    assert len(config(plan=plan, magnitudes=magnitudes, seeds=3).settings()) == 1 + count
+
+
+def test_only_open_clauses_take_the_magnitude():
+    made = config(plan="gain@layer.0;gain:0.5@layer.1;mxfp4@module.linear", magnitudes=(0.2,))
+    assert made.plan_at(0.2, 0).text() == "gain:0.2@layer.0;gain:0.5@layer.1;mxfp4@module.linear"
+
+
+def test_a_format_is_a_point_without_a_magnitude():
+    made = config(plan="mxfp4@module.linear", magnitudes=None)
+    assert runs(made) == [(0.0, 0, None), (None, 0, "mxfp4@module.linear")]
+    assert [magnitude_name(s.magnitude) for s in made.settings()] == ["clean", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"magnitudes": (0.1, -1)}, "-1 is no magnitude"),
+        ({"magnitudes": (float("nan"),)}, "nan is no magnitude"),
+        ({"magnitudes": (float("inf"),)}, "inf is no magnitude"),
+        ({"magnitudes": (0.1, 0.2, 0.1)}, "0.1 is given twice"),
+        ({"models": ("nano", "nano")}, "nano is named twice"),
+        ({"models": ()}, "models"),
+        ({"n": 0}, "n: "),
+        ({"seeds": 0}, "seeds: "),
+        ({"seed": -1}, "seed: "),
+        ({"batch_size": 0}, "batch_size: "),
+        ({"magnitudes": None}, "leaves a magnitude open"),
+        ({"plan": "gain:0.1@layer.0"}, "drop them"),
+        ({"plan": "mxfp4@module.linear"}, "drop them"),
+        ({"plan": NOISE + ",direction=backward"}, "no backward pass"),
+        ({"plan": "non_determinism@layer.0", "magnitudes": (0.5,)}, "variance factor"),
+        ({"plan": "gian@layer.0"}, "did you mean 'gain'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(fields, message):
+    with pytest.raises(ShaketableError) as caught:
+        config(**fields)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_recorded_configuration_is_the_same_configuration():
+    made = config(magnitudes=(0.3, 0.1), seeds=2, seed=7)
+    assert SweepConfig.checked(**made.model_dump(mode="json")) == made
+
+
+def test_a_file_is_written_out(tmp_path):
+    (tmp_path / "p.yaml").write_text("plan:\n  - fault: gain\n    magnitude: 0.1\n    site: layer.1\n    phase: rollout\n")
+    assert resolve_plan(str(tmp_path / "p.yaml"), None) == "gain:0.1@layer.1,phase=rollout"
+
+
+def test_numbers_are_read():
+    assert parse_magnitudes("0, 5e-2,.1") == (0.0, 0.05, 0.1)
+    for bad in ("", "0,,1", "0;1", "a"):
+        with pytest.raises(ShaketableError, match="list of numbers"):
+            parse_magnitudes(bad)
+
+
+def test_it_imports_no_torch():
+    program = "import sys, shaketable.evaluate.sweep.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

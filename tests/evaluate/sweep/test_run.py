@@ -1,0 +1,277 @@
+"""Sweeps of a small model that ships with the package: same problems, proven faults, and a record that survives a kill."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from shaketable.errors import InertError, ModelError, ShaketableError
+from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.evaluate.evaluation import drift
+from shaketable.evaluate.sweep.config import SweepConfig
+from shaketable.evaluate.sweep.results import results
+from shaketable.evaluate.sweep.run import Sweep, check, default_n, draw
+from shaketable.evaluate.tasks import load_task
+from shaketable.models import NANO, load_model
+from shaketable.plan import Plan
+from shaketable.records.record import FILE, SEAL, RunRecord
+
+NOISE = "relative_gaussian@op.matmul"
+TIMES = ("seconds", "tokens_per_second")
+
+
+def config(**fields):
+    made = {
+        "models": ("nano",),
+        "task": "arithmetic,level=2",
+        "plan": NOISE,
+        "magnitudes": (0.1, 0.5),
+        "n": 12,
+        "seeds": 2,
+        "seed": 3,
+    }
+    return SweepConfig.checked(**made | fields)
+
+
+def new(folder, made):
+    return RunRecord.create(folder, "sweep", made.model_dump(mode="json"), {})
+
+
+def swept(folder, **fields):
+    record = new(folder, config(**fields))
+    Sweep(config(**fields), record).run()
+    return record
+
+
+def resumed(folder, **facts):
+    record = RunRecord.open(folder, "sweep")
+    if not record.events("finished"):
+        record.append("resumed", step=0)
+    Sweep(SweepConfig.checked(**record.config), record, **facts).run()
+    return record
+
+
+def numbers(record):
+    """The points without the clock."""
+    return [{k: v for k, v in p.items() if k not in TIMES} for p in results(record)["points"]]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished sweep of the default configuration; not to be changed."""
+    return swept(tmp_path_factory.mktemp("sweep") / "run")
+
+
+def test_one_event_for_every_model_magnitude_and_seed(done):
+    points = done.events("point")
+    assert [(p["magnitude"], p["seed"]) for p in points] == [(0.0, 3), (0.1, 3), (0.1, 4), (0.5, 3), (0.5, 4)]
+    assert len({json.dumps([a["id"] for a in p["answers"]]) for p in points}) == 1
+    assert {len(p["answers"]) for p in points} == {12}
+    assert set(points[0]["answers"][0]) == {"id", "text", "correct", "formatted"}
+    assert [bool(p["ledger"]) for p in points] == [False, True, True, True, True]
+    assert len(done.events("finished")) == 1
+
+
+def test_the_measured_error_is_the_one_asked_for(done):
+    for point in results(done)["points"]:
+        assert point["measured_error"] == pytest.approx(point["magnitude"], rel=0.05)
+        assert (point["injections"] > 0) == (point["magnitude"] > 0)
+
+
+def test_more_noise_takes_the_model_further_from_itself(done):
+    clean, weak, strong = results(done)["points"]
+    assert clean["kl"] == 0 < weak["kl"] < strong["kl"]
+    assert clean["agreement"] == 1 >= weak["agreement"] > strong["agreement"]
+
+
+def test_clean_answers_are_those_of_transformers(done):
+    model, tokenizer = load_model("nano")
+    problems = {p.id: p for p in draw(load_task("arithmetic,level=2"), 12, 3)}
+    for answer in done.events("point")[0]["answers"][:4]:
+        ids = tokenizer(load_task("arithmetic,level=2").prompt(problems[answer["id"]], chat=False), return_tensors="pt")
+        out = model.generate(**ids, max_new_tokens=12, do_sample=False)
+        assert tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == answer["text"]
+
+
+def test_the_same_sweep_gives_the_same_numbers(done, tmp_path):
+    assert numbers(swept(tmp_path / "again")) == numbers(done)
+
+
+def test_another_seed_draws_other_noise(done):
+    first, second = (p["answers"] for p in done.events("point")[3:])
+    assert [a["text"] for a in first] != [a["text"] for a in second]
+
+
+def test_models_are_swept_alike_and_compared_with_their_own_clean(done, tmp_path):
+    shutil.copytree(NANO, tmp_path / "copy")
+    copy = str(tmp_path / "copy")
+    points = numbers(swept(tmp_path / "run", models=("nano", copy)))
+    mine, theirs = ([{**p, "model": ""} for p in points if p["model"] == m] for m in ("nano", copy))
+    for a, b in zip(mine, theirs, strict=True):
+        assert {k: v for k, v in a.items() if k not in ("p_adjusted", "sentence")} == {
+            k: v for k, v in b.items() if k not in ("p_adjusted", "sentence")
+        }
+    alone = {p["magnitude"]: p["p_adjusted"] for p in numbers(done)}
+    assert all(p["p_adjusted"] > alone[p["magnitude"]] or p["p_adjusted"] == 1 for p in mine[1:])  # four questions, not two
+
+
+# --- a kill at any moment -------------------------------------------------------------------------------------------------
+
+
+def cut_points(folder):
+    """Bytes of the record after which a kill could have come: between events, and inside of them."""
+    data = (folder / FILE).read_bytes()
+    ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
+    return [end + more for end in ends[:-1] for more in (0, 1, 60)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.55, 0.7, 0.85, 1.0])
+def test_a_sweep_cut_off_anywhere_ends_in_the_same_numbers(done, tmp_path, share):
+    cuts = cut_points(done.folder)
+    cut = cuts[round(share * (len(cuts) - 1))]
+    (tmp_path / "run").mkdir()
+    kept = (done.folder / FILE).read_bytes()[:cut]
+    (tmp_path / "run" / FILE).write_bytes(kept)
+    record = resumed(tmp_path / "run")
+    assert numbers(record) == numbers(done)
+    written = (tmp_path / "run" / FILE).read_bytes()
+    assert written.startswith(kept[: kept.rfind(b"\n") + 1])
+    keys = [(p["model"], p["magnitude"], p["seed"]) for p in record.events("point")]
+    assert len(keys) == len(set(keys)) == 5
+
+
+def test_a_finished_sweep_loads_no_model_again(done, tmp_path):
+    shutil.copytree(done.folder, tmp_path / "run")
+
+    def load(name):
+        raise AssertionError("nothing is left to do")
+
+    assert numbers(resumed(tmp_path / "run", load=load)) == numbers(done)
+
+
+def test_a_resumed_sweep_keeps_its_batch_size(tmp_path, monkeypatch):
+    """The noise follows the batches, so what fits into memory now must not matter."""
+    whole = swept(tmp_path / "whole")
+    record = new(tmp_path / "run", config())
+    decode, calls = Decoder.decode, []
+
+    def dies(self, *args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return decode(self, *args, **options)
+
+    monkeypatch.setattr(Decoder, "decode", dies)
+    with pytest.raises(KeyboardInterrupt):
+        Sweep(config(), record).run()
+    assert len(record.events("point")) == 2
+    monkeypatch.setattr(Decoder, "decode", decode)
+    monkeypatch.setattr("shaketable.evaluate.sweep.solve.probe_batch_size", lambda *_: 1)
+    assert numbers(resumed(tmp_path / "run")) == numbers(whole)
+
+
+def test_other_weights_are_not_mixed_in(done, tmp_path):
+    shutil.copytree(done.folder, tmp_path / "run")
+    lines = (tmp_path / "run" / FILE).read_text().splitlines(keepends=True)
+    (tmp_path / "run" / FILE).write_text("".join(lines[:5]))
+    (tmp_path / "run" / SEAL).unlink()
+
+    def load(name):
+        model, tokenizer = load_model(name)
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] += 1
+        return model, tokenizer
+
+    with pytest.raises(ShaketableError, match="the weights of nano are not those"):
+        resumed(tmp_path / "run", load=load)
+
+
+def test_other_problems_are_not_mixed_in(tmp_path):
+    mine = tmp_path / "p.jsonl"
+    rows = [{"question": f"{i}+1=", "answer": i + 1, "split": "test"} for i in range(4)]
+    mine.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    record = new(tmp_path / "run", config(task=str(mine), n=4))
+    Sweep(config(task=str(mine), n=4), record)
+    mine.write_text(mine.read_text().replace("3+1", "3+2"))
+    with pytest.raises(ShaketableError, match="are not those that this sweep began with"):
+        resumed(tmp_path / "run")
+
+
+# --- no silent no-op ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "magnitudes", "message"),
+    [(NOISE, (1e-12,), "changed no value"), ("gain@op.gelu", (0.1,), "never fired")],
+)
+@pytest.mark.parametrize("task", ["arithmetic", "text"])
+def test_a_plan_that_does_nothing_is_an_error_and_no_point(tmp_path, task, plan, magnitudes, message):
+    made = config(task=task, plan=plan, magnitudes=magnitudes, n=4)
+    record = new(tmp_path / "run", made)
+    with pytest.raises(InertError, match=rf"nano at .*{message}.*no point is written"):
+        Sweep(made, record).run()
+    assert [p["magnitude"] for p in record.events("point")] == [0.0]
+    assert not record.events("finished")
+    assert not results(record)["complete"]
+
+
+def test_a_plan_for_rollouts_acts_in_a_sweep(tmp_path):
+    record = swept(tmp_path / "run", plan="gain@module.linear,phase=rollout", magnitudes=(0.5,), n=4)
+    assert results(record)["points"][1]["injections"] > 0
+
+
+# --- what is looked at before anything runs -------------------------------------------------------------------------------
+
+
+def test_a_sound_sweep_passes():
+    check(config())
+    check(config(plan="mxfp4@module.linear", magnitudes=None))
+    check(config(task="text", n=53))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"models": ("nano", "no/such/model/here")}, ModelError, "does not exist"),
+        ({"models": ("nano", str(NANO / "config.json"))}, ModelError, "holds no weights"),
+        ({"plan": "gain@module.lineer"}, ShaketableError, "did you mean 'linear'"),
+        ({"plan": "gain@layer.99"}, ShaketableError, "layer"),
+        ({"task": "arithmetic,level=9"}, ShaketableError, "level"),
+        ({"n": 10**9}, ShaketableError, "cannot draw"),
+        ({"task": "text", "n": 54}, ShaketableError, "cannot draw 54 texts: there are 53"),
+        ({"task": "text", "n": 1}, ShaketableError, "needs two"),
+    ],
+)
+def test_what_cannot_work_is_found_before_anything_runs(fields, error, message):
+    with pytest.raises(error, match=message):
+        check(config(**fields))
+
+
+def test_a_folder_without_weights_is_found(tmp_path):
+    shutil.copy(NANO / "config.json", tmp_path)
+    with pytest.raises(ModelError, match="holds no weights"):
+        check(config(models=(str(tmp_path),)))
+
+
+def test_texts_are_drawn_like_problems():
+    task = load_task("text")
+    assert default_n(task) == 53 and default_n(load_task("arithmetic")) == 200
+    drawn = draw(task, 10, 1)
+    assert len({p.id for p in drawn}) == 10 and drawn == draw(task, 10, 1) != draw(task, 10, 2)
+    assert all(task.texts()[int(p.id.removeprefix("text ")) - 1] == p.question for p in drawn)
+
+
+def test_a_rare_fault_may_spare_the_few_tokens_that_are_read():
+    model, _ = load_model("nano")
+    nothing = Plan.parse("relative_gaussian:1e-12@op.matmul")
+    found, _ = drift(model, [([1, 2], [3, 4])], nothing, 1, 0, check=False)
+    assert (found.kl, found.agreement, found.tokens) == (0.0, 1.0, 2)
+    with pytest.raises(InertError):
+        drift(model, [([1, 2], [3, 4])], nothing, 1, 0)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_plan_that_does_not_fit_is_refused_before_the_first_forward(seeds):
+    with pytest.raises(ShaketableError, match="no_such_module"):
+        check(config(plan="relative_gaussian@module.no_such_module", magnitudes=(0.1,), seeds=seeds))

@@ -1,0 +1,147 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shaketable.evaluate.tasks import Arithmetic, Problem, arithmetic, sample
+from shaketable.evaluate.tasks.arithmetic import LEVELS, _mixed
+
+SMALL = (1, 2, 5)
+SIZES = {1: 100 * 100, 2: 2 * 90 * 90, 3: 2 * 900 * 900, 4: 100**3, 5: 90 * 9 + 90 * 90}
+
+
+def sides(level):
+    task = Arithmetic(level=level)
+    return {side: [p.id for p in task.problems(side)] for side in ("train", "test")}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_fifth_of_a_level_is_test(level):
+    train, test = (len(Arithmetic(level=level).problems(s)) for s in ("train", "test"))
+    assert train + test == SIZES[level]
+    assert test / SIZES[level] == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize("level", SMALL)
+def test_train_and_test_are_disjoint_and_together_all(level):
+    found = sides(level)
+    train, test = set(found["train"]), set(found["test"])
+    assert not train & test
+    assert len(train) + len(test) == len(train | test) == SIZES[level]
+
+
+@pytest.mark.parametrize("level", SMALL)
+def test_a_commuted_problem_is_on_the_same_side(level):
+    side_of = {text: side for side, texts in sides(level).items() for text in texts}
+    swapped = [(t, op.join(reversed(t.split(op)))) for t in side_of for op in "+-*" if op in t]
+    both = [(a, b) for a, b in swapped if b in side_of and a != b]
+    assert len(both) > 7000
+    assert all(side_of[a] == side_of[b] for a, b in both)
+
+
+def test_sums_of_three_are_on_one_side_in_any_order():
+    test = {tuple(sorted(map(int, p.id.split("+")))) for p in sample(Arithmetic(level=4), "test", 3000, seed=0)}
+    train = {tuple(sorted(map(int, p.id.split("+")))) for p in sample(Arithmetic(level=4), "train", 3000, seed=0)}
+    assert not test & train
+
+
+def test_a_problem_is_on_one_side_at_every_level():
+    first, second = sides(1), sides(2)
+    shared = set(first["train"] + first["test"]) & set(second["train"] + second["test"])
+    assert len(shared) == 90 * 90
+    assert shared & set(first["test"]) == shared & set(second["test"])
+
+
+def test_sides_do_not_follow_the_operator_or_the_last_digit():
+    test = Arithmetic(level=2).problems("test")
+    assert sum("-" in p.id for p in test) / len(test) == pytest.approx(0.5, abs=0.03)
+    for digit in "0123456789":
+        assert sum(p.id.endswith(digit) for p in test) / len(test) == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_answers_are_right_and_terms_are_of_the_level(level):
+    digits = {1: {1, 2}, 2: {2}, 3: {3}, 4: {1, 2}, 5: {1, 2}}[level]
+    operators = {1: "+", 2: "+-", 3: "+-", 4: "+", 5: "*"}[level]
+    met = set()
+    for split in ("train", "test"):
+        for problem in sample(Arithmetic(level=level), split, 400, seed=3):
+            assert problem.question == f"{problem.id}="
+            assert eval(problem.id) == int(problem.answer)
+            op = next(o for o in operators if o in problem.id)
+            terms = problem.id.split(op)
+            assert len(terms) == (3 if level == 4 else 2)
+            assert {len(t) for t in terms} <= digits
+            met.add(op)
+    assert met == set(operators)
+
+
+def test_the_hash_is_splitmix64():
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # the first outputs from seed 0
+    assert list(_mixed(np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))) == published
+
+
+def test_differences_may_be_negative():
+    assert any(p.answer.startswith("-") for p in sample(Arithmetic(level=2), "test", 100, seed=0))
+
+
+def test_a_million_problems_are_not_made_to_draw_ten(monkeypatch):
+    made = []
+    monkeypatch.setattr(arithmetic, "_problem", lambda level, index: made.append(index))
+    sample(Arithmetic(level=3), "train", 10, seed=0)
+    assert len(made) == 10
+
+
+def test_a_side_is_a_sequence():
+    side = Arithmetic(level=1).problems("test")
+    assert side[-1] == list(side)[-1] == side[len(side) - 1]
+    assert list(side[2:4]) == [side[2], side[3]]
+    with pytest.raises(IndexError):
+        side[len(side)]
+
+
+def test_prompts():
+    task, problem = Arithmetic(), Problem("37+85", "37+85=", "122")
+    assert task.prompt(problem, chat=False) == "37+85="
+    assert task.prompt(problem, chat=True) == "What is 37+85? Answer with the number only."
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "correct", "formatted"),
+    [
+        ("122", "122", True, True),
+        ("1220", "122", False, True),
+        ("12", "122", False, True),
+        ("1", "122", False, True),
+        (" 122.", "122", True, False),
+        (" 122 ", "122", True, True),
+        ("122.5", "122", False, True),
+        ("122\n45+3=48", "122", True, True),
+        ("\n122", "122", True, True),
+        ("12\n122", "122", False, True),
+        ("The answer is 122.", "122", True, False),
+        ("-48", "-48", True, True),
+        ("−48", "-48", True, True),
+        ("48", "-48", False, True),
+        ("-48", "48", False, True),
+        ("1,220", "1220", True, True),
+        ("1,220", "1", False, True),
+        ("0122", "122", True, True),
+        ("-0", "0", True, True),
+        ("122 or 123", "122", True, False),
+        ("123 or 122", "122", False, False),
+        ("", "122", False, False),
+        ("many", "122", False, False),
+        ("9" * 5000, "122", False, True),
+    ],
+)
+def test_scores(completion, answer, correct, formatted):
+    score = Arithmetic().score(Problem("x", "x=", answer), completion)
+    assert (score.correct, score.formatted) == (correct, formatted)
+
+
+@given(st.integers(-(10**6), 10**6), st.integers(-(10**6), 10**6))
+def test_origin_26_a_completion_is_right_when_the_whole_integer_is(answer, said):
+    score = Arithmetic().score(Problem("x", "x=", str(answer)), f" {said}")
+    assert score.correct == (said == answer)
+    assert score.formatted

@@ -1,0 +1,65 @@
+"""The tasks of examples/tasks.py: a little code and a dialogue, loaded as a user loads them."""
+
+import pytest
+
+from shaketable.evaluate.evaluation import Condition, Evaluator
+from shaketable.evaluate.tasks import load_task, sample
+from shaketable.evaluate.tasks.task import Score, reward_of, score_of
+from shaketable.models import load_model
+from tests import ROOT
+
+FILE = ROOT / "examples" / "tasks.py"
+
+
+@pytest.fixture(params=["Expressions", "Dialogue", "Expressions,largest=20", "Dialogue,turns=5"])
+def task(request):
+    return load_task(f"{FILE}:{request.param}")
+
+
+def test_sides_have_problems_and_share_none(task):
+    train, test = ({p.id: p for p in task.problems(side)} for side in ("train", "test"))
+    assert len(train) > len(test) >= 10 and not train.keys() & test.keys()
+    assert len(train) == len(task.problems("train")), "an id is there once"
+
+
+def test_the_right_answer_is_right_and_another_is_not(task):
+    for problem in sample(task, "test", 10, 0):
+        assert score_of(task, problem, problem.answer) == Score(True, True)
+        assert not score_of(task, problem, "I do not know").correct
+        assert reward_of(task, problem, problem.answer) == 1.0
+        assert task.prompt(problem, chat=False) and problem.answer not in task.prompt(problem, chat=True).rpartition("User:")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "formatted"),
+    [
+        ("2*x+3", True, True),
+        (" x*2 + 1+2\nthat is it", True, True),
+        ("lambda x: 3+x+x", True, True),
+        ("`2*x+3`", True, True),
+        ("2*x+4", False, True),
+        ("the answer is 2*x+3", False, False),
+        ("__import__('os').getcwd()", False, False),
+        ("x.__class__", False, False),
+        ("9**9**9", False, False),
+        ("(" * 500, False, False),
+        ("", False, False),
+    ],
+)
+def test_an_expression_is_read_and_never_run(text, correct, formatted):
+    task = load_task(f"{FILE}:Expressions")
+    problem = next(p for side in ("train", "test") for p in task.problems(side) if p.answer == "2*x+3")
+    assert score_of(task, problem, text) == Score(correct, formatted)
+
+
+def test_a_wrong_expression_is_worth_more_than_none():
+    task = load_task(f"{FILE}:Expressions")
+    problem = task.problems("train")[0]
+    assert [reward_of(task, problem, text) for text in (problem.answer, "x*x", "hm")] == [1.0, 0.1, 0.0]
+
+
+def test_a_model_is_scored_on_them():
+    """nano knows arithmetic alone, and reads letters as letters: it answers, and is wrong."""
+    task = load_task(f"{FILE}:Expressions,max_new_tokens=4")
+    found = Evaluator(*load_model("nano"), task, sample(task, "test", 4, 0), 4).score(Condition("clean"))
+    assert found.n == 4 and 0 <= found.accuracy <= 1

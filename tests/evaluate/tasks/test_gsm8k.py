@@ -1,0 +1,135 @@
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.tasks import GSM8K, sample
+
+FOLDER = Path(__file__).parent / "data" / "gsm8k"
+
+
+@pytest.fixture
+def task():
+    return GSM8K(path=FOLDER)
+
+
+def problems(task, split):
+    with pytest.warns(UserWarning, match=r"GSM8K (train|test) has (7473|1319): scores do not compare"):
+        return list(task.problems(split))
+
+
+def test_questions_and_gold_answers(task):
+    assert [p.answer for p in problems(task, "test")] == ["18", "70000", "2,125"]
+    assert [p.answer for p in problems(task, "train")] == ["72", "-7"]
+    first = task.problems("test")[0]
+    assert first.id == "test-0" and first.question.startswith("Janet")
+
+
+def test_worked_solutions_are_right_and_formatted(task):
+    rows = [json.loads(line) for line in (FOLDER / "test.jsonl").read_text().splitlines()]
+    for problem, row in zip(problems(task, "test"), rows, strict=True):
+        score = task.score(problem, row["answer"])
+        assert score.correct and score.formatted
+
+
+def test_right_and_formatted_are_two_things(task):
+    problem = problems(task, "test")[0]
+    assert problem.answer == "18"
+    said = {
+        "#### 18": (1, 1),
+        "#### 19": (0, 1),
+        "It is 18.": (1, 0),
+        "It is 19.": (0, 0),
+        "####": (0, 0),
+        r"\boxed{18}": (1, 0),
+    }
+    for completion, (correct, formatted) in said.items():
+        score = task.score(problem, completion)
+        assert (score.correct, score.formatted) == (correct, formatted), completion
+    assert task.reward(task.score(problem, "It is 18.")) == 1.0
+
+
+def test_origin_26_the_first_character_is_not_the_number(task):
+    problem = problems(task, "test")[0]
+    for wrong in ("1", "180", "19", "1.8", "-18", "81"):
+        assert not task.score(problem, f"#### {wrong}").correct
+
+
+def test_the_prompt_asks_for_the_form_that_is_scored(task):
+    problem = problems(task, "test")[0]
+    for chat in (True, False):
+        prompt = task.prompt(problem, chat=chat)
+        assert problem.question in prompt and "####" in prompt
+    assert task.prompt(problem, chat=False).endswith("Answer:")
+
+
+def test_one_file_is_one_side(tmp_path):
+    shutil.copy(FOLDER / "test.jsonl", tmp_path)
+    task = GSM8K(path=tmp_path / "test.jsonl")
+    assert len(problems(task, "test")) == 3
+    with pytest.raises(ShaketableError, match=r"cannot read .*train\.jsonl"):
+        task.problems("train")
+
+
+def test_a_full_file_gets_no_warning(tmp_path, recwarn):
+    line = (FOLDER / "test.jsonl").read_text().splitlines()[0]
+    (tmp_path / "test.jsonl").write_text((line + "\n") * 1319)
+    assert len(sample(GSM8K(path=tmp_path), "test", 1319, seed=0)) == 1319
+    assert not recwarn.list
+
+
+def test_a_path_without_gsm8k_is_refused_when_the_task_is_made(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ShaketableError, match=r"holds no GSM8K; expected a folder with train\.jsonl and test\.jsonl"):
+            GSM8K(path=path)
+
+
+def test_a_solution_without_a_marker_is_named_by_its_line(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "#### 1"}\n\n{"question": "b?", "answer": "2"}\n')
+    with (
+        pytest.warns(UserWarning, match="has 2 problems"),
+        pytest.raises(ShaketableError, match=r"test\.jsonl: line 3: the answer does not end in ####"),
+    ):
+        GSM8K(path=tmp_path).problems("test")
+
+
+def hub(monkeypatch, rows):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        if isinstance(rows, Exception):
+            raise rows
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_the_hub_is_asked_once_for_the_set(monkeypatch):
+    asked = hub(monkeypatch, [{"question": " q ", "answer": "so\n#### 1,080"}] * 1319)
+    task = GSM8K()
+    assert not asked
+    assert task.problems("test")[1318].answer == "1,080"
+    task.problems("test")
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_another_number_of_problems_on_the_hub_is_refused(monkeypatch):
+    hub(monkeypatch, [{"question": "q", "answer": "#### 1"}] * 1318)
+    with pytest.raises(ShaketableError, match="has 1318 test problems now, expected 1319"):
+        GSM8K().problems("test")
+
+
+def test_without_a_hub_both_ways_are_named(monkeypatch):
+    hub(monkeypatch, ConnectionError("no route\nto host"))
+    with pytest.raises(ShaketableError, match=r"\(no route\).*pip install datasets.*gsm8k,path=DIR"):
+        GSM8K().problems("test")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ShaketableError, match=r"datasets.*pip install datasets.*gsm8k,path=DIR"):
+        GSM8K().problems("train")

@@ -1,0 +1,120 @@
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shaketable.evaluate.tasks.numeric import NUMBER, final_answer, is_number, plain, same_number
+
+integers = st.integers(-(10**12), 10**12)
+
+
+@given(integers)
+def test_an_integer_is_one_literal_however_it_is_written(n):
+    for text in (str(n), f"{n:,}", f" {n}\n", str(n).replace("-", "−")):
+        assert is_number(text)
+        assert plain(text.strip()) == str(n)
+    assert NUMBER.findall(f"about {n:,}, or so") == [f"{n:,}"]
+
+
+@given(integers)
+def test_zeros_and_currency_do_not_change_a_literal(n):
+    assert plain(f"{'-' * (n < 0)}$000{abs(n)}") == str(n)
+
+
+@given(integers, integers)
+@settings(max_examples=60)
+def test_numbers_are_equal_when_their_fractions_are(a, b):
+    assert same_number(str(a), f"{a:,}.00")
+    assert same_number(str(a), str(b)) == (Fraction(a) == Fraction(b))
+
+
+@given(st.integers(10, 10**9))
+@settings(max_examples=60)
+def test_origin_26_no_part_of_a_number_is_the_number(n):
+    text = str(n)
+    for part in {text[:1], text[:-1], text[1:], f"{text}0", f"1{text}", f"-{text}"} - {text}:
+        assert same_number(text, part) == (int(part) == n)
+
+
+@pytest.mark.parametrize(
+    ("text", "literals"),
+    [
+        ("5-3", ["5", "3"]),
+        ("x=-3", ["-3"]),
+        ("(2)-1", ["2", "1"]),
+        ("1,080 and 12,5 and 1,0800", ["1,080", "12", "5", "1", "0800"]),
+        ("-$4.50, .5, 36/2.", ["-$4.50", ".5", "36/2"]),
+        ("٣ 1e3", ["1", "3"]),
+    ],
+)
+def test_literals(text, literals):
+    assert NUMBER.findall(text) == literals
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold"),
+    [
+        ("2+2=4\n#### 18", "18"),
+        ("#### 3\nwait\n#### 18", "18"),
+        ("#### 18 (6 * 3)", "18"),
+        ("#### 18 eggs, 5 left", "18"),
+        ("#### 18 m^2", "18"),
+        ("#### 18!", "18"),
+        ("#### $1,080.00", "1080"),
+        ("#### -$5", "-5"),
+        ("#### **18** dollars", "18"),
+        ("#### The answer is 18", "18"),
+        ("#### 3 + 4 = 7", "7"),
+        ("####\n18", "18"),
+        ("#### 50%", "50"),
+        (r"so \boxed{18} and not 5", "18"),
+        (r"\boxed{3}, no: $\boxed{\$1{,}080}$", "1,080"),
+        (r"\boxed{18\text{ dollars}} a day", "18"),
+        (r"\boxed{\frac{36}{2}}", "18"),
+        ("She has 16 - 3 - 4 = 9, so she makes 9 * 2 = 18 dollars.", "18"),
+        ("It is 7,000.", "7000"),
+    ],
+)
+def test_the_answer_of_a_completion(completion, gold):
+    assert same_number(gold, final_answer(completion))
+    assert not same_number(f"{gold}1", final_answer(completion))
+
+
+@pytest.mark.parametrize("completion", ["", "no idea", "####", "#### ", "#### none", r"\boxed{}", "9" * 5000])
+def test_no_answer_is_no_answer(completion):
+    assert not same_number("18", final_answer(completion))
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "#### 9**9**9**9**9",
+        r"\boxed{9^{9^{9^{9}}}}",
+        r"\boxed{99999999999!}",
+        r"\boxed{\exp(\exp(\exp(99)))}",
+        "#### = " + "(" * 9999 + "1",
+    ],
+)
+@pytest.mark.timeout(120)
+def test_an_endless_calculation_is_a_wrong_answer(bomb):
+    assert not same_number("18", final_answer(bomb))
+
+
+def test_scores_are_the_same_in_a_thread(caplog):
+    cases = [("18", r"\boxed{\frac{36}{2}}"), ("18", "#### 19"), ("1,080", "1080"), ("5", "#### The answer is 5")] * 10
+    found = []
+    work = threading.Thread(target=lambda: found.extend(same_number(g, final_answer(c)) for g, c in cases))
+    work.start()
+    work.join()
+    assert found == [same_number(g, final_answer(c)) for g, c in cases] == [True, False, True, True] * 10
+    assert not caplog.records
+
+
+def test_scoring_writes_nothing_to_the_terminal():
+    code = "from shaketable.evaluate.tasks.numeric import same_number; assert same_number('18', '18.0')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""

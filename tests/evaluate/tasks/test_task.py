@@ -1,0 +1,77 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.tasks import Arithmetic, Problem, Score, Task, sample
+
+
+class Numbered(Task):
+    name = "numbered"
+    size: int = 1319
+
+    def problems(self, split):
+        return [Problem(f"{split}-{i}", f"{i}?", str(i)) for i in range(self.size)]
+
+    def score(self, problem, completion):
+        return Score(completion == problem.answer, True)
+
+
+def test_origin_29_a_sample_is_not_the_first_n():
+    drawn = [int(p.answer) for p in sample(Numbered(), "test", 200, seed=0)]
+    assert len(set(drawn)) == 200
+    assert drawn != list(range(200))
+    # A uniform sample of 200 from 1319 has mean 659 ± 27 and reaches into every tenth of the set.
+    assert abs(sum(drawn) / 200 - 659) < 4 * 27
+    assert {i * 10 // 1319 for i in drawn} == set(range(10))
+
+
+def test_a_sample_depends_on_seed_and_split_and_on_nothing_else():
+    first = sample(Numbered(), "test", 50, seed=1)
+    assert first == sample(Numbered(), "test", 50, seed=1)
+    assert first != sample(Numbered(), "test", 50, seed=2)
+    assert [p.answer for p in first] != [p.answer for p in sample(Numbered(), "train", 50, seed=1)]
+
+
+def test_a_sample_is_the_same_in_another_process_and_on_another_day():
+    code = (
+        "import json; from shaketable.evaluate.tasks import *; "
+        "print(json.dumps([p.id for p in sample(Arithmetic(level=2), 'test', 4, 7)]))"
+    )
+    other = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert other == [p.id for p in sample(Arithmetic(level=2), "test", 4, seed=7)]
+    assert other == ["69+84", "34+97", "40-49", "53-74"]
+
+
+def test_all_of_a_set_can_be_drawn_and_no_more():
+    assert {p.id for p in sample(Numbered(size=9), "test", 9, seed=0)} == {f"test-{i}" for i in range(9)}
+    for n in (10, 0, -1):
+        with pytest.raises(ShaketableError, match=rf"^cannot draw {n} test problems from numbered: it has 9$"):
+            sample(Numbered(size=9), "test", n, seed=0)
+
+
+def test_an_unknown_split_names_the_nearest():
+    with pytest.raises(ShaketableError, match=r"unknown split 'tets'; did you mean 'test'\? valid: test, train"):
+        sample(Numbered(), "tets", 1, seed=0)
+
+
+def test_reward_prompt_and_description_by_default():
+    task, problem = Numbered(max_new_tokens=5), Problem("1", "Why?", "So.")
+    assert task.prompt(problem, chat=True) == task.prompt(problem, chat=False) == "Why?"
+    assert [task.reward(Score(c, f)) for c in (True, False) for f in (True, False)] == [1.0, 1.0, 0.0, 0.0]
+    assert json.loads(json.dumps(task.describe())) == {"name": "numbered", "max_new_tokens": 5, "size": 1319}
+    assert task.kind == "generate"
+
+
+def test_a_task_is_frozen_and_its_fields_are_checked():
+    with pytest.raises(ValueError, match="frozen"):
+        Numbered().size = 3
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        Numbered(max_new_tokens=0)
+
+
+def test_tasks_import_neither_torch_nor_the_scoring_libraries():
+    code = "import sys, shaketable.evaluate.tasks; print({'torch', 'sympy', 'math_verify', 'datasets'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

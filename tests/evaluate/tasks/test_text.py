@@ -1,0 +1,56 @@
+import json
+
+import pytest
+
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.tasks import Problem, TextTask, sample
+
+
+def test_the_built_in_sentences_are_many_different_and_of_many_lengths():
+    texts = TextTask().texts()
+    assert len(set(texts)) == len(texts) >= 40
+    lengths = [len(t.split()) for t in texts]
+    assert min(lengths) <= 5 and max(lengths) >= 40
+    assert all(t.endswith(".") and t.isascii() for t in texts)
+    assert len({t.split()[0] for t in texts}) >= 20
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "texts"),
+    [
+        ("a.txt", "one\ntwo \nthree\n\n", ["one", "two", "three"]),
+        ("b.txt", "\none\nstill one\n \n\ntwo\n", ["one still one", "two"]),
+        ("c.txt", "one\r\ntwo\r\n", ["one", "two"]),
+        ("d.jsonl", '{"text": "one\\n\\nstill one"}\n\n{"text": " two "}\n', ["one\n\nstill one", "two"]),
+    ],
+)
+def test_texts_of_a_file(tmp_path, name, data, texts):
+    (tmp_path / name).write_bytes(data.encode())
+    assert TextTask(path=tmp_path / name).texts() == texts
+
+
+def test_bad_files_are_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "none.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
+    (tmp_path / "bytes.txt").write_bytes(b"fine\n\xff\n")
+    for name, message in {
+        "empty.txt": "is empty",
+        "none.jsonl": r"1 of 2 lines have no text \(first: line 2\)",
+        "bytes.txt": "line 2 is not UTF-8",
+    }.items():
+        with pytest.raises(ShaketableError, match=message):
+            TextTask(path=tmp_path / name).texts()
+    with pytest.raises(ShaketableError, match="no such file"):
+        TextTask(path=tmp_path / "nowhere.txt")
+
+
+def test_it_generates_and_scores_nothing():
+    task = TextTask()
+    assert task.kind == "text"
+    assert json.loads(json.dumps(task.describe())) == {"name": "text", "path": None}
+    with pytest.raises(ShaketableError, match="no problems to solve"):
+        sample(task, "test", 1, seed=0)
+    with pytest.raises(ShaketableError, match="no problems to solve"):
+        task.score(Problem("1", "a", "b"), "b")
+    with pytest.raises(ShaketableError, match="drop max_new_tokens"):
+        TextTask(max_new_tokens=4)

@@ -1,0 +1,391 @@
+"""Readings inside of a model: the numbers of an independent count, and the model left as it was."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kurtosis
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shaketable as st
+from shaketable.errors import InertError, ModelError, NoMatchError, ShaketableError
+from shaketable.evaluate import layer_stats as mechanism_module
+from shaketable.evaluate.layer_stats import mechanism
+from shaketable.locate.srdd import layer_statistics
+from shaketable.models import load_model
+from shaketable.plan import Plan
+from shaketable.sites.phases import current_phase, phase
+
+PAD = 0
+LENGTHS = [(3, 4), (1, 1), (6, 2), (2, 9), (4, 0), (5, 5), (1, 3), (8, 1), (2, 2)]
+ZONE = "dead_zone:0.05,scope=token@layer.3"
+
+
+def pairs(vocabulary, lengths=LENGTHS):
+    draw = np.random.default_rng(7)
+    return [tuple(draw.integers(1, vocabulary, n).tolist() for n in pair) for pair in lengths]
+
+
+PAIRS = pairs(64)
+
+
+def read(model, plan=None, sequences=PAIRS, size=4, seed=0):
+    return mechanism(model, sequences, plan and Plan.parse(plan, seed=seed), batch_size=size, pad=PAD)
+
+
+def mean_loss(model, sequences):
+    """One pair at a time, so without padding."""
+    total, count = 0.0, 0
+    for prompt, completion in sequences:
+        logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0]
+        chosen = logits.double().log_softmax(-1)[len(prompt) - 1 : -1]
+        total = total - chosen[torch.arange(len(completion)), completion].sum() if completion else total
+        count += len(completion)
+    return total / count, count
+
+
+def norm_of(parameters):
+    return float(torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None]).norm())
+
+
+def outputs(model, layers, sequences):
+    """What each layer returned, one pair at a time: a list of (tokens, channels) per layer."""
+    seen = [[] for _ in layers]
+
+    def keep(to):
+        return lambda module, args, out: to.append((out[0] if isinstance(out, tuple) else out).detach()[0].double().numpy())
+
+    hooks = [layer.register_forward_hook(keep(to)) for layer, to in zip(layers, seen, strict=True)]
+    with torch.no_grad():
+        for prompt, completion in sequences:
+            model(input_ids=torch.tensor([[*prompt, *completion]]))
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=3, n_head=4)).eval()
+
+
+class Plain(nn.Module):
+    """Embedding, any number of layers, checkpointed in eval mode too, head; no attention, no transformers."""
+
+    def __init__(self, layers, *, checkpointed=True):
+        super().__init__()
+        self.checkpointed = checkpointed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(layers))
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return SimpleNamespace(logits=self.head(x))
+
+
+@pytest.fixture(params=["llama", "gpt2", "plain"])
+def any_model(request, tiny_llama):
+    """A model and its layers."""
+    if request.param == "llama":
+        return tiny_llama, tiny_llama.model.layers
+    model = gpt2() if request.param == "gpt2" else Plain(2)
+    return model, model.transformer.h if request.param == "gpt2" else model.layers
+
+
+def test_loss_and_gradient_norms_are_those_of_a_plain_backward(any_model):
+    model, layers = any_model
+    found = read(model)
+    other = copy.deepcopy(model)
+    loss, tokens = mean_loss(other, PAIRS)
+    loss.backward()
+    assert (found.loss, found.tokens) == (pytest.approx(loss.item(), rel=1e-5), tokens)
+    copied = [other.get_submodule(name) for name, m in model.named_modules() if any(m is layer for layer in layers)]
+    assert [r.layer for r in found.layers] == list(range(len(layers)))
+    assert [r.grad_norm for r in found.layers] == pytest.approx([norm_of(c.parameters()) for c in copied], rel=1e-4)
+    inside = {id(p) for c in copied for p in c.parameters()}
+    outside = norm_of(p for p in other.parameters() if id(p) not in inside)
+    assert found.outside_grad_norm == pytest.approx(outside, rel=1e-4)
+    assert found.ledger is None
+
+
+def test_activations_are_those_an_independent_hook_sees_without_padding(any_model):
+    model, layers = any_model
+    found = read(model)
+    for reading, seen in zip(found.layers, outputs(model, layers, PAIRS), strict=True):
+        y = np.concatenate(seen).ravel()
+        assert reading.rms == pytest.approx(np.sqrt(np.mean(y**2)), rel=1e-5)
+        assert reading.kurtosis == pytest.approx(kurtosis(y), rel=1e-3, abs=1e-4)
+        assert (reading.zeros, reading.survival, reading.survival_inside) == (0, 1, None)
+
+
+def test_kurtosis_is_what_locate_means_by_it(tiny_llama):
+    found = read(tiny_llama, sequences=PAIRS[3:4])
+    for reading, seen in zip(found.layers, outputs(tiny_llama, tiny_llama.model.layers, PAIRS[3:4]), strict=True):
+        y = torch.tensor(seen[0])
+        assert reading.kurtosis == pytest.approx(layer_statistics(y, [y], y, y, y, y).kurtosis, rel=1e-6)
+
+
+def test_moments_are_merged_exactly_when_batches_are_far_apart(tiny_llama):
+    """Batches with means a thousand times their spread apart: a merge that is wrong, or cancels, shows."""
+    far = torch.zeros(64, 1)
+    far[32:] = 1000.0
+
+    def shift(module, args, out):
+        return out * 1e-1 + far[ids[-1]].expand_as(out)
+
+    ids = []
+    hooks = [
+        tiny_llama.register_forward_pre_hook(lambda m, a, k: ids.append(k["input_ids"]), with_kwargs=True),
+        tiny_llama.model.layers[-1].register_forward_hook(shift),
+    ]
+    low, high = [([1, 2, 3], [4, 5, 6, 7])] * 3, [([40, 41, 42], [43, 44, 45, 46])]
+    found = read(tiny_llama, sequences=low + high, size=1).layers[-1]
+    seen = outputs(tiny_llama, [tiny_llama.model.layers[-1]], low + high)[0]
+    for hook in hooks:
+        hook.remove()
+    y = np.concatenate(seen).ravel()
+    assert y.max() > 900 and found.kurtosis == pytest.approx(kurtosis(y), rel=1e-6)
+    assert found.rms == pytest.approx(np.sqrt(np.mean(y**2)), rel=1e-6)
+
+
+def numbers(found):
+    """Everything but the ledger, in one row."""
+    every = [found.loss, found.tokens, found.outside_grad_norm]
+    return every + [x for r in found.layers for x in (r.rms, r.kurtosis, r.zeros, r.survival, r.grad_norm)]
+
+
+def test_the_batch_size_changes_nothing(any_model):
+    model, _ = any_model
+    whole = numbers(read(model, size=99))
+    for size in (2, 7):
+        assert numbers(read(model, size=size)) == pytest.approx(whole, rel=1e-4)
+
+
+def test_batches_of_a_low_precision_are_summed_in_a_higher_one(tiny_llama):
+    """Thirty-two equal batches: each has exactly a thirty-second of the gradient, which bfloat16 cannot add up."""
+    model = tiny_llama.to(torch.bfloat16)
+    one, many = read(model, sequences=PAIRS[:1]), read(model, sequences=PAIRS[:1] * 32, size=1)
+    assert [r.grad_norm for r in many.layers] == pytest.approx([r.grad_norm for r in one.layers], rel=1e-6)
+    assert many.outside_grad_norm == pytest.approx(one.outside_grad_norm, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return load_model("nano")[0].eval()
+
+
+def test_a_dead_zone_leaves_the_zeros_that_its_formula_says(nano):
+    sequences = pairs(nano.config.vocab_size)
+    clean, found = read(nano, sequences=sequences), read(nano, ZONE, sequences)
+    y = np.concatenate(outputs(nano, nano.model.layers, sequences)[3])
+    dead = np.abs(y) < 0.05 * np.abs(y).max(-1, keepdims=True)
+    assert 0.02 < dead.mean() < 0.9
+    hit = found.layers[3]
+    assert hit.zeros == pytest.approx(dead.mean(), abs=2 / dead.size)
+    assert hit.survival == pytest.approx(1 - dead.mean(), abs=2 / dead.size)
+    assert hit.rms == pytest.approx(np.sqrt(np.mean(np.where(dead, 0, y) ** 2)), rel=1e-4)
+    assert hit.kurtosis == pytest.approx(kurtosis(np.where(dead, 0, y).ravel()), rel=1e-2)
+    assert 0 < hit.survival_inside < 1
+    for i, (before, after) in enumerate(zip(clean.layers, found.layers, strict=True)):
+        if i != 3:
+            assert (after.zeros, after.survival, after.survival_inside) == (0, 1, None)
+        assert (before.rms == after.rms) is (i < 3)
+        assert before.grad_norm != after.grad_norm
+    assert found.loss != clean.loss and found.ledger["sites"][0]["forward"] == 3
+
+
+def test_what_dies_inside_of_a_layer_shows_inside(tiny_llama):
+    """The residual sum fills up what a dead zone took from a product; the plan's own ledger has it."""
+    plan = "dead_zone:0.3,scope=token@module.down_proj,layers=1-2"
+    found = read(tiny_llama, plan, size=99)
+    assert [r.survival for r in found.layers] == [1, 1, 1, 1]
+    spots = {s["layer"]: s["measured"]["forward"] for s in found.ledger["sites"][0]["spots"].values()}
+    expected = [spots[i]["survived"] / spots[i]["alive"] if i in spots else None for i in range(4)]
+    assert [r.survival_inside for r in found.layers] == expected
+    assert expected[0] is None and 0 < expected[1] < 1 and 0 < expected[2] < 1
+
+
+@pytest.mark.parametrize(
+    "plan", ["relative_gaussian:0.3@op.matmul", "relative_gaussian:0.3@op.matmul,direction=backward", "gain:0.2@layer.1", ZONE]
+)
+def test_a_plan_acts_forward_and_backward_as_it_does_in_a_backward_of_the_users_own(tiny_llama, plan):
+    sequences = [p for p in PAIRS if len(p[0]) + len(p[1]) == 7][:1] * 3
+    clean, found = read(tiny_llama, sequences=sequences), read(tiny_llama, f"{plan},phase=rollout", sequences, seed=5)
+    other = copy.deepcopy(tiny_llama)
+    ids = torch.tensor([[*p, *c] for p, c in sequences])
+    labels = torch.tensor([[-100] * len(p) + c for p, c in sequences])
+    with st.inject(other, plan, seed=5) as ledger:
+        loss = other(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
+        loss.backward()
+    assert found.loss == pytest.approx(loss.item(), rel=1e-6)
+    norms = [norm_of(layer.parameters()) for layer in other.model.layers]
+    assert [r.grad_norm for r in found.layers] == pytest.approx(norms, rel=1e-4)
+    assert any(abs(r.grad_norm / c.grad_norm - 1) > 1e-3 for r, c in zip(found.layers, clean.layers, strict=True))
+    assert (found.ledger["forward"], found.ledger["backward"]) == (ledger.forward, ledger.backward)
+    assert set(found.ledger["sites"][0]["phases"]) == {"eval"}
+    if "direction=backward" in plan:
+        assert (found.loss, {r.survival_inside for r in found.layers}) == (clean.loss, {None}), "nothing is hit forward"
+
+
+def state(model):
+    """Everything about a model that a reading could disturb."""
+    hooks = [[len(getattr(m, name)) for name in vars(m) if name.endswith("_hooks")] for m in model.modules()]
+    flags = [m.training for m in model.modules()]
+    gradients = [None if p.grad is None else (id(p.grad), p.grad.clone().numpy().tobytes()) for p in model.parameters()]
+    weights = [(id(p), p.requires_grad, p.detach().numpy().tobytes()) for p in model.parameters()]
+    buffers = [b.numpy().tobytes() for b in model.buffers()]
+    return hooks, flags, gradients, weights, buffers, [type(m) for m in model.modules()], torch.get_rng_state().tolist()
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was_on_every_way_out(tiny_llama, training):
+    model = tiny_llama.train(training)
+    model.model.layers[1].train(not training)
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+    model.model.norm.weight.grad = torch.full((32,), 3.0)
+    calls, fatal = [], []
+
+    def note(module, args, out):
+        calls.append((any(m.training for m in model.modules()), current_phase(module.training)))
+        if len(calls) in fatal:
+            raise StopError
+
+    model.register_forward_hook(note)
+    before = state(model)
+    every = "relative_gaussian:0.1@op.matmul;mxfp4@module.linear,point=weight+input"
+    for plan in (None, ZONE, every):
+        with torch.no_grad(), phase("rollout"):
+            assert read(model, plan, size=2).layers[0].grad_norm > 0
+        assert state(model) == before
+    for plan, error in (("saturation:1e9,scope=absolute@layer.3", InertError), ("gain:0.1@layer.99", NoMatchError)):
+        with pytest.raises(error):
+            read(model, plan)
+        assert state(model) == before
+    assert set(calls) == {(False, "eval")}
+    for plan in (None, every):
+        fatal.append(len(calls) + 3)
+        with pytest.raises(StopError):
+            read(model, plan, size=1)
+        assert state(model) == before
+
+
+def test_a_compiled_model_is_read_though_it_has_run_before_and_forgets_the_reading(monkeypatch):
+    """It runs with exactly what it is read with, so that no guard on shapes makes a new graph."""
+    model, one = Plain(1, checkpointed=False).eval(), PAIRS[:1]
+    plain, compiled = read(model, sequences=one), torch.compile(model, backend="eager")
+    ids = torch.tensor([[*one[0][0], *one[0][1]]])
+    compiled(input_ids=ids, attention_mask=torch.ones_like(ids))
+    looked, real = [], mechanism_module._row
+    monkeypatch.setattr(mechanism_module, "_row", lambda *pair: looked.append(pair) or real(*pair))
+    assert numbers(read(compiled, sequences=one)) == pytest.approx(numbers(plain), rel=1e-5)
+    assert len(looked) == 1
+    compiled(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert len(looked) == 1, "no graph keeps our hooks"
+
+
+def test_only_trained_parameters_have_gradients(tiny_llama):
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        config = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1, 3], init_lora_weights=False)
+        model = get_peft_model(tiny_llama, config).eval()
+    found = read(model)
+    loss, _ = mean_loss(model, PAIRS)
+    loss.backward()
+    layers = model.base_model.model.model.layers
+    norms = [norm_of(layers[i].parameters()) for i in (1, 3)]
+    assert [r.grad_norm for r in found.layers] == [
+        None,
+        pytest.approx(norms[0], rel=1e-4),
+        None,
+        pytest.approx(norms[1], rel=1e-4),
+    ]
+    assert found.outside_grad_norm is None and found.layers[0].rms > 0
+
+
+def test_a_model_with_nothing_to_train_has_activations_only(tiny_llama):
+    found = read(tiny_llama.requires_grad_(False), ZONE)
+    assert {r.grad_norm for r in found.layers} == {None} and found.outside_grad_norm is None
+    assert 0 < found.layers[3].survival < 1
+    with pytest.raises(InertError, match="never fired"):
+        read(tiny_llama, "relative_gaussian:0.1@op.matmul,direction=backward")
+
+
+def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zero():
+    model, spare = Plain(2), nn.Parameter(torch.ones(3))
+    model.layers[1].register_parameter("spare", spare)
+    assert read(model) == read(Plain(2))
+    for p in model.layers.parameters():
+        p.requires_grad_(p is spare)
+    assert [r.grad_norm for r in read(model).layers] == [None, 0]
+
+
+def test_a_model_without_decoder_layers_has_no_layers():
+    found = read(Plain(0), "gain:0.5@module.embedding")
+    assert found.layers == [] and found.outside_grad_norm > 0 and found.loss > 0
+
+
+def test_a_layer_that_is_not_called_is_an_error_and_no_reading(tiny_llama):
+    tiny_llama.config.num_hidden_layers = 3
+    with pytest.raises(ModelError, match="decoder layer 3 was not called"):
+        read(tiny_llama)
+
+
+def test_what_is_not_finite_is_none_in_json_and_left_out_of_the_kurtosis(tiny_llama):
+    def overflow(module, args, out):
+        return out.masked_fill(torch.arange(32) == 5, torch.inf)
+
+    tiny_llama.model.layers[1].register_forward_hook(overflow)
+    found = read(tiny_llama)
+    y = np.concatenate(outputs(tiny_llama, tiny_llama.model.layers, PAIRS)[1])
+    assert found.layers[1].rms == np.inf and not np.isfinite(found.loss)
+    assert found.layers[1].kurtosis == pytest.approx(kurtosis(np.delete(y, 5, axis=1).ravel()), rel=1e-4)
+    told = found.to_dict()
+    json.dumps(told, allow_nan=False)
+    one, last = told["layers"][1], told["layers"][3]
+    assert (told["loss"], told["outside_grad_norm"], one["rms"], one["grad_norm"], last["kurtosis"]) == (None,) * 5
+    assert told["layers"][0]["rms"] == found.layers[0].rms and one["zeros"] == 0
+
+
+@pytest.mark.parametrize(("value", "zeros", "survival"), [(0.0, 1, None), (0.1, 0, 1)])
+def test_a_layer_that_always_returns_the_same_has_no_kurtosis_and_zeros_have_nothing_to_survive(
+    tiny_llama, value, zeros, survival
+):
+    tiny_llama.model.layers[2].register_forward_hook(lambda module, args, out: torch.full_like(out, value))
+    found = read(tiny_llama.double()).to_dict()["layers"][2]
+    assert (found["zeros"], found["kurtosis"], found["survival"]) == (zeros, None, survival)
+    assert found["rms"] == pytest.approx(value)
+
+
+def test_the_record_is_json_with_its_proof(tiny_llama):
+    found = json.loads(json.dumps(read(tiny_llama, ZONE).to_dict(), allow_nan=False))
+    assert set(found) == {"loss", "tokens", "layers", "outside_grad_norm", "ledger"}
+    names = {"layer", "rms", "kurtosis", "zeros", "survival", "survival_inside", "grad_norm"}
+    assert [set(row) for row in found["layers"]] == [names] * 4
+    assert st.inject.Ledger.from_dict(found["ledger"]).forward == 3
+
+
+def test_pairs_without_anything_to_read_are_refused(tiny_llama):
+    with pytest.raises(ShaketableError, match="a prompt has no tokens"):
+        read(tiny_llama, sequences=[([1], [2]), ([], [3])])
+    for nothing in ([], [([1, 2], [])]):
+        with pytest.raises(ShaketableError, match="no completion has a token"):
+            read(tiny_llama, sequences=nothing)

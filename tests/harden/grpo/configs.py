@@ -1,7 +1,0 @@
-"""Configs of training runs; needs no torch."""
-
-from shaketable.harden.grpo.config import TrainConfig
-
-
-def config(**fields):
-    return TrainConfig.checked(**{"model": "nano", "task": "arithmetic", "steps": 10} | fields)

@@ -1,0 +1,280 @@
+"""The ladder: what it climbs, when it stops, what it refuses, and that a kill costs nothing."""
+
+import json
+
+import pytest
+import torch
+
+from shaketable.errors import InertError, ShaketableError
+from shaketable.harden.students import Students
+from shaketable.harden.summary import outcome
+from shaketable.models import load_model
+from shaketable.records.record import RunRecord
+from shaketable.train.checkpoints import sealed
+from tests.harden.small_ladders import HURTS, gone_on, hardened, prepared, same_weights, small, weights
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Long enough to help."""
+    return hardened(tmp_path_factory.mktemp("ladder") / "run", steps=40, batch=32, eval_n=100, save_every=20)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def steps(run, *names):
+    return [tuple(e[n] for n in ("step", "loss", "grad_norm", "plan", *names)) for e in run.record.events("step")]
+
+
+def test_what_the_fault_takes_comes_back(run):
+    found = outcome(run.record)
+    (rung,) = found["rungs"]
+    share = rung["shares"]["plan"]
+    assert share["share"] > 0.3
+    assert share["interval"]["low"] > 0
+    clean, faulty = rung["conditions"]
+    assert clean["accuracy"] > found["before"][0]["accuracy"] - 0.08
+    assert faulty["kl"] < found["before"][1]["kl"] / 2
+    assert rung["cost"]["sequences"] == 40 * 32
+    assert rung["cost"]["flops_added"] == 0
+
+
+def test_every_number_has_its_proof(run):
+    finished = run.record.events("finished")[-1]
+    assert finished["ledgers"][HURTS]["forward"] == 20, "every second of the 40 steps is without the fault"
+    for evaluation in run.record.events("evaluation"):
+        clean, faulty = evaluation["conditions"]
+        assert clean["ledger"] is None
+        assert faulty["injections"] > 0
+    assert [e["plan"] for e in run.record.events("step")] == [0, None] * 20
+
+
+def test_the_model_is_an_ordinary_folder_with_a_card(run):
+    folder = run.record.folder / "model"
+    model, tokenizer = load_model(str(folder))
+    assert tokenizer.eos_token_id is not None
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    card = (folder / "README.md").read_text()
+    assert HURTS in card
+    assert "recovered" in card
+    assert f"{outcome(run.record)['before'][1]['accuracy']:.1%}" in card
+
+
+def test_the_teacher_is_the_model_as_it_came(run):
+    clean, _ = load_model("nano", dtype=torch.float32)
+    assert same(dict(run.students.clean.named_parameters()), dict(clean.named_parameters()))
+
+
+def test_it_ends_when_the_target_is_reached(tmp_path):
+    found = outcome(hardened(tmp_path / "run", rungs=("distil", "supervise"), target=0.0, steps=2).record)
+    assert [r["rung"] for r in found["rungs"]] in ([], ["distil"])
+    assert found["reached"] or len(found["rungs"]) == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bits(tmp_path):
+    whole = hardened(tmp_path / "whole", rungs=("distil", "supervise"))
+
+    class Stop(BaseException):
+        pass
+
+    for at in (1, 5, 7):
+
+        def tell(kind, facts, at=at):
+            if kind == "step" and facts["step"] == at:
+                raise Stop
+
+        folder = tmp_path / f"stopped-{at}"
+        with pytest.raises(Stop):
+            hardened(folder, tell, rungs=("distil", "supervise"))
+        run = gone_on(folder)
+        assert same_weights(folder, whole.record.folder), at
+        assert steps(run) == steps(whole)
+        ledgers = [r.record.events("finished")[-1]["ledgers"][HURTS]["forward"] for r in (run, whole)]
+        assert ledgers[0] == ledgers[1], at
+
+
+def test_a_checkpoint_that_was_changed_is_refused(tmp_path):
+    def tell(kind, facts):
+        if kind == "step" and facts["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hardened(tmp_path / "run", tell)
+    newest = sealed(tmp_path / "run")[-1] / "optimizer.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    with pytest.raises(ShaketableError, match=r"optimizer.safetensors was changed"):
+        gone_on(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_another_seed_is_another_run(tmp_path):
+    one, other = (hardened(tmp_path / str(seed), seed=seed, steps=2) for seed in (0, 1))
+    assert steps(one) != steps(other)
+
+
+@pytest.mark.slow
+def test_micro_batches_have_the_same_loss(tmp_path):
+    one = hardened(tmp_path / "one", steps=2)
+    parts = hardened(tmp_path / "parts", steps=2, micro_batch=4)
+    assert [s[1] for s in steps(one)] == pytest.approx([s[1] for s in steps(parts)], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_checkpointing_changes_nothing_but_memory(tmp_path):
+    one, other = (hardened(tmp_path / str(on), steps=2, checkpointing=on) for on in (False, True))
+    assert [s[1] for s in steps(one)] == pytest.approx([s[1] for s in steps(other)], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_several_plans_take_turns(tmp_path):
+    noise = "relative_gaussian:0.5@module.linear"
+    run = hardened(tmp_path / "run", plans=(HURTS, noise), clean_every=0, steps=8)
+    assert {e["plan"] for e in run.record.events("step")} == {0, 1}
+    assert set(outcome(run.record)["rungs"][0]["shares"]) == {HURTS, noise}
+    fired = run.record.events("finished")[-1]["ledgers"]
+    assert all(fired[plan]["forward"] > 0 for plan in (HURTS, noise))
+
+
+@pytest.mark.slow
+def test_adapters_need_no_second_copy_and_end_in_ordinary_weights(tmp_path):
+    run = hardened(tmp_path / "run", lora=4, steps=4, clean_every=0)
+    assert run.students.clean is None
+    finished = run.record.events("finished")[-1]
+    assert finished["merging_changed_logits_by"] < 1e-3
+    names = set(weights(tmp_path / "run"))
+    assert not any("lora" in name for name in names)
+    clean, _ = load_model("nano", dtype=torch.float32)
+    trained, _ = load_model(str(tmp_path / "run" / "model"), dtype=torch.float32)
+    assert not same(dict(clean.named_parameters()), dict(trained.named_parameters()))
+    first = steps(run)[0][1]
+    assert first == pytest.approx(steps(hardened(tmp_path / "full", steps=4, clean_every=0))[0][1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_prompts_alone_are_enough(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{a}+{b}="}) for a in range(10, 20) for b in range(30, 40)))
+    found = outcome(
+        hardened(tmp_path / "run", task=None, prompts=str(file), max_new_tokens=6, steps=30, batch=32, clean_every=0).record
+    )
+    assert found["measure"] == "agreement"
+    assert found["before"][0]["accuracy"] == 1
+    assert found["before"][1]["accuracy"] < 1
+    (rung,) = found["rungs"]
+    assert rung["conditions"][1]["kl"] < found["before"][1]["kl"]
+
+
+@pytest.mark.slow
+def test_the_rung_reinforce_is_grpo_from_the_hardened_model(tmp_path):
+    run = hardened(tmp_path / "run", rungs=("distil", "reinforce"), steps=2, reinforce_steps=1)
+    inner = RunRecord.open(tmp_path / "run" / "reinforce", "train")
+    assert inner.config["beta"] > 0
+    assert inner.config["plan"] == HURTS
+    assert inner.events("finished")
+    assert [e["rung"] for e in run.record.events("rung")] == ["distil", "reinforce"]
+
+
+def test_a_control_trains_without_any_fault(tmp_path):
+    run = hardened(tmp_path / "run", plans=(), conditions={"faulty": HURTS}, steps=2)
+    assert [e["plan"] for e in run.record.events("step")] == [None, None]
+    assert run.record.events("finished")[-1]["ledgers"] == {}
+
+
+def test_a_fault_that_takes_nothing_is_refused(tmp_path):
+    with pytest.raises(ShaketableError, match=r"the fault takes .* points: there is nothing to harden against"):
+        prepared(tmp_path / "run", plans=("relative_gaussian:0.0001@module.linear",)).run()
+
+
+def test_a_model_at_chance_is_refused(tmp_path):
+    with pytest.raises(ShaketableError, match="nothing that a fault could take"):
+        prepared(tmp_path / "run", task="arithmetic,level=5").run()
+
+
+def test_a_plan_that_never_fires_ends_the_run(tmp_path):
+    with pytest.raises(InertError, match="in its first step"):
+        prepared(tmp_path / "run", plans=("gain:0.0@layer.3",), conditions={"faulty": HURTS}).run()
+
+
+def test_what_acts_backward_only_is_refused():
+    from shaketable.harden.scoring import conditions_of
+
+    with pytest.raises(ShaketableError, match="acts backward only"):
+        conditions_of(small(plans=("relative_gaussian:0.1@op.matmul,direction=backward",)))
+
+
+OFFSET = "bias:0.3@module.linear"
+
+
+def test_an_offset_is_calibrated_away_and_nothing_is_trained(tmp_path):
+    run = hardened(tmp_path / "run", plans=(OFFSET,), rungs=("calibrate", "distil"), target=0.8, clean_loss=1, calibrate_n=32)
+    found = outcome(run.record)
+    (rung,) = found["rungs"]
+    assert rung["rung"] == "calibrate"
+    assert rung["kept"]
+    assert rung["shares"]["plan"]["share"] > 0.8
+    assert found["reached"]
+    assert run.record.events("step") == []
+
+
+@pytest.mark.slow
+def test_a_calibration_that_costs_too_much_without_the_fault_is_undone(tmp_path):
+    run = hardened(tmp_path / "run", plans=(OFFSET,), rungs=("calibrate",), calibrate_n=32)
+    (rung,) = outcome(run.record)["rungs"]
+    assert not rung["kept"]
+    assert "points without the fault" in rung["facts"]["undone"]
+    assert rung["cost"]["flops_added"] == 0
+    clean, _ = load_model("nano", dtype=torch.float32)
+    trained, _ = load_model(str(tmp_path / "run" / "model"), dtype=torch.float32)
+    assert same(dict(clean.named_parameters()), dict(trained.named_parameters()))
+    assert trained.config.mlp_bias is False
+
+
+@pytest.mark.slow
+def test_a_run_that_was_calibrated_goes_on_with_its_biases(tmp_path):
+    fields = {"plans": (OFFSET,), "rungs": ("calibrate", "distil"), "clean_loss": 1, "calibrate_n": 32, "steps": 4}
+    whole = hardened(tmp_path / "whole", **fields)
+
+    def tell(kind, facts):
+        if kind == "step" and facts["step"] == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hardened(tmp_path / "stopped", tell, **fields)
+    gone_on(tmp_path / "stopped")
+    assert same_weights(tmp_path / "stopped", whole.record.folder)
+    assert load_model(str(tmp_path / "stopped" / "model"))[0].config.mlp_bias == whole.students.model.config.mlp_bias
+
+
+def test_too_little_memory_is_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("shaketable.harden.distil.forward_kl", full)
+    with pytest.raises(ShaketableError, match="not enough memory for distil: begin anew with --micro-batch 4"):
+        hardened(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("raised", "found", "text"),
+    [
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            ShaketableError,
+            "not enough memory.*--lora 16",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory."), ShaketableError, "not enough memory.*--lora 16"),
+        (RuntimeError("the device is gone"), RuntimeError, "the device is gone"),
+    ],
+)
+def test_only_a_lack_of_memory_is_called_one(tiny_llama, monkeypatch, raised, found, text):
+    def fail(self, memo):
+        raise raised
+
+    monkeypatch.setattr(type(tiny_llama), "__deepcopy__", fail, raising=False)
+    with pytest.raises(found, match=text):
+        Students(tiny_llama, 0, "cpu", "float32")

@@ -1,0 +1,155 @@
+"""Checkpoints that a kill or a full disk cannot spoil."""
+
+import errno
+import json
+import os
+
+import pytest
+from safetensors import SafetensorError
+
+from shaketable.errors import InertError, ShaketableError
+from shaketable.records.record import RunRecord
+from shaketable.train import checkpoints
+from shaketable.train.checkpoints import bound, check, content, drop_old, hashes, seal, sealed, step_of, writing
+
+
+def checkpoint(out, step, whole=True):
+    folder = out / f"checkpoint-{step}"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    if whole:
+        seal(folder, {"step": step})
+    return folder
+
+
+def names(out):
+    return sorted(p.name for p in out.iterdir())
+
+
+def test_a_sealed_checkpoint_is_whole_and_carries_its_content(tmp_path):
+    folder = checkpoint(tmp_path, 3)
+    assert content(folder) == {"step": 3}
+    assert names(folder) == ["model.safetensors", "shaketable.json"], "no draft is left"
+    assert step_of(folder) == 3
+
+
+def test_only_sealed_ones_are_found_in_the_order_of_their_steps(tmp_path):
+    for step in (10, 9, 100):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 200, whole=False)
+    assert [step_of(p) for p in sealed(tmp_path)] == [9, 10, 100]
+
+
+@pytest.mark.attack("tampered records")
+def test_only_what_the_record_knows_is_resumed_from(tmp_path):
+    record = RunRecord.create(tmp_path / "run", "train", {}, {})
+    first, second = checkpoint(record.folder, 2), checkpoint(record.folder, 4)
+    assert bound(record) == {}
+    record.append("checkpoint", step=2, files=hashes(first))
+    assert bound(record) == {first: hashes(first)}
+    record.append("checkpoint", step=4, files=hashes(second))
+    assert list(bound(record)) == [first, second]
+    record.resumed(2)
+    assert list(bound(record)) == [first], "what was done after that step is void"
+
+
+@pytest.mark.parametrize("fate", ["changed", "removed", "put there"])
+@pytest.mark.attack("tampered records")
+def test_a_checkpoint_that_is_not_what_was_saved_is_one_line(tmp_path, fate):
+    folder = checkpoint(tmp_path, 2)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "state.pt").write_bytes(b"state")
+    files = hashes(folder)
+    check(folder, files)
+    if fate == "put there":
+        (folder / "deep" / "more.pt").write_bytes(b"")
+    elif fate == "changed":
+        (folder / "deep" / "state.pt").write_bytes(b"State")
+    else:
+        (folder / "deep" / "state.pt").unlink()
+    with pytest.raises(ShaketableError, match=rf"checkpoint-2 is not what this run saved: deep/\w+.pt was {fate}"):
+        check(folder, files)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.attack("kills")
+def test_a_kill_while_sealing_leaves_no_seal(tmp_path, monkeypatch, call):
+    folder = checkpoint(tmp_path, 3, whole=False)
+
+    def killed(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(os, call, killed)
+    if call == "replace":
+        monkeypatch.setattr(checkpoints.Path, "replace", killed)
+    with pytest.raises(SystemExit):
+        seal(folder, {})
+    assert sealed(tmp_path) == []
+
+
+def test_every_file_is_on_disk_before_the_seal(tmp_path, monkeypatch):
+    folder = checkpoint(tmp_path, 3, whole=False)
+    (folder / "optimizer.pt").write_bytes(b"state")
+    synced, replace = set(), checkpoints.Path.replace
+
+    def note(descriptor):
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def check(self, target):
+        assert synced == {"model.safetensors", "optimizer.pt", f".shaketable.json.{os.getpid()}"}
+        assert json.loads(self.read_text()) == {"a": 1}
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(checkpoints.Path, "replace", check)
+    seal(folder, {"a": 1})
+    assert sealed(tmp_path) == [folder]
+
+
+def test_old_ones_go_and_the_two_newest_whole_ones_stay(tmp_path):
+    for step in (1, 2, 3, 4):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 5, whole=False)
+    (tmp_path / "record.jsonl").touch()
+    drop_old(tmp_path)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4", "checkpoint-5", "record.jsonl"]
+
+
+def test_what_was_cut_off_before_a_whole_one_goes_too(tmp_path):
+    checkpoint(tmp_path, 1)
+    checkpoint(tmp_path, 2, whole=False)
+    checkpoint(tmp_path, 3)
+    drop_old(tmp_path)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_nothing_goes_as_long_as_nothing_is_whole(tmp_path):
+    checkpoint(tmp_path, 1, whole=False)
+    drop_old(tmp_path)
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device"),
+        RuntimeError("PytorchStreamWriter failed\nNo space left on device"),
+    ],
+)
+@pytest.mark.attack("full disks")
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(tmp_path, error):
+    with (
+        pytest.raises(ShaketableError, match=rf"cannot write checkpoint-2 in .*--resume {tmp_path}") as caught,
+        writing("checkpoint-2", tmp_path),
+    ):
+        raise error
+    assert "No space" in str(caught.value) or "PytorchStreamWriter" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [InertError("never fired"), KeyboardInterrupt(), ValueError("a bug")])
+def test_what_is_not_about_writing_passes(tmp_path, error):
+    with pytest.raises(type(error)) as caught, writing("checkpoint-2", tmp_path):
+        raise error
+    assert caught.value is error

@@ -1,0 +1,70 @@
+"""What a training run is asked to do: checked at once, in one line, without torch."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from shaketable.errors import ShaketableError
+from shaketable.train.config import TrainConfig
+from tests.train.configs import config
+
+PLAN = "relative_gaussian:0.05@op.matmul"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "steps: .*greater than or equal to 1.*got 0"),
+        ({"samples": 1}, "samples: .*got 1"),
+        ({"prompts": 0}, "prompts: "),
+        ({"temperature": 0}, "temperature: "),
+        ({"lr": -1.0}, "lr: "),
+        ({"tis": 0.0}, "tis: "),
+        ({"seed": 2**32}, "seed: "),
+        ({"plan": PLAN, "plan_in": "everywhere"}, "plan_in: .*'both'.*got 'everywhere'"),
+        ({"dtype": "float16"}, "dtype: .*'bfloat16'"),
+        ({"plan_in": "rollout"}, "plan_in=rollout needs a plan"),
+        ({"prompts": 4, "samples": 4, "micro_batch": 5}, "micro_batch 5 does not divide the 16 answers of a step"),
+        ({"warmup": 10}, "a warm-up of 10 steps leaves nothing of a run of 10"),
+        ({"stepps": 3}, "stepps: "),
+        ({"eval_batch": -1}, "eval_batch: "),
+    ],
+)
+def test_what_does_not_fit_is_one_line(fields, message):
+    with pytest.raises(ShaketableError, match=message) as caught:
+        config(**fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [{"plan": PLAN, "plan_in": "eval"}, {"micro_batch": 32}, {"warmup": 9}, {"steps": 1}])
+def test_what_fits_is_taken(fields):
+    assert config(**fields).model_dump().items() >= fields.items()
+
+
+def test_it_is_frozen_and_comes_back_from_json():
+    made = config(plan=PLAN, eval_plans=("gain:0.1@layer.0",), lr=1e-3)
+    assert TrainConfig.checked(**made.model_dump(mode="json")) == made
+    with pytest.raises(ValueError, match="frozen"):
+        made.steps = 3
+
+
+def test_defaults_of_a_step():
+    assert config().batch == 128
+    assert [config(steps=n).save_steps for n in (1, 9, 10, 55)] == [1, 1, 1, 5]
+    assert config(save_every=7).save_steps == 7
+
+
+@given(some.integers(1, 60), some.integers(0, 70))
+def test_origin_16_the_first_and_the_last_step_are_always_evaluated(steps, every):
+    made = config(steps=steps, eval_every=every)
+    evaluated = {step for step in range(steps + 1) if made.evaluates_at(step)}
+    assert evaluated == {0, steps} | (set(range(0, steps + 1, every)) if every else set())
+
+
+def test_it_imports_no_torch():
+    code = "import sys, shaketable.train.config; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]

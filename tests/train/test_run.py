@@ -1,0 +1,361 @@
+"""A whole run in this process: where the noise was, when it was scored, and that off is off."""
+
+import json
+
+import pytest
+import torch
+
+from shaketable.errors import InertError, ShaketableError
+from shaketable.evaluate.tasks import load_task
+from shaketable.models import NANO, load_model
+from shaketable.train.checkpoints import content, sealed
+from shaketable.train.dry_run import rehearse
+from shaketable.train.run import _training_problems
+from tests.train.training_runs import SMALL, prepared, small, trained, weights
+
+NOISE = "relative_gaussian:0.2@op.matmul"
+LOUD_AQN = "constant:0.3"
+NORMS = 17  # two in each of eight layers, and the last
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    """A run that never heard of faults."""
+    return trained(tmp_path_factory.mktemp("clean") / "run")
+
+
+def final(training):
+    return weights(training.record.folder / "model")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def facts(training, *names):
+    """Of every step, what does not depend on the clock."""
+    return [tuple(e[name] for name in ("step", "loss", "reward", "entropy", *names)) for e in training.record.events("step")]
+
+
+def fires(training, name):
+    """Forward and backward, per phase, as the record has it."""
+    (finished,) = training.record.events("finished")
+    total = {}
+    for site in finished["ledgers"][name]["sites"]:
+        for phase, counts in site["phases"].items():
+            row = total.setdefault(phase, [0, 0])
+            row[0] += counts["forward"]
+            row[1] += counts["backward"]
+    return total
+
+
+def test_a_run_learns_something_and_records_every_step_once(clean):
+    assert [e["step"] for e in clean.record.events("step")] == [1, 2, 3]
+    assert [e["step"] for e in clean.record.events("evaluation")] == [0, 3]
+    assert not same(final(clean), weights(NANO))
+    event = clean.record.events("step")[-1]
+    assert {"loss", "reward", "entropy", "zero_variance", "grad_norm", "sigma", "kl_sampler_trainer", "ratio_tail"} <= set(
+        event
+    )
+    assert event["tokens_per_second"] > 0 and 0 < event["sampling_seconds"] < event["seconds"]
+    (resolved,) = clean.record.events("resolved")
+    assert resolved["config"]["lr"] == 1e-3 and resolved["config"]["steps"] == 3
+
+
+def test_the_same_configuration_is_the_same_run_whatever_the_global_generator_did(clean, tmp_path):
+    torch.manual_seed(12345)
+    again = trained(tmp_path / "run")
+    assert facts(again) == facts(clean)
+    assert same(final(again), final(clean))
+
+
+@pytest.mark.slow
+def test_another_seed_is_another_run(clean, tmp_path):
+    other = trained(tmp_path / "run", seed=1)
+    assert facts(other) != facts(clean)
+    assert not same(final(other), final(clean))
+
+
+def test_law_2_a_plan_for_scores_only_changes_no_bit_of_training(clean, tmp_path):
+    scored = trained(tmp_path / "run", plan="relative_gaussian:0.5@op.matmul", plan_in="eval", eval_every=1)
+    assert same(final(scored), final(clean))
+    assert facts(scored) == facts(clean)
+    assert fires_in_scores(scored) and scored.record.events("finished")[0]["ledgers"] == {}
+
+
+def fires_in_scores(training):
+    found = [c for e in training.record.events("evaluation") for c in e["conditions"] if c["name"] == "plan"]
+    assert all(set(s["phases"]) == {"eval"} for c in found for s in c["ledger"]["sites"])
+    return all(c["injections"] > 0 for c in found) and found
+
+
+def test_law_2_as_long_as_sigma_is_0_a_run_with_aqn_is_the_run_without(clean, tmp_path):
+    noisy = trained(tmp_path / "run", aqn="global_decay:0.5-0.3,stages=3")
+    assert [e["sigma"] for e in noisy.record.events("step")] == pytest.approx([0, 0.5, 0.3])
+    assert facts(noisy)[0] == facts(clean)[0]
+    assert facts(noisy)[1:] != facts(clean)[1:]
+    assert fires(noisy, "aqn") == {"rollout": [2 * NORMS, 0]}, "none at the first step"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan_in", "phases"), [("both", {"rollout", "train"}), ("rollout", {"rollout"}), ("loss", {"train"}), ("eval", set())]
+)
+def test_the_plan_acts_in_the_phases_asked_for_and_no_other(clean, tmp_path, plan_in, phases):
+    run = trained(tmp_path / "run", plan=NOISE, plan_in=plan_in)
+    found = fires(run, "plan") if phases else {}
+    assert set(found) == phases
+    assert all(forward > 0 for forward, _ in found.values())
+    assert found.get("train", [0, 1])[1] > 0, "and in the backward of the loss"
+    assert found.get("rollout", [1, 0])[1] == 0
+    assert same(final(run), final(clean)) == (plan_in == "eval")
+    assert fires_in_scores(run)
+    kl = [e["kl_sampler_trainer"] for e in run.record.events("step")]
+    assert max(kl) > 1e-6 if phases else max(kl) < 1e-9
+
+
+def test_aqn_acts_in_rollouts_with_the_sigma_of_the_schedule(clean, tmp_path):
+    run = trained(tmp_path / "run", aqn="global_decay:0.4-0.1,stages=3", steps=6)
+    assert fires(run, "aqn") == {"rollout": [4 * NORMS, 0]}
+    (site,) = run.record.events("finished")[0]["ledgers"]["aqn"]["sites"]
+    assert site["measured_magnitude"] == pytest.approx((2 * 0.4 + 2 * 0.1) / 4, rel=0.1)
+    (check,) = run.record.events("aqn_check")
+    assert check["sigma"] == pytest.approx(0.4) and check["n"] == 8
+
+
+@pytest.mark.slow
+def test_aqn_in_both_acts_in_the_loss_too(tmp_path):
+    run = trained(tmp_path / "run", aqn="constant:0.1,where=both", steps=2)
+    assert set(fires(run, "aqn")) == {"rollout", "train"}
+
+
+@pytest.mark.parametrize(("every", "steps", "expected"), [(2, 5, [0, 2, 4, 5]), (1, 1, [0, 1])])
+def test_origin_16_scores_are_taken_at_the_first_step_every_k_and_always_the_last(tmp_path, every, steps, expected):
+    run = trained(tmp_path / "run", eval_every=every, steps=steps)
+    assert [e["step"] for e in run.record.events("evaluation")] == expected
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {"plan": "relative_gaussian:0.3@module.linear,point=weight"},
+        {"plan": "mxfp4@module.linear", "aqn": LOUD_AQN, "eval_every": 1},
+    ],
+)
+def test_law_4_noise_is_never_saved(tmp_path, noise):
+    """With a learning rate of next to nothing every saved weight is the one that the run began with."""
+    run = trained(tmp_path / "run", lr=1e-30, save_every=1, **noise)
+    begin = weights(NANO)
+    saved = [final(run), *(weights(folder) for folder in sealed(run.record.folder))]
+    assert len(saved) == 3
+    for found in saved:
+        assert found.keys() == begin.keys()
+        assert all(torch.allclose(found[k], begin[k], rtol=0, atol=1e-25) for k in begin)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.policy.modules()), "and nothing is left on the model"
+
+
+@pytest.mark.slow
+def test_sampler_and_trainer_agree_without_noise_at_any_temperature(clean, tmp_path):
+    cold = trained(tmp_path / "run", temperature=0.7)
+    for run in (clean, cold):
+        for event in run.record.events("step"):
+            assert 0 <= event["kl_sampler_trainer"] < 1e-9
+            assert event["ratio_max"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_noisy_sampler_is_measured_against_the_trainer(clean, tmp_path):
+    quiet, loud = (trained(tmp_path / aqn, aqn=aqn, steps=2) for aqn in ("constant:0.05", "constant:0.5"))
+    mean = [sum(e["kl_sampler_trainer"] for e in run.record.events("step")[:2]) / 2 for run in (clean, quiet, loud)]
+    assert mean[0] < 1e-9 < mean[1] < mean[2]
+    assert max(e["ratio_tail"] for e in loud.record.events("step")) > 0
+
+
+def test_a_plan_that_never_fires_in_the_first_step_ends_the_run_there(tmp_path):
+    training = prepared(tmp_path / "run", plan=f"{NOISE},direction=backward", plan_in="rollout")
+    with pytest.raises(InertError, match="never fired in the first step"):
+        training.run()
+    assert training.record.events("step", "finished") == []
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in training.policy.modules())
+
+
+def test_a_plan_that_changes_nothing_in_the_first_step_ends_the_run_there(tmp_path):
+    """It is not among the conditions of the first scores, which would have found it out before."""
+    training = prepared(tmp_path / "run", plan="saturation:2@module.linear", conditions={})
+    with pytest.raises(InertError, match="changed no value in the first step"):
+        training.run()
+    assert training.record.events("step", "finished") == []
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in training.policy.modules())
+
+
+@pytest.mark.slow
+def test_aqn_that_is_silent_in_its_first_stage_is_no_error(tmp_path):
+    assert trained(tmp_path / "run", aqn="global_decay:0.2-0.1,stages=3").record.events("finished")
+
+
+@pytest.mark.slow
+def test_a_plan_that_acts_backward_only_is_trained_under(clean, tmp_path):
+    run = trained(tmp_path / "run", plan=f"{NOISE},direction=backward")
+    assert fires(run, "plan")["train"][0] == 0 < fires(run, "plan")["train"][1]
+    assert not same(final(run), final(clean))
+
+
+def test_checkpoints_carry_the_ledger_up_to_their_step(tmp_path):
+    run = trained(tmp_path / "run", aqn=LOUD_AQN, plan=NOISE, save_every=1)
+    two, three = (content(folder) for folder in sealed(run.record.folder))
+    assert (two["aqn"]["forward"], three["aqn"]["forward"]) == (2 * NORMS, 3 * NORMS)
+    assert two["plan"]["forward"] < three["plan"]["forward"]
+    assert three["plan"]["forward"] == run.record.events("finished")[0]["ledgers"]["plan"]["forward"]
+
+
+@pytest.mark.slow
+def test_a_step_in_micro_batches_draws_the_same_answers_and_about_the_same_gradient(clean, tmp_path):
+    split = trained(tmp_path / "run", micro_batch=4)
+    first, whole = split.record.events("step")[0], clean.record.events("step")[0]
+    assert first["reward"] == pytest.approx(whole["reward"])
+    assert first["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_kl_penalty_begins_to_act_once_the_policy_has_moved(clean, tmp_path):
+    held = trained(tmp_path / "run", beta=5.0)
+    assert facts(held)[0][2] == facts(clean)[0][2], "the first step begins at the reference, and samples the same"
+    assert not same(final(held), final(clean))
+
+
+@pytest.mark.slow
+def test_a_collapse_is_told_with_its_numbers_and_the_run_goes_on(tmp_path):
+    told = []
+    run = trained(tmp_path / "run", lambda kind, facts: told.append((kind, facts)), aqn="constant:5.0", eval_n=40)
+    (warning,) = run.record.events("warning")
+    clean_score = run.record.events("evaluation")[0]["conditions"][0]["accuracy"]
+    noisy_score = run.record.events("aqn_check")[0]["accuracy"]
+    assert warning["text"] == (
+        f"with AQN at its largest σ = 5 accuracy falls from {clean_score:.1%} to {noisy_score:.1%} before the first step"
+    )
+    assert [facts["text"] for kind, facts in told if kind == "warning"] == [warning["text"]]
+    assert len(run.record.events("step")) == 3 and run.record.events("finished")
+
+
+@pytest.mark.slow
+def test_a_plan_that_takes_the_model_down_is_told_too_and_a_mild_one_is_not(tmp_path):
+    run = trained(tmp_path / "a", plan="relative_gaussian:2@module.linear", plan_in="eval", eval_n=40, steps=1)
+    assert "under plan accuracy falls from" in run.record.events("warning")[0]["text"]
+    mild = trained(tmp_path / "b", plan="relative_gaussian:1e-3@module.linear", aqn="constant:0.01", eval_n=40, steps=1)
+    assert mild.record.events("warning") == []
+
+
+def test_what_happens_is_told_in_order(tmp_path):
+    told = []
+    trained(tmp_path / "run", lambda kind, facts: told.append((kind, facts.get("step"))), eval_every=1, steps=2)
+    assert [t for t in told if t[0] != "stage"] == [
+        ("evaluation", 0), ("evaluation", 1), ("step", 1), ("evaluation", 2), ("step", 2),
+    ]  # fmt: skip
+
+
+def test_every_answer_of_every_score_is_in_the_record(clean):
+    for event in clean.record.events("evaluation"):
+        (condition,) = event["conditions"]
+        assert len(condition["answers"]) == 8
+        assert condition["accuracy"] == sum(a["correct"] for a in condition["answers"]) / 8
+    ids = [[a["id"] for a in e["conditions"][0]["answers"]] for e in clean.record.events("evaluation")]
+    assert ids[0] == ids[1], "the same problems every time"
+
+
+@pytest.mark.parametrize(("fields", "lr"), [({"lr": None}, 1e-4), ({"lr": 3e-4}, 3e-4)])
+def test_the_learning_rate_is_chosen_by_size(tmp_path, fields, lr):
+    assert prepared(tmp_path / "run", **fields).config.lr == lr
+
+
+def test_problems_follow_the_seed_and_come_again_only_when_all_were_there():
+    task = load_task("arithmetic,level=1")
+    have = len(task.problems("train"))
+    config = small(task="arithmetic,level=1", steps=have // 4 * 2 + 4, prompts=4)
+    ids = [p.id for p in _training_problems(task, config)]
+    assert len(ids) == config.steps * 4 > 2 * have
+    assert len(set(ids[:have])) == have == len(set(ids[have : 2 * have]))
+    assert ids[:have] != ids[have : 2 * have], "another order"
+    test = {p.id for p in task.problems("test")}
+    assert not test & set(ids)
+    assert [p.id for p in _training_problems(task, config)] == ids
+    assert [p.id for p in _training_problems(task, config.model_copy(update={"seed": 1}))] != ids
+
+
+@pytest.mark.slow
+def test_every_step_takes_the_next_problems_of_the_draw(tmp_path):
+    training = prepared(tmp_path / "run", steps=2)
+    asked, reward = [], training._reward
+    training.trainer.reward_funcs[0] = lambda problem, **rest: (asked.append(problem), reward(problem=problem, **rest))[1]
+    training.run()
+    assert asked == [[i for i in step for _ in range(4)] for step in (range(4), range(4, 8))]
+
+
+def test_a_rehearsal_loads_no_weights_and_tells_what_would_happen():
+    skeleton, lines = rehearse(small(plan=NOISE, plan_in="rollout", aqn=LOUD_AQN, eval_every=2))
+    assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+    text = "\n".join(lines)
+    for part in ("1,391,104 parameters", "4 problems × 4 answers", f"{NOISE},phase=rollout", "every 2 steps", "in rollout"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"task": "text"}, "no answers to reward"),
+        ({"eval_n": 10**9}, "cannot draw 1000000000 test problems"),
+        ({"plan": "gain:1@layer.8"}, "layers 0-7"),
+        ({"eval_plans": ("gain:1@module.lineer",)}, "did you mean 'linear'"),
+        ({"aqn": "constant:0.1,layers=8"}, "out of range"),
+        ({"aqn": "global_decay:0.05-0.0005,stages=10", "steps": 1}, "σ"),
+        ({"model": "nanno"}, "did you mean 'nano'"),
+    ],
+)
+def test_a_rehearsal_refuses_what_would_stop_the_run(fields, message):
+    with pytest.raises(ShaketableError, match=message):
+        rehearse(small(**fields))
+
+
+@pytest.mark.slow
+def test_lora_trains_adapters_and_nothing_else(tmp_path):
+    run = trained(tmp_path / "run", lora=4)
+    learning = {name for name, p in run.policy.named_parameters() if p.requires_grad}
+    assert learning and all("lora_" in name for name in learning)
+    begin = load_model("nano")[0].state_dict()
+    for name, value in run.policy.get_base_model().state_dict().items():
+        if "lora_" not in name:
+            assert torch.equal(value, begin[name.replace(".base_layer", "")]), name
+    files = {p.name for p in (run.record.folder / "model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files and "model.safetensors" not in files
+    moved = weights_of_adapter(run.record.folder / "model")
+    assert any(float(v.abs().max()) > 0 for k, v in moved.items() if "lora_B" in k), "B begins at zero"
+
+
+def weights_of_adapter(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_lora_under_a_plan_and_aqn(tmp_path):
+    run = trained(tmp_path / "run", lora=4, plan="mxfp4@module.linear", aqn="constant:0.1", steps=2)
+    (site,) = run.record.events("finished")[0]["ledgers"]["plan"]["sites"]
+    assert not any("lora" in spot for spot in site["spots"])
+    assert fires(run, "aqn") == {"rollout": [2 * NORMS, 0]}
+
+
+def test_the_record_is_plain_json_and_the_configuration_reads_back(clean):
+    lines = (clean.record.folder / "record.jsonl").read_text().splitlines()
+    head = json.loads(lines[0])
+    assert small(**head["config"]) == clean.config == small(**SMALL)
+
+
+@pytest.mark.slow
+def test_scores_before_and_after_training_are_in_the_arithmetic_of_the_run(tmp_path):
+    """With a learning rate that changes nothing the last score is the first one, in bfloat16 too."""
+    plan = "relative_gaussian:0.02@module.linear"
+    run = trained(tmp_path / "r", steps=1, dtype="bfloat16", lr=1e-30, conditions={"noise": plan}, eval_batch=8)
+    first, last = run.record.events("evaluation")
+    for before, after in zip(first["conditions"], last["conditions"], strict=True):
+        assert [a["text"] for a in before["answers"]] == [a["text"] for a in after["answers"]]
+        assert before["measured_error"] == after["measured_error"]

@@ -1,0 +1,215 @@
+"""The supervised phase before a run: one for all arms and seeds, kept whole or not at all, and in the record."""
+
+import json
+import multiprocessing
+
+import pytest
+import torch
+
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.evaluation import Condition, Evaluator, prompt_tokens
+from shaketable.evaluate.tasks import load_task, sample
+from shaketable.models import load_model
+from shaketable.records.weight_hash import weights_hash
+from shaketable.study.cells import NEWER
+from shaketable.train import warm_start as module
+from shaketable.train.dry_run import rehearse
+from shaketable.train.summary import outcome
+from shaketable.train.warm_start import BATCH, FACTS, WEIGHTS, warm_start
+from tests.train.training_runs import prepared, small, trained
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHAKETABLE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "warm-starts"
+
+
+def warmed(steps=2, tell=None, **fields):
+    config = small(warm_start=steps, **fields)
+    model, tokenizer = load_model(config.model)
+    facts = warm_start(config, load_task(config.task), model, tokenizer, tell or (lambda kind, facts: None))
+    return model, facts
+
+
+def kept(cache):
+    return sorted(p for p in cache.iterdir() if p.is_dir())
+
+
+@pytest.mark.slow
+def test_it_teaches_the_task():
+    """Level 2 in nano's own form: the loss falls, and more answers are right than before."""
+    task, scores = load_task("arithmetic,level=5"), []
+    model, tokenizer = load_model("nano")
+    problems = sample(task, "test", 100, 0)
+    scores.append(Evaluator(model, tokenizer, task, problems, 100).score(Condition("clean")).formatted)
+    trained_model, facts = warmed(12, task="arithmetic,level=5")
+    scores.append(Evaluator(trained_model, tokenizer, task, problems, 100).score(Condition("clean")).formatted)
+    assert facts["last_loss"] < 0.8 * facts["first_loss"]
+    assert scores[1] >= scores[0]
+
+
+def test_the_loss_is_that_of_the_answers_and_of_nothing_else():
+    model, tokenizer = load_model("nano")
+    task = load_task("arithmetic")
+    problems = sample(task, "train", 5, 3)
+    (batch,) = module._batches(task, tokenizer, problems)
+    found = module._loss(model, batch, 0).detach()
+    logps = []
+    for problem in problems:
+        prompt = prompt_tokens(tokenizer, task, problem)
+        answer = [*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        rows = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        logps.append(rows.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1))
+    assert len({len(p) for p in logps}) > 1, "answers of several lengths"
+    assert float(found) == pytest.approx(-float(torch.cat(logps).mean().detach()), rel=1e-5)
+
+
+def test_arms_and_seeds_begin_with_the_same_weights_and_the_second_loads_them(tmp_path, cache):
+    told = []
+    one = prepared(tmp_path / "one", lambda kind, facts: told.append((kind, facts)), warm_start=2)
+    steps = [facts for kind, facts in told if facts.get("text") == "warm start"]
+    assert [(f["done"], f["total"]) for f in steps] == [(0, 2), (1, 2)]
+    told.clear()
+    other = prepared(
+        tmp_path / "other", lambda kind, facts: told.append((kind, facts)), warm_start=2, seed=7, aqn="constant:0.1", lr=1e-4
+    )
+    assert not any(facts.get("text") == "warm start" for _, facts in told)
+    assert weights_hash(one.policy) == weights_hash(other.policy) != weights_hash(load_model("nano")[0])
+    assert len(kept(cache)) == 1
+    first, second = (run.record.events("made_of")[0] for run in (one, other))
+    assert first["weights"] == second["weights"] == first["warm_start"]["weights"] == weights_hash(one.policy)
+    assert first["warm_start"]["before"] == weights_hash(load_model("nano")[0])
+    assert (first["warm_start"]["cached"], second["warm_start"]["cached"]) == (False, True)
+
+
+def test_made_again_it_is_the_same_weights(tmp_path, monkeypatch):
+    """On one machine and one thread the phase is a function of what its key says."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    model, facts = warmed()
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setenv("SHAKETABLE_CACHE", str(tmp_path / "another"))
+    again, more = warmed(seed=3)
+    assert weights_hash(again) == weights_hash(model) and more == facts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [{"steps": 3}, {"task": "arithmetic,level=2"}, {"dtype": "bfloat16"}])
+def test_whatever_determines_it_makes_another_one(cache, other):
+    _, one = warmed()
+    _, two = warmed(**other)
+    assert one["key"] != two["key"] and one["weights"] != two["weights"]
+    assert len(kept(cache)) == 2
+
+
+def test_other_weights_to_begin_with_make_another_one(cache, tmp_path):
+    model, tokenizer = load_model("nano")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "changed")
+    tokenizer.save_pretrained(tmp_path / "changed")
+    warmed()
+    warmed(model=str(tmp_path / "changed"))
+    assert len(kept(cache)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["weights cut off", "one bit", "facts not JSON", "no facts", "facts of another kind"])
+def test_a_broken_one_is_made_again_with_a_word(cache, damage):
+    _, facts = warmed()
+    (folder,) = kept(cache)
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    if damage == "weights cut off":
+        (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+    elif damage == "one bit":
+        content[-100] ^= 1
+        (folder / WEIGHTS).write_bytes(content)
+    elif damage == "no facts":
+        (folder / FACTS).unlink()
+    else:
+        (folder / FACTS).write_text("{" if damage == "facts not JSON" else "[1]")
+    told = []
+    model, again = warmed(tell=lambda kind, facts: told.append((kind, facts)))
+    assert again == facts and weights_hash(model) == facts["weights"]
+    assert [f["text"] for kind, f in told if kind == "warning"] == [f"the warm start in {folder} is broken; it is made again"]
+    assert warmed()[1]["cached"], "and it is whole now"
+
+
+def test_a_kill_leaves_nothing_that_looks_whole(cache, monkeypatch):
+    monkeypatch.setattr(module, "save_model", lambda model, path: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        warmed()
+    assert kept(cache) == []
+
+
+def test_a_full_disk_is_one_line(cache, monkeypatch):
+    def full(model, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_model", full)
+    with pytest.raises(ShaketableError, match=r"cannot keep the warm start in .*: No space left on device; make room"):
+        warmed()
+
+
+def _in_a_process(queue):
+    torch.set_num_threads(1)
+    _, facts = warmed()
+    queue.put(facts)
+
+
+def test_runs_that_begin_at_once_share_one(cache):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=_in_a_process, args=(queue,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=90) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(f["cached"] for f in found) == [False, True]
+    assert found[0]["weights"] == found[1]["weights"] and len(kept(cache)) == 1
+
+
+def test_a_run_begins_there_and_its_record_says_so(tmp_path):
+    run = trained(tmp_path / "run", warm_start=2, steps=1, lr=1e-30)
+    assert outcome(run.record)["config"]["warm_start"] == 2
+    (made,) = run.record.events("made_of")
+    assert made["warm_start"]["steps"] == 2 and made["warm_start"]["batch"] == BATCH
+    assert json.loads(json.dumps(made)) == made
+    assert weights_hash(run.policy) == made["warm_start"]["weights"]
+
+
+def test_without_one_nothing_is_kept_and_the_record_is_silent(tmp_path, cache):
+    run = prepared(tmp_path / "run")
+    assert not cache.exists() and "warm_start" not in run.record.events("made_of")[0]
+    assert NEWER["warm_start"] == small().warm_start == 0
+
+
+def test_what_makes_no_sense_is_refused_in_one_line():
+    with pytest.raises(ShaketableError, match=r"a warm start trains all weights, and lora .*drop one of the two"):
+        small(warm_start=2, lora=4)
+    with pytest.raises(ShaketableError, match="warm_start: "):
+        small(warm_start=-1)
+    task = load_task("arithmetic")
+
+    class Strict(type(task)):
+        def score(self, problem, completion):
+            return super().score(problem, completion.removesuffix(problem.answer))
+
+    with pytest.raises(ShaketableError, match=r"no warm start on arithmetic: .*is not right when it is written as it stands"):
+        module.check_answers(Strict())
+
+
+def test_a_rehearsal_says_what_it_would_do():
+    _, lines = rehearse(small(warm_start=30))
+    assert f"warm start: 30 supervised steps of {BATCH} train problems, the same for every arm and seed" in lines
+    assert not any("warm start" in line for line in rehearse(small())[1])
+
+
+def test_problems_that_run_out_come_again_in_another_order():
+    task = load_task("arithmetic,level=1")
+    have = len(task.problems("train"))
+    rows = module._rows(small(warm_start=2 * have // BATCH + 1, task="arithmetic,level=1"), task)
+    first, second = rows[:have], rows[have : 2 * have]
+    assert {p.id for p in first} == {p.id for p in second} and first != second
