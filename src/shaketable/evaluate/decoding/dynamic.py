@@ -253,7 +253,7 @@ def probe_batch_size(decoder: Decoder, model: Any, prompts: Sequence[Sequence[in
 def _rows_that_fit(model: Any, width: int) -> int:
     import psutil
 
-    config = model.config
+    config = model.config.get_text_config()
     per_token = 2 * config.num_hidden_layers * config.hidden_size + 8 * config.hidden_size
     row = 4 * (width * per_token + config.vocab_size * 4)
     fit = int(psutil.virtual_memory().available // 2 // row)
