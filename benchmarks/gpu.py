@@ -42,8 +42,6 @@ from gpu_models import NOISE, SHAPES, build, naive, shaken
 from gpu_page import LINEARS, earlier, write
 from gpu_score import PROBLEMS, side_by_side
 from shaketable.aqn.spec import AQN
-from shaketable.evaluate.decoding.dynamic import Decoder
-from shaketable.evaluate.decoding.static import StaticDecoding
 
 HERE = Path(__file__).parent
 BANDWIDTH, LOCATE = "bandwidth of every kernel", "locate in device mode"
@@ -122,16 +120,6 @@ class Bench:
         def run() -> Any:
             with torch.no_grad(), st.phase("rollout"):
                 return model.generate(self.token.expand(64, 32), max_new_tokens=32, do_sample=False, pad_token_id=0)
-
-        return run
-
-    def replayed(self, model: Any) -> Run:
-        """The same as `shaketable train` does it: 64 prompts of 32 tokens, 32 more, in a captured graph."""
-        static, prompts = StaticDecoding(Decoder(32, (), 0)), self.token.expand(64, 32).tolist()
-
-        def run() -> Any:
-            with st.phase("rollout"):
-                return static.decode(model, prompts)
 
         return run
 
@@ -217,9 +205,8 @@ class Bench:
         found: dict[str, Case] = {}
         for what, plan, make in beside:
             found[what] = partial(self.beside_clean, what, plan, make, shaken if plan else naive)
-        for what, rollout in (("eager", self.rollout), ("replayed", self.replayed)):
-            name = f"rollout {what}, AQN on all norms"
-            found[name] = partial(self.aqn, name, rollout)
+        name = "rollout eager, AQN on all norms"
+        found[name] = partial(self.aqn, name, self.rollout)
         for what, plan in ((LINEARS, linear), ("op.matmul", products), ("mxfp4 W4A4", mxfp4)):
             found[f"first pass to ten passes eager, {what}"] = partial(self.opened, what, plan)
         if self.name == "smollm2-135m":

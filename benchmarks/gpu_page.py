@@ -15,7 +15,6 @@ FOR_ALL = {
     "training step eager, op.matmul forward + backward": Target(1.20),
     "prefill eager, mxfp4 W4A4": Target(1.60),
     "rollout eager, AQN on all norms": Target(1.01),
-    "rollout replayed, AQN on all norms": Target(1.01),
 }
 TARGETS = {(shape, what): target for shape in SHAPES for what, target in FOR_ALL.items()} | {
     ("smollm2-135m", f"prefill eager, {LINEARS}"): Target(1.17),

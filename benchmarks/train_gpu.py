@@ -54,13 +54,12 @@ AQN = "constant:0.01"
 PLAIN = "plain TRL"
 ARMS: dict[str, dict[str, Any]] = {
     "ours, plan and AQN off": {},
-    "ours, off, decoded step by step": {"decoding": "dynamic"},
     "ours, AQN": {"aqn": AQN},
     "ours, plan in rollout and loss, and AQN": {"plan": PLAN, "aqn": AQN},
 }
 SHAKEN = "ours, plan in rollout and loss, and AQN"
 WARM = 3
-"""Steps before anything is timed: kernels are compiled and graphs captured."""
+"""Steps before anything is timed: kernels are compiled."""
 SMALL = {"model": "nano", "task": "arithmetic,max_new_tokens=12", "prompts": 4, "samples": 4, "micro_batch": 8}
 
 
@@ -190,14 +189,13 @@ def step_rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             thread.start()
         for thread in threads:
             thread.join()
-        said = {name: runs[name].record.events("decoding") for name in ARMS}
         proof = {name: _proof(runs[name].ledgers()) for name in ARMS}
     timed = slice(options.warm, options.warm + options.rounds)
     base = turns.times[PLAIN][timed]
     rows = {}
     for name in names:
         found = _row(turns.times[name][timed], base, phases[name].steps[timed])
-        rows[name] = found | {"decoding": said[name][-1]["how"] if said.get(name) else "", "proof": proof.get(name, "")}
+        rows[name] = found | {"proof": proof.get(name, "")}
     return rows
 
 
@@ -320,11 +318,11 @@ def _answer(process: Any, log: Any) -> dict[str, float]:
 
 def tables(rows: dict[str, dict[str, Any]], side: list[dict[str, Any]]) -> list[str]:
     """Both tables, as lines of Markdown."""
-    lines = ["| arm | step | sampling | loss | rest | to plain TRL | memory of a step | rollouts | proof |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| arm | step | sampling | loss | rest | to plain TRL | memory of a step | proof |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for name, r in rows.items():
         times = " | ".join(f"{r[k]:.3f} s" for k in ("seconds", "sampling", "loss", "rest"))
-        lines.append(f"| {name} | {times} | {r['ratio']:.2f} | {r['memory']:.1f} GiB | {r['decoding']} | {r['proof']} |")
+        lines.append(f"| {name} | {times} | {r['ratio']:.2f} | {r['memory']:.1f} GiB | {r['proof']} |")
     if side:
         lines += ["", "| runs side by side | steps/s, all together | memory of one run |", "|---|---|---|"]
         lines += [f"| {r['processes']} | {r['steps_per_second']:.2f} | {r['memory']:.1f} GiB |" for r in side]

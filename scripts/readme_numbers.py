@@ -24,22 +24,20 @@ SPEED = {
     "MXFP4 on weights and inputs": "mxfp4 W4A4, 210 linears",
     "the same through torchao": "torchao: mxfp4 W4A4, 210 linears",
 }
-SOURCES = """Made from [speed](benchmarks/speed.md), [training on a CPU](benchmarks/train.md),
-    [training on a GPU](benchmarks/train_gpu.md) and [locating](benchmarks/locate.md), where machines, dates, quartiles
-    and what was not scored stand."""
+SOURCES = """Made from [speed](benchmarks/speed.md), [training](benchmarks/train.md) and
+    [locating](benchmarks/locate.md), where machines, dates, quartiles and what was not scored stand."""
 
 
 def numbers() -> str:
     """The section, in Markdown."""
-    speed, train, gpu, locate = (_read(name) for name in ("speed", "train", "train_gpu", "locate"))
+    speed, train, locate = (_read(name) for name in ("speed", "train", "locate"))
     lines = ["| SmolLM2-135M on two cores: time, with over without | |", "|---|---|"]
     lines += [f"| {label} | {speed['results'][key]['ratio']:.2f} |" for label, key in SPEED.items()]
-    steps, rows = gpu["steps"], train["rows"]
-    ours, plain = steps["ours, plan in rollout and loss, and AQN"]["seconds"], steps["plain TRL"]["seconds"]
+    rows = train["rows"]
     on, off = rows["ours, operator plan and AQN"]["ratio"], rows["ours, plan and AQN off"]["ratio"]
     exact, short = _located(locate["float32"]), _located(locate["bfloat16"])
-    training = f"""A GRPO step of SmolLM2-135M with plan and AQN on takes {ours:.2f} s on one H200, plain TRL's {plain:.2f} s;
-        of `nano` on two cores {on:.2f} times plain TRL's, {off:.2f} with both off."""
+    training = f"""A GRPO step of `nano` on two cores with plan and AQN on takes {on:.2f} times plain TRL's, {off:.2f} with
+        both off."""
     locating = f"""Of {exact[1]:,} planted faults that can be told from rounding, `locate` names layer and operator of
         {exact[0]:,} in float32, and of {short[0]:,} of {short[1]:,} in bfloat16."""
     return "\n".join([*lines, "", _filled(f"{training} {locating}"), "", _filled(SOURCES)])

@@ -60,7 +60,6 @@ def pytest_addoption(parser):
 SLOW = (
     "tests/cli/test_train_killed.py",
     "tests/faults/gpu/",
-    "tests/train/test_static_rollouts.py",
     "tests/inject/test_compiled_passes.py",
     "tests/inject/test_custom_ops.py",
     "tests/inject/test_known_differences.py",

@@ -44,6 +44,26 @@ def tiny(name, seed=0):
     return model.eval()
 
 
+def composite(vocabulary=96):
+    """Gemma 3 with its vision tower: what describes the language model is in a config inside of the config."""
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    text = SIZES | {"head_dim": 16, "vocab_size": vocabulary, "max_position_embeddings": 128}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(
+            Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+        ).eval()
+
+
 def tiny_pairs(n=8, seed=0):
     """Random tokens, of several lengths."""
     generator = torch.Generator().manual_seed(seed)

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from shaketable.errors import InertError, ShaketableError
+from shaketable.harden.run import Hardening
 from shaketable.harden.students import Students
 from shaketable.harden.summary import outcome
 from shaketable.models import load_model
 from shaketable.records.record import RunRecord
 from shaketable.train.checkpoints import sealed
+from tests.harden.ladder_models import composite
 from tests.harden.small_ladders import HURTS, gone_on, hardened, prepared, same_weights, small, weights
 
 
@@ -278,3 +280,23 @@ def test_only_a_lack_of_memory_is_called_one(tiny_llama, monkeypatch, raised, fo
     monkeypatch.setattr(type(tiny_llama), "__deepcopy__", fail, raising=False)
     with pytest.raises(found, match=text):
         Students(tiny_llama, 0, "cpu", "float32")
+
+
+def test_flags_of_an_undone_calibration_are_those_of_the_text_config(tmp_path):
+    """Gemma 3 keeps attention_bias in a config inside of its config; left on, the folder would load with random biases."""
+    _, tokenizer = load_model("nano")
+    model = composite(len(tokenizer))
+    (tmp_path / "prompts.txt").write_text("\n".join(f"{i}+{7 * i}=" for i in range(60)))
+    fields = {
+        "task": None,
+        "prompts": str(tmp_path / "prompts.txt"),
+        "plans": ("bias:2@module.linear",),
+        "rungs": ("calibrate",),
+    }
+    config = small(**fields, clean_loss=0.0, max_new_tokens=4, eval_n=12, eval_batch=12)
+    record = RunRecord.create(tmp_path / "run", "harden", config.model_dump(mode="json"), {})
+    Hardening(config, record, loaded=(model, tokenizer)).run()
+    (rung,) = record.events("rung")
+    assert "undone" in rung["facts"] and rung["facts"]["biases_added"] > 0
+    saved = json.loads((record.folder / "model" / "config.json").read_text())
+    assert saved["text_config"]["attention_bias"] is False

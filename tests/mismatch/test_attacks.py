@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+from shaketable.capture.decoder import padded
 from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.hf import HFArguments, HFEngine
 from shaketable.mismatch.results import Mismatch
@@ -82,6 +83,22 @@ def test_formats_of_one_file_are_never_a_defect(trainer, engine):
     own, other = pairs.trainer(getattr(torch, trainer)), pairs.engine(getattr(torch, engine))
     rollouts = other.sample(prompts(), how())
     found = run_stages(Question(own, other, rollouts, how(), {}, 2))
+    assert found.verdict == "LEGAL", found.sentence
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_differ_in_the_last_digit_of_float64_are_legal(dtype):
+    model = pairs.engine(getattr(torch, dtype)).model
+    ids, mask = padded(prompts())
+    how_drawn = transformers.GenerationConfig(do_sample=True, max_new_tokens=16, top_k=0, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    made = model.generate(
+        ids, attention_mask=mask, generation_config=how_drawn, output_logits=True, return_dict_in_generate=True
+    )
+    tokens = made.sequences[:, ids.shape[1] :]
+    logprobs = torch.stack(made.logits, 1).double().log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
+    rollouts = [Rollout(*row) for row in zip(prompts(), tokens.tolist(), logprobs.tolist(), strict=True)]
+    found = verdict(HFEngine(model), rollouts, recorded=2)
     assert found.verdict == "LEGAL", found.sentence
 
 
@@ -313,6 +330,7 @@ def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
             "logits_scaling": 2.0,
             "attention_multiplier": 0.2,
         },
+        "gemma": {"head_dim": 16},
         "gemma2": {"head_dim": 16},
     }
     torch.manual_seed(seed)
@@ -337,7 +355,7 @@ def pair_verdict(kind: str, plant: Any = None, dtype: torch.dtype = torch.float3
     return run_stages(Question(Trainer(build(kind), None, kind), engine, rollouts, how(max_new_tokens=10), {}, recorded))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "granite"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2", "granite", "gemma"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_healthy_models_of_other_shapes_are_legal(kind, dtype):
     found = pair_verdict(kind, dtype=getattr(torch, dtype))

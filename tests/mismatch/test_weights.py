@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.mismatch.weights import DigestComparison, compare, digest
+from shaketable.integrations.common.mismatch import DigestComparison, digest
+from shaketable.mismatch.weights import compare
 
 WEIGHT = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
 SQUARE = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ def test_it_measures_every_arm_and_writes_both_files(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["steps"]["plain TRL"]["ratio"] == 1 and len(found["steps"]) == 5
+    assert found["steps"]["plain TRL"]["ratio"] == 1 and len(found["steps"]) == 4
     for row in found["steps"].values():
         assert len(row["all_seconds"]) == 2
         assert row["seconds"] > 0 < row["sampling"] < row["seconds"] and 0 < row["loss"] < row["seconds"]

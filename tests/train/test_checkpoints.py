@@ -33,6 +33,15 @@ def test_a_sealed_checkpoint_is_whole_and_carries_its_content(tmp_path):
     assert step_of(folder) == 3
 
 
+def test_a_folder_that_was_renamed_is_left_alone(tmp_path):
+    folder = checkpoint(tmp_path, 20)
+    checkpoint(tmp_path, 10)
+    folder.rename(tmp_path / "checkpoint-20.broken")
+    assert [step_of(p) for p in sealed(tmp_path)] == [10]
+    drop_old(tmp_path)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-20.broken"]
+
+
 def test_only_sealed_ones_are_found_in_the_order_of_their_steps(tmp_path):
     for step in (10, 9, 100):
         checkpoint(tmp_path, step)

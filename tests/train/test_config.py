@@ -31,6 +31,7 @@ PLAN = "relative_gaussian:0.05@op.matmul"
         ({"warmup": 10}, "a warm-up of 10 steps leaves nothing of a run of 10"),
         ({"stepps": 3}, "stepps: "),
         ({"eval_batch": -1}, "eval_batch: "),
+        ({"decoding": "static"}, "decoding=static, rollouts in CUDA graphs, was removed"),
     ],
 )
 def test_what_does_not_fit_is_one_line(fields, message):
@@ -68,3 +69,8 @@ def test_it_imports_no_torch():
     code = "import sys, shaketable.train.config; print('torch' in sys.modules, 'transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("decoding", ["auto", "dynamic"])
+def test_records_that_name_the_decoding_are_read(decoding):
+    assert config(decoding=decoding) == config()

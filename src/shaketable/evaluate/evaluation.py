@@ -160,7 +160,8 @@ class Evaluator:
         self._check_context()
 
     def _check_context(self) -> None:
-        longest, context = max(len(p) for p in self.prompts), getattr(self.model.config, "max_position_embeddings", None)
+        longest = max(len(p) for p in self.prompts)
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if context is not None and longest + self.task.max_new_tokens > context:
             what = f"a prompt of {longest} tokens and an answer of {self.task.max_new_tokens}"
             raise ShaketableError(f"{self.task.name}: {what} do not fit into the model's context of {context}")

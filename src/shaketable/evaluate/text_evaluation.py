@@ -27,7 +27,7 @@ class TextEvaluator:
     def __init__(self, model: Any, tokenizer: Any, texts: Sequence[Problem], batch_size: int) -> None:
         self.model, self.problems, self.batch_size = model, list(texts), batch_size
         self.decoder = Decoder.of(model, tokenizer, 1)
-        context = getattr(model.config, "max_position_embeddings", None)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         ids = [tokenizer(t.question)["input_ids"][:context] for t in texts]
         if short := next((t for t, tokens in zip(texts, ids, strict=True) if len(tokens) < 2), None):
             raise ShaketableError(f"{short.id} is shorter than two tokens: one to read and one to foresee")

@@ -1,7 +1,7 @@
-"""Biases that a model has not, and that its config can give it: what offsets can be folded into.
+"""Zero biases enabled by config flags, so that offsets can be folded into products that have no bias.
 
-Which products a flag is about is not read from names: the model's class is built from a config with the flag set, and those
-that have a bias there are the ones.
+The products that a flag concerns are not guessed from names: the model's class is built from a config with the flag set, and
+its Linears with a bias are the ones. A composite config (Gemma 3, multimodal models) keeps the flags in its text config.
 """
 
 from __future__ import annotations
@@ -15,6 +15,18 @@ from shaketable.capture.reference import rebuilt
 
 FLAGS = ("attention_bias", "mlp_bias")
 """Settings of a config that give products a bias."""
+
+
+def flags(model: Any) -> dict[str, bool]:
+    """The values of these settings, for models that have them."""
+    config = model.config.get_text_config()
+    return {name: getattr(config, name) for name in FLAGS if hasattr(config, name)}
+
+
+def set_flags(model: Any, values: dict[str, bool]) -> None:
+    """Restore these settings."""
+    for name, value in values.items():
+        setattr(model.config.get_text_config(), name, value)
 
 
 def add_biases(model: Any) -> dict[str, list[nn.Linear]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.harden.config import HardenConfig
-from shaketable.harden.summary import named, so_far
+from shaketable.harden.summary import interval_end, named, so_far
 from shaketable.records.record import RunRecord
 
 
@@ -49,15 +49,10 @@ def _table(found: dict[str, Any]) -> str:
     lines = ["| after | " + " | ".join(f"{n} | KL" for n in names) + " | recovered |", "|---" * (2 * len(names) + 2) + "|"]
     lines.append(_row("nothing", found["before"], "–"))
     for rung in found["rungs"]:
-        ends = [f"{s['share']:.0%} ({_end(s, 'low')} to {_end(s, 'high')})" for s in rung["shares"].values()]
+        ends = [f"{s['share']:.0%} ({interval_end(s, 'low')} to {interval_end(s, 'high')})" for s in rung["shares"].values()]
         what = named(rung)
         lines.append(_row(what, rung["conditions"], "; ".join(ends) or "–"))
     return "\n".join(lines)
-
-
-def _end(share: dict[str, Any], end: str) -> str:
-    value = share["interval"][end]
-    return "∞" if value is None else f"{value:.0%}"
 
 
 def _row(what: str, conditions: list[dict[str, Any]], recovered: str) -> str:

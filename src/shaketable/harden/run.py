@@ -25,6 +25,7 @@ from shaketable.faults.rng import key_of
 from shaketable.harden import checkpoint
 from shaketable.harden.calibrate import calibrate
 from shaketable.harden.config import TRAINED, HardenConfig
+from shaketable.harden.config_biases import flags, set_flags
 from shaketable.harden.distil import TrainingSteps
 from shaketable.harden.model_card import write_card
 from shaketable.harden.regauge import regauge
@@ -44,7 +45,6 @@ Tell = Callable[[str, dict[str, Any]], None]
 """Called with what happens: `stage`, `step`, `evaluation`, `warning`."""
 RATES = ((300_000_000, 3e-4), (1_000_000_000, 1e-4))
 """Learning rates by size; 1e-5 above the last."""
-FLAGS = ("attention_bias", "mlp_bias")
 
 
 class Hardening:
@@ -128,7 +128,7 @@ class Hardening:
     def _climb(self, rung: str, saved: Path | None) -> None:
         start, step = time.perf_counter(), self.step
         state = None if rung in TRAINED else {n: t.detach().cpu().clone() for n, t in self.students.model.state_dict().items()}
-        flags = _flags(self.students.model)
+        before = flags(self.students.model)
         facts = self._train(rung, saved) if rung in TRAINED else self._fold(rung)
         seconds = time.perf_counter() - start
         changed = facts.get("layers") != 0
@@ -136,7 +136,7 @@ class Hardening:
         worse = None if rung in TRAINED or not changed else self._worse(conditions)
         kept = changed and worse is None
         if worse is not None and state is not None:
-            self._undo(state, flags)
+            self._undo(state, before)
             conditions, facts["undone"] = self.now, worse
         self.now, self.step = conditions, step + self._length(rung)
         found = {name: s.to_dict() for name, s in shares(self.before, conditions, self.scoring.stood).items()}
@@ -166,13 +166,12 @@ class Hardening:
         better = kl < kl_before or score > score_before
         return None if better else f"under the plan the model is no closer to the clean one: KL {kl_before:.3g} → {kl:.3g}"
 
-    def _undo(self, state: dict[str, torch.Tensor], flags: dict[str, Any]) -> None:
+    def _undo(self, state: dict[str, torch.Tensor], before: dict[str, Any]) -> None:
         model = self.students.model
         for name, _ in list(model.named_parameters()):
             if name not in state:
                 model.get_submodule(name.rpartition(".")[0]).register_parameter("bias", None)
-        for name, value in flags.items():
-            setattr(model.config, name, value)
+        set_flags(model, before)
         model.load_state_dict(state)
 
     # ---- rungs
@@ -278,7 +277,7 @@ class Hardening:
             "seconds": 0.0 if training is None else training.seconds,
             "counted": [injection.counted() for injection in injections],
             "ledgers": self._ledgers(injections) if injections else self.earlier,
-            "flags": _flags(self.students.model),
+            "flags": flags(self.students.model),
         }
         checkpoint.save(self.record, step, self.students.model, training, facts)
 
@@ -294,8 +293,7 @@ class Hardening:
         self.earlier = facts["ledgers"]
         if self.config.lora and (facts["inside"] or any(e["rung"] in TRAINED for e in self.record.events("rung"))):
             self._adapt()
-        for name, value in facts["flags"].items():
-            setattr(self.students.model.config, name, value)
+        set_flags(self.students.model, facts["flags"])
         checkpoint.load_weights(folder, self.students.model)
         self.record.resumed(checkpoints.step_of(folder))
         return folder
@@ -323,10 +321,6 @@ class Hardening:
             whole = model.merge_and_unload()
             together, _ = self.students.logits(whole, pairs)
         return whole, {"merging_changed_logits_by": float((apart.float() - together.float()).abs().max())}
-
-
-def _flags(model: Any) -> dict[str, Any]:
-    return {name: getattr(model.config, name) for name in FLAGS if hasattr(model.config, name)}
 
 
 def _resolved(config: HardenConfig, model: Any) -> HardenConfig:

@@ -88,7 +88,7 @@ class Prompts:
 
     def __init__(self, source: Source, tokenizer: Any, model: Any) -> None:
         self.source, self.tokenizer = source, tokenizer
-        self.context: int | None = getattr(model.config, "max_position_embeddings", None)
+        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     def __len__(self) -> int:
         return len(self.source.learnt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from shaketable.records.record import RunRecord
 
@@ -56,6 +56,12 @@ def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluat
 def named(rung: dict[str, Any]) -> str:
     """A rung, and what became of it."""
     return str(rung["rung"]) if rung["kept"] else f"{rung['rung']} ({'undone' if 'undone' in rung['facts'] else 'no change'})"
+
+
+def interval_end(share: dict[str, Any], end: Literal["low", "high"]) -> str:
+    """One end of a share's interval in %; JSON has null for an end that is not finite."""
+    value = share["interval"][end]
+    return {"low": "−∞", "high": "∞"}[end] if value is None else f"{round(100 * value)}%".replace("-", "−")
 
 
 def short(condition: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.gap import DRAWS, FEWEST, blocks, differences, resample
 from shaketable.mismatch.logprobs import expected, prefixes, processed
 from shaketable.mismatch.results import LARGEST, MEAN, HypothesisFit, HypothesisRow, Semantics
-from shaketable.mismatch.rounding import FEW, Rounding, judge
+from shaketable.mismatch.rounding import FEW, SMALLEST, Rounding, judge
 from shaketable.mismatch.trainer import Trainer
 
 TOKENS = 512
@@ -111,7 +111,7 @@ def try_hypotheses(
         ratio, explained, impossible = _judged(d, case.scale)
         settles = explained and not declared_fits and not hypothesis.is_fitted
         counts = engine_logits is not None or not _is_like_rounding(hypothesis.name, rounding)
-        wins = bool((low > 0 or settles) and left <= LEAVES * before and counts)
+        wins = bool((low > 0 or settles) and left <= LEAVES * before and before > SMALLEST and counts)
         rows.append(HypothesisRow(hypothesis.name, left, (low, high)))
         if high > 0 and (best is None or gain(best_loss, loss)[0] > 0 or (wins and not best.wins)):
             at_floor = ratio <= MEAN and explained

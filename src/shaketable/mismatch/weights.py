@@ -4,16 +4,12 @@ A cast of all weights to the dtype that the engine computes in is what was asked
 classes are tried in order of how exactly they can be shown: the values that the trainer's were rounded from, the bits of
 another parameter, the transpose, the same rows in another order, the bits of an earlier checkpoint, values of a coarser dtype,
 integers times a scale, one factor, few distinct values in a row. The rest, if still close, is `stale`: of another step.
-
-Where the two sides are processes that share no memory, digests are compared first (`DigestComparison`), and only differing
-weights are sent.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shaketable.errors import ShaketableError
 from shaketable.mismatch.results import ParameterDifference, Weights
 
 COARSER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -272,50 +267,3 @@ def _levels(x: Tensor) -> int:
     """The most distinct values among some rows."""
     rows = x.reshape(-1, x.shape[-1])[:: max(1, x.shape[0] // 8)]
     return max(int(row.unique().numel()) for row in rows)
-
-
-def digest(weight: Tensor) -> str:
-    """SHA-256 of a weight's bytes; zeros have no sign in it."""
-    unsigned = weight.detach().cpu() + 0 if weight.element_size() > 1 else weight.detach().cpu()
-    return hashlib.sha256(unsigned.contiguous().view(torch.uint8).numpy().data).hexdigest()
-
-
-class DigestComparison:
-    """A sampler's digests against a trainer's weights, which come one after another.
-
-    Args:
-        digests: By name, the dtype in which the sampler holds a weight, and its digest.
-        dtype: In which it computes.
-    """
-
-    def __init__(self, digests: Mapping[str, tuple[str, str]], dtype: torch.dtype) -> None:
-        self.digests, self.dtype = digests, dtype
-        self.seen: set[str] = set()
-        self.cast = 0
-        self.differing: dict[str, Tensor] = {}
-        """The trainer's weights that the sampler does not hold."""
-
-    def add(self, name: str, own: Tensor) -> None:
-        """Compare one weight, if the sampler gave its digest."""
-        if name not in self.digests:
-            return
-        kind, digested = self.digests[name]
-        held: torch.dtype = getattr(torch, kind)
-        self.seen.add(name)
-        self.cast += held != own.dtype
-        candidates = [own.to(self.dtype).to(held), *([own] if own.dtype == held else [])]
-        if all(digest(weight) != digested for weight in candidates):
-            self.differing[name] = own.cpu()
-
-    def result(self, parameters: Callable[[list[str]], Iterable[tuple[str, Tensor]]]) -> Weights:
-        """The comparison; `parameters` fetches weights of the sampler.
-
-        Raises:
-            ShaketableError: Nothing was compared, which must not look like weights that are all equal.
-        """
-        if not self.seen:
-            raise ShaketableError("no weight of the sampler has the name of one of the trainer's: nothing was compared")
-        names = list(self.differing)
-        found = compare(self.differing, parameters(names), self.dtype).differing if names else []
-        dtype = str(self.dtype).removeprefix("torch.")
-        return Weights(len(self.seen), self.cast, found, dtype, [], sorted(set(self.digests) - self.seen))

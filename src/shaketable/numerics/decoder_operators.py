@@ -150,7 +150,11 @@ class Definitions:
         return Attention.of(call, self.model.get_submodule(call.name))
 
     def _embedding(self, call: OperatorCall, precision: Precision) -> Allowed:
-        return RoundingInterval.exactly(self.weight(f"{call.name}.weight")[call.inputs["ids"].long()].to(call.output.dtype))
+        rows, dtype = self.weight(f"{call.name}.weight")[call.inputs["ids"].long()], call.output.dtype
+        if (scale := getattr(self.model.get_submodule(call.name), "embed_scale", None)) is None:
+            return RoundingInterval.exactly(rows.to(dtype))
+        value = rows.double() * float(torch.as_tensor(scale).to(self.dtype))  # Gemma
+        return Around(value, UA * value.abs() + TINY, dtype)
 
     def _linear(self, call: OperatorCall, precision: Precision) -> Allowed:
         module = self.model.get_submodule(call.name)

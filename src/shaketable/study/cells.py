@@ -23,7 +23,6 @@ from shaketable.train.config import TrainConfig
 STEPS = 60
 NEWER: dict[str, Any] = {
     "warm_start": 0,
-    "decoding": "auto",
     "clean_loss": 0.02,
     "eval_loss": False,
     "order": "after",

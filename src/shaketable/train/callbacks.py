@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from shaketable.evaluate.decoding.static import StaticDecoding
 from shaketable.train import checkpoints
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         self.training = training
         self.started = 0.0
         self.facts: dict[str, float] = {}
-        self.word = ""
         self.is_checked = False
         """Whether the first step of this process is over and has proven that the plan acts."""
 
@@ -41,7 +39,6 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         run, trainer = self.training, self.training.trainer
         seconds, spent = time.perf_counter() - self.started, run.seconds()
         run.check_weights(state.global_step)
-        self._say_how(state.global_step)
         if not self.is_checked:
             self.is_checked = True
             run.check_first_step()
@@ -60,13 +57,6 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         if run.config.evaluates_at(state.global_step):
             for found in run.evaluate(state.global_step):
                 metrics[f"shaketable/accuracy/{found.condition.name}"].append(found.accuracy)
-
-    def _say_how(self, step: int) -> None:
-        """How rollouts are decoded, whenever that is another way than before."""
-        decoder = self.training.trainer.decoder
-        if isinstance(decoder, StaticDecoding) and decoder.word != self.word:
-            self.word = decoder.word
-            self.training.record.append("decoding", step=step, how=self.word)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """One line of the record per step."""

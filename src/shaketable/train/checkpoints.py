@@ -87,8 +87,12 @@ def _fate(name: str, files: dict[str, str], now: dict[str, str]) -> str:
 
 def sealed(out: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    found = [p for p in out.glob("checkpoint-*") if (p / SEAL).is_file()]
-    return sorted(found, key=step_of)
+    return sorted((p for p in _checkpoints(out) if (p / SEAL).is_file()), key=step_of)
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    """Folders named checkpoint-N; others, such as a broken one that was renamed, are ignored."""
+    return [p for p in out.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
 
 
 def step_of(folder: Path) -> int:
@@ -108,7 +112,7 @@ def drop_old(out: Path) -> None:
     if not whole:
         return
     newest = step_of(whole[-1])
-    for folder in out.glob("checkpoint-*"):
+    for folder in _checkpoints(out):
         cut_off = not (folder / SEAL).is_file() and step_of(folder) < newest
         if cut_off or folder in whole[:-KEEP]:
             shutil.rmtree(folder)

@@ -6,7 +6,7 @@ written into the run record, and a resumed run reads it from there instead of fr
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -81,13 +81,21 @@ class TrainConfig(ConfigModel):
     """Read gradient norms and activations per layer, under every condition, before the first step and after the last."""
     save_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 is a tenth of the run."""
-    decoding: Literal["auto", "dynamic", "static"] = "auto"
-    """Of rollouts: auto, dynamic, or static (memory that stays in place and CUDA graphs; auto is that on CUDA)."""
     device: str = "cpu"
     """cpu, cuda, npu, …; what this machine has by default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the arithmetic: float32 or bfloat16 (default on an accelerator); weights and optimizer are float32 either way."""
     report_to: tuple[str, ...] = ("tensorboard",)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_decoding(cls, fields: Any) -> Any:
+        """Records of older runs name how rollouts were decoded; of three ways one is left."""
+        if not isinstance(fields, dict) or "decoding" not in fields:
+            return fields
+        if fields["decoding"] == "static":
+            raise ValueError("decoding=static, rollouts in CUDA graphs, was removed; leave decoding out")
+        return {name: value for name, value in fields.items() if name != "decoding"}
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:

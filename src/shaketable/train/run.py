@@ -28,7 +28,6 @@ from shaketable.aqn.schedules import Constant
 from shaketable.errors import InertError, ShaketableError
 from shaketable.evaluate.chat_template import chat_tokens
 from shaketable.evaluate.decoding.dynamic import Decoder, probe_batch_size
-from shaketable.evaluate.decoding.static import StaticDecoding
 from shaketable.evaluate.evaluation import Condition, Evaluation, Evaluator, arithmetic
 from shaketable.evaluate.score_layer_stats import readings
 from shaketable.evaluate.tasks import Problem, Task, load_task, sample
@@ -65,7 +64,6 @@ class Training:
         self.model, self.tokenizer = loaded or load_model(config.model, device=config.device, dtype=torch.float32)
         self.config = _resolved(config, self.model)
         record.append("resolved", config=self.config.model_dump(mode="json"))
-        self.decoding = _decoding(config, record)
         self.problems = _training_problems(self.task, self.config)
         self.tests = sample(self.task, "test", self.config.eval_n, self.config.eval_seed)
         self.warmed: dict[str, Any] = {}
@@ -89,8 +87,7 @@ class Training:
 
     def _say_what_it_is_made_of(self) -> None:
         warmed = {"warm_start": self.warmed} if self.warmed else {}
-        how = {"batch_size": self.evaluator.batch_size, "decoding": self.decoding}
-        self.record.append("made_of", **self.made_of, **how, **warmed)
+        self.record.append("made_of", **self.made_of, batch_size=self.evaluator.batch_size, **warmed)
 
     def _warm_up(self) -> None:
         """The supervised phase before the run, if there is one."""
@@ -102,6 +99,8 @@ class Training:
         problems, tests = digest([*self.problems, *self.tests]), digest(self.tests)
         self.made_of = {"problems": problems, "tests": tests, "weights": weights_hash(self.model)}
         known = next(iter(self.record.events("made_of")), None)
+        if known is not None and known.get("decoding") == "static":
+            raise ShaketableError(f"the run in {self.record.folder} sampled in CUDA graphs, which were removed; begin anew")
         for what, content in self.made_of.items():
             if known is not None and known.get(what, content) != content:
                 raise ShaketableError(f"the {what} are not those that the run in {self.record.folder} began with; begin anew")
@@ -116,7 +115,7 @@ class Training:
         ]
         decoder = Decoder.of(self.model, self.tokenizer, self.task.max_new_tokens, config.temperature)
         trainer = ShakenGRPO(
-            decoder=StaticDecoding(decoder) if self.decoding == "static" else decoder,
+            decoder=decoder,
             key=key_of(config.seed, "train"),
             cap=config.tis,
             cast=torch.bfloat16 if config.dtype == "bfloat16" else None,
@@ -281,15 +280,6 @@ def _resolved(config: TrainConfig, model: Any) -> TrainConfig:
     size = sum(p.numel() for p in model.parameters())
     lr = config.lr or (1e-4 if size < SMALL else 2e-4 if config.lora else 2e-5)
     return config.model_copy(update={"lr": lr})
-
-
-def _decoding(config: TrainConfig, record: RunRecord) -> str:
-    """How rollouts are decoded. A run goes on as it began: the two draw other tokens."""
-    if config.decoding != "auto":
-        return config.decoding
-    if begun := record.events("made_of"):
-        return str(begun[0].get("decoding", "dynamic"))
-    return "static" if torch.device(config.device).type == "cuda" else "dynamic"
 
 
 def _training_problems(task: Task, config: TrainConfig) -> list[Problem]:

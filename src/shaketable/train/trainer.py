@@ -34,7 +34,6 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from shaketable.evaluate.decoding.dynamic import Decoder
-from shaketable.evaluate.decoding.static import StaticDecoding
 from shaketable.faults.rng import key_of
 from shaketable.sites.phases import phase
 from shaketable.train.checkpoints import writing
@@ -68,9 +67,7 @@ class Mismatch:
 class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
     """GRPO whose sampler may be shaken."""
 
-    def __init__(
-        self, *, decoder: Decoder | StaticDecoding, key: int, cap: float | None, cast: torch.dtype | None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, decoder: Decoder, key: int, cap: float | None, cast: torch.dtype | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.decoder = decoder
         self.key = key

@@ -15,6 +15,7 @@ from shaketable.evaluate.decoding.dynamic import Completion, Decoder, batches, d
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
 from tests.evaluate.decoding.nano_prompts import forced
+from tests.harden.ladder_models import composite
 
 
 def generated(model, tokenizer, prompt, limit):
@@ -259,3 +260,7 @@ def test_on_an_accelerator_the_size_is_halved_until_it_fits(nano, prompts, monke
     monkeypatch.setattr(Decoder, "decode", decode)
     assert probe_batch_size(Decoder(12, (), 0), Model(), prompts) == 4
     assert tried == [(16, 8, 2), (8, 8, 2), (4, 8, 2)], "the longest prompt, and two tokens"
+
+
+def test_a_batch_size_is_found_for_a_model_with_a_composite_config():
+    assert 1 <= probe_batch_size(Decoder(4, (1,), 0), composite(), [[2, 3, 4]] * 8) <= 8

@@ -117,3 +117,8 @@ def test_numbers_are_read():
 def test_it_imports_no_torch():
     program = "import sys, shaketable.evaluate.sweep.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_vllm_is_refused_without_a_fault_to_start_with():
+    with pytest.raises(ShaketableError, match="engine vllm needs a magnitude above 0"):
+        config(magnitudes=(0.0,), engine="vllm")

@@ -33,7 +33,7 @@ def test_gap_floor_and_share_are_logged_every_so_many_steps(tmp_path):
 
 
 def test_floor_and_share_come_again_when_checks_have_taken_little_of_the_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("shaketable.mismatch.in_training.BUDGET", 1.0)
+    monkeypatch.setattr("shaketable.integrations.common.mismatch.BUDGET", 1.0)
     (trainer := grpo(tmp_path, llama(), ShaketableCallback(mismatch_every=2))).train()
     assert ["shaketable/mismatch/floor" in row for row in rows(trainer)] == [True, True]
 

@@ -1,1 +1,1 @@
-"""Decoding: one batch whose rows leave, or fixed memory that a GPU replays."""
+"""Decoding: one batch, which rows leave when they have ended."""

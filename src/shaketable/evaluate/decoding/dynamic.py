@@ -9,8 +9,6 @@ Rows are padded on the left and masked, and results come back in the order of th
 how the prompts were batched. A fault that draws noise is keyed by the call it happens in and not by the row, so under such
 a plan another batch size draws other noise of the same law; the batch size is part of a condition and is recorded.
 
-On a GPU with short answers this loop waits for the host at every kernel; `static.py` is for that.
-
 Rejected: `model.generate`. It reads every copy of a prompt, and keeps all logits when asked for log-probabilities.
 """
 
@@ -253,7 +251,7 @@ def probe_batch_size(decoder: Decoder, model: Any, prompts: Sequence[Sequence[in
 def _rows_that_fit(model: Any, width: int) -> int:
     import psutil
 
-    config = model.config
+    config = model.config.get_text_config()
     per_token = 2 * config.num_hidden_layers * config.hidden_size + 8 * config.hidden_size
     row = 4 * (width * per_token + config.vocab_size * 4)
     fit = int(psutil.virtual_memory().available // 2 // row)

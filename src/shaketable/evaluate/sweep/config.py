@@ -115,6 +115,8 @@ class SweepConfig(ConfigModel):
         if taken := {"enforce_eager", "additional_config", "worker_extension_cls"} & self.engine_args.keys():
             raise ValueError(f"engine_args: {min(taken)} is set by the sweep itself")
         plans = [s.plan for s in self.settings() if s.plan is not None]
+        if self.engine == "vllm" and not plans:
+            raise ValueError("engine vllm needs a magnitude above 0: its workers start with a faulty plan")
         for plan in plans[:1]:
             if clause := next((c for c in plan.clauses if "forward" not in c.site.directions), None):
                 raise PlanError(f"{clause.text()} acts backward only, and a sweep runs no backward pass")

@@ -25,9 +25,9 @@ import torch
 
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.decoding.dynamic import padded
+from shaketable.integrations.common.mismatch import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
 from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.hf import HFEngine
-from shaketable.mismatch.in_training import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.trainer import Trainer
 from shaketable.mismatch.weights import compare

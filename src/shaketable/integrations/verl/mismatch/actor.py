@@ -26,12 +26,11 @@ from verl.utils.device import get_device_id
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from shaketable.integrations.common.mismatch import DigestComparison, floor_and_share
 from shaketable.integrations.verl.mismatch.engine import VerlEngine
 from shaketable.mismatch.engine import Rollout
-from shaketable.mismatch.in_training import floor_and_share
 from shaketable.mismatch.results import Weights
 from shaketable.mismatch.trainer import Trainer
-from shaketable.mismatch.weights import DigestComparison
 
 WRAPPER = "_checkpoint_wrapped_module."
 """In the names of modules that are recomputed in backward; samplers do not know it."""

@@ -15,10 +15,10 @@ import transfer_queue  # type: ignore[import-not-found]
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from shaketable.integrations.common.mismatch import ROLLOUTS, Budget, gap, named, refuse_stale, weight_counts
 from shaketable.integrations.verl.mismatch.actor import MeasuredWorker
 from shaketable.integrations.verl.own_classes import use_worker
 from shaketable.integrations.verl.settings import OBSERVER, ORDERS, Shaking
-from shaketable.mismatch.in_training import ROLLOUTS, Budget, gap, named, refuse_stale, weight_counts
 from shaketable.mismatch.results import as_json
 
 LINES = "mismatch.jsonl"

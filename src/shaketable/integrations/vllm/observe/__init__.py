@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shaketable.integrations.common.mismatch import digest
 from shaketable.integrations.vllm.engine import FORCED
 from shaketable.integrations.vllm.observe.operators import WorkerRecorder
 from shaketable.integrations.vllm.observe.weights import weights
-from shaketable.mismatch.weights import digest
 
 SHARD = 2**30
 """Bytes of weights that are kept before they are written."""

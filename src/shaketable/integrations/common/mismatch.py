@@ -1,14 +1,19 @@
 """A check of sampler against trainer in the middle of a training, whichever trainer it is.
 
 Gap and weights are part of every check. Floor and shares take most of the time: they are measured in the first check, and
-again as soon as all checks together have taken less than a hundredth of the training (`Budget`).
+again as soon as all checks together have taken less than a hundredth of the training (`Budget`). Where the two sides are
+processes that share no memory, digests of weights are compared first (`DigestComparison`), and only differing weights are sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+import torch
+from torch import Tensor
 
 from shaketable.errors import ShaketableError, UnavailableError
 from shaketable.mismatch.engine import Rollout, RolloutEngine
@@ -17,6 +22,7 @@ from shaketable.mismatch.gap import differences, distance
 from shaketable.mismatch.results import Weights
 from shaketable.mismatch.shares import ShareMeter
 from shaketable.mismatch.trainer import Trainer
+from shaketable.mismatch.weights import compare
 
 ROLLOUTS = 4
 """Completions of one check."""
@@ -98,3 +104,50 @@ def refuse_stale(found: Weights, step: int) -> None:
 def named(found: Mapping[str, float]) -> dict[str, float]:
     """Numbers under the names of the trainer's own log."""
     return {f"{PREFIX}{name}": float(value) for name, value in found.items()}
+
+
+def digest(weight: Tensor) -> str:
+    """SHA-256 of a weight's bytes; zeros have no sign in it."""
+    unsigned = weight.detach().cpu() + 0 if weight.element_size() > 1 else weight.detach().cpu()
+    return hashlib.sha256(unsigned.contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+class DigestComparison:
+    """A sampler's digests against a trainer's weights, which come one after another.
+
+    Args:
+        digests: By name, the dtype in which the sampler holds a weight, and its digest.
+        dtype: In which it computes.
+    """
+
+    def __init__(self, digests: Mapping[str, tuple[str, str]], dtype: torch.dtype) -> None:
+        self.digests, self.dtype = digests, dtype
+        self.seen: set[str] = set()
+        self.cast = 0
+        self.differing: dict[str, Tensor] = {}
+        """The trainer's weights that the sampler does not hold."""
+
+    def add(self, name: str, own: Tensor) -> None:
+        """Compare one weight, if the sampler gave its digest."""
+        if name not in self.digests:
+            return
+        kind, digested = self.digests[name]
+        held: torch.dtype = getattr(torch, kind)
+        self.seen.add(name)
+        self.cast += held != own.dtype
+        candidates = [own.to(self.dtype).to(held), *([own] if own.dtype == held else [])]
+        if all(digest(weight) != digested for weight in candidates):
+            self.differing[name] = own.cpu()
+
+    def result(self, parameters: Callable[[list[str]], Iterable[tuple[str, Tensor]]]) -> Weights:
+        """The comparison; `parameters` fetches weights of the sampler.
+
+        Raises:
+            ShaketableError: Nothing was compared, which must not look like weights that are all equal.
+        """
+        if not self.seen:
+            raise ShaketableError("no weight of the sampler has the name of one of the trainer's: nothing was compared")
+        names = list(self.differing)
+        found = compare(self.differing, parameters(names), self.dtype).differing if names else []
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Weights(len(self.seen), self.cast, found, dtype, [], sorted(set(self.digests) - self.seen))
