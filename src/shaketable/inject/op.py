@@ -455,8 +455,8 @@ def live(handle: int) -> Tap | None:
 # ---- at run time
 
 UNSAFE = (torch.Tag.cudagraph_unsafe,)
-"""Inductor's own CUDA graphs (`mode="reduce-overhead"`) leave out operators with this tag and call them between their parts: what
-they count and measure must outlive a replay."""
+"""Inductor's own CUDA graphs (`mode="reduce-overhead"`) leave out operators with this tag and call them between their parts:
+what they count and measure must outlive a replay."""
 
 
 @torch.library.custom_op("shaketable::begin", mutates_args=(), tags=UNSAFE)
