@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -317,10 +318,28 @@ def test_beside_a_vllm_server_training_can_be_shaken(tmp_path):
     assert sampler_of(trainer, callback.plan, None, 3, 0) is None
 
 
+@pytest.mark.parametrize("name", ["training_step", "evaluation_loop"])
+def test_a_release_that_has_renamed_a_method_is_refused_before_the_first_step(tmp_path, monkeypatch, name):
+    trainer = sft(tmp_path, llama(), ShaketableCallback(plan=PLAN), max_steps=1)
+
+    for kind in [kind for kind in type(trainer).__mro__ if name in vars(kind)]:
+        monkeypatch.setattr(kind, f"{name}_of_tomorrow", vars(kind)[name], raising=False)
+        monkeypatch.delattr(kind, name)
+    with pytest.raises(ShaketableError, match=rf"has no \S+{name} \(needed: .* was tested with \w+ [\d.]+"):
+        trainer.train()
+
+
+def test_a_trainer_whose_arguments_no_longer_say_who_samples_is_refused(tmp_path):
+    trainer = served(grpo(tmp_path, llama(), ShaketableCallback(plan=PLAN)))
+    trainer.args = SimpleNamespace(**{k: v for k, v in vars(trainer.args).items() if k != "use_vllm"})
+    with pytest.raises(ShaketableError, match=r"has no .*use_vllm"):
+        sampler_of(trainer, None, None, 3, 0)
+
+
 def served(trainer):
     from trl.generation.vllm_generation import VLLMGeneration
 
-    trainer.use_vllm, trainer.vllm_generation = True, object.__new__(VLLMGeneration)
+    trainer.args.use_vllm, trainer.vllm_generation = True, object.__new__(VLLMGeneration)
     trainer.vllm_generation.mode = "server"
     return trainer
 

@@ -38,6 +38,7 @@ from shaketable.integrations.hf.trainer_state import (
     running_trainer,
 )
 from shaketable.integrations.hf.vllm_sampler import Colocated, prepare_colocated, sampler_of
+from shaketable.integrations.names import check_object
 from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
@@ -105,6 +106,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.file is not None:
             self._make_folder(self.file)
         trainer = running_trainer()
+        check_object("transformers trainer", trainer)
         self._attach(trainer, state)
         self._call = running_call(trainer)
         self._exchanged = Exchanged(trainer, training_step=self._training, evaluation_loop=self._evaluation)
