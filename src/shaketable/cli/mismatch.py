@@ -66,9 +66,14 @@ class Outputs:
         check_free(written, [] if reads is None else [reads], force)
 
 
+def _refuse_trainer(model: str | None) -> None:
+    if model is not None:
+        raise ShaketableError(f"the model comes first, without --trainer: shaketable mismatch {model} …")
+
+
 def mismatch(
-    trainer: Annotated[
-        str, typer.Option(metavar="MODEL", help="What is trained: a folder, a Hugging Face id, nano, smollm2-135m.")
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="What is trained: a folder, a Hugging Face id, nano, smollm2-135m.")
     ],
     engine: Annotated[str | None, typer.Option(help="What samples: vllm, or hf (a second Hugging Face model).")] = None,
     engine_args: Annotated[
@@ -109,6 +114,7 @@ def mismatch(
         Path | None, typer.Option("--tokens-out", metavar="FILE", help="Write the sampled rollouts, for --tokens.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    _old: Annotated[str | None, typer.Option("--trainer", hidden=True, callback=_refuse_trainer, is_eager=True)] = None,
 ) -> None:
     """Find out why sampler and trainer give the same tokens different probabilities.
 
@@ -117,7 +123,7 @@ def mismatch(
     and the share of the KL that each family causes. Exits 0 legal: every link was checked, and only rounding is left;
     1 a defect was named; 4 inconclusive: a link could not be checked, and is named.
 
-    shaketable mismatch --trainer smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
+    shaketable mismatch smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
     """
     outputs = Outputs(json_file, html_file, plan_out, tokens_out)
     outputs.check(tokens, force)
@@ -131,7 +137,7 @@ def mismatch(
     from shaketable.models import load_model, quieten
 
     quieten()
-    own = Trainer(*load(trainer, device, dtype, attention), trainer)
+    own = Trainer(*load(model, device, dtype, attention), model)
     sampling = Sampling(
         max_new_tokens or 1,
         temperature=temperature,

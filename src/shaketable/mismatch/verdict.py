@@ -168,7 +168,7 @@ def _unclosed(shares: Shares | None) -> tuple[str, str] | None:
 
 def _next(found: Evidence) -> str:
     """The command that would settle an inconclusive verdict."""
-    start = f"shaketable mismatch --trainer {found.trainer.model}"
+    start = f"shaketable mismatch {found.trainer.model}"
     if found.engine is None:
         return f"{start} --tokens FILE --engine vllm   (or --engine hf: the engine that wrote the file)"
     if found.died is not None:
