@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import UnavailableError
-from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall, scale_of
+from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall, has_scale
 from shaketable.sites.structure import find_layers
 
 Phase = Literal["prefill", "decode"]
@@ -109,11 +109,11 @@ class Observer:
         self._module(d.embedding, "embedding", None, "ids")
         for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
             self._layer(index, layer, path)
-        if scale_of(d.model, "embedding_scale") != 1:
+        if has_scale(d.model, "embedding_scale"):
             self._before(d.layers[0], lambda x: self._between("embedding_scale", "scale", None, x, x=d.embedding))
         self._module(d.norm, "rms_norm", None)
         self._module(d.head, "lm_head", None)
-        if scale_of(d.model, "logits_scale") != 1:
+        if has_scale(d.model, "logits_scale"):
             self.handles.append(d.model.register_forward_hook(self._logits))
         for home in {sys.modules[type(layer.self_attn).__module__] for layer in d.layers}:
             rotate = vars(home).get("apply_rotary_pos_emb")

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
-    from shaketable.mismatch.results import MadeBy, Mismatch
+    from shaketable.mismatch.results import Mismatch
     from shaketable.mismatch.trainer import Trainer
 
 MODES = ("raw", "processed")
@@ -188,14 +188,12 @@ def _compared(
             if inputs.exact and engine is not None and found.died is None:
                 progress("bits of every operator", 0.95)
                 found.exact = compare_bits(own, engine, [r for r in rollouts if r.completion], recorded)
-    found.made_by = _made_by()
+    _sign(found, own.name)
     return found
 
 
 def _prompts(own: Trainer, inputs: Inputs, sampling: Sampling) -> tuple[list[list[int]], Sampling]:
     """The prompts of a task, and the sampling with its limit and its stop tokens."""
-    from dataclasses import replace
-
     from shaketable.evaluate.decoding.dynamic import Decoder
     from shaketable.evaluate.evaluation import prompt_tokens
     from shaketable.evaluate.tasks.load import load_task
@@ -253,12 +251,15 @@ def _progress() -> Iterator[Progress]:
         yield update
 
 
-def _made_by() -> MadeBy:
+def _sign(found: Mismatch, model: str) -> None:
+    """Note the command, the date and the version, and complete the next command with the options of this one."""
     from shaketable import __version__
-    from shaketable.mismatch.results import MadeBy
 
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return MadeBy(command=shlex.join(["shaketable", *sys.argv[1:]]), date=now, version=__version__)
+    found.command = shlex.join(["shaketable", *sys.argv[1:]])
+    found.date, found.version = datetime.now(UTC).isoformat(timespec="seconds"), __version__
+    if (next_command := found.conclusion.next) is not None:
+        whole = next_command.replace(f"shaketable mismatch {model} …", found.command)
+        found.conclusion = replace(found.conclusion, next=whole)
 
 
 def _write(found: Mismatch, outputs: Outputs) -> None:

@@ -13,7 +13,7 @@ from shaketable.mismatch.engine import ALONE, CACHED, DECODE, DECODE_ALONE, EAGE
 from shaketable.mismatch.gap import differences, distance
 from shaketable.mismatch.results import Floor, FloorRow
 from shaketable.mismatch.rounding import Rounding, judge
-from shaketable.mismatch.trainer import Trainer
+from shaketable.mismatch.trainer import OTHER_BATCHES, Trainer
 
 DEPENDS = {
     ALONE: "depends on the batch",
@@ -21,8 +21,7 @@ DEPENDS = {
     DECODE_ALONE: "depends on the batch when it decodes",
     CACHED: "computes otherwise from its prefix cache",
     EAGER: "computes otherwise in its compiled graphs",
-    "other micro-batches": "depends on the batch",
-    "padded on the left": "depends on padding",
+    OTHER_BATCHES: "depends on the batch or on padding",
 }
 Logprobs = Sequence[Sequence[float]]
 
@@ -78,6 +77,4 @@ def measure_floor(
             if (made := compare(engine, variant, base)) is not None:
                 by_variant[variant] = made
         ways += by_variant.values()
-    largest = max(rows, key=lambda r: r.mean_abs)
-    k3 = max(r.k3 for r in rows)
-    return Floor(largest.mean_abs, k3, f"{largest.side}, {largest.variant}", rows, unavailable), ways
+    return Floor(rows, unavailable), ways
