@@ -43,12 +43,16 @@ def own_numbers(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sa
     """Decode along the returned tokens; raw numbers can do without the logits, where the engine does not give them."""
     kept: list[Tensor] = []
     try:
-        return OwnNumbers(read(keep_examined(engine.logits(rollouts), rollouts, kept), rollouts, sampling), kept)
+        reading = read(keep_examined(engine.logits(rollouts), rollouts, kept), rollouts, sampling)
     except UnavailableError:
         if sampling.logprobs_mode != "raw":
             raise
-    raw = engine.logprobs(rollouts, DECODE if DECODE in engine.variants() else None)
-    return OwnNumbers(Reading(raw, raw, [[False] * len(x) for x in raw]), [])
+        reading, kept = None, []
+    if sampling.logprobs_mode == "raw" and (reading is None or engine.together == 1):  # logits of one rollout, and no batch
+        raw = engine.logprobs(rollouts, DECODE if DECODE in engine.variants() else None)
+        reading = Reading(raw, raw, [[False] * len(x) for x in raw])
+    assert reading is not None
+    return OwnNumbers(reading, kept)
 
 
 def doubt(own: OwnNumbers, rollouts: Sequence[Rollout], narrow: Rounding, semantics: Semantics | None) -> str:

@@ -86,8 +86,8 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
         if engine is not None:
             progress("engine decodes its own completions", 0.15)
             own = _asked(unchecked, "returned", lambda: own_numbers(engine, rollouts, sampling))
-        in_batches = engine is not None and engine.together > 1  # then logits are those of its variant DECODE
-        decoded = own.reading.raw if own is not None and in_batches else None
+        in_batches = engine is not None and (engine.together > 1 or sampling.logprobs_mode == "raw")
+        decoded = own.reading.raw if own is not None and in_batches else None  # is its variant DECODE then
         floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress)
     except EngineError as error:
         died = str(error)

@@ -60,7 +60,10 @@ def conclude(found: Mismatch) -> Verdict:
 def _gap(found: Mismatch) -> str:
     gap, rounding = found.gap, found.rounding
     where = f"{gap.judged.mean_ratio:.2g} times what rounding in {rounding.dtype} makes ({rounding.mean_abs:.2g})"
-    return f"The gap (mean |Δ log p| {gap.mean_abs:.2g}, k3 {gap.k3:.2g}) is {where}."
+    lost = f" {gap.impossible} of {gap.tokens} tokens are impossible under the declared sampling." if gap.impossible else ""
+    if gap.impossible == gap.tokens:
+        return lost.strip()
+    return f"The gap (mean |Δ log p| {gap.mean_abs:.2g}, k3 {gap.k3:.2g}) is {where}.{lost}"
 
 
 def _best(found: Mismatch) -> str:
