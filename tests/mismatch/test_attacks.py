@@ -74,6 +74,16 @@ def test_a_healthy_file_is_never_a_defect(dtype, name):
     assert found.conclusion.next
 
 
+def test_a_few_tokens_fit_nothing():
+    """With eight tokens, a repetition penalty of 1.01 fits rounding better than rounding does."""
+    texts = ["3+9=", "What is 8 minus 2? Answer:", "5*5=", "sum of 2 and 9 is", "4+4=8. 1+2=3. 9+1=", "60/3="]
+    tokenizer = pairs.trainer().tokenizer
+    asked = [tokenizer(text)["input_ids"] for text in [*texts, "Tom has 3 apples and", "7-2="]]
+    other = HFEngine(pairs.engine(torch.bfloat16).model, HFArguments(batch=6))
+    found = verdict(None, other.sample(asked, how(max_new_tokens=1, seed=1)))
+    assert found.verdict == "INCONCLUSIVE", found.sentence
+
+
 @pytest.mark.parametrize("trainer", ["bfloat16", "float16"])
 @pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
 def test_formats_of_one_file_are_never_a_defect(trainer, engine):
