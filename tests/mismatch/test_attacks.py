@@ -84,6 +84,12 @@ def test_a_few_tokens_fit_nothing():
     assert found.verdict == "INCONCLUSIVE", found.sentence
 
 
+def test_a_truncation_that_cuts_nothing_off_is_not_named():
+    other = pairs.engine(plant=lambda m: wrap(m.lm_head, lambda y: y * 1.02))
+    found = verdict(None, other.sample(prompts(), how()))
+    assert "top_k=100" not in found.sentence and not any("top_k=100" in row.name for row in found.semantics.rows)
+
+
 @pytest.mark.parametrize("trainer", ["bfloat16", "float16"])
 @pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
 def test_formats_of_one_file_are_never_a_defect(trainer, engine):

@@ -341,6 +341,8 @@ class _Grid:
             names.append(f"{kind}={second:g}")
             words.append(f"renormalised over {kind}={second:g} ({ends[1][0]:g} to {ends[1][1]:g})")
         d = self._at(t)[kind][VALUES[kind].index(second)]
+        if kind and np.allclose(d, self._at(t)[""][0], atol=SMALLEST):  # it cuts nothing off
+            return Hypothesis("", "", list)
         apart = np.split(d, np.cumsum([len(x) for x in self.case.engine])[:-1])
         says = f"the engine's logits are {' and '.join(words)}"
         return Hypothesis(", ".join(names), says, lambda: apart, is_fitted=True, temperature=None if kind else t)
