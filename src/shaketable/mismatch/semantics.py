@@ -36,8 +36,8 @@ EXPLAINS = 0.2
 """A hypothesis that leaves this share of the gap is named, whatever rounding is."""
 CERTAIN = 0.995
 """One-sided, for an improvement."""
-FITTED = 32
-"""Tokens below which a fitted value proves nothing of a gap that rounding explains."""
+ENOUGH, FITTED = 8, 32
+"""Tokens below which a hypothesis, and one with a fitted value, proves nothing."""
 IMPOSSIBLE = 10.0
 """Nats: by how much a token counts as off to which a hypothesis gives no probability."""
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.7)
@@ -116,9 +116,8 @@ def try_hypotheses(
         settles = at_floor and not declared_fits and not hypothesis.is_fitted
         is_like_rounding = hypothesis.temperature is not None and abs(hypothesis.temperature - 1) <= 4 * eps
         counts = before > SMALLEST and (engine_logits is not None or not is_like_rounding)
-        if hypothesis.is_fitted and declared_fits:
-            counts = counts and sum(len(x) for x in d) >= FITTED
-        wins = bool((low > 0 or settles) and left <= LEAVES * before and counts)
+        enough = sum(len(x) for x in d) >= (FITTED if hypothesis.is_fitted else ENOUGH)
+        wins = bool((low > 0 or settles) and left <= LEAVES * before and counts and enough)
         rows.append(Fit(name, says, left, (low, high), wins, at_floor, wins and (at_floor or left <= EXPLAINS * before)))
         if high > 0 and (best is None or gain(best_loss, loss)[0] > 0 or (wins and not best.wins)):
             best, best_loss = rows[-1], loss

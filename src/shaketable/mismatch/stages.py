@@ -122,14 +122,21 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
         unchecked.insert(0, "the engine's logits, weights, routing and operators: there are only its log-probabilities")
     elif died is None:
         try:
-            _look_inside(question, engine, rounding, found, progress)
+            _look_inside(question, engine, rounding, reading.meant, found, progress)
         except EngineError as error:
             found.died = str(error)
     found.conclusion = conclude(found)
     return found
 
 
-def _look_inside(question: Question, engine: RolloutEngine, rounding: Rounding, found: Mismatch, progress: Progress) -> None:
+def _look_inside(
+    question: Question,
+    engine: RolloutEngine,
+    rounding: Rounding,
+    meant: Sequence[Sequence[float]],
+    found: Mismatch,
+    progress: Progress,
+) -> None:
     """Weights, routing, operators and shares."""
     progress("weights", 0.55)
     own = dict(question.trainer.model.named_parameters(remove_duplicate=False))
@@ -140,7 +147,7 @@ def _look_inside(question: Question, engine: RolloutEngine, rounding: Rounding, 
     progress("routing", 0.6)
     found.routing = _asked(found.unchecked, "routing", lambda: _routing(question, engine))
     found.operators = _asked(
-        found.unchecked, "operators", lambda: _operators(question, engine, rounding, found, progress, other_source)
+        found.unchecked, "operators", lambda: _operators(question, engine, rounding, meant, found, progress, other_source)
     )
 
 
@@ -175,6 +182,7 @@ def _operators(
     question: Question,
     engine: RolloutEngine,
     rounding: Rounding,
+    meant: Sequence[Sequence[float]],
     found: Mismatch,
     progress: Progress,
     other_source: dict[str, Any],
@@ -228,7 +236,7 @@ def _operators(
                 made.append(meter.add(batch[row_of], calls, batch[row_of].logprobs, question.sampling))
     if len(made) == len(chosen):
         closure = judge_returned([rollouts[i] for i in chosen], made, [rounding.scale[i] for i in chosen])
-        rest_alike = _rest_alike(question, rounding, chosen, np.concatenate(meter.gap))
+        rest_alike = _rest_alike(rollouts, meant, rounding, chosen, np.concatenate(meter.gap))
         found.shares = replace(meter.result(), closure=closure, rest_alike=rest_alike)
     unchecked += judge.reasons()
     kinds = judge.kinds()
@@ -239,14 +247,18 @@ def _operators(
     return Operators(list(phases), len(chosen), tokens, kinds, judge.wrong(), absent, layers_of(absent, names))
 
 
-def _rest_alike(question: Question, rounding: Rounding, chosen: Sequence[int], recorded: np.ndarray) -> bool:
+def _rest_alike(
+    rollouts: Sequence[Rollout],
+    meant: Sequence[Sequence[float]],
+    rounding: Rounding,
+    chosen: Sequence[int],
+    recorded: np.ndarray,
+) -> bool:
     """Whether the rollouts whose operators were not recorded have a gap that rounding explains, or like that of the others."""
-    rest = [i for i in range(len(question.rollouts)) if i not in chosen]
+    rest = [i for i in range(len(rollouts)) if i not in chosen]
     if not rest:
         return True
-    some = [question.rollouts[i] for i in rest]
-    own = read(question.trainer.logits(some), some, question.sampling).meant
-    found = judge_returned(some, own, [rounding.scale[i] for i in rest])
+    found = judge_returned([rollouts[i] for i in rest], [meant[i] for i in rest], [rounding.scale[i] for i in rest])
     return bool(found.explained or found.mean_abs <= ALIKE * float(np.abs(recorded[np.isfinite(recorded)]).mean()))
 
 
