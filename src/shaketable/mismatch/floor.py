@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shaketable.errors import UnavailableError
-from shaketable.mismatch.engine import ALONE, CACHED, DECODE, DECODE_ALONE, EAGER, Rollout, RolloutEngine
+from shaketable.mismatch.engine import ALONE, CACHED, DECODE, EAGER, Rollout, RolloutEngine
 from shaketable.mismatch.gap import differences, distance
 from shaketable.mismatch.results import MEAN, Floor, FloorRow
 from shaketable.mismatch.rounding import Rounding, judge
@@ -20,7 +20,6 @@ from shaketable.mismatch.trainer import OTHER_BATCHES, Trainer
 DEPENDS = {
     ALONE: "depends on the batch",
     DECODE: "decodes otherwise than it reads",
-    DECODE_ALONE: "depends on the batch when it decodes",
     CACHED: "computes otherwise from its prefix cache",
     EAGER: "computes otherwise in its compiled graphs",
     OTHER_BATCHES: "depends on the batch or on padding",
@@ -85,11 +84,6 @@ def measure_floor(
     if engine is not None:
         progress("engine reads its own completions")
         own = engine.logprobs(rollouts)
-        ways.append(own)
-        by_variant: dict[str, Logprobs] = {}
-        for variant in engine.variants():
-            base = by_variant.get(DECODE, own) if variant == DECODE_ALONE else own
-            if (made := compare(engine, variant, base)) is not None:
-                by_variant[variant] = made
-        ways += by_variant.values()
+        made = [compare(engine, variant, own) for variant in engine.variants()]
+        ways = [own, *(one for one in made if one is not None)]
     return Floor(rows, unavailable), ways

@@ -213,9 +213,6 @@ class _Case:
         for name, step in on.items():
             says = f"the engine's log-probabilities are processed, but without {name}"
             yield self._sampled(f"{name} not applied", says, replace(s, **{step: getattr(neutral, step)}))
-        for name, step in on.items():
-            says = f"the engine's log-probabilities have {name} in them, and nothing else"
-            yield self._sampled(f"{name} alone", says, replace(neutral, **{step: getattr(s, step)}))
 
     def _misplaced(self) -> Iterator[Hypothesis]:
         """Another base, log-probabilities at the wrong token or rollout, and tokens that one side does not count."""
