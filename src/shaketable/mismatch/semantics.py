@@ -296,11 +296,9 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Ranked:
-    """The logits of one rollout's tokens, less the largest of each row."""
+    """The logits of one rollout's tokens in the order of their size, less the largest of each row."""
 
     logits: Tensor
-    likeliest: Tensor
-    """The largest of them, in their order."""
     own: Tensor
     rank: Tensor
     """Tokens that are likelier than the own one."""
@@ -316,8 +314,7 @@ class _Grid:
             z = processed(x.double(), still, prefixes(r))
             z = z - z.amax(-1, keepdim=True)
             own = z.gather(1, torch.tensor(r.completion).unsqueeze(1))
-            likeliest = z.topk(min(COLUMNS, z.shape[-1])).values
-            self.rows.append(_Ranked(z.float(), likeliest.float(), own, (z > own).sum(-1, keepdim=True)))
+            self.rows.append(_Ranked(z.float().sort(-1, descending=True).values, own, (z > own).sum(-1, keepdim=True)))
         self.engine, self.scale = np.concatenate(case.engine), np.concatenate(case.scale)
         self.found: dict[float, dict[str, np.ndarray]] = {}
 
@@ -362,10 +359,10 @@ class _Grid:
             parts: dict[str, list[Tensor]] = {kind: [] for kind in VALUES}
             for row in self.rows:
                 own, rank = row.own / t, row.rank
-                total = (row.logits / t).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-                mass = (row.likeliest / t).exp_().double().cumsum(-1)
-                if bool((mass[:, -1:] < VALUES["top_p"][-1] * total).any()):  # too flat: a nucleus has more than the likeliest
-                    mass = (row.logits.sort(-1, descending=True).values / t).exp_().double().cumsum(-1)
+                odds = (row.logits / t).exp_()
+                total, mass = odds.sum(-1, keepdim=True, dtype=torch.float64), odds[:, :COLUMNS].double().cumsum(-1)
+                if bool((mass[:, -1:] < VALUES["top_p"][-1] * total).any()):
+                    mass = odds.double().cumsum(-1)
                 top = mass.shape[1] - 1
                 nuclei = torch.tensor([VALUES["top_p"]], dtype=mass.dtype) * total
                 lasts = {
