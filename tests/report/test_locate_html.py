@@ -25,6 +25,7 @@ def statistics(layer, layers):
         "instability": 0.0,
         "pile_up": 0.001 + 0.0004 * math.sin(20 * x),
         "distinct": 36864 - 120 * layer % 977,
+        "drop_z": math.sin(11 * x),
     }
 
 
@@ -287,7 +288,7 @@ def test_fault_page_shows_lanes_examples_and_both_blamed_layers():
 
 def test_every_curve_marks_the_verdict_and_the_layer_srdd_would_blame():
     tags = [attrs.get("class") for tag, attrs in Reader(page(fault())).tags if tag == "g"]
-    assert tags == ["mark verdict", "mark srdd"] * 6
+    assert tags == ["mark verdict", "mark srdd"] * 7
     assert "mark verdict" not in page(inconclusive() | {"layer": 7})
 
 

@@ -270,6 +270,8 @@ def twin(part: ProbedPart) -> Finding:
         return unknown(UNSTABLE)
     if isinstance(circuit := part.circuit, str):
         return unknown(circuit)
+    if part.traced.has_past:
+        return unknown("the layer is given keys and values, which are in no other gauge")
     powers = part.layer.x.dtype != torch.float16
     found, other = _in_gauge(part, circuit, powers)
     if found is not None and powers and not (twins.stays_normal(part.recording) and twins.stays_normal(other)):

@@ -214,7 +214,11 @@ class Locator:
         outside = self.part(traced, traced.outside, None)
         outside.logits = logits
         self._keep(self.judge(outside, OUTSIDE_PROBES), diagnosis)
-        diagnosis.srdd = dict(srdd.srdd_verdict(own)) if own else None
+        if own:
+            diagnosis.srdd = dict(srdd.srdd_verdict(own))
+            tables = [report.statistics for report in diagnosis.probes if report.statistics is not None]
+            for table, z in zip(tables, srdd.drop_z([one.kurtosis for one in own]), strict=True):
+                table["drop_z"] = z
         diagnosis.not_run = self._not_run(diagnosis)
         diagnosis.device_forwards = self._device_forwards(diagnosis)
         diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
