@@ -253,8 +253,9 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Argume
             calls[index] = LayerCall(index, record.path, module, *given)
     if len(calls) != len(layers):
         missing = next(i for i in range(len(layers)) if i not in calls)
-        what = "is scripted: its calls cannot be seen" if isinstance(layers[missing], torch.jit.ScriptModule) else "was not called"
-        raise ModelError(f"{paths[missing]} {what} in a forward")
+        is_scripted = isinstance(layers[missing], torch.jit.ScriptModule)
+        why = "is scripted: its calls cannot be seen" if is_scripted else "was not called in a forward"
+        raise ModelError(f"{paths[missing]} {why}")
     return Trace([calls[i] for i in range(len(layers))], recording, logits, answer)
 
 
