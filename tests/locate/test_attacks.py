@@ -818,3 +818,55 @@ def test_the_default_dtype_of_the_caller_does_not_matter():
     finally:
         torch.set_default_dtype(torch.float32)
     assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+def bits_changed(u):
+    y = (u > 0).long()
+    before = y + 1
+    y &= 1
+    y |= 4
+    y ^= 1
+    y <<= 1
+    y >>= 1
+    return u * (before + y)
+
+
+def overwritten(u):
+    y = u + 0
+    z = y + 1
+    y.mul_(3)
+    y -= -2 * y
+    y[:] = y * 0.5
+    y.view(-1).mul_(3)
+    torch.mul(y, 3, out=y)
+    F.relu(y, inplace=True)
+    F.relu(z, True)
+    return y + z
+
+
+@pytest.mark.parametrize("step", [bits_changed, overwritten], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operators_that_overwrite_are_judged_by_what_they_found(step, dtype):
+    diagnosis = located(gpt(step).to(dtype), strict=True)
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+    with Wrong(aten.mul_, lambda y, args: y.add_(1.0)) as mode:
+        assert located(gpt(overwritten).to(dtype)).verdict == "FAULT"
+    assert mode.count
+
+
+@pytest.mark.parametrize("path", ["self_attn", "mlp", "mlp.down_proj"])
+@pytest.mark.parametrize("point", ["input", "output"])
+def test_what_changes_between_modules_is_found_at_the_module(path, point):
+    diagnosis = located(build("llama"), plan=f"gain:0.5@module.model.layers.1.{path},point={point}")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, path), diagnosis.sentence
+
+
+def test_a_layer_that_is_called_twice_or_never_is_named_in_one_line():
+    short, twice = build("llama"), build("llama")
+    short.model.config.num_hidden_layers = 2
+    with pytest.raises(st.ModelError, match=r"^model\.layers\.2 was not called in a forward$"):
+        located(short)
+    forward = twice.model.forward
+    twice.model.forward = lambda *args, **kwargs: (forward(*args, **kwargs), forward(*args, **kwargs))[1]
+    with pytest.raises(st.ModelError, match=r"^model\.layers\.0 is called more than once in a forward"):
+        located(twice)

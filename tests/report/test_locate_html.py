@@ -61,7 +61,6 @@ def healthy(layers=30, **changes):
         "mode": "all",
         "date": "2026-11-15T06:00:00+00:00",
         "versions": {"shaketable": "0.1.0", "torch": "2.13.0", "transformers": "5.22.0", "python": "3.11.9"},
-        "sequences": 1,
         "tokens": 64,
         "seed": 0,
         "planted": None,
@@ -77,7 +76,6 @@ def healthy(layers=30, **changes):
         "not_covered": ["faults that the weights in the file already carry", "faults that need more than 64 tokens to show"],
         "cost_forwards": 9.8,
         "cost": {"trace": 1.1, "repeat": 1.0, "twins": 1.2, "permutation": 2.1, "statistics": 2.0, "replay": 2.4},
-        "detectable_rate": {"repeats": 2, "text": "a fault in a share p of the calls is seen with probability 1-(1-p)^2"},
         "notes": ["weights were not compared with a file: none was given"],
         "suspicions": [],
         "probes": rows(layers),
@@ -158,7 +156,7 @@ def inconclusive():
 
 def device_mode():
     """Two layers, and the probes that need nothing but the device."""
-    made = healthy(2, model="nano", device="cuda:0", mode="device", attention="eager", suspicions=[], detectable_rate=None)
+    made = healthy(2, model="nano", device="cuda:0", mode="device", attention="eager", suspicions=[])
     made |= {
         "probes": rows(2, ("repeat", "links", "twin", "causal", "permutation")),
         "cost": {"repeat": 1.0, "twins": 1.2, "permutation": 2.1},

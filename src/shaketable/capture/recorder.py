@@ -381,7 +381,7 @@ def watched(
     Args:
         modules: By the names that the callbacks are given.
         after: Called with name, first tensor of the input, first tensor of the output, behind all hooks that were set before.
-            A tensor that it returns becomes the output.
+            A tensor that it returns is put in the place of the output's.
         before: Called with name and first tensor of the input, ahead of all other hooks. A tensor that it returns is put in
             its place.
     """
@@ -392,7 +392,9 @@ def watched(
         return None if other is None else map_tensors((args, kwargs), lambda t: other if t is first else t)
 
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return after(name, next(tensors_of((args, kwargs))), next(tensors_of(output)))
+        first = next(tensors_of(output))
+        other = after(name, next(tensors_of((args, kwargs))), first)
+        return None if other is None else map_tensors(output, lambda t: other if t is first else t)
 
     hooks: list[RemovableHandle] = []
     try:
@@ -414,6 +416,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 def differing(a: Tensor, b: Tensor) -> Tensor:
     """Where two tensors differ; values that are no numbers do not differ from each other."""
     return (a != b) & ~(a.isnan() & b.isnan())
+
+
+def channels(differs: Tensor) -> list[int]:
+    """Those in which something differs."""
+    flat = differs.reshape(-1, differs.shape[-1]) if differs.dim() else differs.reshape(1, 1)
+    found: list[int] = flat.any(0).nonzero().flatten().tolist()
+    return found
 
 
 def snapshot(value: Any) -> Any:

@@ -342,7 +342,6 @@ class Locator:
     def _describe(self, ids: Tensor) -> Diagnosis:
         config = getattr(self.model, "config", None)
         packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        text = "a fault that changes a layer's result in a share p of its calls is seen with probability 1-(1-p)^2"
         notes = [self.precision.note] if self.precision.note else []
         if any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
             notes.append("the fast path of torch's own attention and encoder layers was off: it was not judged")
@@ -356,12 +355,10 @@ class Locator:
             mode=self.mode,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={"shaketable": shaketable.__version__, **packages, "python": platform.python_version()},
-            sequences=ids.shape[0],
             tokens=ids.shape[1],
             seed=self.seed,
             strict=self.strict,
             foreign=foreign_code(self.model, self.reference),
-            detectable_rate={"repeats": 2, "text": text},
             notes=notes,
             believed=self._unchecked(),
             doubts=self._doubts(),

@@ -81,13 +81,6 @@ class Violation:
         """The share of values outside of their interval."""
         return float(self.outside.double().mean()) if self.outside.numel() else 0.0
 
-    @property
-    def lanes(self) -> list[int]:
-        """Channels (last dimension) with a violation."""
-        flat = self.outside.reshape(-1, self.outside.shape[-1]) if self.outside.dim() else self.outside.reshape(1, 1)
-        found: list[int] = flat.any(0).nonzero().flatten().tolist()
-        return found
-
 
 @dataclass
 class Judgement:
