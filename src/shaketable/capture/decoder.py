@@ -106,7 +106,7 @@ class Observer:
             self._layer(index, layer, path)
         self.modules[d.norm] = ("rms_norm", None)
         self.modules[d.head] = ("lm_head", None)
-        if scale_of(d.model, "logits_scale") != 1:
+        if has_scale(d.model, "logits_scale"):
             self.after[""] = lambda logits: self._between("logits_scale", "scale", None, logits, x=d.head)
 
     def restart(self, spans: Sequence[RowSpan | None]) -> None:
@@ -114,35 +114,6 @@ class Observer:
         self.spans = spans
         self.made.clear()
 
-<<<<<<< HEAD
-    def attach(self) -> None:
-        """Set the hooks."""
-        d = self.decoder
-        self._module(d.embedding, "embedding", None, "ids")
-        for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
-            self._layer(index, layer, path)
-        if has_scale(d.model, "embedding_scale"):
-            self._before(d.layers[0], lambda x: self._between("embedding_scale", "scale", None, x, x=d.embedding))
-        self._module(d.norm, "rms_norm", None)
-        self._module(d.head, "lm_head", None)
-        if has_scale(d.model, "logits_scale"):
-            self.handles.append(d.model.register_forward_hook(self._logits))
-        for home in {sys.modules[type(layer.self_attn).__module__] for layer in d.layers}:
-            rotate = vars(home).get("apply_rotary_pos_emb")
-            if rotate is None:
-                raise UnavailableError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
-            self.replaced.append((home, rotate))
-            home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self.handles:
-            handle.remove()
-        for home, rotate in self.replaced:
-            home.apply_rotary_pos_emb = rotate
-
-=======
->>>>>>> main
     # ---- one layer
 
     def _layer(self, index: int, layer: nn.Module, path: str) -> None:
@@ -177,7 +148,7 @@ class Observer:
 
     def _begin(self, index: int, path: str, x: Tensor) -> Tensor | None:
         """The residual stream before a layer; embeddings may have been scaled before the first."""
-        is_scaled = index == 0 and scale_of(self.decoder.model, "embedding_scale") != 1
+        is_scaled = index == 0 and has_scale(self.decoder.model, "embedding_scale")
         changed = self._between("embedding_scale", "scale", None, x, x=self.decoder.embedding) if is_scaled else None
         self.made[f"{path}.in"] = x if changed is None else changed
         return changed
