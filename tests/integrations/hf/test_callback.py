@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import shaketable as st
 from shaketable.errors import ShaketableError
@@ -128,6 +129,38 @@ def test_a_resumed_training_ends_in_the_weights_of_an_uninterrupted_one(tmp_path
         found.append((model.state_dict(), [row["loss"] for row in trainer.state.log_history if "loss" in row][2:]))
     assert found[0][1] == found[1][1]
     assert all(torch.equal(v, found[1][0][k]) for k, v in found[0][0].items())
+
+
+STEPS = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+
+
+class Killed(TrainerCallback):
+    """Ends a training in its third step, as a kill would."""
+
+    def on_step_begin(self, args, state, control, **more):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_killed_training_leaves_its_ledger_and_a_resumed_one_ends_in_that_of_an_uninterrupted_one(tmp_path):
+    def train(ledger, folder, resume=None, *others):
+        trainer = sft(folder, llama(), ShaketableCallback(plan=PLAN, ledger=ledger), max_steps=4, **STEPS)
+        for other in others:
+            trainer.add_callback(other)
+        trainer.train(resume_from_checkpoint=resume)
+        return json.loads(ledger.read_text())
+
+    whole = train(tmp_path / "whole.json", tmp_path / "whole")
+    file, folder = tmp_path / "ledger.json", tmp_path / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        train(file, folder, None, Killed)
+    left = json.loads(file.read_text())
+    assert left["finished"] is False and 0 < left["forward"] < whole["forward"]
+    with pytest.raises(ShaketableError, match="is there already"):
+        train(file, folder)
+    resumed = train(file, folder, str(folder / "checkpoint-2"))
+    assert resumed["finished"] is True
+    assert (resumed["forward"], resumed["backward"]) == (whole["forward"], whole["backward"])
 
 
 @pytest.mark.slow
