@@ -84,12 +84,16 @@ def _announce(config: Any) -> None:
 
     from shaketable.errors import ShaketableError
     from shaketable.integrations.job_keys import keys_were_read
+    from shaketable.integrations.verl.checks import check_model
     from shaketable.integrations.verl.settings import keep_record
 
     try:
         found = asked(config, _announced)
         if found is None or found.ledger not in _announced:
-            keep_record(OmegaConf.to_container(config, resolve=True), found)
+            plain = OmegaConf.to_container(config, resolve=True)
+            if found is not None:
+                check_model(plain, found)
+            keep_record(plain, found)
     except ShaketableError as error:
         sys.stderr.write(f"shaketable: {error}\n")
         raise SystemExit(2) from None
