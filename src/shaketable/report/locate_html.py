@@ -23,7 +23,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-PROBES = ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
+from shaketable.locate.diagnosis import PROBES
+
 MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
 MEANING = {
     "fail": "exact evidence of a fault",

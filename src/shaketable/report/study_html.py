@@ -20,7 +20,8 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from shaketable.report.locate_html import MARKS, PROBES, STATUS_OF, number
+from shaketable.locate.diagnosis import PROBES
+from shaketable.report.locate_html import MARKS, STATUS_OF, number
 from shaketable.report.svg.curves import Drawing, Line, curves
 from shaketable.report.svg.forest import axis_of, families, forest_axis, forest_row, told
 from shaketable.report.svg.heatmap import HeatmapRow, Shading, bar_row, layer_axis, status_row, value_row
