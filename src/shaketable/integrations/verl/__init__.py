@@ -148,7 +148,7 @@ def _make_trainer(chosen: Any, config: Any) -> Any:
     found = asked(config)
     if found is None:
         return chosen(config=config)
-    from shaketable.integrations.verl.own_classes import on_top_of
+    from shaketable.integrations.verl.trainer import on_top_of
 
     config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(OURS)
     if found.mismatch is not None:
