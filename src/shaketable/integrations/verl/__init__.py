@@ -11,7 +11,7 @@
     shaketable.mismatch  every and stop: how far samplers and actors are apart, every so many steps; without plan and aqn
     shaketable.ledger    a folder for this run alone that all workers can write to; by default one beside the checkpoints
 
-The keys of the study we come from are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
+The keys of the origin study are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
 
 The package has the entry point `verl.plugins`, so verl imports this module in each of its processes. All it does is to wait for
 two modules of verl: the one that checks configs, where an error ends the program before Ray is started, and the one that

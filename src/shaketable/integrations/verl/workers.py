@@ -3,7 +3,7 @@
 verl's calls into its samplers bring no answer back, and verl swallows what plugins raise. So the trainer believes nothing that
 it cannot read: after each call it compares what every worker *is doing* with what it was told to do. A worker that never
 reported, one that acts on other instructions, and one that a call did not reach stop the training with one line that names it.
-In the study we come from σ was 0 in every sampler for a whole campaign, and all its logs looked well.
+In the origin study σ was 0 in every sampler for a whole campaign, and all its logs looked well.
 
 **Each step is proven by itself**, from what was hit since the last reading (`Span`): every clause that could have
 acted must have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without
