@@ -426,7 +426,7 @@ def test_checkpoints_of_another_plan_or_aqn_are_not_resumed(tmp_path, other):
     begin(tmp_path, **other)
     begin(tmp_path, shaketable={"plan": NOISE})
     (tmp_path / "global_step_20").mkdir()
-    begin(tmp_path, shaketable={"plan": NOISE})
+    begin(tmp_path, shaketable={"plan": NOISE, "validate": "both"})
     with pytest.raises(
         ShaketableError, match=r"made under plan relative_gaussian:0\.05@op\.matmul,phase=rollout\+train \(seed 0\), and this"
     ):

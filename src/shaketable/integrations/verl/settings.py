@@ -236,6 +236,8 @@ def keep_record(config: Mapping[str, Any], made: Shaking | None) -> None:
     path = trainer.get("resume_from_path") if trainer.get("resume_mode") == "resume_path" else None
     here = {key: value for key, value in (made.pinned() if made is not None else {}).items() if key in ("plan", "seed", "aqn")}
     here = here if here.get("plan") or here.get("aqn") else {}
+    if here.get("plan"):  # how validations are scored changes no checkpoint
+        here["plan"] = here["plan"].replace("+eval", "")
     for folder in {own, *([Path(path).expanduser().resolve().parent] if path else [])}:
         there = _record(folder / RECORD)
         if any(folder.glob("global_step_*")) and there != here:
