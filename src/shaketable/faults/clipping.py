@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from shaketable.faults import gpu
 from shaketable.faults.base import Magnitude, MagnitudeFault
 from shaketable.faults.blocks import join_blocks, split_blocks
+from shaketable.faults.gpu import dispatch as gpu
 from shaketable.faults.noise import wide
 from shaketable.faults.sums import usable_mask
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from shaketable.faults import gpu
 from shaketable.faults import sums as s
 from shaketable.faults.base import FaultBase
+from shaketable.faults.gpu import dispatch as gpu
 from shaketable.io.replacing import WRITER
 from shaketable.plan import PHASES
 

@@ -86,6 +86,16 @@ class OperatorTaps:
         entries = op.traces[self.injection.handle].entries
         return entries[-1] if entries else self.loose
 
+    def cast(self, x: Any, result: Any) -> Any:
+        """What was cast: of a weight that is left out it is left out too."""
+        if not torch.compiler.is_compiling():
+            return self.weights.cast(x, result)
+        if op.present[self.injection.handle]:
+            casts = op.traces[self.injection.handle].casts
+            if self.weights.is_traced_head(x, casts):
+                casts.append(result)
+        return result
+
 
 class Here:
     """An operator that is called in a frame."""
@@ -145,7 +155,10 @@ class Traced:
     def at(self, family: str, tensors: list[Any]) -> list[Tap]:
         """The taps of an operator that is given these."""
         entry, weights = self.entry, self.taps.weights
-        excluded = entry.excluded or weights.traced_owner(tensors)
+        excluded = entry.excluded
+        for x in tensors:
+            if weights.is_traced_head(x, self.trace.casts):
+                excluded = "lm_head"
         if excluded is None and entry.is_root and weights.has_head and self._is_by_hand():
             excluded = "lm_head"
         return self.taps.tapped(family, entry.owner, entry.layer, excluded)
@@ -213,10 +226,11 @@ class ExcludedWeights:
             self._heads.append(module)
 
     def refresh(self) -> None:
-        """A pass begins: weights may be where they were not before. A model moves as a whole, so its first one tells."""
+        """A pass begins: weights may be where they were not before. A model moves as a whole; heads are replaced alone."""
         self._cast = None
         found = (next(self._weights(owner), None) for owner in self._modules)
-        firsts = tuple(_address(first[0]) for first in found if first is not None)
+        heads = (module.weight for module in self._heads if type(module.weight) in _PLAIN)
+        firsts = *(_address(first[0]) for first in found if first is not None), *map(_address, heads)
         if firsts != self._firsts:
             self._firsts = firsts
             self._known = {_address(p): why for owner in self._modules for p, why in self._weights(owner)}
@@ -249,13 +263,16 @@ class ExcludedWeights:
         """Whether there is a head among them."""
         return len(self._heads) > 0
 
-    def traced_owner(self, tensors: list[Any]) -> str | None:
-        """The same while a graph is traced, where memory has no address: a head is known as the object that it is."""
-        for module in self._heads:
-            for x in tensors:
-                if x is module.weight:
-                    return "lm_head"
-        return None
+    def is_traced_head(self, x: Any, casts: list[Tensor]) -> bool:
+        """Whether something is the weight of a head, one of its `casts`, or a view of one, while a graph is traced.
+
+        Memory has no address there, but dynamo knows the object that a tensor is a view of.
+        """
+        if not isinstance(x, Tensor):
+            return False
+        if any(x is module.weight or x._base is module.weight for module in self._heads):
+            return True
+        return any(x is cast or x._base is cast for cast in casts)
 
 
 def _function_by_hand() -> str | None:
@@ -501,12 +518,12 @@ class Operators(TorchFunctionMode):
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if operator is _CAST:
-            return self.taps.weights.cast(args[0], func(*args, **kwargs))
+        if operator == _CAST:  # dynamo does not know one tuple by its identity
+            return self.taps.cast(args[0], func(*args, **kwargs))
         where = self._where(operator[0], kwargs)
         if where is None:
             return func(*args, **kwargs)
-        if operator is _WHOLE:
+        if operator == _WHOLE:
             with self:
                 return open_multi_head()(*args, **kwargs)
         return self._meet(where, func, operator, args, kwargs)

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shaketable.faults.rng import mix64
 from shaketable.inject.attach import Attached
-from shaketable.inject.injection import Injection
+from shaketable.inject.injection import Injection, rank_of_launcher
 from shaketable.inject.modules import Hook, ModuleTaps, change_input
 from shaketable.inject.passes import Calls, Entry
 from shaketable.launch import process_identity
@@ -115,7 +115,7 @@ class ProcessInjection:
         group = self.group()
         if group is not None and not self._has_group_of_parent:
             return group[0]
-        return process_identity.child_rank(process_identity.rank_of_launcher() if group is None else group[0])
+        return process_identity.child_rank(rank_of_launcher() if group is None else group[0])
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:

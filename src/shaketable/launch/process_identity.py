@@ -54,12 +54,6 @@ def rank_here() -> int:
     return int(os.environ.get(PLACE, "0").partition(":")[0])
 
 
-def rank_of_launcher() -> int:
-    """The rank that a launcher has put into the environment, else the actor's."""
-    found = next((value for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (value := os.environ.get(name))), None)
-    return rank_here() if found is None else int(found)
-
-
 _forks: list[tuple[tuple[int, ...], int]] = []
 """The forks between the program's first process and this one: who forked, and which fork of that process it was."""
 _forked = 0
