@@ -1,18 +1,15 @@
-"""CUDA graphs: what captured kernels read of their taps, where they count, and when a graph must be captured anew.
+"""CUDA graphs: what captured kernels read of their taps, and where they count.
 
 A CUDA graph cannot ask Python anything. So an injection has a table in the memory of each GPU: per tap and use a row of key,
 scale and flags, and beside it a row of counters per tap and direction (`counters.py`). One small kernel at the head of a pass
 (`faults/gpu/kernels/begin_pass.py`) writes the rows of the whole pass; it is replayed too, and takes the next key of a clock
 in the GPU's memory. The switch and the magnitudes are copied to the table when they change.
 
-The rows of a pass belong to the pass: a backward pass may come after other forward passes, and reads what its own forward
-pass wrote. They come in pages of so many uses of every tap, in one direction and for one argument; the first forward page is
-made when the pass begins, others when they are needed. Tables are made when hooks are set or when a model is first called on
-a GPU, because nothing may be allocated for good during a capture, and they never move. Noise that is held for a rollout needs
-no table: a replay reads the noisy weight itself.
-
-The switch, magnitudes of noise and AQN's σ need no other graph. A plan that was off or had magnitude 0 left nothing in the
-graph, and a fault without noise that takes several operators is in it with the magnitude of that moment.
+The rows of a pass belong to the pass: a backward pass may come after other forward passes. They come in pages of so many uses
+of every tap, in one direction and for one argument. Tables are made when hooks are set or when a model is first called on a
+GPU, because nothing may be allocated for good during a capture, and they never move. Noise that is held for a rollout needs
+no table: a replay reads the noisy weight itself. A plan that was off or had magnitude 0 left nothing in the graph, and a fault
+without noise that takes several operators is in it with the magnitude of that moment.
 """
 
 from __future__ import annotations

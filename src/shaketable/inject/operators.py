@@ -1,18 +1,16 @@
 """Operator sites: every covered operator, forward and backward, in the layer that called it.
 
 A TorchFunctionMode (`Operators`) sees each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest,
-also when they were imported by name long ago. Around the real call it puts a faulty gradient on each input that wants one
-(every gradient that the operator produces gets its own error) and a fault on the result. Dynamo traces such modes, so the
-same code serves torch.compile; only how a fault is placed differs (`Here` in eager code, `Traced` in a graph).
-Monkey-patching torch.matmul and F.linear instead misses `@`, mm, einsum, attention and every name that was bound early.
+also when they were imported by name long ago. Around the real call it puts a faulty gradient on each input that wants one and
+a fault on the result. Dynamo traces such modes, so the same code serves torch.compile; only how a fault is placed differs
+(`Here` in eager code, `Traced` in a graph).
 
 The taps of an operator follow from its family, from the model and the layer that call it, and from the weight it multiplies
 with: heads, routers and adapters are left out unless the plan includes them (`ExcludedWeights`).
 
-Two kinds of operator need more. An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one
-(`OperatorModule`). Fused attention computes two products and a softmax that nobody can reach: where the math backend alone is
-enabled they are computed one by one (`attention_in_the_open`); elsewhere the ledger counts the call as fused, and a line says
-so when the plan is attached, with the setting that helps (`hidden_by_attention`).
+An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one (`OperatorModule`). Fused
+attention computes two products and a softmax that nobody can reach: where the math backend alone is enabled they are computed
+one by one (`attention_in_the_open`); elsewhere the ledger counts the call as fused, and a line says so (`hidden_by_attention`).
 """
 
 from __future__ import annotations
