@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from shaketable.plan import PHASES
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
     from shaketable.inject.passes import Frame
-    from shaketable.ledger.ledger import SiteLedger
+    from shaketable.ledger.ledger import Ledger, SiteLedger
 
 
 _EVERY_MODEL = -1
@@ -41,8 +40,6 @@ class _Clause:
     """Passes in which it was on."""
     graded: int = 0
     """Those of them that were computed for a backward pass."""
-    is_moved: bool = False
-    """Whether its magnitude has been set: it may be small on purpose, and grow."""
 
 
 class InertCheck:
@@ -60,6 +57,8 @@ class InertCheck:
         """Passes of whole models. Others may be reading: no key is ever added."""
         self.waiting = {i: _Clause() for i in range(len(self.injection.faults))}
         """The clauses that have not changed a value yet."""
+        self.moved: set[int] = set()
+        """Clauses whose magnitude has been set: it may be small on purpose, and grow."""
         self._without_gradients: bool | None = None
         """Whether no parameter had a gradient after the first pass that was computed for a backward one."""
         self._lock = Lock()
@@ -108,32 +107,34 @@ class InertCheck:
         if lines := list(self.inert().values()):
             raise InertError(f"{'; '.join(lines)} by the end of step {injection.step} (allow_inert=True accepts this)")
 
-    def inert(self, *, trained: bool = False, passes: int = 1, sites: Sequence[SiteLedger] | None = None) -> dict[int, str]:
+    def inert(self, *, trained: bool = False, passes: int = 1, ledger: Ledger | None = None) -> dict[int, str]:
         """One line for each clause that should have acted by now and did nothing, by its number.
 
         Args:
             trained: A backward pass is known to have run.
             passes: How many passes a clause must have been on in before it is said to never fire.
-            sites: The record of each clause, where more is known than what this injection did.
+            ledger: Where more is known than what this injection did.
         """
-        if not self.waiting:
+        with self._lock:  # before the ledger is read: what fires meanwhile must not be missed in passes that were counted
+            waiting = {i: replace(clause) for i, clause in self.waiting.items()}
+        if not waiting:
             return {}
-        found = self.injection.ledger.sites if sites is None else sites
+        sites = (self.injection.ledger if ledger is None else ledger).sites
         trained = trained or (self._without_gradients is True and self._has_gradients())
         lines = {}
-        for i in list(self.waiting):
-            if found[i].measured().changed:
+        for i, clause in waiting.items():
+            if sites[i].measured().changed:
                 with self._lock:
-                    del self.waiting[i]
-            elif (line := self._judged(i, found[i], trained, passes)) is not None:
+                    self.waiting.pop(i, None)
+            elif (line := self._judged(i, clause, sites[i], trained, passes)) is not None:
                 lines[i] = line
         return lines
 
-    def _judged(self, i: int, site: SiteLedger, trained: bool, least: int) -> str | None:
-        clause = self.waiting[i]
-        clause.is_moved |= self.injection.faults[i] != self.injection.plan.clauses[i].fault
-        if clause.is_moved and site.forward + site.backward:
+    def _judged(self, i: int, clause: _Clause, site: SiteLedger, trained: bool, least: int) -> str | None:
+        planned, fault = self.injection.plan.clauses[i], self.injection.faults[i]
+        if fault != planned.fault:
+            self.moved.add(i)
+        if i in self.moved and site.forward + site.backward:
             return None
-        is_forward = "forward" in self.injection.plan.clauses[i].site.directions
-        passes = clause.passes if is_forward else clause.graded if trained else 0
-        return why_inert(site, self.injection.faults[i], passes, least)
+        passes = clause.passes if "forward" in planned.site.directions else clause.graded if trained else 0
+        return why_inert(site, fault, passes, least)

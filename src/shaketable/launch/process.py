@@ -40,7 +40,7 @@ from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
 
 if TYPE_CHECKING:
-    from shaketable.ledger.ledger import SiteLedger
+    from shaketable.ledger.ledger import Ledger
 
 PLAN, SEED, LEDGER = "SHAKETABLE_PLAN", "SHAKETABLE_SEED", "SHAKETABLE_LEDGER"
 PASSES = 2
@@ -269,9 +269,9 @@ class Reports:
             for line in lines:
                 self._report((clause.text(), line), f"{clause.text()} in {name}: {line}")
 
-    def judge(self, sites: Sequence[SiteLedger]) -> None:
+    def judge(self, ledger: Ledger) -> None:
         """The ledger of the process is about to be written: see what each clause has done so far."""
-        for i, line in self.injection.inert_check.inert(trained=self.trained, passes=PASSES, sites=sites).items():
+        for i, line in self.injection.inert_check.inert(trained=self.trained, passes=PASSES, ledger=ledger).items():
             self._report(i, line)
 
     def _on_optimizer(self, *_: Any) -> None:
