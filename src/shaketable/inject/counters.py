@@ -153,11 +153,6 @@ class HostTable:
             else:
                 self._pending.setdefault(at, []).append(found)
 
-    def add_columns(self, tap: Tap, backward: bool, numbers: list[float]) -> None:
-        """Add what a measured fire found, as `Measurement.columns` tells it."""
-        with self._lock:
-            self._add(2 * tap.index + backward, numbers)
-
     def _add(self, at: int, numbers: list[float]) -> None:
         row = self._rows[at]
         for column, number in enumerate(numbers, MEASURED):
