@@ -9,7 +9,7 @@ import torch
 
 from shaketable.faults import Draw, make_fault
 from shaketable.faults import sums as s
-from shaketable.faults.blocks import join_blocks, split_blocks
+from shaketable.faults.clipping import join_blocks, split_blocks
 from shaketable.faults.cpu import native
 from shaketable.faults.noise import at_least, deviation, middle, rms, size, spread
 from shaketable.faults.rng import mix64

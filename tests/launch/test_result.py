@@ -10,8 +10,7 @@ import pytest
 from shaketable.errors import PlanError
 from shaketable.launch import run
 from shaketable.launch.run import collect, environment, new_folder
-from shaketable.ledger.ledger import Ledger, SiteLedger
-from shaketable.ledger.spot import Measured, Spot
+from shaketable.ledger.ledger import Ledger, Measured, SiteLedger, Spot
 from shaketable.plan import Plan
 
 PLAN = "gain:0.5@layer.1"

@@ -29,7 +29,7 @@ from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
     from shaketable.inject.op import Tap
-    from shaketable.ledger.spot import Spot
+    from shaketable.ledger.ledger import Spot
 
 RECOMPUTED = len(PHASES)
 """Columns of a row: fires in each phase, those repeated by activation checkpointing, then what `Measured` holds."""

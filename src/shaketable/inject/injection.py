@@ -30,8 +30,7 @@ from shaketable.inject.op import Tap
 from shaketable.inject.operators import OperatorTaps
 from shaketable.inject.passes import Calls, Entry, Frame, Pass
 from shaketable.inject.weights import HeldTap, Rollouts
-from shaketable.ledger.ledger import Ledger, LiveLedger
-from shaketable.ledger.spot import Spot
+from shaketable.ledger.ledger import Ledger, LiveLedger, Spot
 from shaketable.plan import PHASES, Clause, Plan
 from shaketable.sites.phases import current_phase
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shaketable.inject.cuda_graphs import DeviceTable
     from shaketable.inject.injection import Injection
     from shaketable.inject.passes import Entry, Frame
-    from shaketable.ledger.spot import Spot
+    from shaketable.ledger.ledger import Spot
 
 
 class Tap:

@@ -34,7 +34,7 @@ from shaketable.inject.counters import capturing
 from shaketable.inject.modules import Hook, as_multiplied, is_product
 from shaketable.inject.op import Application, Tap, apply
 from shaketable.inject.passes import Entry, Frame, Pass
-from shaketable.ledger.spot import Spot
+from shaketable.ledger.ledger import Spot
 from shaketable.sites.phases import current_rollout
 
 SLOT = "_shaketable_weights"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shaketable.integrations.common.worker_report import merged
-from shaketable.ledger.spot import Measured
+from shaketable.ledger.ledger import Measured
 
 BOTH = ("forward", "backward")
 WHATS = ("plan", "aqn")
