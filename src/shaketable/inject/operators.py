@@ -38,7 +38,7 @@ from shaketable.sites.structure import Part
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
-    from shaketable.inject.op import Tap
+    from shaketable.inject.op import GraphTrace, Tap
     from shaketable.inject.passes import Entry, Frame
 
 
@@ -89,9 +89,9 @@ class OperatorTaps:
         if not torch.compiler.is_compiling():
             return self.weights.cast(x, result)
         if op.present[self.injection.handle]:
-            casts = op.traces[self.injection.handle].casts
-            if self.weights.is_traced_head(x, casts):
-                casts.append(result)
+            trace = op.traces[self.injection.handle]
+            if self.weights.is_traced_head(x, trace):
+                trace.casts.append(result)
         return result
 
 
@@ -155,7 +155,7 @@ class Traced:
         entry, weights = self.entry, self.taps.weights
         excluded = entry.excluded
         for x in tensors:
-            if weights.is_traced_head(x, self.trace.casts):
+            if weights.is_traced_head(x, self.trace):
                 excluded = "lm_head"
         if excluded is None and entry.is_root and weights.has_head and self._is_by_hand():
             excluded = "lm_head"
@@ -261,16 +261,19 @@ class ExcludedWeights:
         """Whether there is a head among them."""
         return len(self._heads) > 0
 
-    def is_traced_head(self, x: Any, casts: list[Tensor]) -> bool:
-        """Whether something is the weight of a head, one of its `casts`, or a view of one, while a graph is traced.
+    def is_traced_head(self, x: Any, trace: GraphTrace) -> bool:
+        """Whether something is the weight of a head, or cast of one, or a view of either, while a graph is traced.
 
-        Memory has no address there, but dynamo knows the object that a tensor is a view of.
+        Memory has no address there, but dynamo knows the object that a tensor is a view of. It leaves a dead node in the graph
+        for each that is asked, so views are looked for outside of layers alone.
         """
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or not self._heads:
             return False
-        if any(x is module.weight or x._base is module.weight for module in self._heads):
-            return True
-        return any(x is cast or x._base is cast for cast in casts)
+        heads = [module.weight for module in self._heads] + trace.casts
+        if trace.entries and trace.entries[-1].layer is not None:
+            return any(x is head for head in heads)
+        base = x._base
+        return any(x is head or base is head for head in heads)
 
 
 def _function_by_hand() -> str | None:
