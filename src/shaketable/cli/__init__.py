@@ -17,12 +17,14 @@ from shaketable.cli.fingerprint import fingerprint
 from shaketable.cli.guide import guide
 from shaketable.cli.harden import harden
 from shaketable.cli.inspect import inspect
+from shaketable.cli.lists import faults, studies
 from shaketable.cli.locate import locate
 from shaketable.cli.mismatch import mismatch
 from shaketable.cli.run import run
 from shaketable.cli.study import study
 from shaketable.cli.sweep import sweep
 from shaketable.cli.train import train
+from shaketable.cli.verb import as_verb
 from shaketable.errors import ShaketableError
 
 app = typer.Typer(
@@ -59,18 +61,46 @@ def _options(
             raise ShaketableError(line)
 
 
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
-app.command()(inspect)
-app.command()(locate)
-app.command()(fingerprint)
-app.command()(compare)
-app.command()(guide)
-app.command()(sweep)
-app.command()(train)
-app.command()(harden)
-app.command()(mismatch)
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    as_verb(run, ("command", "plan", "seed", "ledger", "json_file"))
+)
+app.command()(as_verb(inspect, ("model", "plan", "tokens", "json_file")))
+app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", "json_file", "html_file")))
+app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file"), moved={"--output": "--out"}))
+app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", "json_file")))
+app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"), moved={"--output": "--out"}))
+app.command()(
+    as_verb(
+        sweep,
+        ("models", "task", "plan", "magnitudes", "n", "seeds", "device", "out", "resume", "json_file"),
+        moved={"--n": "-n or --limit"},
+    )
+)
+app.command()(
+    as_verb(
+        train,
+        ("model", "task", "plan", "aqn", "steps", "eval_n", "device", "out", "resume", "json_file"),
+        moved={"--eval-n": "-n or --limit", "--prompts": "--problems"},
+    )
+)
+app.command()(
+    as_verb(
+        harden,
+        ("model", "plans", "task", "prompts", "steps", "eval_n", "device", "out", "resume", "json_file"),
+        moved={"--eval-n": "-n or --limit"},
+    )
+)
+app.command()(
+    as_verb(
+        mismatch,
+        ("model", "engine", "engine_args", "task", "n", "tokens", "device", "json_file", "html_file"),
+        moved={"--trainer": "as the argument MODEL"},
+    )
+)
 app.add_typer(study)
-app.command()(env)
+app.command()(as_verb(faults, (), takes_config=False))
+app.command()(as_verb(studies, (), takes_config=False))
+app.command()(as_verb(env, ("json_file",), takes_config=False))
 
 
 def main() -> None:
