@@ -9,7 +9,7 @@ from tests.cli.command_server import shaketable
 from tests.harden.small_ladders import HURTS, same_weights
 
 RUN = [
-    "harden", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--batch", "8", "--eval-n", "40",
+    "harden", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--batch", "8", "--limit", "40",
     "--save-every", "2", "--rungs", "distil",
 ]  # fmt: skip
 KILL = (
@@ -39,7 +39,7 @@ def test_table_json_and_model(tmp_path):
     again = shaketable(tmp_path, "harden", "--resume", "run", "--json", "again.json")
     assert again.code == 0, again.stderr
     assert json.loads((tmp_path / "again.json").read_text()) == found
-    assert shaketable(tmp_path, "sweep", "run/model", "--task", "arithmetic", "--n", "8", "--plan", HURTS).code == 0
+    assert shaketable(tmp_path, "sweep", "run/model", "--task", "arithmetic", "--limit", "8", "--plan", HURTS).code == 0
 
 
 @pytest.mark.attack("kills")

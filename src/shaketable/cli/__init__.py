@@ -61,14 +61,16 @@ def _options(
             raise ShaketableError(line)
 
 
+OUTPUT = {"--output": "-o or --out"}
+
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     as_verb(run, ("command", "plan", "seed", "ledger", "json_file"))
 )
 app.command()(as_verb(inspect, ("model", "plan", "tokens", "json_file")))
 app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", "json_file", "html_file")))
-app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file"), moved={"--output": "--out"}))
+app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file"), moved=OUTPUT))
 app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", "json_file")))
-app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"), moved={"--output": "--out"}))
+app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"), moved=OUTPUT))
 app.command()(
     as_verb(
         sweep,
@@ -94,7 +96,6 @@ app.command()(
     as_verb(
         mismatch,
         ("model", "engine", "engine_args", "task", "n", "tokens", "device", "json_file", "html_file"),
-        moved={"--trainer": "as the argument MODEL"},
     )
 )
 app.add_typer(study)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shaketable.cli.locate import AllowCode, LayersOption
+from shaketable.cli.outputs import Outputs
 from shaketable.cli.text import say
-from shaketable.io.output_files import check_free, write
+from shaketable.cli.verb import DeviceOption, ForceOption, JsonOption
+from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,7 @@ SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
 def compare(
     fingerprint: Annotated[Path, typer.Argument(help="What `shaketable fingerprint` wrote on a good device.")],
     model: Annotated[str, typer.Argument(help="The same model: a folder, an id, smollm2-135m, or my_model.py:load.")],
-    device: Annotated[str, typer.Option(help="The device to compare: cpu, cuda, npu, xpu, mps.")] = "cpu",
+    device: DeviceOption = "auto",
     dtype: Annotated[str | None, typer.Option(help="Another dtype than the file's; its tensors are cast.")] = None,
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; what the file was made with by default.")] = None,
     prompts: Annotated[
@@ -38,8 +39,8 @@ def compare(
     ] = None,
     layers: LayersOption = None,
     allow_code: AllowCode = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Replay another device's fingerprint here, operator by operator. Exits 0 within what the dtype explains, 1 beyond.
 
@@ -47,7 +48,7 @@ def compare(
     """
     from shaketable.plan import Plan
 
-    check_free([f for f in (plan_out, json_file) if f is not None], [fingerprint], force)
+    outputs = Outputs("compare", model, json_file, others=[plan_out], reads=[fingerprint], force=force)
     planted = None if plan is None else Plan.load(plan)
 
     from shaketable.compare.fingerprint import read_fingerprint
@@ -59,8 +60,7 @@ def compare(
     text = found.plan_text()
     if plan_out is not None and text is not None:
         write(plan_out, text)
-    if json_file is not None:
-        write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
+    outputs.save(found.to_dict)
     show(found, plan_out, text is not None)
     raise typer.Exit(found.exit_code)
 

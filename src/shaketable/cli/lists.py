@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import typer
 
+from shaketable.cli.text import print_rows
 from shaketable.cli.verb import JsonOption
 
 
@@ -20,7 +19,7 @@ def faults(json_file: JsonOption = None) -> None:
         keys = [key for key in fault.model_fields if key not in ("kind", "magnitude")]
         has = issubclass(fault, MagnitudeFault)
         rows.append({"fault": name, "magnitude": has, "parameters": keys, "what": (fault.__doc__ or "").partition("\n")[0]})
-    _print((f"{r['fault']}:MAGNITUDE" if r["magnitude"] else str(r["fault"]), str(r["what"])) for r in rows)
+    print_rows((f"{r['fault']}:MAGNITUDE" if r["magnitude"] else str(r["fault"]), str(r["what"])) for r in rows)
     typer.echo("\nA plan is FAULT@SITE, e.g. relative_gaussian:0.05@op.matmul; docs/plans.md has one example for each level.")
     out.save(lambda: {"faults": rows})
 
@@ -31,7 +30,7 @@ def studies(json_file: JsonOption = None) -> None:
 
     out = Outputs("studies", "all", json_file)
     rows = shipped_studies()
-    _print(rows)
+    print_rows(rows)
     typer.echo("\nshaketable study run NAME --dry-run says how long one takes.")
     out.save(lambda: {"studies": [{"study": name, "what": what} for name, what in rows]})
 
@@ -45,16 +44,3 @@ def shipped_studies() -> list[tuple[str, str]]:
         with file.open(encoding="utf-8") as text:
             found.append((name, text.readline().lstrip("# ").strip()))
     return found
-
-
-def _print(rows: Iterable[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name, what in rows:
-        table.add_row(Text(name), Text(what))
-    Console(highlight=False).print(table)

@@ -1,12 +1,13 @@
 """The files that a verb writes beside what it prints: `--json` and `--html` of every verb.
 
-All are looked at before any work is done. JSON and HTML say which verb wrote them, and for which model or study, so that the same
-command may be given twice. Anything else that exists needs `--force`.
+All are checked before any work is done. They say which verb wrote them, and for which model or study, so that the same command
+may be given twice. Anything else that exists needs `--force`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -52,9 +53,9 @@ class Outputs:
     def save(self, data: Callable[[], dict[str, Any]], page: Callable[[], str] | None = None) -> None:
         """Write what was asked for."""
         if self.json is not None:
-            write_json(self.json, data(), self._generator)
+            write_json(self.json, data(), self.generator)
         if self.html is not None and page is not None:
-            write_page(self.html, page(), self._generator)
+            write_page(self.html, page(), self.generator)
 
     @property
     def files(self) -> list[Path]:
@@ -62,26 +63,46 @@ class Outputs:
         return [f for f in (self.json, self.html) if f is not None]
 
     @property
-    def _generator(self) -> str:
+    def generator(self) -> str:
+        """What the files are marked with."""
         return f"shaketable {self.verb} {self.subject or ''}".rstrip()
 
     def _wrote(self, file: Path) -> bool:
         found = generator_of(file) or ""
-        return found == self._generator or (self.subject is None and found.startswith(f"shaketable {self.verb} "))
+        return found == self.generator or (self.subject is None and found.startswith(f"shaketable {self.verb} "))
 
 
 def write_json(path: Path, data: dict[str, Any], generator: str) -> None:
-    """Strict JSON with the name of what made it."""
-    text = json.dumps({**data, "generator": generator}, indent=2, ensure_ascii=False, allow_nan=False)
+    """Strict JSON with the name of what made it; null where a number is infinite."""
+    text = json.dumps(_finite({**data, "generator": generator}), indent=1, ensure_ascii=False, allow_nan=False)
     write(path, text + "\n")
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_report(path: Path, text: str, generator: str) -> None:
+    """A report in HTML, Markdown or JSON with the name of what made it."""
+    if text.startswith("{"):
+        write_json(path, json.loads(text), generator)
+    else:
+        write_page(path, text, generator)
+
+
 def write_page(path: Path, page: str, generator: str) -> None:
-    """A page with the name of what made it."""
+    """A page of HTML or Markdown with the name of what made it."""
     from html import escape
 
-    mark = f'<meta name="generator" content="{escape(generator)}">'
-    write(path, page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{mark}', 1))
+    if page.startswith("<!doctype html>"):
+        mark = f'<meta name="generator" content="{escape(generator)}">'
+        write(path, page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{mark}', 1))
+    else:
+        write(path, f"{page.rstrip()}\n\n<!-- generator: {generator} -->\n")
 
 
 def generator_of(path: Path) -> str | None:
@@ -94,6 +115,8 @@ def generator_of(path: Path) -> str | None:
         return None
     if found := re.search(r'<meta name="generator" content="([^"]*)">', text[:HEAD]):
         return unescape(found[1])
+    if found := re.search(r"\n<!-- generator: (.*) -->\n\Z", text):
+        return found[1]
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.outputs import Outputs, write_report
 from shaketable.cli.study_add import add
+from shaketable.cli.verb import ForceOption, JsonOption, as_verb
 from shaketable.errors import ShaketableError, nearest
-from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from shaketable.study.config import StudyConfig
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 FORMATS = {"html": ".html", "md": ".md", "json": ".json"}
 STORE = typer.Option("--store", metavar="DIR", help="Where records lie.")
 SET = typer.Option("--set", metavar="A.B=C", help="Replace a value of the file, e.g. train.steps=200; can be repeated.")
-JSON = typer.Option("--json", metavar="FILE", help="Write the same as JSON.")
-FORCE = typer.Option("--force", help="Replace files that exist.")
 DEFAULT = Path("shaketable-runs")
 
 study = typer.Typer(
@@ -32,23 +31,21 @@ study = typer.Typer(
 )
 
 
-study.command()(add)
-
-
-@study.command()
 def run(
     file: Annotated[Path, typer.Argument(help="The study, YAML; or the name of one that ships.")],
     replaced: Annotated[list[str] | None, SET] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, how long, and what it can show.")] = False,
-    engine: Annotated[str | None, typer.Option(help="local or ray, in place of the file's.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="local|ray", help="Where runs are computed, in place of the file's.")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster, e.g. auto or ray://host:10001.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; as many as fit by default.")] = None,
+    jobs: Annotated[int | None, typer.Option("-j", "--jobs", min=1, help="Runs at a time; as many as fit by default.")] = None,
     store: Annotated[Path, STORE] = DEFAULT,
     report_file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the report too: .html, .md or .json.")
     ] = None,
-    json_file: Annotated[Path | None, JSON] = None,
-    force: Annotated[bool, FORCE] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
     sign: Annotated[Path | None, typer.Option("--sign", hidden=True)] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run the Python that the file names as a task, my_tasks.py:Class.")
@@ -63,11 +60,12 @@ def run(
     """
     from shaketable.study.file import load_study
 
-    files = [f for f in (report_file, json_file) if f is not None]
-    check_free(files, [file], force)
     format_of(report_file, None)
-    chosen = [f"engine.{k}={v}" for k, v in {"kind": engine, "address": address, "workers": workers}.items() if v is not None]
+    if workers is not None and workers.isdigit():
+        raise ShaketableError(f"--workers is local or ray; for the number of runs at a time write --jobs {workers}")
+    chosen = [f"engine.{k}={v}" for k, v in {"kind": workers, "address": address, "workers": jobs}.items() if v is not None]
     asked = load_study(file, [*(replaced or ()), *chosen])
+    outputs = Outputs("study", asked.study, json_file, report_file, reads=[file], force=force)
     _check_code(asked, file, allow_code)
     _refuse_signing(sign)
     if dry_run:
@@ -75,19 +73,19 @@ def run(
         from shaketable.study.verify import asked_digest
 
         forecast = show_forecast(asked, store)
-        if json_file is not None:
-            write(json_file, json.dumps(forecast, indent=1, ensure_ascii=False) + "\n")
+        outputs.save(lambda: forecast)
         typer.echo(f"asked   sha256:{asked_digest(asked)}")
         return
     failed = _do(asked, store)
     found = _findings(asked, store, _command(file, replaced or [], store))
     if json_file is not None:
-        write(json_file, rendered(found, "json", store / asked.study, json_file))
+        write_report(json_file, rendered(found, "json", store / asked.study, json_file), outputs.generator)
     if report_file is not None:
-        write(report_file, rendered(found, format_of(report_file, None), store / asked.study, report_file))
+        text = rendered(found, format_of(report_file, None), store / asked.study, report_file)
+        write_report(report_file, text, outputs.generator)
     from shaketable.cli.tables.study import show
 
-    show(found, files)
+    show(found, outputs.files)
     typer.echo(f"records sha256:{found['study']['digest']}")
     raise typer.Exit(1 if failed else 0)
 
@@ -138,50 +136,45 @@ def _findings(asked: StudyConfig, store: Path, command: str) -> dict[str, Any]:
     return found
 
 
-@study.command()
 def status(
     what: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="The study's YAML, or its folder in a store.")],
     replaced: Annotated[list[str] | None, SET] = None,
     store: Annotated[Path, STORE] = DEFAULT,
-    json_file: Annotated[Path | None, JSON] = None,
-    force: Annotated[bool, FORCE] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Show which runs of a study are done, running, partial, failed, damaged or missing."""
     from shaketable.cli.tables.study import show_status
     from shaketable.study.store import progress
 
-    check_free([f for f in (json_file,) if f is not None], [what], force)
     asked, folder = which_study(what, replaced or [], store)
+    outputs = Outputs("study status", asked.study, json_file, reads=[what], force=force)
     found = progress(asked, folder)
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    outputs.save(lambda: found)
     show_status(found)
 
 
-@study.command(name="list")
 def list_studies(
     store: Annotated[Path, STORE] = DEFAULT,
     runs: Annotated[bool, typer.Option("--runs", help="Every run, not only the studies.")] = False,
-    json_file: Annotated[Path | None, JSON] = None,
-    force: Annotated[bool, FORCE] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """List the studies of a store, and single runs that lie there."""
     from shaketable.cli.tables.study import show_list
     from shaketable.study.store import listed
 
-    check_free([f for f in (json_file,) if f is not None], [], force)
+    outputs = Outputs("study list", str(store), json_file, force=force)
     found = listed(store)
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    outputs.save(lambda: found)
     show_list(found, runs)
 
 
-@study.command()
 def verify(
     store: Annotated[Path, typer.Argument(metavar="[STORE]", help="A store, or a study's folder.")] = DEFAULT,
     public_key: Annotated[Path | None, typer.Option("--public-key", hidden=True)] = None,
-    json_file: Annotated[Path | None, JSON] = None,
-    force: Annotated[bool, FORCE] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Read every line of every record, and say which are not what was written. Exits 1 when any is not.
 
@@ -191,11 +184,10 @@ def verify(
     """
     from shaketable.study.verify import verify as verified
 
-    check_free([f for f in (json_file,) if f is not None], [], force)
+    outputs = Outputs("study verify", str(store), json_file, force=force)
     _refuse_signing(public_key)
     found = verified(store)
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    outputs.save(lambda: found)
     for record in found["records"]:
         if record["problem"] is not None:
             typer.echo(f"bad: {record['path']}: {record['problem']}")
@@ -209,41 +201,45 @@ def verify(
     raise typer.Exit(1 if found["bad"] else 0)
 
 
-@study.command()
 def report(
     what: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A study's YAML or folder, or a training run's folder.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Standard output by default.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Standard output by default.")] = None,
     style: Annotated[
         str | None, typer.Option("--format", help="html, md or json; by the file's ending, else html, by default.")
     ] = None,
     replaced: Annotated[list[str] | None, SET] = None,
     store: Annotated[Path, STORE] = DEFAULT,
-    force: Annotated[bool, FORCE] = False,
+    force: ForceOption = False,
 ) -> None:
     """Report what a study shows: one page with no network, Markdown, or JSON. Made from the records alone.
 
     shaketable study report guided-aqn -o report.html
     """
-    chosen = format_of(output, style)
-    check_free([f for f in (output,) if f is not None], [], force)
-    found, folder = _reported(what, replaced or [], store)
-    text = rendered(found, chosen, folder, output)
-    if output is None:
+    chosen = format_of(out, style)
+    asked, folder = (None, what) if _is_run(what) else which_study(what, replaced or [], store)
+    outputs = Outputs("study", what.name if asked is None else asked.study, html_file=out, force=force)
+    if asked is None:
+        found = _run_findings(what)
+    else:
+        found = _findings(asked, folder.parent, _command(what, replaced or [], store) if what.is_file() else "")
+    text = rendered(found, chosen, folder, out)
+    if out is None:
         typer.echo(text, nl=False)
     else:
-        write(output, text)
-        typer.echo(f"wrote {output}", err=True)
+        write_report(out, text, outputs.generator)
+        typer.echo(f"wrote {out}", err=True)
 
 
-def _reported(what: Path, replaced: list[str], store: Path) -> tuple[dict[str, Any], Path]:
-    """Findings of a study or a run, and the folder that its records lie in."""
+def _is_run(folder: Path) -> bool:
     from shaketable.records.record import FILE
+
+    return (folder / FILE).is_file()
+
+
+def _run_findings(folder: Path) -> dict[str, Any]:
     from shaketable.study.analysis.findings import run_findings
 
-    if (what / FILE).is_file():
-        return run_findings(what), what
-    asked, folder = which_study(what, replaced, store)
-    return _findings(asked, folder.parent, _command(what, replaced, store) if what.is_file() else ""), folder
+    return run_findings(folder)
 
 
 def _command(file: Path, replaced: list[str], store: Path) -> str:
@@ -293,3 +289,17 @@ def rendered(found: dict[str, Any], style: str, folder: Path, output: Path | Non
     from shaketable.report.study_html import page
 
     return page(found)
+
+
+study.command()(
+    as_verb(
+        run,
+        ("file", "replaced", "dry_run", "workers", "jobs", "store", "report_file", "json_file"),
+        moved={"--engine": "--workers"},
+    )
+)
+study.command()(as_verb(status, ("what", "replaced", "store", "json_file")))
+study.command(name="list")(as_verb(list_studies, ("store", "runs", "json_file")))
+study.command()(as_verb(report, ("what", "out", "style", "replaced", "store"), moved={"--output": "-o or --out"}))
+study.command()(as_verb(verify, ("store", "json_file")))
+study.command()(as_verb(add, ("what", "run", "arm", "seed", "scores", "metrics", "store")))

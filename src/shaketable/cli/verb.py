@@ -26,7 +26,7 @@ OWN = ("config_file", "show_config", "help")
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, npu, xpu or mps; auto is what this machine has.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON too.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the result as one HTML page too.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that this verb did not write for this model.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that are no earlier output of this command.")]
 
 
 def as_verb(

@@ -10,9 +10,7 @@ from shaketable.errors import ShaketableError
 from shaketable.io.replacing import replacing
 
 
-def check_free(
-    files: list[Path], inputs: list[Path], force: bool, is_own: Callable[[Path], bool] = lambda file: False
-) -> None:
+def check_free(files: list[Path], inputs: list[Path], force: bool, is_own: Callable[[Path], bool] = lambda file: False) -> None:
     """Check that every file can be written and that none is lost, before any of them is written.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shaketable.cli.text import plain
+from shaketable.cli.text import plain, print_rows
 
 STYLES = {
     "done": "green",
@@ -97,7 +97,10 @@ def show_list(found: dict[str, Any], runs: bool) -> None:
     """One line per study; per run when asked for."""
     console = Console(highlight=False)
     if not found["studies"] and not found["runs"]:
-        console.print(f"nothing in {found['store']}", markup=False)
+        from shaketable.cli.lists import shipped_studies
+
+        console.print(f"Nothing was run in {found['store']}. Studies that ship, for `shaketable study run NAME`:", markup=False)
+        print_rows(shipped_studies())
         return
     table = Table(
         title=f"{found['store']}: {_many(found['studies'], 'study', 'studies')}, {_many(found['runs'], 'run', 'runs')}",
