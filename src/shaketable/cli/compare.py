@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.locate import AllowCode, LayersOption
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.text import say
 from shaketable.cli.verb import DeviceOption, ForceOption, JsonOption
 from shaketable.io.output_files import write
@@ -48,7 +48,7 @@ def compare(
     """
     from shaketable.plan import Plan
 
-    outputs = Outputs("compare", model, json_file, others=[plan_out], reads=[fingerprint], force=force)
+    outputs = OutputFiles("compare", model, json_file, others=[plan_out], reads=[fingerprint], force=force)
     planted = None if plan is None else Plan.load(plan)
 
     from shaketable.compare.fingerprint import read_fingerprint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.verb import ForceOption, JsonOption
 
 
@@ -15,7 +15,7 @@ def env(
     """Show versions, devices and which noise kernels this machine can use."""
     from shaketable.records.environment import gather
 
-    outputs = Outputs("env", "here", json_file, force=force)
+    outputs = OutputFiles("env", "here", json_file, force=force)
     facts = gather()
     outputs.save(lambda: facts)
     width = max(len(k) for k in facts)

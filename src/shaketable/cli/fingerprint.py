@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shaketable.cli.locate import AllowCode, LayersOption, ModelArgument
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.verb import DeviceOption, ForceOption, JsonOption
 
 
@@ -29,7 +29,7 @@ def fingerprint(
 
     shaketable fingerprint smollm2-135m -o good.safetensors
     """
-    outputs = Outputs("fingerprint", model, json_file, others=[out], force=force)
+    outputs = OutputFiles("fingerprint", model, json_file, others=[out], force=force)
 
     from shaketable.capture.trace import read_prompts
     from shaketable.cli.locate import load, progress_bar, token_ids

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.text import say
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
@@ -53,7 +53,7 @@ def guide(
     from shaketable.aqn.guidance import Guidance
     from shaketable.aqn.sigma_rules import SigmaMapping
 
-    outputs = Outputs("guide", str(out), json_file, others=[out], reads=[*diagnoses, mapping], force=force)
+    outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=[*diagnoses, mapping], force=force)
     rules = SigmaMapping.load(mapping) if mapping is not None else None
     one = averaged([as_diagnosis(_read(path), str(path)) for path in diagnoses], [str(path) for path in diagnoses])
     found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)

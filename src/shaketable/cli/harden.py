@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.config_options import options_of
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.train import is_given
 from shaketable.cli.verb import ForceOption, JsonOption
@@ -60,7 +60,7 @@ def harden(
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
-    outputs = Outputs("harden", model or None, json_file, force=force)
+    outputs = OutputFiles("harden", model or None, json_file, force=force)
     if resume is not None:
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
@@ -88,7 +88,7 @@ def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
     return tuple(r for r in rungs if r != "calibrate") if lora and not asked else rungs
 
 
-def _start(config: HardenConfig, out: Path | None, outputs: Outputs) -> None:
+def _start(config: HardenConfig, out: Path | None, outputs: OutputFiles) -> None:
     from shaketable.harden.dry_run import rehearse
 
     _runs().start(config, rehearse, f"harden-{Path(config.model).name}", out, outputs)
@@ -140,7 +140,7 @@ def _line(facts: dict[str, Any]) -> str:
     return f"{what:>21}: {scores}  {back}"
 
 
-def _show(record: RunRecord, outputs: Outputs) -> None:
+def _show(record: RunRecord, outputs: OutputFiles) -> None:
     """Print the outcome, and write it where it is asked for."""
     from rich.console import Console
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.plan import Plan
 
@@ -34,7 +34,7 @@ def inspect(
 
     shaketable inspect smollm2-135m --plan mxfp4@module.linear,layers=0-3
     """
-    outputs = Outputs("inspect", model, json_file, force=force)
+    outputs = OutputFiles("inspect", model, json_file, force=force)
     resolved = Plan.load(plan) if plan is not None else None
 
     from shaketable.models import load_skeleton

@@ -10,10 +10,10 @@ from shaketable.cli.verb import JsonOption
 
 def faults(json_file: JsonOption = None) -> None:
     """List the faults that a plan can name."""
-    from shaketable.cli.outputs import Outputs
+    from shaketable.cli.outputs import OutputFiles
     from shaketable.faults import KINDS, MagnitudeFault
 
-    out = Outputs("faults", "all", json_file)
+    out = OutputFiles("faults", "all", json_file)
     rows = []
     for name, fault in KINDS.items():
         keys = [key for key in fault.model_fields if key not in ("kind", "magnitude")]
@@ -26,9 +26,9 @@ def faults(json_file: JsonOption = None) -> None:
 
 def studies(json_file: JsonOption = None) -> None:
     """List the studies that ship: `shaketable study run NAME`."""
-    from shaketable.cli.outputs import Outputs
+    from shaketable.cli.outputs import OutputFiles
 
-    out = Outputs("studies", "all", json_file)
+    out = OutputFiles("studies", "all", json_file)
     rows = shipped_studies()
     print_rows(rows)
     typer.echo("\nshaketable study run NAME --dry-run says how long one takes.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
 from shaketable.errors import ShaketableError
 
@@ -72,7 +72,7 @@ def locate(
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
     if statistics and mode == "host":
         raise ShaketableError("--statistics needs --mode device or all: they are read from calls of the device")
-    outputs = Outputs("locate", model, json_file, html_file, force=force)
+    outputs = OutputFiles("locate", model, json_file, html_file, force=force)
     planted = None if plan is None else Plan.load(plan)
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention, allow_code)
@@ -179,7 +179,11 @@ def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(_table(diagnosis))
+    head, table = _table(diagnosis)
+    fits = console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width
+    head, table = (head, table) if fits else _table(diagnosis, failing=True)
+    console.print(head, markup=False)
+    console.print(table)
     for item in diagnosis.evidence[:3]:
         where = f"layer {item.layer}" if item.layer is not None else "outside of the layers"
         console.print(f"  {item.probe}: {where}, {item.op or 'output'}: {item.text}", markup=False, soft_wrap=True)
@@ -198,15 +202,20 @@ def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
         console.print("Device mode cannot see:", *(f"\n  - {line}" for line in diagnosis.not_covered), markup=False)
 
 
-def _table(diagnosis: Diagnosis) -> Table:
+def _table(diagnosis: Diagnosis, failing: bool = False) -> tuple[str, Table]:
+    """A heading, and a row per layer with a column per probe; on a narrow screen only the probes that did not pass everywhere."""
     from rich.table import Table
 
     from shaketable.locate.diagnosis import PROBES
 
     names = [p for p in PROBES if any(p in r.results for r in diagnosis.probes)]
+    passed = [p for p in names if all(r.results[p].status in ("pass", "skipped") for r in diagnosis.probes if p in r.results)]
     head = f"{diagnosis.model}  {diagnosis.dtype} on {diagnosis.device}"
     head += f", {diagnosis.attention} attention, {diagnosis.tokens} tokens"
-    table = Table(title=head, title_justify="left", box=None, pad_edge=False)
+    if failing:
+        names = [p for p in names if p not in passed]
+        head += f"\npassed everywhere: {', '.join(passed)}" if passed else ""
+    table = Table(box=None, pad_edge=False)
     table.add_column("layer", no_wrap=True, min_width=7)
     for name in names:
         table.add_column(name, justify="center", no_wrap=True, min_width=len(name))
@@ -215,7 +224,7 @@ def _table(diagnosis: Diagnosis) -> Table:
         label = "outside" if report.layer is None else str(report.layer)
         cells = [MARKS[report.results[n].status] if n in report.results else "" for n in names]
         table.add_row(label, *cells, _remark(report))
-    return table
+    return head, table
 
 
 def _statistics(diagnosis: Diagnosis) -> Table:

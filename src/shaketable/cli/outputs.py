@@ -19,7 +19,7 @@ HEAD = 4000
 """Characters of a page in which its generator stands."""
 
 
-class Outputs:
+class OutputFiles:
     """The JSON and the HTML that were asked for."""
 
     def __init__(

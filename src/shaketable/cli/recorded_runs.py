@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import typer
 
 if TYPE_CHECKING:
-    from shaketable.cli.outputs import Outputs
+    from shaketable.cli.outputs import OutputFiles
     from shaketable.io.config_model import ConfigModel
     from shaketable.records.record import RunRecord
 
@@ -23,7 +23,7 @@ class RunFunction(Protocol):
 class ShowFunction(Protocol):
     """Print what a run came to, and write it."""
 
-    def __call__(self, record: RunRecord, outputs: Outputs) -> None: ...
+    def __call__(self, record: RunRecord, outputs: OutputFiles) -> None: ...
 
 
 class RecordedRuns(NamedTuple):
@@ -34,7 +34,7 @@ class RecordedRuns(NamedTuple):
     run: RunFunction
     show: ShowFunction
 
-    def start(self, config: Any, rehearse: Callable[[Any], object], name: str, out: Path | None, outputs: Outputs) -> None:
+    def start(self, config: Any, rehearse: Callable[[Any], object], name: str, out: Path | None, outputs: OutputFiles) -> None:
         """A new run, in `out` or in a new folder of that name, after it was rehearsed without weights."""
         from shaketable.models import load_model, quieten
         from shaketable.records.environment import gather
@@ -49,7 +49,7 @@ class RecordedRuns(NamedTuple):
         record = RunRecord.create(folder, self.verb, config.model_dump(mode="json"), gather())
         self._do(config, record, outputs, resume=False, loaded=loaded)
 
-    def go_on(self, folder: Path, outputs: Outputs) -> None:
+    def go_on(self, folder: Path, outputs: OutputFiles) -> None:
         """The run in a folder; one that is finished is only shown."""
         from shaketable.records.record import RunRecord
 
@@ -60,7 +60,7 @@ class RecordedRuns(NamedTuple):
             return
         self._do(self.config.checked(**record.config), record, outputs, resume=True)
 
-    def _do(self, config: Any, record: RunRecord, outputs: Outputs, *, resume: bool, loaded: Any = None) -> None:
+    def _do(self, config: Any, record: RunRecord, outputs: OutputFiles, *, resume: bool, loaded: Any = None) -> None:
         from shaketable.models import quieten
 
         quieten()

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import PlanError
 from shaketable.plan import Plan
@@ -49,7 +49,7 @@ def run(
         raise typer.Exit(_run_with_keys(command, (seed, ledger, json_file)))
     resolved = Plan.load(plan, seed=seed)
     _refuse_two_plans(command)
-    outputs = Outputs("run", shlex.join(command), json_file, force=force)
+    outputs = OutputFiles("run", shlex.join(command), json_file, force=force)
     from shaketable.launch.run import default_folder, run_program
 
     result = run_program(resolved, command, ledger or default_folder(), allow_inert=allow_inert)

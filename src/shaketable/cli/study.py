@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.outputs import Outputs, write_report
+from shaketable.cli.outputs import OutputFiles, write_report
 from shaketable.cli.study_add import add
 from shaketable.cli.verb import ForceOption, JsonOption, as_verb
 from shaketable.errors import ShaketableError, nearest
@@ -65,7 +65,7 @@ def run(
         raise ShaketableError(f"--workers is local or ray; for the number of runs at a time write --jobs {workers}")
     chosen = [f"engine.{k}={v}" for k, v in {"kind": workers, "address": address, "workers": jobs}.items() if v is not None]
     asked = load_study(file, [*(replaced or ()), *chosen])
-    outputs = Outputs("study", asked.study, json_file, report_file, reads=[file], force=force)
+    outputs = OutputFiles("study", asked.study, json_file, report_file, reads=[file], force=force)
     _check_code(asked, file, allow_code)
     _refuse_signing(sign)
     if dry_run:
@@ -148,7 +148,7 @@ def status(
     from shaketable.study.store import progress
 
     asked, folder = which_study(what, replaced or [], store)
-    outputs = Outputs("study status", asked.study, json_file, reads=[what], force=force)
+    outputs = OutputFiles("study status", asked.study, json_file, reads=[what], force=force)
     found = progress(asked, folder)
     outputs.save(lambda: found)
     show_status(found)
@@ -164,7 +164,7 @@ def list_studies(
     from shaketable.cli.tables.study import show_list
     from shaketable.study.store import listed
 
-    outputs = Outputs("study list", str(store), json_file, force=force)
+    outputs = OutputFiles("study list", str(store), json_file, force=force)
     found = listed(store)
     outputs.save(lambda: found)
     show_list(found, runs)
@@ -184,7 +184,7 @@ def verify(
     """
     from shaketable.study.verify import verify as verified
 
-    outputs = Outputs("study verify", str(store), json_file, force=force)
+    outputs = OutputFiles("study verify", str(store), json_file, force=force)
     _refuse_signing(public_key)
     found = verified(store)
     outputs.save(lambda: found)
@@ -217,7 +217,7 @@ def report(
     """
     chosen = format_of(out, style)
     asked, folder = (None, what) if _is_run(what) else which_study(what, replaced or [], store)
-    outputs = Outputs("study", what.name if asked is None else asked.study, html_file=out, force=force)
+    outputs = OutputFiles("study", what.name if asked is None else asked.study, html_file=out, force=force)
     if asked is None:
         found = _run_findings(what)
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.config_options import options_of
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.sweep.config import SweepConfig
@@ -50,7 +50,7 @@ def sweep(
     """
     asked = {"models": tuple(models or ()), **fields}
     given = {key: value for key, value in asked.items() if value not in (None, (), "auto")}
-    outputs = Outputs("sweep", " ".join(models) if models else None, json_file, others=[png_file], force=force)
+    outputs = OutputFiles("sweep", " ".join(models) if models else None, json_file, others=[png_file], force=force)
     config, record = _new(given, out) if resume is None else _old(given, out, resume)
     _run(config, record)
     _finish(record, outputs, png_file)
@@ -123,7 +123,7 @@ def _run(config: SweepConfig, record: RunRecord) -> None:
         raise typer.Exit(130) from None
 
 
-def _finish(record: RunRecord, outputs: Outputs, png_file: Path | None) -> None:
+def _finish(record: RunRecord, outputs: OutputFiles, png_file: Path | None) -> None:
     from shaketable.cli.tables.sweep import show
     from shaketable.evaluate.sweep.results import results
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.config_options import options_of
-from shaketable.cli.outputs import Outputs
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.tables.train import show
 from shaketable.cli.verb import ForceOption, JsonOption
@@ -58,7 +58,7 @@ def train(
     Example: `shaketable train nano --task arithmetic --plan 'relative_gaussian:0.05@op.matmul' --aqn
     'global_decay:0.05-0.0005,stages=10' --steps 60`
     """
-    outputs = Outputs("train", model or None, json_file, force=force)
+    outputs = OutputFiles("train", model or None, json_file, force=force)
     if resume is not None:
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
@@ -134,7 +134,7 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
         console.print(f"σ over the steps is drawn in {picture}", markup=False)
 
 
-def _start(config: TrainConfig, out: Path | None, outputs: Outputs) -> None:
+def _start(config: TrainConfig, out: Path | None, outputs: OutputFiles) -> None:
     from shaketable.train.dry_run import rehearse
 
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"

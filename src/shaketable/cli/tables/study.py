@@ -99,7 +99,7 @@ def show_list(found: dict[str, Any], runs: bool) -> None:
     if not found["studies"] and not found["runs"]:
         from shaketable.cli.lists import shipped_studies
 
-        console.print(f"Nothing was run in {found['store']}. Studies that ship, for `shaketable study run NAME`:", markup=False)
+        console.print(f"nothing in {found['store']}; these ship, for shaketable study run NAME:", markup=False)
         print_rows(shipped_studies())
         return
     table = Table(

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shaketable.cli.outputs import Outputs
+    from shaketable.cli.outputs import OutputFiles
     from shaketable.records.record import RunRecord
 
 MOSTLY = 0.9
 """Share of groups without variance from which on the summary speaks of it."""
 
 
-def show(record: RunRecord, outputs: Outputs) -> None:
+def show(record: RunRecord, outputs: OutputFiles) -> None:
     """Print the outcome, and write it where it is asked for."""
     from rich.console import Console
 
