@@ -203,7 +203,7 @@ def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
 
 
 def _table(diagnosis: Diagnosis, failing: bool = False) -> tuple[str, Table]:
-    """A heading, and a row per layer with a column per probe; on a narrow screen only the probes that did not pass everywhere."""
+    """A heading, and a row per layer; on a narrow screen only with the probes that did not pass everywhere."""
     from rich.table import Table
 
     from shaketable.locate.diagnosis import PROBES
