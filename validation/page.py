@@ -118,8 +118,8 @@ def _zoo(built: list[Row]) -> list[str]:
     lines = [
         "## The zoo", "",
         "One forward of every model under a plan at modules, layers and operators; the fires are compared with a count made "
-        "without us. Then `locate` on the healthy model in three modes (H: HEALTHY, I: INCONCLUSIVE, F: FAULT), and with a gain of 5 % "
-        "planted in one linear of the second layer. Off is bit-identical in every model that does not fail.", "",
+        "without us. Then `locate` on the healthy model in three modes (H: HEALTHY, I: INCONCLUSIVE, F: FAULT), and with a "
+        "gain of 5 % planted in one linear of the second layer. Off is bit-identical in every model that does not fail.", "",
         "| dtype | attention | models | counts agree | device | host | all | planted, found |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
