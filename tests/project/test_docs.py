@@ -70,7 +70,9 @@ def test_a_command_of_the_tour_runs(verb, tmp_path):
     done = shaketable(tmp_path, *words)
     assert done.code == (verb == "locate"), done.stderr
     if verb == "locate":
-        (told,) = [line for block in blocks("docs/tour.md", "console") for line in block.splitlines() if line.startswith("FAULT")]
+        (told,) = [
+            line for block in blocks("docs/tour.md", "console") for line in block.splitlines() if line.startswith("FAULT")
+        ]
         assert all(part in " ".join(done.stdout.split()) for part in told.split(" … "))
     if verb == "study":
         assert "there is one seed" in (tmp_path / "guided.html").read_text().lower()
