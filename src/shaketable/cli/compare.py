@@ -10,7 +10,7 @@ import typer
 from shaketable.cli.locate import AllowCode, LayersOption
 from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.text import say
-from shaketable.cli.verb import DeviceOption, ForceOption, JsonOption
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
 from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def compare(
     layers: LayersOption = None,
     allow_code: AllowCode = False,
     json_file: JsonOption = None,
+    html_file: HtmlOption = None,
     force: ForceOption = False,
 ) -> None:
     """Replay another device's fingerprint here, operator by operator. Exits 0 within what the dtype explains, 1 beyond.
@@ -48,7 +49,7 @@ def compare(
     """
     from shaketable.plan import Plan
 
-    outputs = OutputFiles("compare", model, json_file, others=[plan_out], reads=[fingerprint], force=force)
+    outputs = OutputFiles("compare", model, json_file, html_file, others=[plan_out], reads=[fingerprint], force=force)
     planted = None if plan is None else Plan.load(plan)
 
     from shaketable.compare.fingerprint import read_fingerprint
@@ -60,7 +61,7 @@ def compare(
     text = found.plan_text()
     if plan_out is not None and text is not None:
         write(plan_out, text)
-    outputs.save(found.to_dict)
+    outputs.save(found.to_dict, lambda: _page(found))
     show(found, plan_out, text is not None)
     raise typer.Exit(found.exit_code)
 
@@ -131,6 +132,23 @@ def show(found: DeviceComparison, plan_out: Path | None, has_plan: bool) -> None
     elif plan_out is not None:
         say(console, f"wrote {plan_out}")
     say(console, found.sentence)
+
+
+def _page(found: DeviceComparison) -> str:
+    from shaketable.report.table_html import page
+
+    tables = [("Layers", _layers(found))]
+    if rows := _furthest(found):
+        tables.append(("Operators, teacher-forced", _operators(rows)))
+    tag, status = ("BEYOND THE DTYPE", "fail") if found.exit_code else ("WITHIN THE DTYPE", "pass")
+    facts = {"in the file": _side(found.stored), "here": _side(found.here)}
+    return page(
+        "compare", str(found.stored["model"]), tag, found.sentence, tables, status=status, facts=facts, lines=found.notes
+    )
+
+
+def _side(facts: dict[str, Any]) -> str:
+    return f"{facts['dtype']} on {facts['device']}, {facts['attention']} attention"
 
 
 def _furthest(found: DeviceComparison) -> list[ComparisonRow]:

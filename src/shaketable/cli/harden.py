@@ -13,7 +13,7 @@ from shaketable.cli.config_options import options_of
 from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.train import is_given
-from shaketable.cli.verb import ForceOption, JsonOption
+from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption
 from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shaketable.harden.run import Tell
     from shaketable.records.record import RunRecord
 
-RESUME_TAKES = ("resume", "json_file", "force")
+RESUME_TAKES = ("resume", "json_file", "html_file", "force")
 
 
 @options_of(
@@ -48,6 +48,7 @@ def harden(
         Path | None, typer.Option("--resume", metavar="DIR", help="Go on with this run; nothing else needed.")
     ] = None,
     json_file: JsonOption = None,
+    html_file: HtmlOption = None,
     force: ForceOption = False,
     **fields: Any,
 ) -> None:
@@ -60,7 +61,7 @@ def harden(
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
-    outputs = OutputFiles("harden", model or None, json_file, force=force)
+    outputs = OutputFiles("harden", model or None, json_file, html_file, force=force)
     if resume is not None:
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
@@ -144,9 +145,9 @@ def _show(record: RunRecord, outputs: OutputFiles) -> None:
     """Print the outcome, and write it where it is asked for."""
     from rich.console import Console
 
-    from shaketable.cli.tables.harden import print_outcome
+    from shaketable.cli.tables.harden import page_of, print_outcome
     from shaketable.harden.summary import outcome
 
     found = outcome(record)
-    outputs.save(lambda: found)
+    outputs.save(lambda: found, lambda: page_of(found))
     print_outcome(found, Console(highlight=False))

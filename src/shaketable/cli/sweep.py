@@ -9,7 +9,7 @@ import typer
 
 from shaketable.cli.config_options import options_of
 from shaketable.cli.outputs import OutputFiles
-from shaketable.cli.verb import ForceOption, JsonOption
+from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.sweep.config import SweepConfig
 
@@ -40,6 +40,7 @@ def sweep(
         Path | None, typer.Option(metavar="DIR", help="Go on with the sweep recorded there, as it was configured.")
     ] = None,
     json_file: JsonOption = None,
+    html_file: HtmlOption = None,
     png_file: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the curve.")] = None,
     force: ForceOption = False,
     **fields: Any,
@@ -50,7 +51,7 @@ def sweep(
     """
     asked = {"models": tuple(models or ()), **fields}
     given = {key: value for key, value in asked.items() if value not in (None, (), "auto")}
-    outputs = OutputFiles("sweep", " ".join(models) if models else None, json_file, others=[png_file], force=force)
+    outputs = OutputFiles("sweep", " ".join(models) if models else None, json_file, html_file, others=[png_file], force=force)
     config, record = _new(given, out) if resume is None else _old(given, out, resume)
     _run(config, record)
     _finish(record, outputs, png_file)
@@ -124,12 +125,12 @@ def _run(config: SweepConfig, record: RunRecord) -> None:
 
 
 def _finish(record: RunRecord, outputs: OutputFiles, png_file: Path | None) -> None:
-    from shaketable.cli.tables.sweep import show
+    from shaketable.cli.tables.sweep import page_of, show
     from shaketable.evaluate.sweep.results import results
 
     found = results(record)
     outputs.subject = " ".join(found["config"]["models"])
-    outputs.save(lambda: found)
+    outputs.save(lambda: found, lambda: page_of(found))
     if png_file is not None:
         from shaketable.evaluate.sweep.plot import plot
 

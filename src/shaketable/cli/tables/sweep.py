@@ -28,14 +28,36 @@ def show(found: Facts, files: list[Path]) -> None:
     elif wide > console.width:
         table = Group(*(_table(found, model) for model in found["config"]["models"]))
     console.print(table)
-    several = len(found["config"]["models"]) > 1
     for point in found["points"]:
         if point["magnitude"] != 0:
-            name = magnitude_name(point["magnitude"])
-            where = f"{point['model']} at {name}" if several else name
-            console.print(f"{where}: {point['sentence']}{_loss(point)}", markup=False, soft_wrap=True)
+            console.print(_sentence(found, point), markup=False, soft_wrap=True)
     for line in [*(f"note: {n}" for n in found["notes"]), *(f"wrote {f}" for f in files), f"recorded in {found['folder']}"]:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def page_of(found: Facts) -> str:
+    """The same as one HTML page."""
+    from shaketable.report.table_html import page
+
+    config, faulty = found["config"], [p for p in found["points"] if p["magnitude"] != 0]
+    shown = [p for p in faulty if p["distinguishable"]]
+    sentence = f"{len(shown)} of {len(faulty)} faulty points can be told from clean."
+    facts = {"plan": config["plan"], "task": config["task"], "problems": str(config["n"]), "engine": config["engine"]}
+    return page(
+        "sweep",
+        ", ".join(config["models"]),
+        "CURVE",
+        sentence,
+        [("Points", _table(found))],
+        facts=facts,
+        lines=[*(_sentence(found, p) for p in faulty), *found["notes"]],
+    )
+
+
+def _sentence(found: Facts, point: Facts) -> str:
+    name = magnitude_name(point["magnitude"])
+    where = f"{point['model']} at {name}" if len(found["config"]["models"]) > 1 else name
+    return f"{where}: {point['sentence']}{_loss(point)}"
 
 
 def _table(found: Facts, model: str | None = None) -> Table:
