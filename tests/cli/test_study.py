@@ -33,7 +33,7 @@ def written(folder, **replaced):
 def done(tmp_path_factory):
     """A folder with a finished study in its store."""
     folder = tmp_path_factory.mktemp("study")
-    found = shaketable(folder, "study", "run", written(folder), "--workers", "1", "--report", "r.html", "--json", "r.json")
+    found = shaketable(folder, "study", "run", written(folder), "--jobs", "1", "--report", "r.html", "--json", "r.json")
     assert found.code == 0, found.stderr
     return folder, found
 
@@ -133,7 +133,7 @@ BAD = {
     ("run", "tiny.yaml", "--set", "task=arithmetik"): "arm 'noise': unknown task 'arithmetik'",
     ("run", "tiny.yaml", "--set", "evaluate.conditions.noise=relative_gaussian:0.2@layer.9"): "arm 'noise'",
     ("run", "tiny.yaml", "--set", "train.steps=1", "--set", "arms.noise.aqn=global_decay:0.05-0.01,stages=3"): "arm 'noise'",
-    ("run", "tiny.yaml", "--engine", "slurm"): "engine.kind",
+    ("run", "tiny.yaml", "--workers", "slurm"): "engine.kind",
     ("run", "tiny.yaml", "--set", "device=npu"): "device 'npu' cannot be used here",
     ("run", "tiny.yaml", "--set", "device=meta"): "device 'meta' cannot be used here",
     ("run", "tiny.yaml", "--report", "tiny.yaml"): "cannot write tiny.yaml",
