@@ -144,9 +144,7 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
     compare = {"primary": {"a": "one", "b": "other", "endpoint": "seconds_per_step"}}
     asked = data(arms=arms, compare=compare, seeds=1)
     store = tmp_path / "store"
-    out = finished(
-        start(file_of(tmp_path, arms=arms, compare=compare, seeds=1), store, "--jobs", "1", "--allow-code"), code=1
-    )
+    out = finished(start(file_of(tmp_path, arms=arms, compare=compare, seeds=1), store, "--jobs", "1", "--allow-code"), code=1)
     runs = {r["arm"]: r for r in progress(study(**asked), store / "small")["runs"]}
     assert runs["one"]["status"] == runs["other"]["status"] == "done"
     assert runs["wrong"]["status"] == "failed" and "no longer finite" in runs["wrong"]["error"]
