@@ -69,12 +69,12 @@ app.command(context_settings={"ignore_unknown_options": True, "allow_intersperse
 app.command()(as_verb(inspect, ("model", "plan", "tokens", "json_file")))
 app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", "json_file", "html_file")))
 app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file"), moved=OUTPUT))
-app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", "json_file")))
+app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", "json_file", "html_file")))
 app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"), moved=OUTPUT))
 app.command()(
     as_verb(
         sweep,
-        ("models", "task", "plan", "magnitudes", "n", "seeds", "device", "out", "resume", "json_file"),
+        ("models", "task", "plan", "magnitudes", "n", "seeds", "device", "out", "resume", "json_file", "html_file"),
         moved={"--n": "-n or --limit"},
     )
 )
@@ -88,8 +88,8 @@ app.command()(
 app.command()(
     as_verb(
         harden,
-        ("model", "plans", "task", "prompts", "steps", "eval_n", "device", "out", "resume", "json_file"),
-        moved={"--eval-n": "-n or --limit"},
+        ("model", "plans", "task", "prompts", "steps", "eval_n", "device", "out", "resume", "json_file", "html_file"),
+        moved={"--eval-n": "-n or --limit", "--rungs": "--stages"},
     )
 )
 app.command()(

@@ -38,7 +38,10 @@ def harden(
     model: Annotated[str, typer.Argument(help=HardenConfig.model_fields["model"].description)] = "",
     *,
     rungs: Annotated[
-        str, typer.Option("--rungs", help="Which of calibrate,regauge,distil,supervise,reinforce; cheapest first.")
+        str,
+        typer.Option(
+            "--stages", metavar="NAMES", help="Of calibrate, regauge, distil, supervise and reinforce, joined by commas."
+        ),
     ] = "calibrate,regauge,distil",
     answers: Annotated[bool, typer.Option("--answers", help="After distil, train on the task's own answers too.")] = False,
     out: Annotated[
