@@ -96,6 +96,7 @@ app.command()(
     as_verb(
         mismatch,
         ("model", "engine", "engine_args", "task", "n", "tokens", "device", "json_file", "html_file"),
+        moved={"--tokens": "--rollouts", "--tokens-out": "--rollouts-out"},
     )
 )
 app.add_typer(study)
