@@ -100,8 +100,8 @@ app.command()(
     )
 )
 app.add_typer(study)
-app.command()(as_verb(faults, (), takes_config=False))
-app.command()(as_verb(studies, (), takes_config=False))
+app.command()(as_verb(faults, ("json_file",), takes_config=False))
+app.command()(as_verb(studies, ("json_file",), takes_config=False))
 app.command()(as_verb(env, ("json_file",), takes_config=False))
 
 
