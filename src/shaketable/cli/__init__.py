@@ -29,7 +29,7 @@ from shaketable.errors import ShaketableError
 
 app = typer.Typer(
     name="shaketable",
-    help="Shake a model with the numerical errors of other hardware, and prove that the errors were there.",
+    help="Inject the numerical errors of other hardware into a model, find them, measure them, repair them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -43,8 +43,8 @@ def _tell_version(asked: bool) -> None:
         raise typer.Exit
 
 
-SHAKING = ("train", "sweep", "harden", "study")
-"""Verbs that shake a model by themselves. `run` does not: what it runs may be a job of verl, which reads its own variables."""
+INJECTING = ("train", "sweep", "harden", "study")
+"""Verbs that inject faults themselves. `run` does not: it may run a job of verl, which reads its own variables."""
 
 
 @app.callback()
@@ -54,7 +54,7 @@ def _options(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand in SHAKING:
+    if context.invoked_subcommand in INJECTING:
         from shaketable.integrations.origin_configs.command_line import variables_answer
 
         if (line := variables_answer(os.environ)) is not None:
