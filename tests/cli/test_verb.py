@@ -65,7 +65,6 @@ def test_a_config_that_cannot_be_read_is_one_line(sweep, tmp_path, text, says):
         (["train", "nano", "--eval-n", "4"], "-n or --limit"),
         (["train", "nano", "--prompts", "4"], "--problems"),
         (["guide", "d.json", "--output", "a.yaml"], "-o or --out"),
-        (["study", "run", "--engine", "ray"], "--workers"),
     ],
 )
 def test_an_old_spelling_is_answered_with_the_new_one(words, now, tmp_path):

@@ -81,7 +81,7 @@ def test_a_study_killed_three_times_ends_as_if_nothing_had_happened(undisturbed,
     marks = sorted(chance.sample(range(whole), 3))
     print("killed when the records have", marks, "bytes")  # shown when the test fails
     for mark, how in zip(marks, chance.sample([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], 3), strict=True):
-        process = start(file, store, "--jobs", "1")
+        process = start(file, store, "--workers", "1")
         wait_until(lambda mark=mark, process=process: written(store) >= mark or process.poll() is not None)
         process.send_signal(how)
         process.communicate()
@@ -97,7 +97,7 @@ def test_a_study_killed_three_times_ends_as_if_nothing_had_happened(undisturbed,
 @pytest.mark.attack("two processes on one study")
 def test_two_processes_share_a_study(undisturbed, tmp_path):
     file, store = file_of(tmp_path), tmp_path / "store"
-    both = [start(file, store, "--jobs", "1") for _ in range(2)]
+    both = [start(file, store, "--workers", "1") for _ in range(2)]
     for process in both:
         finished(process)
     found = findings(study(), store / "small")
@@ -144,7 +144,9 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
     compare = {"primary": {"a": "one", "b": "other", "endpoint": "seconds_per_step"}}
     asked = data(arms=arms, compare=compare, seeds=1)
     store = tmp_path / "store"
-    out = finished(start(file_of(tmp_path, arms=arms, compare=compare, seeds=1), store, "--jobs", "1", "--allow-code"), code=1)
+    out = finished(
+        start(file_of(tmp_path, arms=arms, compare=compare, seeds=1), store, "--workers", "1", "--allow-code"), code=1
+    )
     runs = {r["arm"]: r for r in progress(study(**asked), store / "small")["runs"]}
     assert runs["one"]["status"] == runs["other"]["status"] == "done"
     assert runs["wrong"]["status"] == "failed" and "no longer finite" in runs["wrong"]["error"]
@@ -157,7 +159,7 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
 
     (tmp_path / "always").touch()
     again = finished(
-        start(file_of(tmp_path, arms=arms, compare=compare, seeds=2), store, "--jobs", "1", "--allow-code"), code=1
+        start(file_of(tmp_path, arms=arms, compare=compare, seeds=2), store, "--workers", "1", "--allow-code"), code=1
     )
     runs = {(r["arm"], r["seed"]): r for r in progress(study(**asked | {"seeds": 2}), store / "small")["runs"]}
     assert runs["one", 1]["status"] == "failed" and runs["other", 1]["status"] == "done", again
@@ -169,7 +171,7 @@ def test_a_run_that_crashes_is_tried_again_and_does_not_stop_the_others(tmp_path
 def test_a_worker_does_not_outlive_its_parent(tmp_path):
     """kill -9 of the parent: the worker sees it by itself, and its run is left as partial and not as failed."""
     file, store = file_of(tmp_path, train=data()["train"] | {"steps": 400}), tmp_path / "store"
-    process = start(file, store, "--jobs", "1")
+    process = start(file, store, "--workers", "1")
     pattern = f"small/runs/*/{FILE}"
     wait_until(lambda: any(b'"event": "step"' in path.read_bytes() for path in store.glob(pattern)), process)  # in a training
     pids = {e["pid"] for r in (store / "small" / "runs").glob("[!.]*/") for e in RunRecord.open(r).events("attempt")}

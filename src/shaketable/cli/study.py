@@ -36,10 +36,10 @@ def run(
     replaced: Annotated[list[str] | None, SET] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, how long, and what it can show.")] = False,
     workers: Annotated[
-        str | None, typer.Option(metavar="local|ray", help="Where runs are computed, in place of the file's.")
+        str | None, typer.Option(metavar="local|ray|N", help="Where runs are done, or how many at a time; ray:8 is both.")
     ] = None,
+    engine: Annotated[str | None, typer.Option("--engine", hidden=True)] = None,
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster, e.g. auto or ray://host:10001.")] = None,
-    jobs: Annotated[int | None, typer.Option("-j", "--jobs", min=1, help="Runs at a time; as many as fit by default.")] = None,
     store: Annotated[Path, STORE] = DEFAULT,
     report_file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the report too: .html, .md or .json.")
@@ -60,12 +60,12 @@ def run(
     """
     from shaketable.study.file import load_study
 
-    format_of(report_file, None)
-    if workers is not None and workers.isdigit():
-        raise ShaketableError(f"--workers is local or ray; for the number of runs at a time write --jobs {workers}")
-    chosen = [f"engine.{k}={v}" for k, v in {"kind": workers, "address": address, "workers": jobs}.items() if v is not None]
-    asked = load_study(file, [*(replaced or ()), *chosen])
+    if engine is not None:
+        raise ShaketableError(f"--engine of a study is --workers now: --workers {engine}")
+    chosen = _workers(workers) | ({"address": address} if address is not None else {})
+    asked = load_study(file, [*(replaced or ()), *(f"engine.{key}={value}" for key, value in chosen.items())])
     outputs = OutputFiles("study", asked.study, json_file, report_file, reads=[file], force=force)
+    format_of(report_file, None)
     _check_code(asked, file, allow_code)
     _refuse_signing(sign)
     if dry_run:
@@ -76,8 +76,9 @@ def run(
         outputs.save(lambda: forecast)
         typer.echo(f"asked   sha256:{asked_digest(asked)}")
         return
-    failed = _do(asked, store)
-    found = _findings(asked, store, _command(file, replaced or [], store))
+    again = _command(file, replaced or [], store)
+    failed = _do(asked, store, again)
+    found = _findings(asked, store, again)
     if json_file is not None:
         write_report(json_file, rendered(found, "json", store / asked.study, json_file), outputs.generator)
     if report_file is not None:
@@ -88,6 +89,16 @@ def run(
     show(found, outputs.files)
     typer.echo(f"records sha256:{found.study.digest}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _workers(text: str | None) -> dict[str, str]:
+    """The keys of `engine` in `local`, `ray`, `4` or `ray:4`."""
+    if text is None:
+        return {}
+    kind, _, count = ("", "", text) if text.isdigit() else text.partition(":")
+    if kind not in ("", "local", "ray") or (count and not (count.isdigit() and int(count) > 0)):
+        raise ShaketableError(f"--workers {text}: write local, ray, the number of runs at a time, or both: ray:8")
+    return ({"kind": kind} if kind else {}) | ({"workers": count} if count else {})
 
 
 def _refuse_signing(given: Path | None) -> None:
@@ -109,7 +120,7 @@ def _code_of(asked: StudyConfig) -> str | None:
     return next((code for task in tasks if (code := code_in(task)) is not None), None)
 
 
-def _do(asked: StudyConfig, store: Path) -> int:
+def _do(asked: StudyConfig, store: Path, again: str) -> int:
     """Run it, with a live view; the number of runs that failed."""
     from shaketable.cli.tables.study_live import live
     from shaketable.models import quieten
@@ -121,11 +132,11 @@ def _do(asked: StudyConfig, store: Path) -> int:
     check_scores(asked, store / asked.study)
     try:
         with live(asked, store) as watch:
-            queue = run_study(asked, store, watch)
+            ended = run_study(asked, store, watch)
     except KeyboardInterrupt:
-        typer.echo("stopped; what is recorded is kept, and the same command goes on", err=True)
+        typer.echo(f"stopped; what is recorded is kept. Go on with: {again}", err=True)
         raise typer.Exit(130) from None
-    return sum(state == "failed" for state in queue.states.values())
+    return sum(state == "failed" for state in ended.states.values())
 
 
 def _findings(asked: StudyConfig, store: Path, command: str) -> Findings:
@@ -160,14 +171,15 @@ def list_studies(
     json_file: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
-    """List the studies of a store, and single runs that lie there."""
+    """List the studies of a store and single runs that lie there; the studies that ship where nothing was run."""
     from shaketable.cli.tables.study import show_list
+    from shaketable.study.file import shipped
     from shaketable.study.store import listed
 
     outputs = OutputFiles("study list", str(store), json_file, force=force)
-    found = listed(store)
+    found = listed(store) | {"shipped": list(shipped())}
     outputs.save(lambda: found)
-    show_list(found, runs)
+    show_list(found, shipped(), runs)
 
 
 def verify(
@@ -216,12 +228,8 @@ def report(
     shaketable study report guided-aqn -o report.html
     """
     chosen = format_of(out, style)
-    asked, folder = (None, what) if _is_run(what) else which_study(what, replaced or [], store)
-    outputs = OutputFiles("study", what.name if asked is None else asked.study, html_file=out, force=force)
-    if asked is None:
-        found = _run_findings(what)
-    else:
-        found = _findings(asked, folder.parent, _command(what, replaced or [], store) if what.is_file() else "")
+    found, folder = _reported(what, replaced or [], store)
+    outputs = OutputFiles("study", found.study.name, html_file=out, force=force)
     text = rendered(found, chosen, folder, out)
     if out is None:
         typer.echo(text, nl=False)
@@ -230,16 +238,15 @@ def report(
         typer.echo(f"wrote {out}", err=True)
 
 
-def _is_run(folder: Path) -> bool:
+def _reported(what: Path, replaced: list[str], store: Path) -> tuple[Findings, Path]:
+    """Findings of a study or a run, and the folder that its records lie in."""
     from shaketable.records.record import FILE
-
-    return (folder / FILE).is_file()
-
-
-def _run_findings(folder: Path) -> Findings:
     from shaketable.study.analysis.findings import run_findings
 
-    return run_findings(folder)
+    if (what / FILE).is_file():
+        return run_findings(what), what
+    asked, folder = which_study(what, replaced, store)
+    return _findings(asked, folder.parent, _command(what, replaced, store) if what.is_file() else ""), folder
 
 
 def _command(file: Path, replaced: list[str], store: Path) -> str:
@@ -291,13 +298,7 @@ def rendered(found: Findings, style: str, folder: Path, output: Path | None) -> 
     return page(found)
 
 
-study.command()(
-    as_verb(
-        run,
-        ("file", "replaced", "dry_run", "workers", "jobs", "store", "report_file", "json_file"),
-        moved={"--engine": "--workers"},
-    )
-)
+study.command()(as_verb(run, ("file", "replaced", "dry_run", "workers", "store", "report_file", "json_file")))
 study.command()(as_verb(status, ("what", "replaced", "store", "json_file")))
 study.command(name="list")(as_verb(list_studies, ("store", "runs", "json_file")))
 study.command()(as_verb(report, ("what", "out", "style", "replaced", "store"), moved={"--output": "-o or --out"}))

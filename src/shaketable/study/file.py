@@ -36,15 +36,15 @@ def _found(path: Path) -> Path:
     """The file itself, or for a name without an ending the study that ships under it."""
     if path.suffix or path.exists():
         return path
-    known = shipped()
-    if path.as_posix() not in known:
+    files = shipped()
+    if path.as_posix() not in files:
         missing = f"cannot read the study {path}: No such file or directory, and none of that name ships"
-        raise ShaketableError(f"{missing}; {nearest(path.as_posix(), known)}")
-    return known[path.as_posix()]
+        raise ShaketableError(f"{missing}; {nearest(path.as_posix(), files)}")
+    return files[path.as_posix()]
 
 
 def shipped() -> dict[str, Path]:
-    """The studies that ship, by the names that `study run` takes."""
+    """The studies that ship, by name."""
     return {file.relative_to(SHIPPED).with_suffix("").as_posix(): file for file in sorted(SHIPPED.rglob("*.yaml"))}
 
 
