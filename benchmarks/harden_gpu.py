@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.evaluate.decoding import Decoder
 from shaketable.harden.config import HardenConfig
 from shaketable.harden.distil import TrainingSteps
 from shaketable.harden.scoring import forward_part

@@ -28,15 +28,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from shaketable.evaluate.sweep.solve import Solving
 from torch import nn
 
 import rivals
 import shaketable as st
 from first_pass import PASSES, Row, opened_rows, spread
-from shaketable.evaluate.evaluation import Condition, proof_of
-from shaketable.evaluate.sweep.run import default_n, draw
-from shaketable.evaluate.sweep.solve import Solving
-from shaketable.evaluate.tasks import load_task
+from shaketable.evaluate.score import Condition, proof_of
+from shaketable.evaluate.tasks import default_n, draw, load_task
 from shaketable.models import load_model
 from shaketable.plan import Plan
 from targets import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.statistics import wilson
 
 Row = dict[str, Any]
 

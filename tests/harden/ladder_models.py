@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.evaluate.decoding import Decoder
 from shaketable.harden.students import Students
 from shaketable.inject import inject
 from shaketable.models import load_model

@@ -6,7 +6,7 @@ import torch
 import shaketable as st
 from shaketable.compare.compare import compare
 from shaketable.compare.fingerprint import fingerprint
-from shaketable.evaluate.layer_stats import mechanism
+from shaketable.evaluate.layers import mechanism
 from shaketable.evaluate.tasks import load_task
 from shaketable.faults import Draw
 from shaketable.harden.run import Hardening

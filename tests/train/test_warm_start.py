@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.evaluation import Condition, Evaluator, prompt_tokens
+from shaketable.evaluate.score import Condition, Evaluator, prompt_tokens
 from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import load_model
 from shaketable.records.weight_hash import weights_hash

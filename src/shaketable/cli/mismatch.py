@@ -190,10 +190,9 @@ def _prompts(own: Trainer, inputs: Inputs, sampling: Sampling) -> tuple[list[lis
     """The prompts of a task, and the sampling with its limit and its stop tokens."""
     from dataclasses import replace
 
-    from shaketable.evaluate.decoding.dynamic import Decoder
-    from shaketable.evaluate.evaluation import prompt_tokens
-    from shaketable.evaluate.tasks.load import load_task
-    from shaketable.evaluate.tasks.task import sample
+    from shaketable.evaluate.decoding import Decoder
+    from shaketable.evaluate.score import prompt_tokens
+    from shaketable.evaluate.tasks import load_task, sample
 
     assert inputs.task is not None
     task = load_task(inputs.task)

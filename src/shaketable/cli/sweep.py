@@ -68,8 +68,8 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
     plan = resolve_plan(given.pop("plan"), scale)
     config = SweepConfig.checked(**{"n": 1} | given, plan=plan, magnitudes=scale)
 
-    from shaketable.evaluate.sweep.run import check, default_n
-    from shaketable.evaluate.tasks import load_task
+    from shaketable.evaluate.sweep.run import check
+    from shaketable.evaluate.tasks import default_n, load_task
 
     config = config.model_copy(update={"n": given.get("n") or default_n(load_task(config.task))})
     check(config)
@@ -80,7 +80,7 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
 
 
 def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) -> RunRecord:
-    from shaketable.evaluate.sweep.plot import short_names
+    from shaketable.evaluate.sweep.results import short_names
     from shaketable.records.record import RunRecord, unique_folder
 
     folder = out or unique_folder(Path("runs"), f"sweep-{short_names([config.models[0]])[0]}")
@@ -123,7 +123,7 @@ def _finish(record: RunRecord, json_file: Path | None, png_file: Path | None) ->
     if json_file is not None:
         write(json_file, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     if png_file is not None:
-        from shaketable.evaluate.sweep.plot import plot
+        from shaketable.evaluate.sweep.results import plot
 
         try:
             plot(found, png_file)

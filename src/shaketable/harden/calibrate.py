@@ -41,9 +41,9 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.capture.recorder import watched
+from shaketable.evaluate.reading import Pair
 from shaketable.harden.config_biases import add_biases, keep_biases
 from shaketable.harden.layer_error import LOWER, Stream, error_of, mean_error, reading, record
-from shaketable.harden.sequences import Pair
 from shaketable.harden.students import Students
 from shaketable.inject import Injection
 

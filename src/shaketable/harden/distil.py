@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shaketable.errors import InertError, ShaketableError
+from shaketable.evaluate.reading import Pair
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
 from shaketable.harden.divergence import forward_kl
-from shaketable.harden.sequences import Pair
 from shaketable.harden.students import Students, shaken
 from shaketable.inject import Injection
 from shaketable.sites.phases import phase

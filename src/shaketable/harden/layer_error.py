@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.evaluate.decoding.dynamic import batches, padded, positions
-from shaketable.harden.sequences import Pair
+from shaketable.evaluate.decoding import batches, padded, positions
+from shaketable.evaluate.reading import Pair
 from shaketable.harden.students import Students, shaken
 from shaketable.inject import Injection
 from shaketable.sites.nested_tensors import tensors_of

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.capture.recorder import watched
-from shaketable.evaluate.decoding.dynamic import batches
+from shaketable.evaluate.decoding import batches
+from shaketable.evaluate.reading import Pair
 from shaketable.harden.circuits import circuits_of
 from shaketable.harden.layer_error import BATCH, LOWER, Stream, error_of, mean_error, reading, record
-from shaketable.harden.sequences import Pair
 from shaketable.harden.students import Students
 from shaketable.inject import Injection
 from shaketable.locate.twins import Circuit, Gauge, Map, free_spaces, gauge_of, gauged, rescaled

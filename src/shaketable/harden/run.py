@@ -19,8 +19,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding.dynamic import Decoder
-from shaketable.evaluate.tasks.task import digest, examples
+from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.reading import Pair
+from shaketable.evaluate.tasks import digest, examples
 from shaketable.faults.rng import key_of
 from shaketable.harden import checkpoint
 from shaketable.harden.calibrate import calibrate
@@ -31,7 +32,7 @@ from shaketable.harden.model_card import write_card
 from shaketable.harden.regauge import regauge
 from shaketable.harden.reinforce import reinforce
 from shaketable.harden.scoring import Scoring, check_worth, forward_part, shares
-from shaketable.harden.sequences import Answers, OwnCompletions, Pair, Prompts, Source
+from shaketable.harden.sequences import Answers, OwnCompletions, Prompts, Source
 from shaketable.harden.students import Students
 from shaketable.harden.summary import short
 from shaketable.inject import Injection, Ledger, inject

@@ -18,17 +18,14 @@ from typing import Any
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding.dynamic import Completion, Decoder, batches
-from shaketable.evaluate.evaluation import prompt_tokens, tokens_of
+from shaketable.evaluate.decoding import Completion, Decoder, batches, tokens_of
+from shaketable.evaluate.reading import Pair
+from shaketable.evaluate.score import answer_tokens, prompt_tokens
 from shaketable.evaluate.tasks import Problem, Task, load_task, sample
-from shaketable.evaluate.tasks.jsonl import side_of
-from shaketable.evaluate.tasks.lines import read_rows, require, text_at
-from shaketable.evaluate.tasks.text import parts_of
+from shaketable.evaluate.tasks.files import parts_of, read_rows, require, side_of, text_at
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
 
-Pair = tuple[list[int], list[int]]
-"""A prompt and its completion, as tokens."""
 AHEAD = 1024
 """About so many completions are sampled at a time."""
 KEYS = ("prompt", "question", "text")
@@ -143,12 +140,10 @@ class Answers:
 
     def __init__(self, config: HardenConfig, source: Source, tokenizer: Any) -> None:
         self.config, self.source, self.tokenizer = config, source, tokenizer
-        self.end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
     def at(self, step: int) -> list[Pair]:
         """The sequences of a step."""
         generator = torch.Generator().manual_seed(key_of(self.config.seed, "answers", step) >> 1)
         chosen = torch.randint(len(self.source.learnt), (self.config.batch,), generator=generator).tolist()
         problems = [self.source.learnt[i] for i in chosen]
-        answers = self.tokenizer([p.answer for p in problems], add_special_tokens=False)["input_ids"]
-        return [(self.source.tokens(self.tokenizer, p), [*a, *self.end]) for p, a in zip(problems, answers, strict=True)]
+        return [(self.source.tokens(self.tokenizer, p), answer_tokens(self.tokenizer, p.answer)) for p in problems]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding.dynamic import Completion, Decoder, padded, positions
-from shaketable.evaluate.evaluation import arithmetic
-from shaketable.harden.sequences import Pair
+from shaketable.evaluate.decoding import Completion, Decoder
+from shaketable.evaluate.reading import Pair, pair_logits
+from shaketable.evaluate.score import arithmetic
 from shaketable.inject import Injection
 
 
@@ -52,17 +52,8 @@ class Students:
             return decoder.decode(model, prompts, generator=generator)
 
     def logits(self, model: Any, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """Logits (tokens, vocabulary) that predict the tokens of the completions, and those tokens, row after row.
-
-        Rows are padded on the left and end together, so that only the last logits are made.
-        """
-        device = model.get_input_embeddings().weight.device
-        ids, mask = padded([[*p, *c] for p, c in pairs], self.pad, device)
-        answers, mine = padded([c for _, c in pairs], self.pad, device)
-        masked = {} if mask is None else {"attention_mask": mask, "position_ids": positions(mask)}
-        out = model(input_ids=ids, use_cache=False, logits_to_keep=answers.shape[1] + 1, **masked).logits[:, :-1]
-        own = torch.ones_like(answers, dtype=torch.bool) if mine is None else mine.bool()
-        return out[own], answers[own]
+        """Logits that predict the tokens of the completions, and those tokens."""
+        return pair_logits(model, pairs, self.pad, left=True)
 
 
 def _frozen_copy(model: Any) -> Any:

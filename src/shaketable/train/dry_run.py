@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shaketable.aqn.sites import check_order, plan_of
+from shaketable.aqn.attach import check_order, plan_of
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.tasks import load_task, sample
 from shaketable.inject import Injection

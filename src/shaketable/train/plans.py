@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shaketable.aqn.spec import AQN
 from shaketable.errors import PlanError
-from shaketable.evaluate.evaluation import Condition
+from shaketable.evaluate.score import Condition
 from shaketable.faults.rng import key_of
 from shaketable.plan import Plan
 from shaketable.train.config import PLAN_IN, TrainConfig

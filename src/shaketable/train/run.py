@@ -26,12 +26,10 @@ from peft import LoraConfig
 from shaketable.aqn.attach import AttachedAQN
 from shaketable.aqn.schedules import Constant
 from shaketable.errors import InertError, ShaketableError
-from shaketable.evaluate.chat_template import chat_tokens
-from shaketable.evaluate.decoding.dynamic import Decoder, probe_batch_size
-from shaketable.evaluate.evaluation import Condition, Evaluation, Evaluator, arithmetic
-from shaketable.evaluate.score_layer_stats import readings
-from shaketable.evaluate.tasks import Problem, Task, load_task, sample
-from shaketable.evaluate.tasks.task import digest, examples, reward_of
+from shaketable.evaluate.decoding import Decoder, chat_tokens
+from shaketable.evaluate.layers import readings
+from shaketable.evaluate.score import Condition, Evaluation, Evaluator, arithmetic
+from shaketable.evaluate.tasks import Problem, Task, digest, examples, load_task, reward_of, sample
 from shaketable.faults.rng import key_of
 from shaketable.inject import Injection, Ledger, inject
 from shaketable.models import load_model
@@ -71,7 +69,9 @@ class Training:
         known = self._same_as_it_began()
         self.trainer = self._make_trainer()
         self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self.evaluator = self._make_evaluator(known["batch_size"] if known else self.config.eval_batch)
+        self.policy.eval()
+        size = known["batch_size"] if known else self.config.eval_batch
+        self.evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, size, loss=self.config.eval_loss)
         self.injection: Injection | None = None if plan is None else inject(self.policy, plan, allow_inert=True)
         self.noise: AttachedAQN | None = (
             None if aqn is None else aqn.attach(self.policy, self.config.steps, plan=self.injection)
@@ -129,12 +129,6 @@ class Training:
         for callback in (transformers.PrinterCallback, transformers.ProgressCallback):
             trainer.remove_callback(callback)
         return trainer
-
-    def _make_evaluator(self, batch_size: int) -> Evaluator:
-        evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, 1, loss=self.config.eval_loss)
-        self.policy.eval()
-        evaluator.batch_size = batch_size or probe_batch_size(evaluator.decoder, self.policy, evaluator.prompts)
-        return evaluator
 
     def _reward(self, prompts: Any, completions: list[Any], problem: list[int], **_: Any) -> list[float]:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]

@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.stats.tests import bootstrap, paired
+from shaketable.evaluate.statistics import bootstrap, paired
 
 SCORES = arrays(np.float64, 30, elements=some.integers(0, 4).map(lambda k: k / 4))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.stats.comparison import Comparison, Interval, corrected, holm
+from shaketable.evaluate.statistics import Comparison, Interval, corrected, holm
 
 
 def comparison(**changes):

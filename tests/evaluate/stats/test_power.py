@@ -7,15 +7,18 @@ from hypothesis import strategies as some
 from scipy import stats
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.stats.power import (
+from shaketable.evaluate.statistics import (
     detectable,
     expected_discordance,
+    mcnemar,
     mcnemar_detectable,
     mcnemar_power,
+    over_seeds,
+    paired,
+    sign_flip,
     sign_flip_detectable,
     t_detectable,
 )
-from shaketable.evaluate.stats.tests import mcnemar, over_seeds, paired, sign_flip
 
 
 def pairs(problems, discordance, difference, rng):

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.stats.tests import mcnemar, over_seeds, paired, paired_interval, sign_flip, wilson
+from shaketable.evaluate.statistics import mcnemar, over_seeds, paired, paired_interval, sign_flip, wilson
 
 BITS = some.integers(0, 1)
 
@@ -298,5 +298,5 @@ def test_wrong_scores_are_refused_in_one_line(call, message):
 
 
 def test_statistics_need_no_torch():
-    code = "import sys, shaketable.evaluate.stats.tests, shaketable.evaluate.stats.power; sys.exit('torch' in sys.modules)"
+    code = "import sys, shaketable.evaluate.statistics, shaketable.evaluate.statistics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib import figure
 
-from shaketable.evaluate.sweep.plot import plot, short_names
+from shaketable.evaluate.sweep.results import plot, short_names
 
 
 def point(model, magnitude, accuracy):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.statistics import wilson
 from shaketable.evaluate.sweep.config import SweepConfig
 from shaketable.evaluate.sweep.results import results
 from shaketable.records.record import RunRecord

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shaketable.errors import InertError, ModelError, ShaketableError
-from shaketable.evaluate.decoding.dynamic import Decoder
-from shaketable.evaluate.evaluation import drift
+from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.score import drift
 from shaketable.evaluate.sweep.config import SweepConfig
 from shaketable.evaluate.sweep.results import results
 from shaketable.evaluate.sweep.run import Sweep, check, default_n, draw

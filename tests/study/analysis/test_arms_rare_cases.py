@@ -5,8 +5,7 @@ import pytest
 from scipy import stats
 
 from shaketable.aqn.spec import AQN
-from shaketable.evaluate.stats.comparison import Interval
-from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.statistics import Interval, wilson
 from shaketable.study.analysis.arms import (
     cost,
     curves,

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.evaluate.stats.comparison import Comparison, Interval
-from shaketable.evaluate.stats.power import t_detectable
-from shaketable.evaluate.stats.tests import over_seeds
+from shaketable.evaluate.statistics import Comparison, Interval, over_seeds, t_detectable
 from shaketable.study.analysis.comparisons import Asked, _sentence, compare
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import Comparing

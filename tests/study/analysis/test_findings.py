@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from shaketable.evaluate.stats.tests import over_seeds, wilson
+from shaketable.evaluate.statistics import over_seeds, wilson
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis.arms import mean_interval, proof
 from shaketable.study.analysis.findings import _not_the_same, findings, magnitudes, run_findings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shaketable.evaluate.stats.recovered import share_recovered
+from shaketable.evaluate.statistics import share_recovered
 from shaketable.study.analysis.recovered import recovered, told
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import Comparing

@@ -18,7 +18,7 @@ smoothly: the origin's stages began with a silent one in each epoch. `stages_per
 no effect; so is `num_stages`, which it never had a use for there.
 
 **σ of each layer in `aqn`**, the shape of the origin's `aqn_config.yaml`: a layer that `layer_sigmas` does not name has the
-base σ, as in the origin's trainer. (In files of `shaketable guide` it has none.)
+base σ, as in the origin's trainer. Files of `shaketable guide` name all layers with noise in `layers`; others have none.
 
 Which norms: an empty list means all norms of a dense model and `post_attention_layernorm` of a mixture of experts, the
 origin's own rule. A list of norms by their names is AQN's `roles`. Names that are taken out of all norms cannot be said in
@@ -34,9 +34,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shaketable.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay
-from shaketable.aqn.spec import AQN, NORMS, ROLES
-from shaketable.aqn.text import from_guidance
+from shaketable.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay, LinearDecay
+from shaketable.aqn.spec import AQN, NORMS, ROLES, from_guidance
 from shaketable.errors import ShaketableError
 from shaketable.integrations.origin_configs.keys import LEFT_OUT, Found, OriginKeys, as_number, naming
 from shaketable.io.yaml_file import read_yaml
@@ -46,10 +45,10 @@ OUTPUTS = "aqn"
 WEIGHT_KEYS = ("enabled", "sigma_start", "sigma_end", "num_stages", "epoch_aware", "stages_per_epoch", "target_modules")
 WEIGHT_MORE = ("exclude_patterns", "layer_types", "layer_sigma_config")
 OUTPUT_KEYS = ("enabled", "target_layers", "sigma", "schedule", "where", "config")
-GUIDED_KEYS = ("layer_specific", "base_sigma", "layer_sigmas", "high_priority_layers")
+GUIDED_KEYS = ("layer_specific", "base_sigma", "layers", "layer_sigmas", "high_priority_layers")
 LAYER_KEYS = ("enabled", "default_multiplier", "layer_multipliers", "zone_schedule")
 ALL_NORMS = ("rmsnorm", "norm")
-SCHEDULES = ("epoch_aware", "global_decay", "constant")
+SCHEDULES = ("epoch_aware", "global_decay", "linear_decay", "constant")
 
 
 def weights(config: Mapping[str, Any]) -> Found | None:
@@ -86,7 +85,8 @@ def outputs(config: Mapping[str, Any]) -> Found | None:
         return Found(OUTPUTS, "off: sigma is 0")
     with naming(OUTPUTS):
         schedule, note = _schedule(kind, sigma, sigma / 100, 10, config)
-        aqn = AQN(schedule, form="output", layers=keys.layers("target_layers"), multipliers=multipliers, where=where)
+        layers = keys.layers("layers" if "layers" in keys.values else "target_layers")
+        aqn = AQN(schedule, form="output", layers=layers, multipliers=multipliers, where=where)
     fall = "" if kind == "constant" else "σ falls by 100 in all, as the origin's did"
     return Found(OUTPUTS, "; ".join(part for part in (fall, note, unused) if part), aqn=aqn)
 
@@ -158,6 +158,8 @@ def _schedule(kind: str, start: float, end: float, stages: int, config: Mapping[
         return Constant(start), ""
     if kind == "global_decay":
         return GlobalDecay(start, end, stages), ""
+    if kind == "linear_decay":
+        return LinearDecay(start, end), ""
     epochs, note = _epochs(config)
     if epochs == 2 and _short(start / 100) == _short(end):
         return EpochAware([(_short(a), _short(b)) for a, b in ((start, start / 5), (start / 5, end))]), note

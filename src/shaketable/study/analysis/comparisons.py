@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from shaketable.evaluate.stats.comparison import Comparison, Interval, corrected
-from shaketable.evaluate.stats.power import t_detectable
-from shaketable.evaluate.stats.tests import mcnemar, over_seeds, sign_flip
+from shaketable.evaluate.statistics import Comparison, Interval, corrected, mcnemar, over_seeds, sign_flip, t_detectable
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import PER_PROBLEM, Comparing
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shaketable.evaluate.stats.recovered import share_recovered
+from shaketable.evaluate.statistics import share_recovered
 from shaketable.study.analysis.runs import PER_ANSWER, Run
 from shaketable.study.config import Comparing
 

@@ -10,12 +10,30 @@ from scipy import stats
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding import dynamic
-from shaketable.evaluate.decoding.dynamic import Completion, Decoder, batches, decode_all, probe_batch_size
+from shaketable.evaluate.decoding import LARGEST_BATCH, Completion, Decoder, batches, decode_all, probe_batch_size
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
-from tests.evaluate.decoding.nano_prompts import forced
 from tests.harden.ladder_models import composite
+
+QUESTIONS = ["144+725=", "7+8=", "900-1=", "12+34=", "555+445=", "31-997=", "100+100=", "8-3=", "472+338=", "60+6="]
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return load_model("nano")
+
+
+@pytest.fixture(scope="module")
+def prompts(nano):
+    return [nano[1](q)["input_ids"] for q in QUESTIONS]
+
+
+def forced(model, prompt, completion, temperature):
+    """log softmax of a forward over prompt and completion, in float64."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0].double() / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
 
 def generated(model, tokenizer, prompt, limit):
@@ -229,7 +247,7 @@ def test_the_batch_size_is_a_power_of_two_that_holds_all_prompts(nano, prompts):
     assert probe_batch_size(decoder, model, prompts[:8]) == 8
     assert probe_batch_size(decoder, model, prompts[:1]) == 1
     assert probe_batch_size(decoder, model, prompts, largest=4) == 4
-    assert probe_batch_size(decoder, model, prompts * 1000) == dynamic.LARGEST_BATCH
+    assert probe_batch_size(decoder, model, prompts * 1000) == LARGEST_BATCH
 
 
 def test_little_memory_makes_the_batch_smaller(nano, prompts, monkeypatch):

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import shaketable as st
 from shaketable.errors import InertError, ModelError, NoMatchError, ShaketableError
-from shaketable.evaluate import layer_stats as mechanism_module
-from shaketable.evaluate.layer_stats import mechanism
-from shaketable.locate.srdd import layer_statistics
-from shaketable.models import load_model
+from shaketable.evaluate import layers as mechanism_module
+from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.layers import mechanism, skip_layers, without
+from shaketable.models import load_model, load_skeleton
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase, phase
+from tests.study.small_studies import FAULTY
 
 PAD = 0
 LENGTHS = [(3, 4), (1, 1), (6, 2), (2, 9), (4, 0), (5, 5), (1, 3), (8, 1), (2, 2)]
@@ -130,13 +131,6 @@ def test_activations_are_those_an_independent_hook_sees_without_padding(any_mode
         assert reading.rms == pytest.approx(np.sqrt(np.mean(y**2)), rel=1e-5)
         assert reading.kurtosis == pytest.approx(kurtosis(y), rel=1e-3, abs=1e-4)
         assert (reading.zeros, reading.survival, reading.survival_inside) == (0, 1, None)
-
-
-def test_kurtosis_is_what_locate_means_by_it(tiny_llama):
-    found = read(tiny_llama, sequences=PAIRS[3:4])
-    for reading, seen in zip(found.layers, outputs(tiny_llama, tiny_llama.model.layers, PAIRS[3:4]), strict=True):
-        y = torch.tensor(seen[0])
-        assert reading.kurtosis == pytest.approx(layer_statistics(y, [y], y, y, y, y).kurtosis, rel=1e-6)
 
 
 def test_moments_are_merged_exactly_when_batches_are_far_apart(tiny_llama):
@@ -321,14 +315,6 @@ def test_only_trained_parameters_have_gradients(tiny_llama):
     assert found.outside_grad_norm is None and found.layers[0].rms > 0
 
 
-def test_a_model_with_nothing_to_train_has_activations_only(tiny_llama):
-    found = read(tiny_llama.requires_grad_(False), ZONE)
-    assert {r.grad_norm for r in found.layers} == {None} and found.outside_grad_norm is None
-    assert 0 < found.layers[3].survival < 1
-    with pytest.raises(InertError, match="never fired"):
-        read(tiny_llama, "relative_gaussian:0.1@op.matmul,direction=backward")
-
-
 def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zero():
     model, spare = Plain(2), nn.Parameter(torch.ones(3))
     model.layers[1].register_parameter("spare", spare)
@@ -375,17 +361,47 @@ def test_a_layer_that_always_returns_the_same_has_no_kurtosis_and_zeros_have_not
     assert found["rms"] == pytest.approx(value)
 
 
-def test_the_record_is_json_with_its_proof(tiny_llama):
-    found = json.loads(json.dumps(read(tiny_llama, ZONE).to_dict(), allow_nan=False))
-    assert set(found) == {"loss", "tokens", "layers", "outside_grad_norm", "ledger"}
-    names = {"layer", "rms", "kurtosis", "zeros", "survival", "survival_inside", "grad_norm"}
-    assert [set(row) for row in found["layers"]] == [names] * 4
-    assert st.inject.Ledger.from_dict(found["ledger"]).forward == 3
-
-
 def test_pairs_without_anything_to_read_are_refused(tiny_llama):
     with pytest.raises(ShaketableError, match="a prompt has no tokens"):
         read(tiny_llama, sequences=[([1], [2]), ([], [3])])
     for nothing in ([], [([1, 2], [])]):
         with pytest.raises(ShaketableError, match="no completion has a token"):
             read(tiny_llama, sequences=nothing)
+
+
+# ---- skipped layers
+
+
+def test_a_skipped_layer_hands_on_what_it_is_given():
+    model, tokenizer = load_model("nano")
+    ids = torch.tensor([tokenizer("512+134=")["input_ids"]])
+    skip_layers(model, [3])
+    with torch.no_grad():
+        seen = model(ids, output_hidden_states=True).hidden_states
+        found = Decoder.of(model, tokenizer, 4).decode(model, ids.tolist())[0].tokens
+        assert torch.equal(seen[3], seen[4]) and not torch.equal(seen[4], seen[5])
+        for token in found:  # without a cache
+            assert int(model(ids).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "left"),
+    [
+        (FAULTY, None),
+        ("gain:0.1@layer.2-4", "gain:0.1@layer.2+4"),
+        ("gain:0.1@module.linear", "gain:0.1@module.linear"),
+        ("gain:0.1@module.linear,layers=3", None),
+        ("gain:0.1@op.matmul,layers=3", None),
+        (f"{FAULTY};gain:0.1@op.matmul", "gain:0.1@op.matmul"),
+    ],
+)
+def test_faults_of_a_layer_that_is_not_run_are_not_there(plan, left):
+    found = without(Plan.parse(plan), [3], load_skeleton("nano"))
+    assert (found and found.text()) == left
+
+
+@pytest.mark.parametrize(("layers", "words"), [([8], "has layers 0-7"), ([0], "layer 0 cannot be skipped")])
+def test_what_cannot_be_skipped_is_refused(layers, words):
+    with pytest.raises(ShaketableError, match=words):
+        skip_layers(load_model("nano")[0], layers)
