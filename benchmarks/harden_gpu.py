@@ -19,8 +19,7 @@ from shaketable.evaluate.decoding import Decoder
 from shaketable.harden.config import HardenConfig
 from shaketable.harden.distil import TrainingSteps
 from shaketable.harden.scoring import forward_part
-from shaketable.harden.sequences import OwnCompletions, Prompts, Source
-from shaketable.harden.students import Students
+from shaketable.harden.students import OwnCompletions, Prompts, Source, Students
 from shaketable.inject import inject
 from shaketable.models import load_model, quieten
 

@@ -71,6 +71,7 @@ __all__ = [
     "InertError",
     "Injection",
     "Ledger",
+    "LinearDecay",
     "ModelError",
     "NoMatchError",
     "Plan",

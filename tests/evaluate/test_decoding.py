@@ -13,7 +13,7 @@ from shaketable.errors import ShaketableError
 from shaketable.evaluate.decoding import LARGEST_BATCH, Completion, Decoder, batches, decode_all, probe_batch_size
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
-from tests.harden.ladder_models import composite
+from tests.harden.models import composite
 
 QUESTIONS = ["144+725=", "7+8=", "900-1=", "12+34=", "555+445=", "31-997=", "100+100=", "8-3=", "472+338=", "60+6="]
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from shaketable.harden import calibrate as rung
 from shaketable.harden.calibrate import calibrate, fold, regression
-from shaketable.harden.closeness import closeness
-from tests.harden.ladder_models import (
+from tests.harden.models import (
+    kl,
     logits,
     nano,
     plan_on,
@@ -24,11 +24,6 @@ from tests.harden.ladder_models import (
     tiny_pairs,
     values,
 )
-
-
-def kl(students, pairs, injection):
-    injection.step = 0
-    return closeness(students, pairs, injection, 16).mean_kl
 
 
 def repaired(students, pairs, plan):

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from shaketable.errors import InertError, ShaketableError
+from shaketable.harden.results import outcome
 from shaketable.harden.run import Hardening
 from shaketable.harden.students import Students
-from shaketable.harden.summary import outcome
 from shaketable.models import load_model
 from shaketable.records.record import RunRecord
 from shaketable.train.checkpoints import sealed
-from tests.harden.ladder_models import composite
-from tests.harden.small_ladders import HURTS, gone_on, hardened, prepared, same_weights, small, weights
+from tests.harden.models import composite
+from tests.harden.small_runs import HURTS, gone_on, hardened, prepared, same_weights, small, weights
 
 
 @pytest.fixture(scope="module")

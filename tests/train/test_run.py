@@ -9,7 +9,7 @@ from shaketable.errors import InertError, ShaketableError
 from shaketable.evaluate.tasks import load_task
 from shaketable.models import NANO, load_model
 from shaketable.train.checkpoints import content, sealed
-from shaketable.train.dry_run import rehearse
+from shaketable.train.plans import rehearse
 from shaketable.train.run import _training_problems
 from tests.train.training_runs import SMALL, prepared, small, trained, weights
 

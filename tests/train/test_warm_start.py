@@ -13,7 +13,7 @@ from shaketable.models import load_model
 from shaketable.records.weight_hash import weights_hash
 from shaketable.study.cells import NEWER
 from shaketable.train import warm_start as module
-from shaketable.train.dry_run import rehearse
+from shaketable.train.plans import rehearse
 from shaketable.train.summary import outcome
 from shaketable.train.warm_start import BATCH, FACTS, WEIGHTS, warm_start
 from tests.train.training_runs import prepared, small, trained

@@ -8,23 +8,22 @@ back) is the same for both.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from shaketable.errors import PlanError, ShaketableError
 from shaketable.evaluate.decoding import Decoder, batches, probe_batch_size
 from shaketable.evaluate.layers import readings
-from shaketable.evaluate.reading import Pair, Reading, read_pairs
+from shaketable.evaluate.reading import Pair, Reading
 from shaketable.evaluate.score import Condition, Evaluator, in_phases, injected, proof_of
 from shaketable.evaluate.statistics import Recovered, paired, paired_interval, share_recovered
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
-from shaketable.harden.sequences import Source
-from shaketable.harden.students import Students, shaken
-from shaketable.inject import Ledger
+from shaketable.harden.students import Source, Students
+from shaketable.inject import Injection, Ledger
+from shaketable.models import ADAPTER, load_skeleton
 from shaketable.plan import Plan
 
 PAIRS = 128
@@ -105,25 +104,9 @@ class Scoring:
             return readings(evaluator, [evaluator.score(c) for c in self.conditions])
 
     def _closeness(self, condition: Condition) -> tuple[list[Reading], Ledger | None]:
-        """The student beside the clean model on its completions. On a few answers a rare fault may not hit; where these are all
-        there is (`_agreed`), the ledger is checked."""
-        students, was_training = self.students, self.students.model.training
-
-        def clean(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-            with students.teacher() as model:
-                return students.logits(model, pairs)
-
-        with injected(students.model, condition.plan, on=False, allow_inert=self.by_task) as injection:
-
-            def student(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-                with students.arithmetic(), shaken(injection):
-                    return students.logits(students.model, pairs)
-
-            students.model.eval()
-            try:
-                found = read_pairs(self.pairs, self.batch_size, student, clean)
-            finally:
-                students.model.train(was_training)
+        """On a few answers a rare fault may not hit; where these are all there is (`_agreed`), the ledger is checked."""
+        with injected(self.students.model, condition.plan, on=False, allow_inert=self.by_task) as injection:
+            found = self.students.beside_clean(self.pairs, injection, self.batch_size)
         return found, None if injection is None else injection.ledger
 
     def _evaluator(self) -> Evaluator:
@@ -191,3 +174,13 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
             half = 100 * (lost.interval.high - lost.interval.low) / 2
             takes = f"{name}: the fault takes {100 * lost.difference:.1f} ± {half:.1f} points"
             raise ShaketableError(f"{takes}: there is nothing to harden against; a larger --eval-n would see smaller losses")
+
+
+def rehearse(config: HardenConfig) -> None:
+    """Read the task, match every plan on the model's skeleton; raises whatever would stop the run later."""
+    Source.of(config)
+    if (Path(config.model).expanduser() / ADAPTER).is_file():
+        raise ShaketableError(f"{config.model} is a LoRA adapter, which is not hardened; merge it into its base first")
+    skeleton = load_skeleton(config.model)
+    for plan in [forward_part(text, 0) for text in config.plans] + [c.plan for c in conditions_of(config) if c.plan]:
+        Injection(plan).attach(skeleton)

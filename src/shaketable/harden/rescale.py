@@ -1,24 +1,17 @@
-"""Re-gauge: the same function with numbers that the fault likes better. Powers of two along the exact symmetries of a layer.
+"""Rescale: the same function with numbers that the fault harms less. Powers of two along the exact symmetries of a layer.
 
-The spaces inside of a layer (a norm's output, the values, the keys, the hidden channels of the MLP) may be scaled channel by
-channel if what writes them is multiplied and what reads them is divided (`locate/gauge.py`). With powers of two nothing
-is rounded otherwise, so healthy hardware returns the same bits, and nothing is added to the work. What a fault does to
-the numbers may be very different: a value leaves a saturation or a dead zone, an outlier no longer sets the scale of its block.
+The spaces inside a layer (a norm's output, the values, the keys, the hidden channels of the MLP) may be scaled channel by
+channel if what writes them is multiplied and what reads them is divided (`locate/twins.py`). Powers of two change no
+rounding, so healthy hardware returns the same bits and nothing is added to the work; under a fault a value leaves a
+saturation or a dead zone, an outlier no longer sets the scale of its block.
 
-Candidates of a space, channel by channel, after SmoothQuant (Xiao et al. 2023): the activation is divided by 2^e with
+Candidates of a space, after SmoothQuant (Xiao et al. 2023): the activation is divided by 2^e with
 
     e = α·log2(largest activation) − (1 − α)·log2(largest weight that reads it),     α = 1/4, 1/2, 3/4, 1
 
-rounded, and centred by its median; and one power of two for all channels, for faults that know an absolute size. Space by
-space, in the order of computation, the candidate with the lowest error is taken, if it leaves less than `LOWER` of the error on
-sequences that it was not chosen by, and if the layer without the fault returns the same bits as before.
-
-The error is that of the layer alone: with the fault against without, both from the hidden state of the faulty model. A gauge
-changes nothing else, and what earlier layers did wrong would only hide it.
-
-Rejected: rotations (Hadamard), which balance blocks better and are not exact; a gauge of the stream, which all layers, the
-embedding and the head share; any factor that is no power of two; an exhaustive search over channels, which fits noise.
-What cannot be helped: noise and thresholds that are relative to the very tensor that is scaled, and faults of the stream.
+rounded and centred by its median; and one power of two for all channels. Space by space, the candidate with the lowest error
+of the layer (with the fault against without, from the same hidden state) is taken, if it leaves less than `LOWER` of the
+error on sequences that it was not chosen by, and if the layer without the fault returns the same bits.
 """
 
 from __future__ import annotations
@@ -32,13 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.capture.recorder import watched
+from shaketable.capture.reference import rebuilt
 from shaketable.evaluate.decoding import batches
 from shaketable.evaluate.reading import Pair
-from shaketable.harden.circuits import circuits_of
-from shaketable.harden.layer_error import BATCH, LOWER, Stream, error_of, mean_error, reading, record
+from shaketable.harden.calibrate import BATCH, LOWER, Stream, error_of, mean_error, reading, record
 from shaketable.harden.students import Students
 from shaketable.inject import Injection
-from shaketable.locate.twins import Circuit, Gauge, Map, free_spaces, gauge_of, gauged, rescaled
+from shaketable.locate.twins import Circuit, Gauge, Map, circuit_of, free_spaces, gauge_of, gauged, rescaled
+from shaketable.sites.structure import find_layers
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 UNIFORM = (2, 4, 6)
@@ -49,7 +43,7 @@ READ_AS = {"v": "mixed", "up": "hidden", "shared up": "shared hidden"}
 """Under which name modules read a space; the others have one name."""
 
 
-def regauge(
+def rescale(
     students: Students, injections: Sequence[Injection], pairs: Sequence[Pair], tell: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Scale the model's layers by powers of two so that the plans do less harm, without a change on healthy hardware.
@@ -81,6 +75,14 @@ def regauge(
             tell(index + 1, len(circuits))
         same, difference = _compared(students, [d for d in met if d.spaces], pairs)
     return _facts(met, circuits, same, difference)
+
+
+def circuits_of(model: Any) -> list[Circuit | str]:
+    """The wiring of every layer, from the model's class built anew, which no plan has touched; or why there is none."""
+    plain = rebuilt(model)
+    if plain is None:
+        return [f"no rescaling is known for a {type(model).__name__}"]
+    return [circuit_of(layer, model.config) for layer in find_layers(plain)[0]]
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class _Search:
         """By channel, the largest number that the activation is multiplied with: a weight, or a query for a key."""
         if name == "k":
             return self.active["q"]
-        maps = [m for m in self.circuit.maps if m.reads == name and "lora_" not in m.parameter]
+        maps = [m for m in self.circuit.maps if m.reads == name]
         return torch.stack([_columns(self.layer.get_parameter(m.parameter), m) for m in maps]).amax(0)
 
     def _by_channel(self, space: str, largest: Tensor) -> Tensor:
@@ -209,7 +211,7 @@ class _Search:
             top = rows[real.flatten()].abs().amax(0).float().cpu()
             largest[space] = torch.maximum(largest[space], top) if space in largest else top
 
-        maps = {m.module: m for m in self.circuit.maps if m.layout != "expert,out,in" and "lora_" not in m.parameter}
+        maps = {m.module: m for m in self.circuit.maps if m.layout != "expert,out,in"}
 
         def look(path: str, x: Tensor, y: Tensor) -> None:
             note(maps[path].reads, x)
@@ -275,7 +277,7 @@ def _sentence(met: list[_Done], changed: list[_Done], circuits: list[Circuit | s
     if len(reasons) == len(circuits):
         return reasons[0] if reasons else "the model has no decoder layers"
     if not met:
-        return "no layer is touched by the fault: nothing to re-gauge"
+        return "no layer is touched by the fault: nothing to rescale"
     if not changed:
         return "no scaling by powers of two lowers the error of a layer: the weights are as they were"
     left = sum(d.after for d in met) / sum(d.before for d in met)
