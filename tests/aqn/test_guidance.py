@@ -348,7 +348,7 @@ def test_a_mapping_without_statistics_needs_none():
         ("factor: 0.5", "factor: .inf", "rules.2.factor: Input should be a finite number"),
         ("when: below", "when: under", "rules.0.when"),
         ("unit: absolute", "units: absolute", "rules.2.units: Extra inputs are not permitted"),
-        ("when: below, ", "", "rules.0: Value error, a rule has field, when and threshold, or fault_class; when is missing"),
+        ("when: below, ", "", "rules.0: a rule has field, when and threshold, or fault_class; when is missing"),
         ("name: origin", "name: origin\nextra: 1", "extra: Extra inputs are not permitted"),
         ("low: 0.01", "low: 0.2", "clamp: low 0.2 is above high 0.15"),
         ("labels: {high: 1.2", "labels: {high: 0.5", "labels.high"),
@@ -422,7 +422,7 @@ def test_the_origins_scans_give_the_sigmas_of_its_formula():
 
 def test_scans_alone_decide_nothing_and_a_detected_layer_is_a_fault():
     open_ = Guidance.of(as_diagnosis(scans(analysis_date="2026-01-07", model_path="Qwen"), "s"))
-    assert (open_.metadata["verdict"], open_.metadata["date"], open_.metadata["model"]) == (
+    assert (open_.metadata["verdict"], open_.metadata["analysis_date"], open_.metadata["model"]) == (
         "INCONCLUSIVE",
         "2026-01-07",
         "Qwen",

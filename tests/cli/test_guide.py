@@ -119,7 +119,7 @@ def test_json_says_the_same_with_reasons_and_mapping(run):
 
 def test_a_mapping_of_one_s_own(run):
     shipped = (ROOT / "src/shaketable/aqn/mapping.yaml").read_text()
-    Path("m.yaml").write_text(shipped.replace("name: origin", "name: mine").replace("threshold: 0.1\n", "threshold: 0.3\n"))
+    Path("m.yaml").write_text(shipped.replace("name: origin", "name: mine").replace("threshold: 0.1,", "threshold: 0.3,"))
     assert run("d.json", "-o", "a.yaml", "--mapping", "m.yaml")[0] == 0
     made = yaml.safe_load(Path("a.yaml").read_text())
     assert made["aqn"]["layer_sigmas"][2] == 0.05 and made["srdd_metadata"]["mapping"] == "mine"

@@ -148,10 +148,7 @@ def _p(p: float) -> str:
 def wilson(rate: float, n: int, level: float = 0.95) -> Interval:
     """Wilson's score interval of a rate over n problems.
 
-    `rate` may be a mean over noise seeds and so no multiple of 1/n. n is the number of problems whatever the number of seeds:
-    right when all seeds agree on each problem, and too wide, never too narrow, when they do not. Wilson's coverage swings
-    around the level: 95 % intervals cover .93 to .98 for n ≥ 20 and rates of .1 to .9, .91 at worst for n ≥ 20 and
-    rates of .01 to .99, and .86 for n = 10 and a rate of .985.
+    `rate` may be a mean over noise seeds; n is the number of problems all the same, which is never too narrow.
     """
     if not (0 <= rate <= 1 and n >= 1):
         raise ShaketableError(f"a rate lies in 0 to 1 and needs a problem or more, not {rate} of {n}")
@@ -207,9 +204,7 @@ def paired_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
 def bootstrap(a: ArrayLike, b: ArrayLike, *, seed: int = 0, resamples: int = 9999, level: float = 0.95) -> Interval:
     """Percentile bootstrap of the difference that `paired` gives; whole problems are drawn, with all their seeds.
 
-    To be trusted from some 50 problems on, when both sides win a few: there it agrees with the t of `paired`. With fewer, or
-    when one side wins all that differ, it is too narrow (the table above), and where all differences are equal it has
-    no width at all, which is the sample's ignorance and not certainty. The t holds there too: quote that one.
+    Too narrow with fewer than some 50 problems, or when one side wins all that differ; the t of `paired` holds there too.
 
     Args:
         a: Scores (problems,) or (problems, noise seeds), from 0 to 1.
@@ -240,10 +235,8 @@ def sign_flip(differences: ArrayLike, *, seed: int = 0, resamples: int = 9999) -
 def over_seeds(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Comparison:
     """Two trained arms, each trained with several seeds.
 
-    Rows are training seeds, the same in both arms and in the same order; columns are problems. Tables of equal height are
-    paired by row, which is valid, only pointless, when the seeds were different ones. Of unequal height: Welch's test
-    on the means of the runs, which takes these problems as given; so does one column of means, (seeds, 1). One run in
-    either arm: `paired` over problems.
+    Tables of equal height are paired by row (training seed). Of unequal height: Welch's test on the means of the runs, which
+    takes these problems as given; so does one column of means, (seeds, 1). One run in either arm: `paired` over problems.
 
     Args:
         a: Scores (training seeds, problems), from 0 to 1.
@@ -360,7 +353,7 @@ def _level(level: float) -> float:
 
 @dataclass(frozen=True)
 class MeanSquares:
-    """The mean squares of a table of two sides, each with two rows or more."""
+    """Mean squares of a table d[seed, problem] = μ + α_s + β_i + ε_si, each side with two rows or more."""
 
     by_seed: float
     by_problem: float
@@ -479,8 +472,7 @@ def t_detectable(se: float, freedom: float, *, level: float = 0.95, power: float
 def sign_flip_detectable(differences: Array, *, level: float = 0.95, power: float = POWER) -> float | None:
     """The smallest mean difference that a sign-flip test sees, given the spread of the differences per problem.
 
-    Student's t approximates it, too hopefully when few problems differ: a test of signs needs enough of them to reject at
-    all. They are taken to differ by as much as those that did, or wholly when none did.
+    Student's t approximates it, too hopefully when few problems differ: a test of signs needs enough of them to reject at all.
     """
     n, moved = len(differences), np.abs(differences[differences != 0])
     floor = mcnemar_detectable(n, 0.0, level=level, power=power)
