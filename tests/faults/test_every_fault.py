@@ -363,7 +363,7 @@ DRAWN = {
 def test_random_faults_make_of_their_draw_what_their_docstring_says(text):
     """Held against the formula, with the very numbers that were drawn, in float64."""
     fault, draw = Plan.parse(f"{text}@layer.0").clauses[0].fault, Draw(5)
-    x = torch.randn(40, 50, generator=torch.Generator().manual_seed(2)) + 0.25
+    x = torch.randn(40, 50, generator=torch.Generator(torch.get_default_device()).manual_seed(2)) + 0.25
     wanted = DRAWN[text](x.double(), draw, draw.normal(x).double())
     torch.testing.assert_close(fault.apply(x, draw).double(), wanted, rtol=1e-5, atol=1e-6)
     assert not same(fault.apply(x, draw), x)

@@ -142,6 +142,13 @@ def test_a_model_with_an_open_injection_is_named_when_it_is_injected_again():
     st.inject(model, "gain:1@module.linear", allow_inert=True)
 
 
+def test_a_plan_within_the_with_of_another_is_meant(recwarn):
+    model = nn.Linear(4, 4)
+    with st.inject(model, "gain:1@module.linear"), st.inject(model, "gain:2@module.linear"):
+        model(X)
+    assert not recwarn
+
+
 def test_a_repr_says_plan_state_and_fires():
     model = nn.Linear(4, 4)
     injection = st.inject(model, "gain:1@module.linear")

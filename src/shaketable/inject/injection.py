@@ -76,8 +76,9 @@ def inject(
 
 
 def open_injection(model: nn.Module) -> Injection | None:
-    """An injection that is on, on this very model."""
-    on = (injection for injection in cuda_graphs.injections() if injection.enabled and not injection.closed)
+    """An injection of this very model that `enable` switched on and nobody closed: no `with` and no AQN will end it."""
+    every = (injection for injection in cuda_graphs.injections() if not injection.hold and not injection.depth)
+    on = (injection for injection in every if injection.enabled and not injection.closed)
     return next((injection for injection in on if any(attached.model is model for attached in injection.models)), None)
 
 
@@ -144,7 +145,8 @@ class Injection:
         self.has_operators = any(c.site.level == "op" for c in plan.clauses)
         self.operators = OperatorTaps(self)
         self._mode = operators.Operators(self) if self.has_operators else None
-        self._depth = 0
+        self.depth = 0
+        """How many `with` blocks are open; the last one closes it."""
         self._changing = 0
         self.inert_check = InertCheck(self)
         self._announce()
@@ -215,13 +217,13 @@ class Injection:
         return f"<{type(self).__name__} {self.plan.text()}, {state}, {fires:,} {'fire' if fires == 1 else 'fires'}>"
 
     def __enter__(self) -> Ledger:
-        self._depth += 1
+        self.depth += 1
         self.enable()
         return self.ledger
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        self.depth -= 1
+        if self.depth == 0:
             self.close(check=kind is None)
 
     # ---- what can change while it is active

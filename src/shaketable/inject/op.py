@@ -454,8 +454,12 @@ def live(handle: int) -> Tap | None:
 
 # ---- at run time
 
+UNSAFE = (torch.Tag.cudagraph_unsafe,)
+"""Inductor's own CUDA graphs (`mode="reduce-overhead"`) leave out operators with this tag and call them between their parts:
+what they count and measure must outlive a replay."""
 
-@torch.library.custom_op("shaketable::begin", mutates_args=())
+
+@torch.library.custom_op("shaketable::begin", mutates_args=(), tags=UNSAFE)
 def _begin(after: Tensor, handle: int, entry: int, graph: int, clauses: int) -> Tensor:
     """The pass that runs, packed: key, phase, the first use, and per clause whether it acts.
 
@@ -500,7 +504,7 @@ def application(handle: int, packed: Tensor, number: int, backward: bool = False
     return Application(tap, current, backward, argument, base + number, again) if current.acts_on(tap) else None
 
 
-@torch.library.custom_op("shaketable::apply", mutates_args=())
+@torch.library.custom_op("shaketable::apply", mutates_args=(), tags=UNSAFE)
 def _apply_op(x: Tensor, packed: Tensor, tap: int, number: int) -> Tensor:
     """The faulty tensor."""
     what = application(tap, packed, number)
@@ -517,7 +521,7 @@ def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
     return y if y is not x and y.stride() == x.stride() else torch.empty_like(x).copy_(y)
 
 
-@torch.library.custom_op("shaketable::pull_back", mutates_args=())
+@torch.library.custom_op("shaketable::pull_back", mutates_args=(), tags=UNSAFE)
 def _pull_back(g: Tensor, x: Tensor, packed: Tensor, tap: int, number: int) -> Tensor:
     """The gradient of what was done forward, whether or not the plan is still on."""
     found = _taps.get(tap)
@@ -549,7 +553,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
 _apply_op.register_autograd(_backward, setup_context=_setup)
 
 
-@torch.library.custom_op("shaketable::gradient", mutates_args=())
+@torch.library.custom_op("shaketable::gradient", mutates_args=(), tags=UNSAFE)
 def _gradient(g: Tensor, packed: Tensor, tap: int, argument: int, number: int) -> Tensor:
     """A gradient as the tap leaves it."""
     what = application(tap, packed, number, True, argument)
@@ -577,7 +581,7 @@ class TracedGradient(torch.autograd.Function):
         return faulty, None, None, None, None, None
 
 
-@torch.library.custom_op("shaketable::note_fused", mutates_args={"notes"})
+@torch.library.custom_op("shaketable::note_fused", mutates_args={"notes"}, tags=UNSAFE)
 def _note_fused(notes: Tensor, packed: Tensor, tap: int) -> None:
     """Count an attention call whose inner products no backend exposes. `notes` keeps compilers from leaving this out."""
     found = live(tap)

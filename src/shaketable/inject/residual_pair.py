@@ -120,7 +120,7 @@ def _alike(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
 
 
-@torch.library.custom_op("shaketable::apply_to_sum", mutates_args=())
+@torch.library.custom_op("shaketable::apply_to_sum", mutates_args=(), tags=op.UNSAFE)
 def _apply_to_sum(hidden: Tensor, residual: Tensor, packed: Tensor, tap: int, number: int) -> tuple[Tensor, Tensor]:
     what = op.application(tap, packed, number)
     if what is None or "forward" not in what.tap.site.directions:
@@ -133,7 +133,7 @@ def _(hidden: Tensor, residual: Tensor, packed: Tensor, tap: int, number: int) -
     return torch.empty_like(hidden), torch.empty_like(residual)
 
 
-@torch.library.custom_op("shaketable::take_back", mutates_args=())
+@torch.library.custom_op("shaketable::take_back", mutates_args=(), tags=op.UNSAFE)
 def _take_back(stream: Tensor, total: Tensor, packed: Tensor, tap: int) -> Tensor:
     return stream.clone() if op.application(tap, packed, 0) is None else total.clone()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from shaketable.errors import UnavailableError
 from shaketable.mismatch.engine import ALONE, CACHED, DECODE, DECODE_ALONE, EAGER, Rollout, RolloutEngine
 from shaketable.mismatch.gap import differences, distance
@@ -35,6 +37,7 @@ def measure_floor(
     rounding: Rounding | None = None,
     decoded: Logprobs | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    more: Callable[[], Rounding] | None = None,
 ) -> tuple[Floor, list[Logprobs]]:
     """The floor, and the engine's log-probabilities in each way of computing.
 
@@ -46,10 +49,21 @@ def measure_floor(
         rounding: The scale of rounding; without it no row is judged.
         decoded: The engine's log-probabilities decoded token by token, where they were computed before.
         progress: Called with the current step.
+        more: Measures rounding more often. A few draws may all be small for the one token that a wrong way would be blamed for.
     """
     rows: list[FloorRow] = []
     unavailable: list[str] = []
     ways: list[Logprobs] = []
+
+    def too_large(d: Sequence[np.ndarray]) -> str:
+        """What a difference beyond rounding says."""
+        nonlocal rounding, more
+        if rounding is None:
+            return ""
+        if judge(d, rounding.raw).too_large and more is not None:
+            rounding, more = more(), None
+        judged = judge(d, rounding.raw)
+        return judged.says if judged.too_large else ""
 
     def compare(side: Trainer | RolloutEngine, variant: str, one: Logprobs) -> Logprobs | None:
         name = "trainer" if side is trainer else "engine"
@@ -61,8 +75,8 @@ def measure_floor(
             return None
         d = differences(two, one)
         found, wrong = distance(d), ""
-        if rounding is not None and (judged := judge(d, rounding.raw)).too_large:
-            wrong = f"the {name} {DEPENDS.get(variant, f'computes otherwise with {variant}')}: {judged.says}"
+        if says := too_large(d):
+            wrong = f"the {name} {DEPENDS.get(variant, f'computes otherwise with {variant}')}: {says}"
         rows.append(FloorRow(name, variant, found.mean_abs, found.largest, found.k3, wrong))  # type: ignore[arg-type]
         return two
 

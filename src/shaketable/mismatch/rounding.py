@@ -27,8 +27,8 @@ from shaketable.mismatch.results import Deviation, Example, RoundingSize
 from shaketable.mismatch.trainer import Trainer
 from shaketable.numerics.random_rounding import RandomRounding
 
-DRAWS = 3
-"""Readings with random rounding."""
+DRAWS, MORE_DRAWS = 3, 16
+"""Readings with random rounding; and where one token lies outside of what so few have shown."""
 SMALLEST = 2.0**-18
 """Log-probabilities of float32 logits are this uncertain whatever the model does: a few units of a logit of 16."""
 BIASED, SAME_BIASED = (0.2, 0.8), (0.35, 0.65)
@@ -59,11 +59,12 @@ class Rounding:
     raw: list[np.ndarray]
     """In the terms of the model's own logits."""
     dtype: str
+    draws: int = DRAWS
 
     @property
     def size(self) -> RoundingSize:
         """For the report."""
-        return RoundingSize(float(np.concatenate(self.scale).mean() * GAUSSIAN), self.dtype, DRAWS)
+        return RoundingSize(float(np.concatenate(self.scale).mean() * GAUSSIAN), self.dtype, self.draws)
 
     def among(self, ways: Sequence[Sequence[Sequence[float]]]) -> Rounding:
         """The same with the spread of an engine's ways of computing as its scale, token by token.
@@ -80,7 +81,7 @@ class Rounding:
 
 
 def measure_rounding(
-    trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling, dtype: torch.dtype, reading: Reading
+    trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling, dtype: torch.dtype, reading: Reading, draws: int = DRAWS
 ) -> Rounding:
     """Read the rollouts with random rounding.
 
@@ -90,17 +91,18 @@ def measure_rounding(
         sampling: In whose terms the engine returned its numbers.
         dtype: Of the engine's activations; the trainer's where it is coarser.
         reading: The trainer's log-probabilities as it computes them.
+        draws: Readings with random rounding.
     """
     coarser = max((dtype, trainer.dtype), key=lambda d: torch.finfo(d).eps)
     terms = [(Sampling(1), reading.raw)] + ([] if sampling.logprobs_mode == "raw" else [(sampling, reading.meant)])
     squares: list[list[list[np.ndarray]]] = [[[] for _ in rollouts] for _ in terms]
-    for draw in range(DRAWS):
+    for draw in range(draws):
         for i, logits in enumerate(trainer.logits(rollouts, RandomRounding(coarser, draw))):
             for place, (how, own) in enumerate(terms):
                 (moved,) = differences([expected(logits, rollouts[i], how)], [own[i]])
                 squares[place][i].append(np.where(np.isfinite(moved), moved, np.nan) ** 2)
     scales = [_scales([np.stack(draws) for draws in part]) for part in squares]
-    return Rounding(scales[-1], scales[0], str(coarser).removeprefix("torch."))
+    return Rounding(scales[-1], scales[0], str(coarser).removeprefix("torch."), draws)
 
 
 def _scales(squares: list[np.ndarray]) -> list[np.ndarray]:

@@ -17,6 +17,7 @@ every link; a link that breaks is a DEFECT, and one that could not be checked ma
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,9 +33,9 @@ from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import measure_gap
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.operators import Judge, layers_of
-from shaketable.mismatch.results import Deviation, Evidence, LayerRouting, Mismatch, Operators, Shares
+from shaketable.mismatch.results import LARGEST, MEAN, Deviation, Evidence, LayerRouting, Mismatch, Operators, Shares
 from shaketable.mismatch.returned import check_returned, doubt_returned, rounded_to
-from shaketable.mismatch.rounding import Rounding, judge_returned, measure_rounding
+from shaketable.mismatch.rounding import MORE_DRAWS, Rounding, judge_returned, measure_rounding
 from shaketable.mismatch.routing import compare_routing, routing
 from shaketable.mismatch.semantics import keep_examined, try_hypotheses
 from shaketable.mismatch.shares import Records, ShareMeter
@@ -76,7 +77,11 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
     progress("rounding", 0.05)
     dtype = torch.bfloat16 if engine is None else engine.dtype  # a file does not say; most engines compute in it
     rounding = measure_rounding(trainer, rollouts, sampling, dtype, reading)
+    more = functools.cache(lambda: measure_rounding(trainer, rollouts, sampling, dtype, reading, MORE_DRAWS))
     judged = judge_returned(rollouts, reading.meant, rounding.scale, reading.edges)
+    if judged.mean_ratio <= MEAN and judged.worst_ratio > LARGEST:
+        rounding = more()
+        judged = judge_returned(rollouts, reading.meant, rounding.scale, reading.edges)
     words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
     unchecked: list[str] = []
     returned: Deviation | None = None
@@ -88,10 +93,10 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
             if DECODE in engine.variants():
                 decoded = engine.logprobs(rollouts, DECODE)
             returned = _asked(unchecked, "returned", lambda: check_returned(engine, rollouts, sampling, rounding, decoded))
-        floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress)
+        floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress, more)
     except EngineError as error:
         died = str(error)
-        floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress=progress)
+        floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress=progress, more=more)
     progress("semantics", 0.4)
     found = Evidence(
         trainer=trainer.describe(),
