@@ -26,9 +26,9 @@ takes it unchanged, once Shaketable is installed beside verl: it is read as the 
 prints that.
 
 - **Scripts.** They need the origin's patched verl. `shaketable run -- bash scripts/test_noisy_ops_a100.sh 1e-4 8` runs
-  nothing and says in one line what to use instead; `MODEL_PATH` and `TRAIN_DATA` in front of it are carried over. The recipes
-  of `examples/verl/` are those of the documents: Qwen2.5-1.5B-Instruct, GSM8K, 8 GPUs, 128 prompts a step with 5 answers
-  each, learning rate 5e-7, 2 epochs of 58 steps.
+  nothing and prints the commands to use instead; `MODEL_PATH` and `TRAIN_DATA` in front of it are carried over. The recipes
+  of `examples/verl/` ship with the package, and are those of the documents: Qwen2.5-1.5B-Instruct, GSM8K, 8 GPUs, 128 prompts
+  a step with 5 answers each, learning rate 5e-7, 2 epochs of 58 steps. Each experiment and each SEED has a folder.
 - **Keys without `+`.** verl's config does not have the origin's keys, and Hydra refuses
   `trainer.hw_error_injection.enabled=True`. The driver puts `++` in front of such keys before Hydra reads them, and prints
   that it did.
@@ -36,8 +36,8 @@ prints that.
   add `actor_rollout_ref.rollout.enforce_eager=True`; the recipes have it.
 - **VERL_NOISY_OPS_\\*** are read in jobs of verl, by every worker. `train`, `sweep`, `harden` and `study` refuse to start
   while they ask for noise, and name the plan to use instead.
-- **Sizes.** In bfloat16 errors of 1e-5 and 1e-4 round away, and a run in which nothing is injected ends with an error. Add
-  `actor_rollout_ref.rollout.dtype=float32` to a recipe, or use the study, which computes in float32.
+- **Sizes.** bfloat16 rounds relative errors of 1e-5 and 1e-4 away. A job of verl that asks for them in bfloat16 is refused
+  before Ray starts; recipes compute in float32 with `DTYPE=float32`, in sampler and trainer.
 - **Metrics** keep verl's names, `val-core/openai/gsm8k/acc/mean@1` and `critic/rewards/mean`; what was injected stands beside
   them, under `shaketable/`. `VLLM_ASCEND_ENABLE_NZ=0` and other variables of vLLM are passed through.
 - **E7a to E7c** have "4 epochs, 232 steps, batch 64". These do not go together: 7473 problems in batches of 64 are 116 steps
@@ -74,7 +74,7 @@ def _theirs(row: dict[str, Any]) -> str:
 def _here(row: dict[str, Any]) -> str:
     if "script" in row:
         words = shlex.split(row["script"])
-        return _code(instead(words[1:], {}))
+        return "<br>".join(map(_code, instead(words[1:], {})))
     if "here" in row or "python" in row:
         several = row.get("here", row.get("python"))
         return "<br>".join(_code(text) for text in ([several] if isinstance(several, str) else several))

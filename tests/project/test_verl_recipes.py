@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
+from shaketable.aqn.spec import AQN
 from tests import ROOT
 
 STAND_IN = f"""#!/bin/sh
@@ -23,7 +23,7 @@ esac
 
 def recipe(script, folder, *more, **environment):
     """What a script would have run, as a list of arguments, and its overrides by key."""
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(exist_ok=True)
     python = folder / "bin" / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)
@@ -63,18 +63,47 @@ def test_aqn_by_epochs_is_that_of_the_documents(tmp_path):
     assert keys["+shaketable.aqn"] == "'epoch_aware:0.05-0.01+0.01-0.0005'"
 
 
-def test_guided_aqn_is_guided_by_the_fault(tmp_path):
-    """The layer that locate finds is the one that gets the noise."""
-    done, _, keys = recipe("srdd_guided.sh", tmp_path, MODEL="nano", PLAN="dead_zone:0.01,scope=token@layer.3")
+@pytest.mark.parametrize(("target", "layers"), [("fault", ",layers=3"), ("all", ""), ("healthy", ",layers=0-2+4-7")])
+def test_guided_aqn_is_guided_by_the_fault(tmp_path, target, layers):
+    """The layer that locate finds is the one that gets the noise: Model A of the origin's design."""
+    done, _, keys = recipe("srdd_guided.sh", tmp_path, MODEL="nano", PLAN="dead_zone:0.01,scope=token@layer.3", TARGET=target)
     assert done.returncode == 0, done.stderr
-    file = tmp_path / "runs" / "verl-srdd-guided-fault" / "aqn.yaml"
-    assert keys["+shaketable.aqn"] == f"'{file}'"
-    assert yaml.safe_load(file.read_text())["aqn"]["layer_sigmas"] == {3: pytest.approx(0.075)}, (
-        "1.5 times 0.05: it was located"
-    )
+    asked = AQN.load(keys["+shaketable.aqn"].strip("'"))
+    assert asked == AQN.load(f"epoch_aware:0.05-0.01+0.01-0.0005,form=output{layers},where=both")
 
 
 def test_a_model_without_the_fault_is_not_guided(tmp_path):
     done, lines, _ = recipe("srdd_guided.sh", tmp_path, MODEL="nano", PLAN="gain:0@layer.3")
     assert done.returncode == 1 and "a located fault, is needed" in done.stderr
     assert "verl.trainer.main_ppo" not in lines
+
+
+def test_each_experiment_and_seed_has_a_folder_of_its_own_and_a_repeated_command_finds_its_own_again(tmp_path):
+    """verl resumes whatever lies in its folder: the second arm would go on from the first one's checkpoint."""
+    asked = [
+        ("baseline.sh", {}),
+        ("baseline.sh", {"SEED": "1"}),
+        ("baseline.sh", {"more": "+shaketable.aqn='global_decay:0.05-0.0005,stages=10,unit=absolute'"}),
+        ("operator_noise.sh", {}),
+        ("operator_noise.sh", {"PLAN": "relative_gaussian:0.05@op.all"}),
+        ("operator_noise.sh", {"PLAN_IN": "rollout"}),
+        ("aqn_epoch_aware.sh", {}),
+        ("aqn_epoch_aware.sh", {"AQN": "global_decay:0.05-0.0005,stages=10"}),
+    ]
+    found = []
+    for script, environment in [*asked, asked[0]]:
+        more = [environment.pop("more")] if "more" in environment else []
+        found.append(recipe(script, tmp_path, *more, **environment)[2]["trainer.default_local_dir"])
+    assert len(set(found)) == len(asked)
+    assert found[0] == found[-1]
+
+
+def test_a_seed_is_that_of_all_randomness(tmp_path):
+    keys = recipe("operator_noise.sh", tmp_path, SEED="7")[2]
+    assert {keys[k] for k in ("data.seed", "actor_rollout_ref.rollout.seed", "+shaketable.seed")} == {"7"}
+
+
+def test_what_study_add_reads_is_written_beside_the_checkpoints(tmp_path):
+    keys = recipe("baseline.sh", tmp_path)[2]
+    assert keys["trainer.validation_data_dir"] == keys["trainer.default_local_dir"] + "/validation"
+    assert keys["trainer.logger"] == '["console","file"]'

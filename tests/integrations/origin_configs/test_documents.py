@@ -37,7 +37,7 @@ def commands_of(row):
     """The commands that a row gives, one by one."""
     here = instead(shlex.split(row["script"])[1:], {}) if "script" in row else row["here"]
     whole = [here] if isinstance(here, str) else here
-    return [part.strip() for line in whole for part in line.split(" ; ")]
+    return [line.removesuffix(" ; wait").removesuffix(" &") for line in whole]
 
 
 # ---- every command exists
@@ -67,7 +67,7 @@ def check_verb(words):
         scale = parse_magnitudes(given["magnitudes"]) if given.get("magnitudes") else None
         resolve_plan(given["plan"], scale) if words[0] == "sweep" else st.Plan.load(given["plan"])
     if words[0] == "study":
-        load_study(given["file"])
+        load_study(given["file"] if "file" in given else ROOT / given["what"])
 
 
 def check_recipe(variables, words, tmp_path):
@@ -75,10 +75,15 @@ def check_recipe(variables, words, tmp_path):
     assert words[0] == "bash"
     script = ROOT / words[1]
     texts = chain(script)
-    assert all(f"${{{name}:-" in texts for name in variables), variables
+    assert all(f"${{{name}:-" in texts for name in variables if name != "CUDA_VISIBLE_DEVICES"), variables
     keys = {k: variables[v] for k, v in (("plan", "PLAN"), ("aqn", "AQN"), ("plan_in", "PLAN_IN")) if v in variables}
+    if script.name == "srdd_guided.sh":
+        keys |= {"plan": "dead_zone:0.01,scope=token@layer.15", "aqn": "constant:0.05,form=output,where=both"}
     asked = {o.partition("=")[0][1:]: o.partition("=")[2].strip("'") for o in words[2:] if o[0] == "+"}
     config = verl_config(tmp_path, eager="enforce_eager=True" in texts + " ".join(words))
+    if variables.get("DTYPE") == "float32":
+        config["actor_rollout_ref"]["rollout"]["dtype"] = "float32"
+        config["actor_rollout_ref"]["actor"]["fsdp_config"] = {"mixed_precision": {"param_dtype": "fp32"}}
     if "aqn.config" in asked:
         path = tmp_path / asked["aqn.config"]
         guided = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": {15: 0.1}}
@@ -181,11 +186,21 @@ def test_the_page_is_what_the_list_says():
 
 
 @pytest.mark.parametrize("row", named("script"))
-def test_every_printed_script_is_answered_in_one_line(row):
-    line = answer(shlex.split(row["script"]), {})
-    assert line.startswith(shlex.split(row["script"])[1].split("/")[-1])
-    assert line.endswith(instead(shlex.split(row["script"])[1:], {}))
-    assert "\n" not in line
+def test_every_printed_script_is_answered(row):
+    text = answer(shlex.split(row["script"]), {})
+    assert text.startswith(shlex.split(row["script"])[1].split("/")[-1])
+    assert text.splitlines()[1:] in ([], [f"  {line}" for line in instead(shlex.split(row["script"])[1:], {})])
+
+
+def test_the_four_phases_are_printed_with_his_paths_and_recipes_that_an_installed_package_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = {"MODEL_PATH": "/models/qwen", "TRAIN_DATA": "/data/gsm8k/train.parquet"}
+    _, diagnose, *train, add_a, add_b, report = answer(["python", "scripts/run_srdd_aqn_experiment.py"], files).splitlines()
+    assert diagnose.split()[:3] == ["shaketable", "locate", "/models/qwen"]
+    assert all(line.startswith("  MODEL=/models/qwen DATA=/data/gsm8k OUT=runs/model-") for line in train)
+    assert all("shaketable study add" in line for line in (add_a, add_b))
+    named = [word for line in (*train, report) for word in line.split() if word.endswith((".sh", ".yaml"))]
+    assert len(named) == 3 and all(Path(word).is_absolute() and Path(word).is_file() for word in named)
 
 
 def test_what_the_origins_scripts_read_from_the_environment_is_carried_over():

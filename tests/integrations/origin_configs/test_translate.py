@@ -348,16 +348,19 @@ def test_a_key_in_two_spellings_or_a_misspelt_flat_one_is_refused(config, messag
         translate(config)
 
 
-GUIDED = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": {3: 0.1}, "schedule": "constant"}
+GUIDED = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": {3: 0.1}, "schedule": "global_decay"}
 
 
 def test_a_file_beside_flat_keys_is_what_train_ppo_took(tmp_path):
     path = tmp_path / "aqn_config.yaml"
     path.write_text(yaml.safe_dump({"aqn": GUIDED, "srdd_metadata": {"num_layers": 8}}))
-    found = translate({"aqn_config": str(path), "aqn_schedule": "global_decay"})
-    assert found.aqn.text() == "global_decay:0.05-0.0005,stages=10,form=output,multipliers=3:2,where=both"
+    found = translate({"aqn_config": str(path), "aqn_schedule": "constant"})
+    assert found.aqn.text() == "constant:0.05,form=output,layers=0-7,multipliers=3:2,where=both"
+    assert translate({"aqn_config": str(path)}).aqn.schedule == st.GlobalDecay(0.05, 0.0005)
+    with pytest.raises(ShaketableError, match=r"aqn.sigma is 0.1; the file of aqn.config says it"):
+        translate({"aqn_config": str(path), "aqn_sigma": 0.1})
     path.write_text("layers: 3")
-    with pytest.raises(ShaketableError, match="the file has no aqn"):
+    with pytest.raises(ShaketableError, match="has no schedule"):
         translate({"aqn_config": str(path)})
 
 
@@ -377,7 +380,7 @@ def test_layer_sigmas_that_do_not_fit_together_are_refused(change, message):
 
 def test_layer_sigmas_that_layer_specific_switches_off_are_said_to_be_unused():
     found = translate({"aqn": GUIDED | {"layer_specific": False}})
-    assert found.aqn.text() == "constant:0.05,form=output,where=both"
+    assert found.aqn.text() == "global_decay:0.05-0.0005,stages=10,form=output,where=both"
     assert "layer_sigmas not used" in found.lines[0]
 
 

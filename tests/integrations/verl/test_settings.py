@@ -9,7 +9,7 @@ import types
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.verl.settings import OBSERVER, Shaking, refuse_pinned, shaking_of
+from shaketable.integrations.verl.settings import OBSERVER, Shaking, keep_record, refuse_pinned, shaking_of
 from tests import ROOT
 
 NOISE = "relative_gaussian:0.05@op.matmul"
@@ -405,3 +405,66 @@ def test_the_order_of_noise_and_fault_reaches_the_workers_or_is_refused(tmp_path
     assert [made.instructions(role, 1).aqn for role in ("sampler", "actor")] == [aqn, aqn]
     with pytest.raises(ShaketableError, match="order=before, and there is no plan here to come before"):
         shaking(tmp_path, plan="dead_zone:0.01@layer.3", plan_in="actor", aqn=aqn)
+
+
+# ---- checkpoints
+
+
+def begin(tmp_path, **groups):
+    """What verl's driver does with a config before Ray starts."""
+    whole = config(tmp_path, **groups)
+    keep_record(whole, shaking_of(whole, {}))
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"shaketable": {"plan": NOISE, "seed": 1}}, {"shaketable": {"plan": NOISE, "aqn": EPOCHS}}]
+)
+def test_checkpoints_of_another_plan_or_aqn_are_not_resumed(tmp_path, other):
+    begin(tmp_path, shaketable={"plan": NOISE})
+    begin(tmp_path, **other)
+    begin(tmp_path, shaketable={"plan": NOISE})
+    (tmp_path / "global_step_20").mkdir()
+    begin(tmp_path, shaketable={"plan": NOISE})
+    with pytest.raises(
+        ShaketableError, match=r"made under plan relative_gaussian:0\.05@op\.matmul,phase=rollout\+train \(seed 0\), and this"
+    ):
+        begin(tmp_path, **other)
+    path = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_20")}
+    with pytest.raises(ShaketableError, match="verl would mix them"):
+        begin(tmp_path / "new", trainer=path, **other)
+
+
+def test_checkpoints_of_a_run_without_a_plan_are_not_resumed_under_one(tmp_path):
+    (tmp_path / "global_step_20").mkdir()
+    begin(tmp_path)
+    with pytest.raises(ShaketableError, match="made under no plan, and this run has plan"):
+        begin(tmp_path, shaketable={"plan": NOISE})
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize(
+    ("plan", "who"),
+    [
+        ("relative_gaussian:1e-5@module.linear,point=input,phase=rollout", "samplers compute in bfloat16"),
+        ("relative_gaussian:1e-4@op.matmul", "samplers compute in bfloat16"),
+        ("relative_gaussian:1e-4@op.matmul,phase=train", "actors compute in bfloat16"),
+        ("gain:1e-3@module.rmsnorm", "samplers compute in bfloat16"),
+    ],
+)
+def test_noise_that_bfloat16_rounds_away_is_refused_with_both_cures(tmp_path, plan, who):
+    with pytest.raises(ShaketableError, match=f"{who}, which rounds .* away") as error:
+        shaking(tmp_path, plan=plan)
+    cure = float(re.search(r"a magnitude of (\S+) or more", str(error.value))[1])
+    assert shaking(tmp_path, plan=re.sub(r":[\d.e-]+", f":{cure}", plan, count=1)) is not None
+    full = config(tmp_path, rollout={"dtype": "float32"}, shaketable={"plan": plan})
+    full["actor_rollout_ref"]["actor"]["fsdp_config"] = {"mixed_precision": {"param_dtype": "fp32"}}
+    assert shaking_of(full, {}) is not None
+
+
+@pytest.mark.parametrize(
+    "plan", ["relative_gaussian:1e-3@op.matmul", "relative_gaussian:1e-4@op.all", "relative_gaussian:1e-4@layer.3"]
+)
+def test_noise_that_may_act_is_left_to_the_proof(tmp_path, plan):
+    assert shaking(tmp_path, plan=plan) is not None

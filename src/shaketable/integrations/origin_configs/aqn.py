@@ -18,7 +18,8 @@ smoothly: the origin's stages began with a silent one in each epoch. `stages_per
 no effect; so is `num_stages`, which it never had a use for there.
 
 **σ of each layer in `aqn`**, the shape of the origin's `aqn_config.yaml`: a layer that `layer_sigmas` does not name has the
-base σ, as in the origin's trainer. Files of `shaketable guide` name all layers with noise in `layers`; others have none.
+base σ, as in the origin's trainer. A file named by `aqn.config` is read by `AQN.load` and means what it means everywhere: in
+files of `shaketable guide` such a layer has no noise.
 
 Which norms: an empty list means all norms of a dense model and `post_attention_layernorm` of a mixture of experts, the
 origin's own rule. A list of norms by their names is AQN's `roles`. Names that are taken out of all norms cannot be said in
@@ -75,10 +76,10 @@ def outputs(config: Mapping[str, Any]) -> Found | None:
     if keys is None:
         return None
     if "config" in keys.values:
-        keys = _with_file(keys)
+        return _from_file(keys, config)
     if not keys.is_on():
         return Found(OUTPUTS)
-    kind = keys.word("schedule", "constant", SCHEDULES)
+    kind = keys.word("schedule", "epoch_aware", SCHEDULES)
     where = keys.word("where", "both", ("both", "rollout"))
     sigma, multipliers, unused = _layer_sigmas(keys)
     if sigma == 0:
@@ -91,15 +92,20 @@ def outputs(config: Mapping[str, Any]) -> Found | None:
     return Found(OUTPUTS, "; ".join(part for part in (fall, note, unused) if part), aqn=aqn)
 
 
-def _with_file(keys: OriginKeys) -> OriginKeys:
-    """The keys of the file that `aqn.config` names, under those that are beside it, as `--aqn_config FILE` had them."""
-    own = dict(keys.values)
-    data = read_yaml(Path(str(own.pop("config"))), f"{OUTPUTS}.config")
-    body = data.get("aqn") if isinstance(data, Mapping) else None
-    if not isinstance(body, Mapping):
-        raise keys.problem("config", "the file has no aqn; expected the shape of the origin's aqn_config.yaml")
-    inside = OriginKeys.inside(body, OUTPUTS, OUTPUT_KEYS + GUIDED_KEYS)
-    return OriginKeys(OUTPUTS, {**inside.values, **own})
+def _from_file(keys: OriginKeys, config: Mapping[str, Any]) -> Found:
+    """The AQN of the file that `aqn.config` names; beside it stands at most another schedule, as `--aqn_schedule` did."""
+    if other := next((key for key in keys.values if key not in ("config", "schedule", "enabled")), None):
+        raise keys.problem(other, f"the file of {OUTPUTS}.config says it; write it there")
+    if not keys.flag("enabled", True):
+        return Found(OUTPUTS)
+    path = Path(str(keys.values["config"]))
+    with naming(f"{OUTPUTS}.config"):
+        aqn, note = AQN.load(path), ""
+        if "schedule" in keys.values:
+            peak = aqn.schedule.peak()
+            schedule, note = _schedule(keys.word("schedule", "", SCHEDULES), peak, peak / 100, 10, config)
+            aqn = aqn.model_copy(update={"schedule": schedule})
+    return Found(OUTPUTS, note, aqn=aqn)
 
 
 def _layer_sigmas(keys: OriginKeys) -> tuple[float, dict[int, float], str]:

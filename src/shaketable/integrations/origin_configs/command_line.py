@@ -5,9 +5,9 @@
 verl loads its plugins before Hydra reads the arguments, so `accepted` can put `++` in front of such keys, which Hydra takes
 whether or not a config has them. What was done is printed; only keys that the translation reads are touched.
 
-**Scripts.** `answer` knows the scripts that the origin's documents call, from `documents.yaml`, and says in one line what does
-the same here. It runs nothing: what a script of that name does in somebody's checkout is not known, and a guess would be a
-silent replacement.
+**Scripts.** `answer` knows the scripts that the origin's documents call, from `documents.yaml`, and prints the commands that do
+the same here. It runs nothing: a script of that name in somebody's checkout may do something else. The recipes
+of `examples/verl` ship with the package; outside of a checkout they are named by their full path.
 
 Rejected: a search path or a config store of ours that gives Hydra the keys. It would have to be named in verl's config, or
 shadow that config by one of the same name, which then misses what the next release adds.
@@ -15,6 +15,7 @@ shadow that config by one of the same name, which then misses what the next rele
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -26,6 +27,11 @@ from shaketable.integrations.origin_configs.spelling import dotted
 from shaketable.io.yaml_file import read_yaml
 
 DOCUMENTS = Path(__file__).with_name("documents.yaml")
+RECIPES = Path(__file__).parents[2] / "data" / "verl"
+SHOWN = "examples/verl/"
+"""What `RECIPES` is called in a checkout."""
+BFLOAT16_SCALE = 2e-3
+"""Relative noise below it is rounded away in bfloat16, so a recipe computes in float32."""
 TRAIN_PPO = "train_ppo.py"
 EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
 VERL = "verl.trainer"
@@ -52,7 +58,7 @@ def _path(argument: str) -> str:
 
 
 def answer(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """One line with the command to use in place of one of the origin's; None for every other command.
+    """The commands to use in place of one of the origin's, for people to read; None for every other command.
 
     Args:
         command: A program with its arguments.
@@ -65,7 +71,9 @@ def answer(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
     if (at := _script(words)) is not None:
         name = PurePath(words[at]).name
         try:
-            return f"{name} is a script of the origin study, and needs its verl; here: {instead(words[at:], variables)}"
+            use = [reachable(line) for line in instead(words[at:], variables)]
+            head = f"{name} is a script of the origin study, and needs its verl; here:"
+            return f"{head} {use[0]}" if len(use) == 1 else "\n  ".join([head, *use])
         except NotTheirsError:
             return None
     if words and not any(VERL in word for word in words):
@@ -87,11 +95,20 @@ def variables_answer(environ: Mapping[str, str], command: str = " …") -> str |
     return f"VERL_NOISY_OPS_* are read in a job of verl and nowhere else; {use}"
 
 
-def instead(words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """The command that does here what a script of the origin did with these arguments."""
+def reachable(command: str) -> str:
+    """A command whose recipes can be started from here: by their path in the package, outside of a checkout."""
+    if Path(SHOWN).is_dir():
+        return command
+    return re.sub(rf"{SHOWN}([\w.]+)", lambda found: _quoted(str(RECIPES / found[1])), command)
+
+
+def instead(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The commands that do here what a script of the origin did with these arguments."""
     name, given = PurePath(words[0]).name, list(words[1:])
     if name == TRAIN_PPO:
-        return _train_ppo(_options(given, name))
+        options = _options(given, name)
+        environ = {**environ, "MODEL_PATH": options.pop("model_path", environ.get("MODEL_PATH", ""))}
+        return [" ".join([*_recipe_variables(environ), _train_ppo(options)])]
     entries = [entry for entry in _scripts() if entry["script"] == name]
     plain = [word for word in given if not word.startswith("-")] if name.endswith(".sh") else []
     options = {} if plain or name.endswith(".sh") else _options(given, name)
@@ -104,8 +121,10 @@ def _fits(entry: Mapping[str, Any], plain: Sequence[str], options: Mapping[str, 
     return plain[:1] == [entry["first"]] if "first" in entry else entry.get("needs") in (None, *options)
 
 
-def _filled(entry: Mapping[str, Any], plain: Sequence[str], options: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """An entry's command with the values of the arguments, and of the variables that the script read."""
+def _filled(
+    entry: Mapping[str, Any], plain: Sequence[str], options: Mapping[str, str], environ: Mapping[str, str]
+) -> list[str]:
+    """An entry's commands with the values of the arguments, and of the variables that the script read."""
     usual = {key: str(value) for key, value in (entry.get("arguments") or {}).items()}
     if len(plain) > len(usual) and "first" not in entry:
         raise NotTheirsError(f"{entry['script']} takes {len(usual)} arguments ({', '.join(usual)}), not {len(plain)}")
@@ -116,22 +135,29 @@ def _filled(entry: Mapping[str, Any], plain: Sequence[str], options: Mapping[str
         if values[key] not in words:
             raise ShaketableError(f"{entry['script']}: {key} is {values[key]!r}; valid: {', '.join(words)}")
         values[key] = words[values[key]]
+    dtype = []
     if "scale" in values:
-        values["scale"] = _scale(values["scale"], entry["script"])
-    return " ".join([*_recipe_variables(environ, entry["command"]), str(entry["command"]).format(**values)])
+        values["scale"], is_small = _scale(values["scale"], entry["script"])
+        dtype = ["DTYPE=float32"] if is_small else []
+    values |= {"model": _quoted(environ.get("MODEL_PATH") or "Qwen/Qwen2.5-1.5B-Instruct")}
+    commands = [entry["command"]] if isinstance(entry["command"], str) else entry["command"]
+    return [_one(command.format(**values), dtype, environ) for command in commands]
 
 
-def _scale(text: str, script: str) -> str:
+def _one(command: str, dtype: list[str], environ: Mapping[str, str]) -> str:
+    return " ".join([*_recipe_variables(environ), *dtype, command]) if ".sh" in command else command
+
+
+def _scale(text: str, script: str) -> tuple[str, bool]:
+    """A scale as plans write it, and whether bfloat16 rounds it away."""
     number = as_number(text)
     if number is None or number <= 0:
         raise ShaketableError(f"{script}: the scale is {text!r}; write a number above 0 such as 1e-4")
-    return f"{number:g}"
+    return f"{number:g}", number < BFLOAT16_SCALE
 
 
-def _recipe_variables(environ: Mapping[str, str], command: str) -> list[str]:
-    """`MODEL_PATH` and `TRAIN_DATA`, which the origin's scripts read, as the recipes of examples/verl call them."""
-    if "examples/verl/" not in command:
-        return []
+def _recipe_variables(environ: Mapping[str, str]) -> list[str]:
+    """`MODEL_PATH` and `TRAIN_DATA`, which the origin's scripts read, as the recipes call them."""
     model = [f"MODEL={_quoted(environ['MODEL_PATH'])}"] if environ.get("MODEL_PATH") else []
     files = environ.get("TRAIN_DATA") or environ.get("VAL_DATA") or environ.get("TEST_DATA")
     return model + ([f"DATA={_quoted(str(PurePath(files).parent))}"] if files else [])
@@ -141,21 +167,19 @@ def _train_ppo(options: dict[str, str]) -> str:
     """`train_ppo.py` of the experiment design: its flat options are the groups `deadzone` and `aqn`; by epochs, as it says."""
     from shaketable.integrations.origin_configs.translate import translate
 
-    model = [f"MODEL={_quoted(options.pop('model_path'))}"] if "model_path" in options else []
     if unknown := next((key for key in options if dotted(key) is None), None):
         raise NotTheirsError(f"{TRAIN_PPO} has no option --{unknown}; it has --model_path, --deadzone_… and --aqn_…")
     if "aqn_config" in options:
         keys = [_quoted(f"+{dotted(key)}={value}") for key, value in options.items()]
-        return " ".join([*model, "bash examples/verl/baseline.sh", EAGER, *keys])
-    usual = {"aqn_schedule": "epoch_aware"} if options.get("aqn_enabled") else {}
-    config = {key: _value(text) for key, text in (usual | options).items()}
+        return " ".join(["NAME=aqn-config bash examples/verl/baseline.sh", EAGER, *keys])
+    config = {key: _value(text) for key, text in options.items()}
     found = translate(config | {"trainer": {"total_epochs": 2}})
     plan = "" if found.plan is None else found.plan.text().replace(",phase=rollout+train", "")
     aqn = "" if found.aqn is None else found.aqn.text()
     if not plan:
-        return " ".join([*model, "bash examples/verl/baseline.sh", *([EAGER, f"\"+shaketable.aqn='{aqn}'\""] if aqn else [])])
+        return " ".join(["bash examples/verl/baseline.sh", *([EAGER, f"\"+shaketable.aqn='{aqn}'\""] if aqn else [])])
     asked = [f"{name}={_quoted(value)}" for name, value in (("PLAN", plan), ("AQN", aqn)) if value]
-    return " ".join([*model, *asked, f"bash examples/verl/{'aqn_epoch_aware' if aqn else 'operator_noise'}.sh"])
+    return " ".join([*asked, f"bash examples/verl/{'aqn_epoch_aware' if aqn else 'operator_noise'}.sh"])
 
 
 def _value(text: str) -> bool | str:

@@ -78,11 +78,16 @@ def _accept_keys_without_plus() -> None:
 
 def _announce(config: Any) -> None:
     """Say what will be done, or end the program with the one line that says why not."""
+    from omegaconf import OmegaConf
+
     from shaketable.errors import ShaketableError
     from shaketable.integrations.job_keys import keys_were_read
+    from shaketable.integrations.verl.settings import keep_record
 
     try:
         found = asked(config, _announced)
+        if found is None or found.ledger not in _announced:
+            keep_record(OmegaConf.to_container(config, resolve=True), found)
     except ShaketableError as error:
         sys.stderr.write(f"shaketable: {error}\n")
         raise SystemExit(2) from None

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 FSDP2 = "actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2"
+FLOAT32 = (
+    "actor_rollout_ref.rollout.dtype=float32 "
+    "'++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}'"
+)
+HALF_STEP = {"bfloat16": 2.0**-9, "bf16": 2.0**-9, "float16": 2.0**-12, "fp16": 2.0**-12, "half": 2.0**-12}
+"""Half of the last bit of a result, relative to it, where that is least."""
+DEVIATIONS = {"relative_gaussian": 9.0, "gain": 1.0}
+"""Faults whose error is relative to each value, and how many magnitudes it can reach: no draw lies beyond nine deviations."""
 BY_SHAPE = {"all", "linear", "rmsnorm", "layernorm", "embedding", "lm_head", "router", "lora"}
 """Names of modules that are told by the shape of their weight."""
 
@@ -43,6 +51,7 @@ def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
     for role in ("sampler", "actor"):
         for clause in _clauses(made, role):
             _check_names(clause, role)
+            _check_size(clause, role, _dtype(model, role))
 
 
 def check_mismatch(config: Mapping[str, Any]) -> None:
@@ -149,6 +158,29 @@ def _check_names(clause: Clause, role: str) -> None:
             continue
         split = f"module.{whole},phase=rollout and module.{parts},phase=train, or module.*{name} where both have it"
         raise ShaketableError(f"{clause.text()}: {problem}; write {split}")
+
+
+def _dtype(model: Mapping[str, Any], role: str) -> str:
+    """In which the samplers, or the actors, compute."""
+    if role == "sampler":
+        return str(model["rollout"].get("dtype", "bfloat16"))
+    precision = (model["actor"].get("fsdp_config") or {}).get("mixed_precision") or {}
+    return str(precision.get("param_dtype", "bfloat16"))
+
+
+def _check_size(clause: Clause, role: str, dtype: str) -> None:
+    """Refuse relative noise that rounding removes. A result in [1, 2)·2^e moves when noise exceeds half of its last bit."""
+    if (half := HALF_STEP.get(dtype)) is None or clause.fault.kind not in DEVIATIONS or clause.fault.is_off:
+        return
+    names = {name.rpartition(".")[-1] for name in clause.site.names}
+    known = {"matmul"} if clause.site.level == "op" else {"linear", "rmsnorm", "layernorm", *FUSED, *FUSED.values()}
+    if clause.site.level == "layer" or not names <= known or "weight" in clause.points:
+        return
+    if (asked := clause.fault.asked()) is not None and asked * DEVIATIONS[clause.fault.kind] < half:
+        raise ShaketableError(
+            f"{clause.text()}: {role}s compute in {dtype}, which rounds {asked:g} away, so nothing would be injected; use a "
+            f"magnitude of {half:.1g} or more, or float32 in both: {FLOAT32} (the recipes: DTYPE=float32)"
+        )
 
 
 def _clauses(made: Shaking, role: str) -> tuple[Clause, ...]:

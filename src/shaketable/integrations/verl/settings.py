@@ -13,6 +13,7 @@ e-th pass through the data, also in a run that is cut short. More epochs than it
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -28,11 +29,14 @@ from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.origin_configs.translate import translate
 from shaketable.integrations.verl.checks import check_mismatch, check_verl, without_kl
 from shaketable.plan import Clause, Plan
+from shaketable.records.record import put_in_place
 
 EXTENSION = "shaketable.integrations.verl.sampler.SamplerExtension"
 """Our extension of vLLM's workers."""
 OBSERVER = "shaketable.integrations.verl.mismatch.sampler.ObservedSampler"
 """The one of a run whose samplers are held against its actors."""
+RECORD = "shaketable.json"
+"""Beside checkpoints: the plan and the AQN that they were made under."""
 ORDERS = "instructions.json"
 """What a trainer of ours leaves in the folder of ledgers, before anything else."""
 Validate = Literal["clean", "plan", "both"]
@@ -219,6 +223,49 @@ def shaking_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Shaking
     why = without_kl(config, made)
     no_kl = [f"shaketable: no shaketable/kl in this run: {why}"] if why is not None else []
     return made.model_copy(update={"lines": (*origin.lines, *_lines(made), *no_kl)})
+
+
+def keep_record(config: Mapping[str, Any], made: Shaking | None) -> None:
+    """Refuse to go on from checkpoints that were made under another plan or AQN; write down which this run has.
+
+    Raises:
+        ShaketableError: What would be resumed, or overwritten, was made under something else.
+    """
+    trainer = config["trainer"]
+    own = Path(trainer["default_local_dir"]).expanduser().resolve()
+    path = trainer.get("resume_from_path") if trainer.get("resume_mode") == "resume_path" else None
+    here = {key: value for key, value in (made.pinned() if made is not None else {}).items() if key in ("plan", "seed", "aqn")}
+    here = here if here.get("plan") or here.get("aqn") else {}
+    for folder in {own, *([Path(path).expanduser().resolve().parent] if path else [])}:
+        there = _record(folder / RECORD)
+        if any(folder.glob("global_step_*")) and there != here:
+            raise ShaketableError(
+                f"{folder} has checkpoints that were made under {_said(there)}, and this run has {_said(here)}: verl would mix "
+                "them; name another trainer.default_local_dir, or start from their weights by actor_rollout_ref.model.path"
+            )
+    try:
+        if here:
+            own.mkdir(parents=True, exist_ok=True)
+            put_in_place(own / RECORD, json.dumps(here, indent=2) + "\n")
+        else:
+            (own / RECORD).unlink(missing_ok=True)
+    except OSError as error:
+        raise ShaketableError(f"cannot write {own / RECORD}: {error.strerror or error}") from None
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ShaketableError(f"cannot read {path}, which says how the checkpoints beside it were made: {error}") from None
+    return found
+
+
+def _said(record: Mapping[str, Any]) -> str:
+    plan = [f"plan {record['plan']} (seed {record['seed']})"] if record.get("plan") else []
+    return " and ".join([*plan, *([f"AQN {record['aqn']}"] if record.get("aqn") else [])]) or "no plan"
 
 
 def _measuring(config: Mapping[str, Any], keys: ShaketableKeys, asked: MismatchKeys, shakes: bool) -> Shaking:
