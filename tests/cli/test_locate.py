@@ -202,7 +202,7 @@ def test_a_model_of_one_s_own_is_judged_compared_and_asked_for(locate, tmp_path)
     done = locate(f"{file}:numbered", "--allow-code", "--tokens", 16, "--statistics")
     assert done.code == 0, done.stderr
     assert "HEALTHY: all 3 layers" in done.stdout
-    assert "min_gain" in done.stdout
+    assert "min_gain" in done.stdout and "drop_z" in done.stdout
     done = locate(f"{file}:stacked", "--allow-code")
     assert (done.code, "name one as layers=: stack (3 × Block)" in done.stderr) == (2, True)
     own = (f"{file}:stacked", "--allow-code", "--layers", "stack")

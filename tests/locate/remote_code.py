@@ -275,168 +275,6 @@ class QWen(Remote):
         return CausalLMOutputWithPast(logits=self.lm_head(self.transformer(input_ids)))
 
 
-# ---- DeepSeek V2: latent keys and values, experts in a loop over sorted tokens, complex rotation
-
-
-def complex_rotate(x, freqs_cis):
-    dtype = x.dtype
-    x = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-    freqs_cis = freqs_cis.view(1, x.size(1), 1, x.size(-1))
-    return torch.view_as_real(x * freqs_cis).flatten(3).to(dtype)
-
-
-class Gate(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty((4, config.hidden_size)))
-        self.register_buffer("e_score_correction_bias", torch.linspace(-0.1, 0.1, 4))
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-
-    def forward(self, x):
-        x = x.view(-1, x.shape[-1])
-        scores = F.linear(x.type(torch.float32), self.weight.type(torch.float32), None).sigmoid()
-        choice = scores + self.e_score_correction_bias
-        groups = choice.view(-1, 2, 2).topk(2, dim=-1)[0].sum(dim=-1)
-        chosen = torch.zeros_like(groups)
-        chosen.scatter_(1, torch.topk(groups, k=1, dim=-1, sorted=False)[1], 1)
-        mask = chosen.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4)
-        _, index = torch.topk(choice.masked_fill(~mask.bool(), 0.0), k=2, dim=-1, sorted=False)
-        weight = scores.gather(1, index)
-        return index, weight / (weight.sum(dim=-1, keepdim=True) + 1e-20) * 2.5
-
-
-class DeepseekMLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, 24, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, 24, bias=False)
-        self.down_proj = nn.Linear(24, config.hidden_size, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DeepseekMoE(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.experts = nn.ModuleList([DeepseekMLP(config) for _ in range(4)])
-        self.gate = Gate(config)
-        self.shared_experts = DeepseekMLP(config)
-
-    def forward(self, hidden_states):
-        identity, shape = hidden_states, hidden_states.shape
-        index, weight = self.gate(hidden_states)
-        y = self.moe_infer(hidden_states.view(-1, shape[-1]), index, weight).view(*shape)
-        return y + self.shared_experts(identity)
-
-    @torch.no_grad()
-    def moe_infer(self, x, topk_ids, topk_weight):
-        counts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))
-        counts.scatter_(1, topk_ids, 1)
-        per_expert = counts.sum(dim=0)
-        order = topk_ids.view(-1).argsort()
-        sorted_tokens = x[order // topk_ids.shape[1]]
-        outputs, start = [], 0
-        for i, number in enumerate(per_expert.cpu().numpy()):
-            end = start + number
-            if number == 0:
-                continue
-            outputs.append(self.experts[i](sorted_tokens[start:end]))
-            start = end
-        outs = torch.cat(outputs, dim=0) if outputs else sorted_tokens.new_empty(0)
-        new_x = torch.empty_like(outs)
-        new_x[order] = outs
-        return (
-            new_x.view(*topk_ids.shape, -1)
-            .type(topk_weight.dtype)
-            .mul_(topk_weight.unsqueeze(dim=-1))
-            .sum(dim=1)
-            .type(new_x.dtype)
-        )
-
-
-class DeepseekRMSNorm(nn.Module):
-    def __init__(self, hidden_size, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-
-
-class DeepseekAttention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.q_proj = nn.Linear(config.hidden_size, HEADS * (SIZE + 4), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, 16 + 4, bias=False)
-        self.kv_a_layernorm = DeepseekRMSNorm(16)
-        self.kv_b_proj = nn.Linear(16, HEADS * 2 * SIZE, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.softmax_scale = (SIZE + 4) ** -0.5
-
-    def forward(self, hidden_states, attention_mask, freqs_cis):
-        b, n, _ = hidden_states.size()
-        q = self.q_proj(hidden_states).view(b, n, HEADS, SIZE + 4)
-        q_nope, q_pe = torch.split(q, [SIZE, 4], dim=-1)
-        compressed, k_pe = torch.split(self.kv_a_proj_with_mqa(hidden_states), [16, 4], dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(compressed)).view(b, n, HEADS, 2 * SIZE).transpose(1, 2)
-        k_nope, value = torch.split(kv, [SIZE, SIZE], dim=-1)
-        q_pe = complex_rotate(q_pe, freqs_cis).transpose(1, 2)
-        k_pe = complex_rotate(k_pe.view(b, n, 1, 4), freqs_cis).transpose(1, 2)
-        query_states = k_pe.new_empty(b, HEADS, n, SIZE + 4)
-        query_states[:, :, :, :SIZE] = q_nope.transpose(1, 2)
-        query_states[:, :, :, SIZE:] = q_pe
-        key_states = k_pe.new_empty(b, HEADS, n, SIZE + 4)
-        key_states[:, :, :, :SIZE] = k_nope
-        key_states[:, :, :, SIZE:] = k_pe
-        weights = torch.matmul(query_states, key_states.transpose(2, 3)) * self.softmax_scale
-        weights += attention_mask
-        weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(value.dtype)
-        out = torch.matmul(weights, value).transpose(1, 2).contiguous()
-        return self.o_proj(out.reshape(b, n, -1)), weights, None
-
-
-class DeepseekLayer(nn.Module):
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.self_attn = DeepseekAttention(config)
-        self.mlp = DeepseekMoE(config) if layer_idx else DeepseekMLP(config)
-        self.input_layernorm = DeepseekRMSNorm(config.hidden_size)
-        self.post_attention_layernorm = DeepseekRMSNorm(config.hidden_size)
-
-    def forward(self, hidden_states, **kwargs):
-        attention, weights, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attention
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), weights
-
-
-class DeepSeek(Remote):
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([DeepseekLayer(config, i) for i in range(config.num_layers)])
-        self.norm = DeepseekRMSNorm(config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def forward(self, input_ids=None, use_cache=None, **kwargs):
-        n = input_ids.shape[1]
-        freqs = torch.outer(torch.arange(n), 1.0 / (10000.0 ** (torch.arange(0, 4, 2)[:2].float() / 4)))
-        freqs_cis = torch.polar(torch.ones_like(freqs), freqs)
-        x = self.embed_tokens(input_ids)
-        mask = torch.full((n, n), float("-inf"), dtype=x.dtype)
-        mask.masked_fill_(torch.arange(n) < (torch.arange(n) + 1).view(n, 1), 0)
-        for layer in self.layers:
-            x = layer(x, attention_mask=mask[None, None], freqs_cis=freqs_cis)[0]
-        logits = self.lm_head(self.norm(x)).float()
-        return CausalLMOutputWithPast(logits=logits)
-
-
 # ---- RWKV: a state in float32, results written into a tensor row by row, a running maximum; layers rescaled on reading
 
 
@@ -536,6 +374,17 @@ def add_scaled(x: Tensor, residual: Tensor, scale: float) -> Tensor:
     return residual + x * scale
 
 
+class GatedMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, 24, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, 24, bias=False)
+        self.down_proj = nn.Linear(24, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
 class MiniCPMLayer(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -543,7 +392,7 @@ class MiniCPMLayer(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.post_attention_layernorm = ScriptedNorm(config.hidden_size)
-        self.mlp = DeepseekMLP(config)
+        self.mlp = GatedMLP(config)
         self.scale = 1.4 / math.sqrt(config.num_layers)
 
     def forward(self, hidden_states, attention_mask=None):

@@ -293,6 +293,15 @@ def test_a_replaced_function_is_named(kind, monkeypatch):
     assert located(build("llama", attention="eager"), strict=True).verdict == "INCONCLUSIVE"
 
 
+@pytest.mark.parametrize("name", ["repeat_kv", "apply_rotary_pos_emb", "eager_attention_forward"])
+def test_a_partial_of_the_model_s_own_function_is_named(name, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama, name, functools.partial(getattr(modeling_llama, name)))
+    diagnosis = located(build("llama", attention="eager"))
+    assert any(code.startswith(f"modeling_llama.{name}, which is") for code in diagnosis.foreign), diagnosis.sentence
+
+
 def test_strict_is_of_use_with_peft():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
@@ -401,6 +410,20 @@ def test_autocast_of_the_model_s_own(block):
     assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_autocast_around_the_layers(name):
+    model = build(name)
+
+    class Lowered(type(model)):
+        def forward(self, *args, **kwargs):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(*args, **kwargs)
+
+    model.__class__ = Lowered
+    diagnosis = located(model, mode="all")
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
 @pytest.mark.parametrize("mode", ["host", "all"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_a_cache_that_the_caller_asks_for(name, mode):
@@ -417,12 +440,12 @@ def test_a_static_cache_that_is_given():
     assert diagnosis.verdict != "FAULT", diagnosis.sentence
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_prefix_tuning(strict):
+@pytest.mark.parametrize(("mode", "strict"), [("host", False), ("all", True)])
+def test_prefix_tuning(mode, strict):
     peft = pytest.importorskip("peft")
     config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     model = peft.get_peft_model(build("llama"), config).eval()
-    diagnosis = located(model, strict=strict)
+    diagnosis = located(model, mode=mode, strict=strict)
     assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
 
 
@@ -602,6 +625,48 @@ def test_an_odd_model_is_judged_or_refused_in_one_line(make, folder):
             located(model, source=source)
 
 
+class Result:
+    """A result in a class of one's own."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+class OfResults(Block):
+    def forward(self, x):
+        return Result(super().forward(x if isinstance(x, torch.Tensor) else x.y))
+
+
+class GPTOfResults(GPT):
+    def forward(self, idx):
+        return self.head(self.h[2](self.h[1](self.h[0](self.wte(idx)))).y)
+
+
+def scripted_layer():
+    model = gpt()
+    model.h[1] = torch.jit.trace(model.h[1], torch.zeros(1, 24, 32))
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: GPTOfResults(block=OfResults), scripted_layer], ids=["class", "scripted"])
+def test_a_layer_that_cannot_be_looked_into_is_named_in_one_line(make):
+    with pytest.raises(st.ModelError, match=r"\A(h\.1 is scripted|a layer returns a Result)[^\n]+\Z"):
+        located(make())
+
+
+def test_a_product_with_a_sparse_buffer_is_not_judged():
+    class Sparse(Block):
+        def __init__(self, step):
+            super().__init__(step)
+            self.register_buffer("links", torch.eye(32).to_sparse())
+
+        def forward(self, x):
+            return super().forward(x) + torch.sparse.mm(self.links, x[0].T).T
+
+    diagnosis = located(gpt(block=Sparse))
+    assert (diagnosis.verdict, "mm" in diagnosis.sentence) == ("INCONCLUSIVE", True), diagnosis.sentence
+
+
 def with_lora(model):
     import peft
 
@@ -753,3 +818,55 @@ def test_the_default_dtype_of_the_caller_does_not_matter():
     finally:
         torch.set_default_dtype(torch.float32)
     assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+
+
+def bits_changed(u):
+    y = (u > 0).long()
+    before = y + 1
+    y &= 1
+    y |= 4
+    y ^= 1
+    y <<= 1
+    y >>= 1
+    return u * (before + y)
+
+
+def overwritten(u):
+    y = u + 0
+    z = y + 1
+    y.mul_(3)
+    y -= -2 * y
+    y[:] = y * 0.5
+    y.view(-1).mul_(3)
+    torch.mul(y, 3, out=y)
+    F.relu(y, inplace=True)
+    F.relu(z, True)
+    return y + z
+
+
+@pytest.mark.parametrize("step", [bits_changed, overwritten], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operators_that_overwrite_are_judged_by_what_they_found(step, dtype):
+    diagnosis = located(gpt(step).to(dtype), strict=True)
+    assert diagnosis.verdict == "HEALTHY", diagnosis.sentence
+    with Wrong(aten.mul_, lambda y, args: y.add_(1.0)) as mode:
+        assert located(gpt(overwritten).to(dtype)).verdict == "FAULT"
+    assert mode.count
+
+
+@pytest.mark.parametrize("path", ["self_attn", "mlp", "mlp.down_proj"])
+@pytest.mark.parametrize("point", ["input", "output"])
+def test_what_changes_between_modules_is_found_at_the_module(path, point):
+    diagnosis = located(build("llama"), plan=f"gain:0.5@module.model.layers.1.{path},point={point}")
+    assert (diagnosis.verdict, diagnosis.layer, diagnosis.op) == ("FAULT", 1, path), diagnosis.sentence
+
+
+def test_a_layer_that_is_called_twice_or_never_is_named_in_one_line():
+    short, twice = build("llama"), build("llama")
+    short.model.config.num_hidden_layers = 2
+    with pytest.raises(st.ModelError, match=r"^model\.layers\.2 was not called in a forward$"):
+        located(short)
+    forward = twice.model.forward
+    twice.model.forward = lambda *args, **kwargs: (forward(*args, **kwargs), forward(*args, **kwargs))[1]
+    with pytest.raises(st.ModelError, match=r"^model\.layers\.0 is called more than once in a forward"):
+        located(twice)

@@ -13,7 +13,7 @@ from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport,
 def diagnosis(mode="all", layers=3, **fields):
     return Diagnosis(
         model="m", model_class="M", num_layers=layers, dtype="float32", device="cpu", attention="sdpa", mode=mode,
-        date="2026-01-01", versions={}, sequences=1, tokens=8, seed=0, **fields,
+        date="2026-01-01", versions={}, tokens=8, seed=0, **fields,
     )  # fmt: skip
 
 

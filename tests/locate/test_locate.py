@@ -375,7 +375,8 @@ def test_json_has_every_field_and_is_strict(tmp_path):
     assert set(needed) <= set(data)
     assert [p["layer"] for p in data["probes"]] == [0, 1, 2, None]
     assert set(data["probes"][0]["results"]) == set(PROBES)
-    assert set(data["probes"][0]["statistics"]) == {"gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct"}
+    numbers = {"gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct", "drop_z"}
+    assert set(data["probes"][0]["statistics"]) == numbers
     assert data["cost_forwards"] > 0
 
 

@@ -25,6 +25,7 @@ def statistics(layer, layers):
         "instability": 0.0,
         "pile_up": 0.001 + 0.0004 * math.sin(20 * x),
         "distinct": 36864 - 120 * layer % 977,
+        "drop_z": math.sin(11 * x),
     }
 
 
@@ -60,7 +61,6 @@ def healthy(layers=30, **changes):
         "mode": "all",
         "date": "2026-11-15T06:00:00+00:00",
         "versions": {"shaketable": "0.1.0", "torch": "2.13.0", "transformers": "5.22.0", "python": "3.11.9"},
-        "sequences": 1,
         "tokens": 64,
         "seed": 0,
         "planted": None,
@@ -76,7 +76,6 @@ def healthy(layers=30, **changes):
         "not_covered": ["faults that the weights in the file already carry", "faults that need more than 64 tokens to show"],
         "cost_forwards": 9.8,
         "cost": {"trace": 1.1, "repeat": 1.0, "twins": 1.2, "permutation": 2.1, "statistics": 2.0, "replay": 2.4},
-        "detectable_rate": {"repeats": 2, "text": "a fault in a share p of the calls is seen with probability 1-(1-p)^2"},
         "notes": ["weights were not compared with a file: none was given"],
         "suspicions": [],
         "probes": rows(layers),
@@ -157,7 +156,7 @@ def inconclusive():
 
 def device_mode():
     """Two layers, and the probes that need nothing but the device."""
-    made = healthy(2, model="nano", device="cuda:0", mode="device", attention="eager", suspicions=[], detectable_rate=None)
+    made = healthy(2, model="nano", device="cuda:0", mode="device", attention="eager", suspicions=[])
     made |= {
         "probes": rows(2, ("repeat", "links", "twin", "causal", "permutation")),
         "cost": {"repeat": 1.0, "twins": 1.2, "permutation": 2.1},
@@ -287,7 +286,7 @@ def test_fault_page_shows_lanes_examples_and_both_blamed_layers():
 
 def test_every_curve_marks_the_verdict_and_the_layer_srdd_would_blame():
     tags = [attrs.get("class") for tag, attrs in Reader(page(fault())).tags if tag == "g"]
-    assert tags == ["mark verdict", "mark srdd"] * 6
+    assert tags == ["mark verdict", "mark srdd"] * 7
     assert "mark verdict" not in page(inconclusive() | {"layer": 7})
 
 

@@ -1,10 +1,9 @@
 """The operators of a Hugging Face decoder while it runs, to record or to change them.
 
-Operators that are modules are hooked: first in line on the input, last in line on the output, so that the effect of other hooks
-belongs to the operator. Operators between modules are read off the modules around them: attention is the input of o_proj, the
-activation that of down_proj, a sum of the residual stream that of the next norm. The rotation is a function of the model's
-file and is replaced there for the time of the call. `recorder.py` records torch functions instead, which an engine with fused
-kernels does not have.
+Operators that are modules are watched (`recorder.watched`): the effect of other hooks belongs to the operator. Operators
+between modules are read off the modules around them: attention is the input of o_proj, the activation that of down_proj, a
+sum of the residual stream that of the next norm. The rotation is a function of the model's file and is replaced there for the
+time of the call. `recorder.Recorder` records torch functions instead, which an engine with fused kernels does not have.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shaketable.capture.recorder import watched
 from shaketable.errors import UnavailableError
 from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall, scale_of
 from shaketable.sites.structure import find_layers
@@ -79,76 +79,58 @@ class RowSpan:
 def observed(decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None] = (RowSpan(),)) -> Iterator[Observer]:
     """Calls of the model with every operator shown to `visit`; a span for each row of the batch, None to pass it over."""
     observer = Observer(decoder, visit, spans)
-    try:
-        with torch.no_grad():
-            observer.attach()
-            yield observer
-    finally:
-        observer.remove()
+    modules = {path: decoder.model.get_submodule(path) for path in {*observer.modules, *observer.before, *observer.after}}
+    with torch.no_grad(), watched(modules, observer.leave, observer.enter), observer.rotations():
+        yield observer
 
 
 class Observer:
-    """Hooks on one model; `made` has the last result of every operator by its name."""
+    """The operators of one model; `made` has the last result of every one by its name."""
 
     def __init__(self, decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None]) -> None:
         self.decoder, self.visit, self.spans = decoder, visit, spans
-        self.handles: list[Any] = []
         self.made: dict[str, Tensor] = {}
+        self.given: dict[str, Tensor] = {}
+        """Inputs of the modules that are operators."""
         self.rotating: tuple[int, str] | None = None
         """Layer and path of the attention that runs."""
-        self.replaced: list[tuple[Any, Any]] = []
+        self.modules: dict[str, tuple[str, int | None]] = {}
+        """Kind and layer of every module that is one operator."""
+        self.before: dict[str, Callable[[Tensor], Tensor | None]] = {}
+        """What to do with a module's input: there the result of an operator between modules arrives."""
+        self.after: dict[str, Callable[[Tensor], Tensor | None]] = {}
+        """What to do with a module's output."""
+        d = decoder
+        self.modules[d.embedding] = ("embedding", None)
+        for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
+            self._layer(index, layer, path)
+        self.modules[d.norm] = ("rms_norm", None)
+        self.modules[d.head] = ("lm_head", None)
+        if scale_of(d.model, "logits_scale") != 1:
+            self.after[""] = lambda logits: self._between("logits_scale", "scale", None, logits, x=d.head)
 
     def restart(self, spans: Sequence[RowSpan | None]) -> None:
         """Begin another forward."""
         self.spans = spans
         self.made.clear()
 
-    def attach(self) -> None:
-        """Set the hooks."""
-        d = self.decoder
-        self._module(d.embedding, "embedding", None, "ids")
-        for index, (layer, path) in enumerate(zip(d.layers, d.paths, strict=True)):
-            self._layer(index, layer, path)
-        if scale_of(d.model, "embedding_scale") != 1:
-            self._before(d.layers[0], lambda x: self._between("embedding_scale", "scale", None, x, x=d.embedding))
-        self._module(d.norm, "rms_norm", None)
-        self._module(d.head, "lm_head", None)
-        if scale_of(d.model, "logits_scale") != 1:
-            self.handles.append(d.model.register_forward_hook(self._logits))
-        for home in {sys.modules[type(layer.self_attn).__module__] for layer in d.layers}:
-            rotate = vars(home).get("apply_rotary_pos_emb")
-            if rotate is None:
-                raise UnavailableError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
-            self.replaced.append((home, rotate))
-            home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self.handles:
-            handle.remove()
-        for home, rotate in self.replaced:
-            home.apply_rotary_pos_emb = rotate
-
     # ---- one layer
 
     def _layer(self, index: int, layer: nn.Module, path: str) -> None:
         attention, own = f"{path}.self_attn", layer._modules["self_attn"]
         assert own is not None
-        self._before(layer, lambda x: self.made.update({f"{path}.in": x}))
-        self._module(f"{path}.input_layernorm", "rms_norm", index)
-        self.handles.append(own.register_forward_pre_hook(lambda m, a: setattr(self, "rotating", (index, attention))))
-        self.handles.append(own.register_forward_hook(lambda m, a, o: setattr(self, "rotating", None)))
-        for name in ("q_norm", "k_norm"):
-            if name in own._modules:
-                self._module(f"{attention}.{name}", "rms_norm", index)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            self._module(f"{attention}.{name}", "linear", index)
-        self._before(self._get(f"{attention}.o_proj"), lambda x: self._attention(index, attention, x))
-        self._module(f"{attention}.o_proj", "linear", index)
-        self._before(self._get(f"{path}.post_attention_layernorm"), lambda x: self._middle(index, path, x))
-        self._module(f"{path}.post_attention_layernorm", "rms_norm", index)
+        self.before[path] = lambda x: self._begin(index, path, x)
+        self.modules[f"{path}.input_layernorm"] = ("rms_norm", index)
+        self.before[attention] = lambda x: setattr(self, "rotating", (index, attention))
+        self.after[attention] = lambda x: setattr(self, "rotating", None)
+        names = [f"{attention}.{name}" for name in ("q_norm", "k_norm", *ATTENTION) if name in own._modules]
+        self.modules |= {name: ("rms_norm" if name.endswith("norm") else "linear", index) for name in names}
+        self.before[f"{attention}.o_proj"] = lambda x: self._attention(index, attention, x)
+        self.modules[f"{path}.post_attention_layernorm"] = ("rms_norm", index)
+        self.before[f"{path}.post_attention_layernorm"] = lambda x: self._middle(index, path, x)
         self._mlp(index, layer, f"{path}.mlp")
-        self.handles.append(layer.register_forward_hook(lambda m, a, o: self._end(index, path, o)))
+        ends = {"x": f"{path}.mlp", "residual": f"{path}.middle"}
+        self.after[path] = lambda x: self._between(f"{path}.mlp_residual", "residual", index, x, **ends)
 
     def _mlp(self, index: int, layer: nn.Module, path: str) -> None:
         block = layer._modules["mlp"]
@@ -156,17 +138,20 @@ class Observer:
         if not all(name in block._modules for name in MLP):
             name: str | None = next((n for n in ROUTERS if n in block._modules), None)
             if name is not None and block._modules[name]._parameters.get("weight") is not None:  # type: ignore[union-attr]
-                self._module(f"{path}.{name}", "router", index)
-            self._module(path, "experts", index)
+                self.modules[f"{path}.{name}"] = ("router", index)
+            self.modules[path] = ("experts", index)
             return
-        self.handles.append(block.register_forward_hook(lambda m, a, o: self.made.update({path: o})))
-        gate, up = f"{path}.gate_proj", f"{path}.up_proj"
-        for name in (gate, up):
-            self._module(name, "linear", index)
-        self._before(
-            self._get(f"{path}.down_proj"), lambda x: self._between(f"{path}.act_fn", "activation", index, x, x=gate, up=up)
-        )
-        self._module(f"{path}.down_proj", "linear", index)
+        self.after[path] = lambda x: self.made.update({path: x})
+        self.modules |= {f"{path}.{name}": ("linear", index) for name in MLP}
+        inputs = {"x": f"{path}.gate_proj", "up": f"{path}.up_proj"}
+        self.before[f"{path}.down_proj"] = lambda x: self._between(f"{path}.act_fn", "activation", index, x, **inputs)
+
+    def _begin(self, index: int, path: str, x: Tensor) -> Tensor | None:
+        """The residual stream before a layer; embeddings may have been scaled before the first."""
+        is_scaled = index == 0 and scale_of(self.decoder.model, "embedding_scale") != 1
+        changed = self._between("embedding_scale", "scale", None, x, x=self.decoder.embedding) if is_scaled else None
+        self.made[f"{path}.in"] = x if changed is None else changed
+        return changed
 
     def _attention(self, index: int, path: str, output: Tensor) -> Tensor | None:
         names = {"q": f"{path}.rotary_q", "k": f"{path}.rotary_k", "v": f"{path}.v_proj"}
@@ -181,17 +166,21 @@ class Observer:
         name = f"{path}.attention_residual"
         self._between(name, "residual", index, output, x=f"{path}.self_attn.o_proj", residual=f"{path}.in")
 
-    def _end(self, index: int, path: str, output: Any) -> Any:
-        made = output[0] if isinstance(output, tuple) else output
-        name = f"{path}.mlp_residual"
-        changed = self._between(name, "residual", index, made, x=f"{path}.mlp", residual=f"{path}.middle")
-        return changed if changed is None or not isinstance(output, tuple) else (changed, *output[1:])
-
-    def _logits(self, model: nn.Module, args: Any, output: Any) -> Any:
-        changed = self._between("logits_scale", "scale", None, output.logits, x=self.decoder.head)
-        if changed is not None:
-            output.logits = changed
-        return output
+    @contextmanager
+    def rotations(self) -> Iterator[None]:
+        """The rotation of every file of the model's layers, replaced by one that is seen."""
+        replaced = []
+        try:
+            for home in {sys.modules[type(layer.self_attn).__module__] for layer in self.decoder.layers}:
+                rotate = vars(home).get("apply_rotary_pos_emb")
+                if rotate is None:
+                    raise UnavailableError(f"{home.__name__} has no apply_rotary_pos_emb: its rotation cannot be seen")
+                replaced.append((home, rotate))
+                home.apply_rotary_pos_emb = self._rotation(rotate)  # type: ignore[attr-defined]
+            yield
+        finally:
+            for home, rotate in replaced:
+                home.apply_rotary_pos_emb = rotate  # type: ignore[attr-defined]
 
     def _rotation(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
         def rotated(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -208,34 +197,22 @@ class Observer:
 
         return rotated
 
-    # ---- hooks
+    # ---- what modules are given and make
 
-    def _get(self, path: str) -> nn.Module:
-        found: nn.Module = self.decoder.model.get_submodule(path)
-        return found
+    def enter(self, path: str, x: Tensor) -> Tensor | None:
+        """Before a module: its input, as it is and as an operator between modules made it."""
+        self.given[path] = x
+        return self.before[path](x) if path in self.before else None
 
-    def _before(self, module: nn.Module, see: Callable[[Tensor], Tensor | None]) -> None:
-        """Call `see` with a module's input before any other hook changes it."""
-
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            changed = see(args[0] if args else kwargs["hidden_states"])
-            return None if changed is None else ((changed, *args[1:]), kwargs)
-
-        self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-
-    def _module(self, path: str, kind: str, layer: int | None, key: str = "x") -> None:
-        """An operator that is a module."""
-        given: dict[str, Tensor] = {}
-        module = self._get(path)
-        self._before(module, lambda x: given.update(x=x))
-
-        def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            made = output[0] if isinstance(output, tuple) else output  # a router gives its choice too
-            changed = self._show(path, kind, layer, {key: given["x"]}, made)
-            self.made[path] = made if changed is None else changed
-            return changed if isinstance(output, Tensor) else None
-
-        self.handles.append(module.register_forward_hook(after))
+    def leave(self, path: str, x: Tensor, output: Tensor) -> Tensor | None:
+        """After a module: an operator of its own, or the end of others."""
+        changed = None
+        if path in self.modules:
+            kind, layer = self.modules[path]
+            changed = self._show(path, kind, layer, {"ids" if kind == "embedding" else "x": self.given[path]}, output)
+            self.made[path] = output if changed is None else changed
+            changed = None if kind == "router" else changed  # its choice would not be that of other logits
+        return self.after[path](output) if path in self.after else changed
 
     def _between(self, name: str, kind: str, layer: int | None, output: Tensor, **sources: str) -> Tensor | None:
         """An operator between modules, whose inputs are results of others; a layer that is skipped has none."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from shaketable.errors import ModelError
 from shaketable.numerics.operators import is_defined
 from shaketable.sites.composite_functions import is_composite, opened
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
@@ -52,8 +53,8 @@ class Record:
     """Arguments that no recorded operator made."""
     overwrites: bool = False
     """Whether a leaf wrote into its arguments."""
-    lowered: torch.dtype | None = None
-    """The dtype that autocast, which the model's own code put on, gave the arguments."""
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast that the model's own code put on; None without."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that a leaf was called with in the place of its parameters, as `functional_call` does."""
 
@@ -61,6 +62,12 @@ class Record:
     def function(self) -> str | None:
         """The function's name; None for a leaf."""
         return None if self.func is None else function_name(self.func)
+
+    @property
+    def lowered(self) -> torch.dtype | None:
+        """The dtype that autocast gave the arguments; None where it left them as they were."""
+        first = next(tensors_of(self.output), None)
+        return self.autocast if first is not None and first.dtype == self.autocast else None
 
 
 @dataclass
@@ -180,7 +187,7 @@ class Recorder(TorchFunctionMode):
         external = self.external(args, kwargs)
         result = func(*args, **kwargs)
         made = args[0] if result is None and args else result
-        if any(not _is_wrapped(t) for t in tensors_of(made)):
+        if any(not is_wrapped(t) for t in tensors_of(made)):
             self.note(Record(self._paths[-1], func, *kept, made, external))
         return result
 
@@ -195,7 +202,7 @@ class Recorder(TorchFunctionMode):
 
     def copies(self, target: Any, others: Any = ()) -> _Copies:
         """Copies of these tensors, and of all that were recorded or are given with them and share their memory."""
-        copies = _Copies({t.untyped_storage().data_ptr() for t in tensors_of(target) if not _is_wrapped(t)})
+        copies = _Copies({t.untyped_storage().data_ptr() for t in tensors_of(target) if not is_wrapped(t)})
         for value in (target, others, *((r.args, r.kwargs, r.output) for r in self.recording.records)):
             copies.take(value)
         return copies
@@ -210,8 +217,7 @@ class Recorder(TorchFunctionMode):
         """Keep a record."""
         first = next(tensors_of(record.output), None)
         if first is not None and torch.is_autocast_enabled(first.device.type):
-            lower = torch.get_autocast_dtype(first.device.type)
-            record.lowered = lower if first.dtype == lower else None
+            record.autocast = torch.get_autocast_dtype(first.device.type)
         self.learn(record.output)
         self.recording.records.append(record)
 
@@ -229,7 +235,7 @@ class Recorder(TorchFunctionMode):
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor was made by a recorded operator, or belongs to the layer: a parameter, a buffer, an attribute."""
-        if id(tensor) in self._known or _is_wrapped(tensor):
+        if id(tensor) in self._known or is_wrapped(tensor):
             return True
         return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() in self._owned
 
@@ -317,7 +323,7 @@ class _Copies:
     def take(self, value: Any) -> None:
         """Copy the tensors of this memory."""
         for tensor in tensors_of(value):
-            if id(tensor) not in self.pairs and not _is_wrapped(tensor) and tensor.untyped_storage().data_ptr() in self.memory:
+            if id(tensor) not in self.pairs and not is_wrapped(tensor) and tensor.untyped_storage().data_ptr() in self.memory:
                 self.pairs[id(tensor)] = (tensor, tensor.clone())
 
     def of(self, value: Any) -> Any:
@@ -358,7 +364,7 @@ class _Leaf:
             if overwrites:
                 self.recorder.put_back(copies)
                 given, named = copies.of(given), copies.of(named)
-            self.recorder.note(Record(self.path, None, given, named, output, self.external, overwrites, None, self.weights))
+            self.recorder.note(Record(self.path, None, given, named, output, self.external, overwrites, weights=self.weights))
 
 
 @contextmanager
@@ -375,7 +381,7 @@ def watched(
     Args:
         modules: By the names that the callbacks are given.
         after: Called with name, first tensor of the input, first tensor of the output, behind all hooks that were set before.
-            A tensor that it returns becomes the output.
+            A tensor that it returns is put in the place of the output's.
         before: Called with name and first tensor of the input, ahead of all other hooks. A tensor that it returns is put in
             its place.
     """
@@ -386,7 +392,9 @@ def watched(
         return None if other is None else map_tensors((args, kwargs), lambda t: other if t is first else t)
 
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return after(name, next(tensors_of((args, kwargs))), next(tensors_of(output)))
+        first = next(tensors_of(output))
+        other = after(name, next(tensors_of((args, kwargs))), first)
+        return None if other is None else map_tensors(output, lambda t: other if t is first else t)
 
     hooks: list[RemovableHandle] = []
     try:
@@ -408,6 +416,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 def differing(a: Tensor, b: Tensor) -> Tensor:
     """Where two tensors differ; values that are no numbers do not differ from each other."""
     return (a != b) & ~(a.isnan() & b.isnan())
+
+
+def channels(differs: Tensor) -> list[int]:
+    """Those in which something differs."""
+    flat = differs.reshape(-1, differs.shape[-1]) if differs.dim() else differs.reshape(1, 1)
+    found: list[int] = flat.any(0).nonzero().flatten().tolist()
+    return found
 
 
 def snapshot(value: Any) -> Any:
@@ -433,6 +448,17 @@ def copied(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return map_tensors(value, change)
 
 
+def cached_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of the caches in a nest."""
+    if _is_cache(value):
+        yield from all_tensors(value)
+    elif isinstance(value, list | tuple):
+        for member in value:
+            yield from cached_tensors(member)
+    elif type(value) is dict:
+        yield from cached_tensors(list(value.values()))
+
+
 def all_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor of a nest, also those of caches."""
     if _is_cache(value):
@@ -455,6 +481,8 @@ def _is_cache(value: Any) -> bool:
 def main_result(output: Any) -> Tensor:
     """The hidden states in the result of a layer: its first tensor of numbers that has channels, or else its first tensor."""
     tensors = list(tensors_of(output))
+    if not tensors:
+        raise ModelError(f"a layer returns a {type(output).__name__}, in which no tensor is found")
     return next((t for t in tensors if t.dim() > 1 and t.is_floating_point()), tensors[0])
 
 
@@ -488,7 +516,7 @@ def _may_overwrite(module: nn.Module) -> bool:
     return getattr(module, "inplace", False) is True or not type(module).__module__.startswith("torch.nn.")
 
 
-def _is_wrapped(tensor: Tensor) -> bool:
+def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor has no memory of its own to look at: inside of vmap, on the meta device, or sparse."""
     wrapped = bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
     return wrapped or tensor.device.type == "meta" or tensor.layout != torch.strided

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.capture.recorder import Recorder, Recording, copied, main_result, snapshot
+from shaketable.capture.recorder import Recorder, Recording, cached_tensors, copied, main_result, snapshot
 from shaketable.capture.reference import Reference
 from shaketable.errors import ModelError, ShaketableError
 from shaketable.sites.nested_tensors import tensors_of
@@ -149,6 +149,8 @@ class LayerCall:
     """Whether it writes into its arguments."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that it was called with in the place of its parameters."""
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast that the model puts around it."""
 
     @property
     def x(self) -> Tensor:
@@ -168,7 +170,8 @@ class LayerCall:
         """
         given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, self.x, x)
         args, kwargs = copied(given, torch.clone) if self.overwrites else snapshot(given)
-        with _without_shortcuts(), torch.inference_mode() if self.x.is_inference() else nullcontext():
+        autocast = torch.autocast(self.x.device.type, self.autocast, enabled=self.autocast is not None)
+        with _without_shortcuts(), autocast, torch.inference_mode() if self.x.is_inference() else nullcontext():
             if self.weights:
                 return torch.func.functional_call(self.module, self.weights, args, kwargs)
             return self.module(*args, **kwargs)
@@ -183,6 +186,12 @@ class Trace:
     logits: Tensor
     answer: Any
     """All that the model returned."""
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the layers were given keys and values, or states, of tokens before these."""
+        first = self.calls[0]
+        return any(bool(t.any()) for t in cached_tensors((*first.args, *first.kwargs.values())))
 
 
 @contextmanager
@@ -240,11 +249,13 @@ def trace(model: nn.Module, ids: Tensor, reference: Reference, arguments: Argume
             index = places[id(module)]
             if index in calls:
                 raise ModelError(f"{record.path} is called more than once in a forward; locate follows one call per layer")
-            given = (record.args, record.kwargs, record.output, record.overwrites, record.weights)
+            given = (record.args, record.kwargs, record.output, record.overwrites, record.weights, record.autocast)
             calls[index] = LayerCall(index, record.path, module, *given)
     if len(calls) != len(layers):
-        missing = next(path for i, path in enumerate(paths) if i not in calls)
-        raise ModelError(f"{missing} was not called in a forward")
+        missing = next(i for i in range(len(layers)) if i not in calls)
+        is_scripted = isinstance(layers[missing], torch.jit.ScriptModule)
+        why = "is scripted: its calls cannot be seen" if is_scripted else "was not called in a forward"
+        raise ModelError(f"{paths[missing]} {why}")
     return Trace([calls[i] for i in range(len(layers))], recording, logits, answer)
 
 

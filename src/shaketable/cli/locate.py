@@ -221,7 +221,7 @@ def _table(diagnosis: Diagnosis) -> Table:
 def _statistics(diagnosis: Diagnosis) -> Table:
     from rich.table import Table
 
-    names = ("gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct")
+    names = ("gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct", "drop_z")
     table = Table("layer", *names, box=None, pad_edge=False)
     for report in diagnosis.probes:
         if report.statistics is not None:

@@ -102,7 +102,6 @@ class Diagnosis:
     mode: str
     date: str
     versions: dict[str, str]
-    sequences: int
     tokens: int
     seed: int
     strict: bool = False
@@ -132,7 +131,6 @@ class Diagnosis:
     device_forwards: int = 0
     """Number of times the device computed every layer."""
     cost: dict[str, float] = field(default_factory=dict)
-    detectable_rate: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     suspicions: list[dict[str, Any]] = field(default_factory=list)
     coverage: dict[str, int] = field(default_factory=dict)

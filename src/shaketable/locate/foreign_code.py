@@ -100,14 +100,17 @@ def _replaced(file: str, names: dict[str, Any], bound: dict[str, set[Binding]]) 
             is_assigned = Binding("", "") in known and not isinstance(code, FunctionType | type)
             if is_assigned or _home(code).partition(".")[0] in {home for one in known for home in one.packages()}:
                 continue
-        elif not isinstance(code, FunctionType) or not known or any(one.is_bound_to(code, name, file) for one in known):
+        elif isinstance(code, FunctionType | type):
+            if not known or any(one.is_bound_to(code, name, file) for one in known):
+                continue
+        elif known != {Binding("", name)} and (not isinstance(code, functools.partial) or Binding("", "") in known):
             continue
         yield f"{file.rpartition('.')[2]}.{name}, which is {_origin(name, code)}"
 
 
 def _functions_of(names: dict[str, Any], bound: dict[str, set[Binding]]) -> dict[str, Any]:
     """The functions under the names of those that a file defines."""
-    defined = {name for name, several in bound.items() if Binding("", name) in several}
+    defined = {name for name, several in bound.items() if any(not one.module and one.name for one in several)}
     return {name: code for name, code in names.items() if isinstance(code, FunctionType) and name in defined}
 
 
@@ -140,6 +143,7 @@ class Binding:
 
     module: str
     name: str
+    is_decorated: bool = False
 
     def packages(self) -> set[str]:
         """The package that a name is imported from, and the one that it is defined in when that package only passes it on."""
@@ -148,11 +152,12 @@ class Binding:
         passed_on = package not in USED_BY_ALL and callable(value)
         return {package, _home(value).partition(".")[0]} if passed_on else {package}
 
-    def is_bound_to(self, code: FunctionType, name: str, file: str) -> bool:
-        """Whether a function is the one that the text binds; a decorator or an assignment may bind any."""
+    def is_bound_to(self, code: FunctionType | type, name: str, file: str) -> bool:
+        """Whether a function or class is the one that the text binds; a decorator may wrap it, an assignment bind any."""
         if not self.module:
-            own = (code.__globals__.get("__name__"), code.__code__.co_name)
-            return not self.name or (file, name) in (own, (code.__module__, code.__name__))
+            own = (code.__globals__.get("__name__"), code.__code__.co_name) if isinstance(code, FunctionType) else None
+            as_told = (code.__module__, code.__name__)
+            return not self.name or own == (file, name) or (as_told == (file, name) and (self.is_decorated or own is None))
         return code.__name__ == self.name or getattr(sys.modules.get(self.module), self.name, None) is code
 
 
@@ -184,7 +189,8 @@ def _bindings(file: str) -> dict[str, set[Binding]] | None:
         roots = [word.id for maker in makers for word in ast.walk(maker) if isinstance(word, ast.Name)]
         homes = {Binding(one.module.partition(".")[0], "") for root in roots for one in found.get(root, ()) if one.module}
         for name in names:
-            found.setdefault(name, set()).update({*homes, Binding("", "" if isinstance(node, ast.Assign) else name)})
+            own = Binding("", "") if isinstance(node, ast.Assign) else Binding("", name, bool(makers))
+            found.setdefault(name, set()).update({*homes, own})
     return found
 
 
@@ -200,7 +206,7 @@ def _imported_files(file: str) -> set[str]:
 def _is_of(code: Any, home: str) -> bool:
     """Whether code is of a package, or of one that every package uses."""
     found = _home(code).partition(".")[0]
-    return found in (home.partition(".")[0], *USED_BY_ALL) or found in sys.stdlib_module_names
+    return found in (home.partition(".")[0], *USED_BY_ALL) or (found in sys.stdlib_module_names and found != "functools")
 
 
 def unmade(recording: Recording, prefix: str = "") -> Iterator[str]:

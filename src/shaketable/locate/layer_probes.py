@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.capture.recorder import Recording, differing, main_result, same
+from shaketable.capture.recorder import Recording, channels, differing, main_result, same
 from shaketable.capture.reference import Reference, sets_attribute
 from shaketable.capture.trace import LayerCall, Trace, record_layer
 from shaketable.locate import twins
@@ -217,7 +217,7 @@ def repeat(part: ProbedPart) -> Finding:
     after = part.recording.part_before(order) if order is not None and not path else None
     kind, size = unstable_class(a, b), differs.shape[-1]
     return failed(
-        [Evidence(part.index, path or None, function, "repeat", text, kind, _lanes(differs), size, after=after)], share
+        [Evidence(part.index, path or None, function, "repeat", text, kind, channels(differs), size, after=after)], share
     )
 
 
@@ -257,7 +257,7 @@ def links(part: ProbedPart, recording: Recording | None = None) -> Finding:
     got, where = first.got.detach().cpu(), differs.cpu()
     expected = first.expected.detach().cpu()[where]
     kind = fault_class(got, expected, expected, where)
-    found = Evidence(part.index, first.path or None, None, "links", text, kind, _lanes(differs), differs.shape[-1])
+    found = Evidence(part.index, first.path or None, None, "links", text, kind, channels(differs), differs.shape[-1])
     return failed([found], float(differs.double().mean()))
 
 
@@ -270,6 +270,8 @@ def twin(part: ProbedPart) -> Finding:
         return unknown(UNSTABLE)
     if isinstance(circuit := part.circuit, str):
         return unknown(circuit)
+    if part.traced.has_past:
+        return unknown("the layer is given keys and values, which are in no other gauge")
     powers = part.layer.x.dtype != torch.float16
     found, other = _in_gauge(part, circuit, powers)
     if found is not None and powers and not (twins.stays_normal(part.recording) and twins.stays_normal(other)):
@@ -401,7 +403,7 @@ def _violation(v: Violation, recording: Recording, layer: int | None) -> Evidenc
     kind = fault_class(v.got, v.low, v.high, v.outside)
     size = v.got.shape[-1] if v.got.dim() else 1
     after = recording.part_before(v.order) if layer is not None and not v.path else None
-    return Evidence(layer, v.path or None, v.function, "replay", text, kind, v.lanes, size, _examples(v), after)
+    return Evidence(layer, v.path or None, v.function, "replay", text, kind, channels(v.outside), size, _examples(v), after)
 
 
 def _examples(v: Violation) -> list[dict[str, Any]]:
@@ -415,11 +417,6 @@ def _examples(v: Violation) -> list[dict[str, Any]]:
         token = place[-2] if v.tokens is None else v.tokens[place[-2]]
         found.append({"token": token, "channel": place[-1], "got": float(got[i]), "low": float(low[i]), "high": float(high[i])})
     return found
-
-
-def _lanes(differs: Tensor) -> list[int]:
-    lanes: list[int] = differs.reshape(-1, differs.shape[-1]).any(0).nonzero().flatten().tolist()
-    return lanes
 
 
 # ---- the lists

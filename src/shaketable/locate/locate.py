@@ -214,7 +214,11 @@ class Locator:
         outside = self.part(traced, traced.outside, None)
         outside.logits = logits
         self._keep(self.judge(outside, OUTSIDE_PROBES), diagnosis)
-        diagnosis.srdd = dict(srdd.srdd_verdict(own)) if own else None
+        if own:
+            diagnosis.srdd = dict(srdd.srdd_verdict(own))
+            tables = [report.statistics for report in diagnosis.probes if report.statistics is not None]
+            for table, z in zip(tables, srdd.drop_z([one.kurtosis for one in own]), strict=True):
+                table["drop_z"] = z
         diagnosis.not_run = self._not_run(diagnosis)
         diagnosis.device_forwards = self._device_forwards(diagnosis)
         diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
@@ -338,7 +342,6 @@ class Locator:
     def _describe(self, ids: Tensor) -> Diagnosis:
         config = getattr(self.model, "config", None)
         packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        text = "a fault that changes a layer's result in a share p of its calls is seen with probability 1-(1-p)^2"
         notes = [self.precision.note] if self.precision.note else []
         if any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
             notes.append("the fast path of torch's own attention and encoder layers was off: it was not judged")
@@ -352,12 +355,10 @@ class Locator:
             mode=self.mode,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={"shaketable": shaketable.__version__, **packages, "python": platform.python_version()},
-            sequences=ids.shape[0],
             tokens=ids.shape[1],
             seed=self.seed,
             strict=self.strict,
             foreign=foreign_code(self.model, self.reference),
-            detectable_rate={"repeats": 2, "text": text},
             notes=notes,
             believed=self._unchecked(),
             doubts=self._doubts(),

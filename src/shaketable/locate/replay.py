@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shaketable.capture.recorder import Record, Recording, function_name
+from shaketable.capture.recorder import Record, Recording, function_name, is_wrapped
 from shaketable.capture.reference import Reference
 from shaketable.numerics.intervals import ACCUMULATION, UNIT, Allowed, Precision, RoundingInterval, host_arithmetic
 from shaketable.numerics.operators import PRODUCTS, Call, Selection, allowed_results, parts, widened
@@ -80,13 +80,6 @@ class Violation:
     def share(self) -> float:
         """The share of values outside of their interval."""
         return float(self.outside.double().mean()) if self.outside.numel() else 0.0
-
-    @property
-    def lanes(self) -> list[int]:
-        """Channels (last dimension) with a violation."""
-        flat = self.outside.reshape(-1, self.outside.shape[-1]) if self.outside.dim() else self.outside.reshape(1, 1)
-        found: list[int] = flat.any(0).nonzero().flatten().tolist()
-        return found
 
 
 @dataclass
@@ -187,10 +180,11 @@ def _is_view(record: Record) -> bool:
         "__imul__",
         "__itruediv__",
     )
-    if record.func is None or in_place:
+    given, made = list(tensors_of((record.args, record.kwargs))), list(tensors_of(record.output))
+    if record.func is None or in_place or any(is_wrapped(t) for t in (*given, *made)):
         return False
-    inputs = {t.untyped_storage().data_ptr() for t in tensors_of((record.args, record.kwargs)) if t.numel()}
-    return bool(inputs) and all(t.untyped_storage().data_ptr() in inputs for t in tensors_of(record.output))
+    inputs = {t.untyped_storage().data_ptr() for t in given if t.numel()}
+    return bool(inputs) and all(t.untyped_storage().data_ptr() in inputs for t in made)
 
 
 class _Replay:

@@ -11,6 +11,8 @@ computed in float64; a statistic that is not defined (nothing finite, zero sprea
     pile_up      share of values equal to the smallest or the largest one. A clamp piles values up there; else about 2/n.
     distinct     number of different values. Low precision and stuck bits leave few.
 
+Beside them stands drop_z, the z (below) of the change of log(kurtosis + 3) from the layer before: an edge is below −2.
+
 e and b are taken as they reached the layer, after rounding to its dtype: x' − x.
 
 `srdd_verdict` is the baseline that locate's verdict is compared with: SRDD by itself. Tests in order, the first that fires
@@ -129,8 +131,8 @@ def srdd_verdict(statistics: Sequence[LayerStatistics]) -> SrddVerdict:
         np.array([getattr(s, name) for s in statistics], dtype=np.float64)
         for name in ("instability", "gain", "kurtosis", "pile_up")
     )
-    instability, peaks = np.nan_to_num(instability), np.log(np.maximum(kurtosis + 3, 1.0))
-    falls, rises = np.nan_to_num(np.diff(peaks, prepend=peaks[:1])), np.diff(instability, prepend=0.0)
+    instability, falls = np.nan_to_num(instability), _falls(kurtosis)
+    rises = np.diff(instability, prepend=0.0)
     quiet = AMBIENT_SPREAD * instability.min(initial=math.inf)
     everywhere = bool(instability.size and 0 < instability.max() <= quiet)
     blames, why = None, "every layer is unstable, none much more than the others" if everywhere else "nothing stands out"
@@ -139,6 +141,17 @@ def srdd_verdict(statistics: Sequence[LayerStatistics]) -> SrddVerdict:
     return SrddVerdict(
         blames=blames, why=why, global_anomaly=everywhere, edges=Edges(kurtosis=falls.tolist(), instability=rises.tolist())
     )
+
+
+def drop_z(kurtosis: Sequence[float]) -> list[float]:
+    """How far the kurtosis changes from the layer before, among all layers; an edge is below −2."""
+    found: list[float] = _robust_z(_falls(np.array(kurtosis, dtype=np.float64))).tolist()
+    return found
+
+
+def _falls(kurtosis: Floats) -> Floats:
+    peaks = np.log(np.maximum(kurtosis + 3, 1.0))
+    return np.nan_to_num(np.diff(peaks, prepend=peaks[:1]))
 
 
 def _blame(

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaketable.capture.recorder import Recording, differing, main_result, same
+from shaketable.capture.recorder import Recording, channels, differing, main_result, same
 from shaketable.numerics.operators import leaf_of
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
@@ -384,8 +384,7 @@ def _compare(a: Tensor, b: Tensor, spaces: tuple[str, ...], gauge: Gauge) -> tup
     if same(expected, b):
         return None
     differs = differing(expected, b)
-    lanes: list[int] = differs.reshape(-1, differs.shape[-1]).any(0).nonzero().flatten().tolist()
-    return float(differs.double().mean()), lanes
+    return float(differs.double().mean()), channels(differs)
 
 
 def until(recording: Recording, token: int) -> Recording:

@@ -203,7 +203,7 @@ class Definitions:
         inner = own.allowed(given, lambda name: torch.empty(0))
         assert isinstance(inner, Around)
         once = Around(inner.value * up, inner.slack * up.abs() + UA * (inner.value * up).abs() + TINY, dtype).interval()
-        return once.hull(_times(inner.interval(), up, dtype))
+        return once.hull(inner.interval().times(up, dtype))
 
     def _residual(self, call: OperatorCall, precision: Precision) -> Allowed:
         factor = scale_of(self.model, "residual_scale")
@@ -336,13 +336,7 @@ def _weighted(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> list[Roundi
     late = Around.relative(normed * weight, 16, dtype).interval()
     if dtype == torch.float32:
         return [late]
-    return [late, _times(Around.relative(normed, 12, dtype).interval(), weight, dtype)]
-
-
-def _times(inner: RoundingInterval, factor: Tensor, dtype: torch.dtype) -> RoundingInterval:
-    """The interval of rounded values, multiplied and rounded again."""
-    ends = inner.low.double() * factor, inner.high.double() * factor
-    return RoundingInterval(torch.minimum(*ends).to(dtype), torch.maximum(*ends).to(dtype))
+    return [late, Around.relative(normed, 12, dtype).interval().times(weight, dtype)]
 
 
 def visible(attention: nn.Module, positions: Tensor, keys: int) -> Tensor:

@@ -63,6 +63,11 @@ class RoundingInterval:
         """Values that either of two intervals allows."""
         return RoundingInterval(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
 
+    def times(self, factor: Tensor, dtype: torch.dtype) -> RoundingInterval:
+        """These values multiplied, and rounded again."""
+        ends = self.low.double() * factor, self.high.double() * factor
+        return RoundingInterval(torch.minimum(*ends).to(dtype), torch.maximum(*ends).to(dtype))
+
     def ends(self, where: Tensor) -> tuple[Tensor, Tensor]:
         """Low and high at some of the values."""
         return self.low[where], self.high[where]

@@ -262,7 +262,7 @@ def _rms_norm(call: Call) -> RoundingInterval:
         if w is None:
             allowed.append(Around.relative(normed, 12, call.dtype).interval())
         else:
-            allowed.append(_times_rounded(normed, w.double(), call.dtype, call.dtype))
+            allowed.append(Around.relative(normed, 12, call.dtype).interval().times(w.double(), call.dtype))
             allowed.append(Around.relative(normed * w.double(), 16, call.dtype).interval())
     return functools.reduce(RoundingInterval.hull, allowed)
 
@@ -270,13 +270,6 @@ def _rms_norm(call: Call) -> RoundingInterval:
 def normalised(x: Tensor, eps: float, dims: tuple[int, ...] = (-1,)) -> Tensor:
     """x over its root mean square."""
     return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
-
-
-def _times_rounded(normed: Tensor, w: Tensor, inner: torch.dtype, dtype: torch.dtype) -> RoundingInterval:
-    """A normalised value that is rounded to `inner` before its weight multiplies it: both roundings are followed."""
-    interval = Around.relative(normed, 12, inner).interval()
-    ends = interval.low.double() * w, interval.high.double() * w
-    return RoundingInterval(torch.minimum(*ends).to(dtype), torch.maximum(*ends).to(dtype))
 
 
 def _einsum(call: Call) -> Around:
@@ -664,7 +657,7 @@ class Leaf:
             return Around.relative(normed, 12, call.dtype)
         w = weight("weight").double()
         if self.kind == "rmsnorm" and x.dtype != torch.float32:
-            return _times_rounded(normed, w, x.dtype, call.dtype)
+            return Around.relative(normed, 12, x.dtype).interval().times(w, call.dtype)
         return Around.relative(normed * (1 + w if self.kind == "rmsnorm_one" else w), 16, call.dtype)
 
 

@@ -47,6 +47,7 @@ STATISTICS = {
     "instability": "spread over repeats, relative to the output",
     "pile_up": "share of values at the least or the greatest",
     "distinct": "number of different values",
+    "drop_z": "z of the change of the kurtosis from the layer before",
 }
 LOG_ORIGIN = {"kurtosis": -3.0}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340, 148, 54, 10, 26, 22

@@ -56,16 +56,6 @@ def test_every_model_has_a_line_with_its_bars(drawn):
     assert low == 0 and high > 0.85
 
 
-def test_a_plan_without_a_magnitude_has_its_place(drawn):
-    axes = drawn(found(point("m", 0.0, 0.8), point("m", None, 0.5)))
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["clean", "plan"]
-
-
-def test_nothing_was_right(drawn):
-    axes = drawn(found({**point("m", 0.0, 0.0), "ci_low": 0.0, "ci_high": 0.0}))
-    assert axes.get_ylim()[1] > 0
-
-
 def test_names_are_short_where_they_differ():
     assert short_names(["runs/a/model", "Qwen/Q"]) == ["model", "Q"]
     assert short_names(["a/model", "b/model/"]) == ["a/model", "b/model/"]
