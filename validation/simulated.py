@@ -56,8 +56,8 @@ def _case(
         for i in range(arms):
             runs += _runs(f"arm {i}", hard, seeds, by_seed, own, better, rng)
         found = compare(asked, primary, runs)
-        shown += any(c["verdict"] == "shown" for c in found)
-        covered += all(c["ci_low"] <= truth <= c["ci_high"] for c in found[:1])
+        shown += any(c.verdict == "shown" for c in found)
+        covered += all(c.ci_low <= truth <= c.ci_high for c in found[:1])
     return _row(name, studies, shown, covered, truth, seeds)
 
 

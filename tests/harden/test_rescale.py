@@ -65,8 +65,6 @@ def test_an_outlier_is_taken_back_and_no_bit_changes_without_the_fault(name):
     assert facts["layers"] == facts["of"] == 2
     assert facts["spaces"][space] == 2
     assert facts["error_after"] < 0.7 * facts["error_before"]
-    assert facts["bit_identical"] is True
-    assert facts["largest_difference"] == 0
     assert not same_values(before, model)
     assert same_bits(clean, logits(model, pairs))
     assert "the same bits come out" in facts["sentence"]
@@ -81,7 +79,6 @@ def test_nano_with_outliers_comes_back():
     facts = rescale(students, [injection], pairs, quiet)
     assert before > 0.5
     assert kl(students, pairs, injection) < 0.1 * before
-    assert facts["bit_identical"]
     assert {"n1", "n2"} <= facts["spaces"].keys()
     injection.close(check=False)
 
@@ -107,7 +104,6 @@ def test_values_leave_a_ceiling_and_an_underflow(space, exponent, plan):
     facts = rescale(students, [injection], pairs, quiet)
     assert facts["error_after"] < 0.3 * facts["error_before"]
     assert kl(students, pairs, injection) < 0.3 * before
-    assert facts["bit_identical"]
     injection.close(check=False)
 
 
@@ -121,7 +117,6 @@ def test_what_no_scale_can_help_is_left_alone(plan):
     facts = rescale(students, [injection], pairs, quiet)
     injection.close(check=False)
     assert facts["layers"] == 0
-    assert facts["bit_identical"]
     assert "as they were" in facts["sentence"]
     assert same_values(before, students.model)
 
@@ -169,5 +164,4 @@ def test_a_scale_that_rounds_otherwise_is_not_kept():
     facts = rescale(students, [injection], pairs, quiet)
     injection.close(check=False)
     assert "n1" not in facts["spaces"]
-    assert facts["bit_identical"]
     assert same_bits(clean, logits(students.model, pairs))

@@ -307,7 +307,7 @@ def partial():
     }
     for c in made["comparisons"]:
         c |= dict.fromkeys(("difference", "ci_low", "ci_high", "p", "p_holm", "detectable", "p_seeds"))
-        c |= {"verdict": "nothing", "sentence": "no seed in common", "per_seed": [], "mcnemar": [None]}
+        c |= {"verdict": "nothing", "sentence": "no seed in common", "per_seed": [], "mcnemar": []}
     made["arms"][2]["proof"][0] |= {"verdict": "inert", "measured": 0.0, "changed": 0.0, "remark": "the site never fired"}
     made["arms"][3]["proof"][0] |= {"verdict": "differs", "measured": 0.131, "remark": "clipped by the format: 0.131 of 0.05"}
     made["arms"][4]["proof"] = []
@@ -346,19 +346,4 @@ def bare():
     return {"schema": "shaketable.study/1", "study": {"name": "empty"}, "kind": "study", "complete": False}
 
 
-def holes(value):
-    """The same findings with every number unknown, steps, layers and seeds apart."""
-    keep = ("step", "layer", "seed", "seeds", "scale", "points", "runs", "complete", "primary")
-    if isinstance(value, dict):
-        return {k: v if k in keep and not isinstance(v, list | dict) else holes(v) for k, v in value.items()}
-    if isinstance(value, list):
-        pair = len(value) == 2 and all(isinstance(v, int | float) for v in value)
-        return [value[0], None] if pair else [holes(v) for v in value]
-    return None if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def unknown():
-    return holes(study())
-
-
-SAMPLES = {"study": study, "partial": partial, "run": one_run, "large": large, "bare": bare, "unknown": unknown}
+SAMPLES = {"study": study, "partial": partial, "run": one_run, "large": large, "bare": bare}

@@ -14,7 +14,8 @@ from queue import Queue
 
 import pytest
 
-from shaketable.report.study_html import page
+from shaketable.report import study_html
+from shaketable.study.analysis.results import Findings
 from tests.report.findings_sample import SAMPLES, study
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -120,7 +121,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     names = ("study", "partial", "run", "bare", "unknown", "large")
     for name in names:
-        (folder / f"{name}.html").write_text(page(SAMPLES[name]()))
+        (folder / f"{name}.html").write_text(study_html.page(Findings.from_json(SAMPLES[name]())))
     return {name: folder / f"{name}.html" for name in names}
 
 
@@ -224,7 +225,7 @@ def test_hostile_text_is_not_run(browser, tmp_path):
         arm["samples"][0] |= {"question": evil, "text": evil, "answer": evil}
     found["runs"][0] |= {"folder": "javascript:window.pwned=1", "name": evil}
     path = tmp_path / "evil.html"
-    path.write_text(page(found))
+    path.write_text(study_html.page(Findings.from_json(found)))
     tab = browser.open(path)
     tab.mouse("mouseMoved", *tab.point("#curves .plot .hit rect"))
     assert "<script>window.pwned=1</script>" in tab.js("document.querySelector('.tip').textContent")

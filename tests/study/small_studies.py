@@ -1,5 +1,8 @@
 """Small studies of nano, as data."""
 
+import json
+
+from shaketable.study.analysis.findings import findings as findings_of
 from shaketable.study.file import parse_study
 
 FAULTY = "dead_zone:0.6,scope=token@layer.3"
@@ -31,3 +34,14 @@ def data(**replaced):
 
 def study(**replaced):
     return parse_study(data(**replaced))
+
+
+def findings(asked, folder):
+    """What a study found, as its JSON, without the note on how the dry run's promise was made."""
+    found = json.loads(findings_of(asked, folder).to_json())
+    return found | {"notes": [note for note in found["notes"] if "the dry run says" not in note]}
+
+
+def told(found):
+    """What was found as its JSON has it."""
+    return [told(part) for part in found] if isinstance(found, list | tuple) else found.model_dump(mode="json")

@@ -19,11 +19,12 @@ from shaketable.records.record import RunRecord
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
 from shaketable.study.add_run import add_run
-from shaketable.study.analysis.findings import findings
+from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
+from tests.study.small_studies import findings
 
 PLAN = "relative_gaussian:0.05@module.linear"
 SEEDS = (0, 1)
@@ -93,7 +94,7 @@ def test_a_report_says_which_runs_were_made_elsewhere(added):
     found = findings(asked(), added / "verl")
     notes = " ".join(found["notes"])
     assert "4 of 4 runs were made elsewhere and added" in notes and "have no ledger" in notes
-    for text in (markdown(found), page(found)):
+    for text in (markdown(Findings.from_json(found)), page(Findings.from_json(found))):
         assert "made elsewhere: verl" in text and "made elsewhere: a run without a ledger" in text
     record = RunRecord.open(added / "verl" / "runs" / next(r["name"] for r in found["runs"] if r["arm"] == "noise"))
     event = record.events("added")[0]

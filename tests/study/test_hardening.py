@@ -9,12 +9,12 @@ from shaketable.cli.tables.harden import print_outcome
 from shaketable.errors import ShaketableError
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
-from shaketable.study.analysis.findings import findings
+from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import described
-from tests.study.small_studies import data
+from tests.study.small_studies import data, findings
 
 HURTS = "dead_zone:0.7,scope=token@layer.3"
 
@@ -53,7 +53,7 @@ def test_the_share_that_came_back_is_in_findings_page_and_markdown(done):
     assert shares["hardened"]["share"] > 0.1
     assert shares["hardened"]["seeds"] == 2
     assert shares["hardened"]["after"] > shares["hardened"]["before"]
-    html, text = page(found), markdown(found)
+    html, text = page(Findings.from_json(found)), markdown(Findings.from_json(found))
     assert "What came back" in html
     assert "## What came back" in text
     assert {row["where"] for arm in found["arms"] for row in arm["proof"]} >= {"hardening: plan", "scored: faulty"}
@@ -111,7 +111,7 @@ def test_a_study_without_hardening_is_described_as_it_always_was():
 def test_a_share_without_an_end_is_written(done):
     found = findings(*done)
     found["recovered"][0]["interval"] = {"low": float("-inf"), "high": None}
-    assert "(−∞ to ∞)" in page(found)
+    assert "(−∞ to ∞)" in page(Findings.from_json(found))
     rung = {
         "rung": "distil",
         "cost": {"seconds": 1, "sequences": 1, "flops_added": 0},
@@ -130,4 +130,4 @@ def test_a_share_without_an_end_is_written(done):
     console = Console(width=200, record=True, file=io.StringIO())
     print_outcome(table | {"sentence": "", "model": ""}, console)
     assert "(−∞ to ∞)" in console.export_text()
-    assert "(−∞ to ∞)" in markdown(found)
+    assert "(−∞ to ∞)" in markdown(Findings.from_json(found))

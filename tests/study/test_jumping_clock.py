@@ -17,15 +17,15 @@ from shaketable.models import NANO
 from shaketable.records.record import RunRecord, unique_folder
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
-from shaketable.study.analysis.findings import findings
 from shaketable.study.analysis.history import changes
+from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
 from shaketable.study.store import summaries
 from shaketable.study.verify import verify
-from tests.study.small_studies import data
+from tests.study.small_studies import data, findings
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.attack("a jumping clock")
@@ -87,7 +87,7 @@ def test_a_study_has_its_numbers_and_its_page_under_any_clock(tmp_path, monkeypa
     assert all(run["seconds"] is None or run["seconds"] >= 0 for run in found["runs"])
     assert [s.status for s in summaries(tmp_path)] == ["done", "done"]
     assert verify(tmp_path)["bad"] == 0
-    assert "again" in page(found) and "again" in markdown(found)
+    assert "again" in page(Findings.from_json(found)) and "again" in markdown(Findings.from_json(found))
     listed = CliRunner().invoke(app, ["study", "list", "--store", str(tmp_path)])
     assert listed.exit_code == 0, listed.output
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import Cell, cells_of
 from shaketable.study.file import load_study
 from shaketable.study.run_cell import do
 from tests import ROOT
+from tests.study.small_studies import findings
 
 FILE = ROOT / "studies" / "gpu" / "pilot.yaml"
 

@@ -5,9 +5,10 @@ import tarfile
 import pytest
 
 from shaketable.report.study_markdown import markdown
-from shaketable.study.analysis.findings import findings
+from shaketable.study.analysis.results import Findings
 from shaketable.study.run_study import last_defined
 from tests import ROOT
+from tests.study.small_studies import findings
 
 PUBLISHED = sorted((ROOT / "results" / "guided-aqn-h200").glob("*/records.tar.gz"))
 
@@ -23,7 +24,7 @@ def test_the_records_give_the_report(archive, tmp_path):
     report = (archive.parent / "report.md").read_text()
     for comparison in found["comparisons"]:
         assert comparison["sentence"] in report
-    assert markdown(found).splitlines()[0] == report.splitlines()[0]
+    assert markdown(Findings.from_json(found)).splitlines()[0] == report.splitlines()[0]
 
 
 def test_both_are_here():

@@ -17,12 +17,11 @@ import yaml
 
 from shaketable.errors import ShaketableError
 from shaketable.records.record import FILE, SEAL, RunRecord
-from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import cells_of
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
 from shaketable.study.store import progress
-from tests.study.small_studies import data, study
+from tests.study.small_studies import data, findings, study
 from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "shaketable", "study", "run"]

@@ -11,12 +11,13 @@ from shaketable.plan import Plan
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
 from shaketable.study.analysis.comparisons import Asked
-from shaketable.study.analysis.findings import findings
+from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.config import Comparing
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import check
+from tests.study.small_studies import findings
 
 ZONE = "dead_zone:0.6,scope=token@layer.3"
 LOSS = {"condition": "own", "endpoint": "loss"}
@@ -94,7 +95,7 @@ def test_the_survival_of_both_orders_is_in_the_report(found):
     zones = {arm["name"]: row for arm in found["arms"] for row in arm["proof"] if row["fault"].startswith("dead_zone")}
     alone, after, before = (zones[name]["survival"] for name in ("dead zone", "after", "before"))
     assert alone == pytest.approx(after, rel=0.05) and before != after, "after it the noise changes only what is generated"
-    for text in (markdown(found), page(found)):
+    for text in (markdown(Findings.from_json(found)), page(Findings.from_json(found))):
         assert text.count(" survive)") == 4
         assert "nats" in text and "loss" in text
 

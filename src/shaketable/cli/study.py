@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from shaketable.errors import ShaketableError, nearest
 from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
+    from shaketable.study.analysis.results import Findings
     from shaketable.study.config import StudyConfig
 
 FORMATS = {"html": ".html", "md": ".md", "json": ".json"}
@@ -88,7 +89,7 @@ def run(
     from shaketable.cli.tables.study import show
 
     show(found, files)
-    typer.echo(f"records sha256:{found['study']['digest']}")
+    typer.echo(f"records sha256:{found.study.digest}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -130,12 +131,12 @@ def _do(asked: StudyConfig, store: Path) -> int:
     return sum(state == "failed" for state in queue.states.values())
 
 
-def _findings(asked: StudyConfig, store: Path, command: str) -> dict[str, Any]:
+def _findings(asked: StudyConfig, store: Path, command: str) -> Findings:
     from shaketable.study.analysis.findings import findings
 
     found = findings(asked, store / asked.study)
-    found["study"]["command"] = f"{command} --allow-code" if command and _code_of(asked) else command
-    return found
+    again = f"{command} --allow-code" if command and _code_of(asked) else command
+    return found.model_copy(update={"study": found.study.model_copy(update={"command": again})})
 
 
 @study.command()
@@ -235,7 +236,7 @@ def report(
         typer.echo(f"wrote {output}", err=True)
 
 
-def _reported(what: Path, replaced: list[str], store: Path) -> tuple[dict[str, Any], Path]:
+def _reported(what: Path, replaced: list[str], store: Path) -> tuple[Findings, Path]:
     """Findings of a study or a run, and the folder that its records lie in."""
     from shaketable.records.record import FILE
     from shaketable.study.analysis.findings import run_findings
@@ -276,16 +277,16 @@ def format_of(output: Path | None, style: str | None) -> str:
     return next((name for name, ending in FORMATS.items() if output is not None and output.suffix == ending), "html")
 
 
-def rendered(found: dict[str, Any], style: str, folder: Path, output: Path | None) -> str:
+def rendered(found: Findings, style: str, folder: Path, output: Path | None) -> str:
     """Findings as a page, Markdown or JSON; records are linked as seen from where the report lies."""
     here = os.path.relpath(folder.resolve(), Path.cwd() if output is None else output.resolve().parent)
-    runs = [run | {"folder": Path(here, run["folder"]).as_posix()} for run in found["runs"]]
-    found = found | {
-        "runs": runs,
-        "diagnoses": [d | {"folder": Path(here, d["folder"]).as_posix()} for d in found["diagnoses"]],
-    }
+    runs, diagnoses = (
+        tuple(part.model_copy(update={"folder": Path(here, part.folder).as_posix()}) for part in parts)
+        for parts in (found.runs, found.diagnoses)
+    )
+    found = found.model_copy(update={"runs": runs, "diagnoses": diagnoses})
     if style == "json":
-        return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return found.to_json() + "\n"
     if style == "md":
         from shaketable.report.study_markdown import markdown
 

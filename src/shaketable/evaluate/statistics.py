@@ -390,6 +390,11 @@ class MeanSquares:
         spread = a**2 / s + b**2 / n + self.rest**2 / (s * n)
         return max((a + b - self.rest) ** 2 / spread, float(min(s, n)))
 
+    @property
+    def seed_sd(self) -> float:
+        """Standard deviation of the true difference over training seeds."""
+        return math.sqrt(max(self.by_seed - self.rest, 0.0) / self.problems)
+
 
 # ---- power
 

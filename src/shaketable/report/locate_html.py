@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
@@ -23,8 +23,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-PROBES = ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
-MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
+from shaketable.report.wording import MARKS, PROBES, STATUS_OF, finite, number, ranges
+
 MEANING = {
     "fail": "exact evidence of a fault",
     "suspect": "a test with a tolerance fired",
@@ -39,7 +39,6 @@ JUDGED_BY = {
     "agreed": "the host's same bits",
     "twin": "compared with a twin",
 }
-STATUS_OF = {"FAULT": "fail", "HEALTHY": "pass", "INCONCLUSIVE": "inconclusive"}
 STATISTICS = {
     "gain": "answer to a small random change, per unit",
     "min_gain": "the same for the channels that answer least",
@@ -84,32 +83,15 @@ def page(diagnosis: dict[str, Any]) -> str:
         curves=_curves(layers, diagnosis),
         statistics=[name for name in STATISTICS if any(name in (row["statistics"] or {}) for row in layers)],
         layers=layers,
-        longest=max([c for c in diagnosis["cost"].values() if _finite(c)], default=0.0) or 1.0,
+        longest=max([c for c in diagnosis["cost"].values() if finite(c)], default=0.0) or 1.0,
     )
-
-
-def number(value: Any, digits: int = 3) -> str:
-    """A number for reading: 36,864, 0.0123, 3.1e4; a dash for null."""
-    if value is None:
-        return "–"
-    if not isinstance(value, int | float):
-        return str(value)
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
-    if float(value).is_integer() and abs(value) < 1e7:
-        return f"{int(value):,}".replace("-", "−")
-    if 1000 <= abs(value) < 1e6 and digits <= 4:
-        return f"{value:,.0f}".replace("-", "−")
-    small = abs(value) < 1e-3 and digits <= 4
-    mantissa, _, exponent = (f"{value:.{digits - 1}e}" if small else f"{value:.{digits}g}").partition("e")
-    return (mantissa.rstrip("0").rstrip(".") + f"e{int(exponent)}" if exponent else mantissa).replace("-", "−")
 
 
 def score(value: Any) -> str:
     """A number for a cell of the map: two decimals where they suffice, so that a column lines up."""
     if value is None:
         return ""
-    return f"{value:.2f}" if _finite(value) and 0.01 <= value < 10 else number(value, 2)
+    return f"{value:.2f}" if finite(value) and 0.01 <= value < 10 else number(value, 2)
 
 
 def exact(value: Any) -> str:
@@ -120,20 +102,6 @@ def exact(value: Any) -> str:
 def day(date: str) -> str:
     """An ISO date in UTC, to the minute."""
     return datetime.fromisoformat(date).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Runs of neighbours, as (first, last)."""
-    runs = groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0])
-    return [(members[0][1], members[-1][1]) for members in (list(group) for _, group in runs)]
-
-
-def ranges(numbers: Iterable[int], shown: int = 24) -> str:
-    """`3, 77, 128–159`, cut after `shown` runs with the count of what is left out."""
-    runs = spans(numbers)
-    words = [str(a) if a == b else f"{a}–{b}" for a, b in runs[:shown]]
-    left = sum(b - a + 1 for a, b in runs[shown:])
-    return ", ".join(words) + (f", … and {left:,} more" if left else "")
 
 
 def _says(diagnosis: dict[str, Any]) -> str:
@@ -204,11 +172,7 @@ def _outside(example: dict[str, Any]) -> str:
 
 def shade(score: Any) -> str:
     """How warm the cell of a pass is, 0 to 1: a score near its tolerance should be seen before it fires."""
-    return f"{min(max(float(score), 0.0), 1.0):.2f}" if _finite(score) else "0"
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return f"{min(max(float(score), 0.0), 1.0):.2f}" if finite(score) else "0"
 
 
 def lane_strip(lanes: Sequence[int], of: int) -> Markup:
@@ -283,7 +247,7 @@ def curve(name: str, points: list[tuple[int, Any]], marks: dict[str, int | None]
         log_from: Makes the scale the logarithm of the value less this; None is a linear scale.
     """
     xs = {layer: LEFT + (WIDTH - LEFT - RIGHT) * (i + 0.5) / len(points) for i, (layer, _) in enumerate(points)}
-    drawable = {layer: float(v) for layer, v in points if _finite(v) and (log_from is None or v > log_from)}
+    drawable = {layer: float(v) for layer, v in points if finite(v) and (log_from is None or v > log_from)}
     heights = _heights(drawable, log_from)
     gap = Markup(f'<text class="gap" x="{{:.1f}}" y="{HEIGHT - BOTTOM + 3}">×</text>')
     parts = [

@@ -1,4 +1,4 @@
-"""What both reports, page and Markdown, say in the same words: badge, what is missing, chances, times, the method.
+"""Numbers and phrases of the reports: the same words on pages, in Markdown and in the terminal.
 
 The badge of a study has three words and no more: shown, not shown, nothing. "Not shown" is not "shown to be equal", so the
 word is never shortened to "no difference".
@@ -6,14 +6,26 @@ word is never shortened to "no difference".
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from shaketable.report.locate_html import number
-from shaketable.report.svg.scale import finite, known
+if TYPE_CHECKING:
+    from shaketable.study.analysis.results import (
+        ArmResult,
+        ComparisonResult,
+        Findings,
+        Robustness,
+        RunFacts,
+        StepDifference,
+    )
 
+PROBES = ("weights", "repeat", "links", "twin", "causal", "checksum", "replay", "batch", "decode")
+MARKS = {"pass": "✓", "fail": "✕", "suspect": "▲", "inconclusive": "?", "skipped": "–", "absent": "·"}
+STATUS_OF = {"FAULT": "fail", "HEALTHY": "pass", "INCONCLUSIVE": "inconclusive"}
 BADGES = {
     "shown": ("✓", "shown", "pass"),
     "not shown": ("○", "not shown", "inconclusive"),
@@ -34,47 +46,124 @@ METHOD = (
 )
 TEXT_BUDGET = 90_000
 LONGEST, SHORTEST = 1500, 160
-Findings = dict[str, Any]
 
 
-def badge(f: Findings) -> dict[str, str]:
+# ---- numbers
+
+
+def finite(value: Any) -> TypeGuard[float]:
+    """Whether it can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def known(values: Iterable[Any]) -> list[float]:
+    """Those that can be drawn."""
+    return [float(v) for v in values if finite(v)]
+
+
+def signed(value: Any, scale: float = 1.0, unit: str = "points") -> str:
+    """A difference for reading: +1.8, −0.4; points have one decimal."""
+    if not finite(value):
+        return number(value)
+    scaled = value * scale
+    if unit == "points":
+        text = f"{scaled:+.1f}"
+        return "0.0" if float(text) == 0 else text.replace("-", "−")
+    return ("+" if scaled > 0 else "") + number(scaled)
+
+
+def amount(value: Any, unit: str) -> str:
+    """A score for reading; a score in points is kept as a fraction and read in hundredths."""
+    return f"{100 * value:.1f}" if unit == "points" and finite(value) else number(value)
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A number for reading: 36,864, 0.0123, 3.1e4; a dash for null."""
+    if value is None:
+        return "–"
+    if not isinstance(value, int | float):
+        return str(value)
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    if float(value).is_integer() and abs(value) < 1e7:
+        return f"{int(value):,}".replace("-", "−")
+    if 1000 <= abs(value) < 1e6 and digits <= 4:
+        return f"{value:,.0f}".replace("-", "−")
+    small = abs(value) < 1e-3 and digits <= 4
+    mantissa, _, exponent = (f"{value:.{digits - 1}e}" if small else f"{value:.{digits}g}").partition("e")
+    return (mantissa.rstrip("0").rstrip(".") + f"e{int(exponent)}" if exponent else mantissa).replace("-", "−")
+
+
+def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Runs of neighbours, as (first, last)."""
+    runs = groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0])
+    return [(members[0][1], members[-1][1]) for members in (list(group) for _, group in runs)]
+
+
+def ranges(numbers: Iterable[int], shown: int = 24) -> str:
+    """`3, 77, 128–159`, cut after `shown` runs with the count of what is left out."""
+    runs = spans(numbers)
+    words = [str(a) if a == b else f"{a}–{b}" for a, b in runs[:shown]]
+    left = sum(b - a + 1 for a, b in runs[shown:])
+    return ", ".join(words) + (f", … and {left:,} more" if left else "")
+
+
+# ---- phrases
+
+
+class Badge(NamedTuple):
+    """The verdict at the top."""
+
+    mark: str
+    words: str
+    tone: str
+    headline: str
+
+
+def badge(f: Findings) -> Badge:
     """Mark, words, tone and headline of the verdict; the headline does not repeat the words."""
-    kind = f["verdict"]["kind"]
-    mark, words, tone = BADGES.get(kind, BADGES["nothing"])
-    if f["kind"] == "run":
+    mark, words, tone = BADGES[f.verdict.kind]
+    if f.kind == "run":
         mark, words, tone = "·", "one run, no comparison", "inconclusive"
-    headline = str(f["verdict"]["headline"]) or f["study"]["name"]
+    headline = f.verdict.headline or f.study.name
     for prefix in ("Shown: ", "Not shown: ", "Nothing: ", "Nothing can be concluded: "):
         headline = headline.removeprefix(prefix)
-    return {"mark": mark, "words": words, "tone": tone, "headline": headline[:1].upper() + headline[1:]}
+    return Badge(mark, words, tone, headline[:1].upper() + headline[1:])
 
 
-def missing_runs(runs: Sequence[Findings]) -> list[str]:
+def missing_runs(runs: Sequence[RunFacts]) -> list[str]:
     """Runs that are not done, by name and state."""
-    return [f"{run['name']} ({run['status']})" for run in runs if run["status"] != "done"]
+    return [f"{run.name} ({run.status})" for run in runs if run.status != "done"]
 
 
-def proof_summary(arms: Sequence[Findings]) -> Findings:
+class ProofSummary(NamedTuple):
+    """Whether the proof of all arms holds."""
+
+    state: str
+    words: str
+    silent: list[str]
+
+
+def proof_summary(arms: Sequence[ArmResult]) -> ProofSummary:
     """How many places were proven, what is wrong, and which arms have no proof at all."""
-    places = [place for arm in arms for place in arm["proof"]]
-    verdicts = Counter(place["verdict"] for place in places)
-    good = verdicts["agrees"] + verdicts["proven"]
-    silent = [arm["name"] for arm in arms if _silent(arm)]
+    verdicts = Counter(place.verdict for arm in arms for place in arm.proof)
+    places, good = verdicts.total(), verdicts["agrees"] + verdicts["proven"]
+    silent = [arm.name for arm in arms if _silent(arm)]
     if not places:
-        return {"state": "suspect" if silent else "inconclusive", "words": "no injection was recorded", "silent": silent}
-    parts = [f"{good:,} of {len(places):,} places proven"]
+        return ProofSummary("suspect" if silent else "inconclusive", "no injection was recorded", silent)
+    parts = [f"{good:,} of {places:,} places proven"]
     parts += [f"{verdicts[kind]:,} {word}" for kind, word in (("differs", "differ"), ("inert", "inert")) if verdicts[kind]]
     parts += [f"{len(silent)} arm{'s' * (len(silent) > 1)} without proof"] if silent else []
-    state = "fail" if verdicts["inert"] else "suspect" if good < len(places) or silent else "pass"
-    return {"state": state, "words": ", ".join(parts), "silent": silent}
+    state = "fail" if verdicts["inert"] else "suspect" if good < places or silent else "pass"
+    return ProofSummary(state, ", ".join(parts), silent)
 
 
-def _silent(arm: Findings) -> bool:
+def _silent(arm: ArmResult) -> bool:
     """An arm that has finished runs, was to be disturbed in training (or, if not trained, at all), and kept no proof of it."""
-    trained = arm["kind"] in ("", "train")
-    asked = arm["aqn"] or (arm["plan"] and not (trained and arm["plan_in"] == "eval"))
-    proofs = [place for place in arm["proof"] if not trained or not str(place["where"]).startswith("scored")]
-    return bool(arm["seeds"] and asked and not proofs)
+    trained = arm.kind in ("", "train")
+    asked = arm.aqn or (arm.plan and not (trained and arm.plan_in == "eval"))
+    proofs = [place for place in arm.proof if not trained or not place.where.startswith("scored")]
+    return bool(arm.seeds and asked and not proofs)
 
 
 def counted(many: Any, noun: str) -> str:
@@ -94,11 +183,16 @@ def chance(p: Any) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
-def share_of(recovered: dict[str, Any]) -> str:
-    """The share that came back, with its interval, in whole percent."""
-    share, low, high = recovered["share"], recovered["interval"]["low"], recovered["interval"]["high"]
+def share_of(share: float, low: float | None, high: float | None) -> str:
+    """A share that came back, with its interval, in whole percent."""
     ends = [f"{round(100 * end)}" if finite(end) else without for end, without in ((low, "-∞"), (high, "∞"))]
     return f"{round(100 * share)} % ({ends[0]} to {ends[1]})".replace("-", "−")
+
+
+def difference_at(p: StepDifference, scale: float, unit: str) -> str:
+    """+1.8 (−0.4 … +4.1): the difference at a step with its interval, where there is one."""
+    ends = f" ({signed(p.ci_low, scale, unit)} … {signed(p.ci_high, scale, unit)})" if finite(p.ci_low) else ""
+    return signed(p.difference, scale, unit) + ends
 
 
 def percent(share: Any) -> str:
@@ -121,13 +215,13 @@ def duration(seconds: Any) -> str:
 
 def named(f: Findings) -> str:
     """When the primary endpoint was named: only what was named before the results decides."""
-    return "named before the run" if f["study"]["named_before"] else "not known to be named before the run (see the notes)"
+    return "named before the run" if f.study.named_before else "not known to be named before the run (see the notes)"
 
 
-def methods_of(comparisons: Iterable[Findings]) -> list[str]:
+def methods_of(comparisons: Iterable[ComparisonResult]) -> list[str]:
     """The methods of comparisons, each once; those that differ only in their degrees of freedom together."""
     found: dict[str, list[float]] = {}
-    for method in (str(c["method"]) for c in comparisons if c["method"]):
+    for method in (c.method for c in comparisons if c.method):
         name, _, freedom = method.partition(", t with ")
         found.setdefault(name, []).extend(float(x) for x in re.findall(r"^[\d.]+", freedom))
     return [f"{name}, t with {_span(freedom)} degrees of freedom" if freedom else name for name, freedom in found.items()]
@@ -149,9 +243,9 @@ def unit_of(curve: str) -> str:
     return "points" if curve.startswith("accuracy") else ""
 
 
-def strength_unit(robustness: Sequence[Findings]) -> str:
+def strength_unit(robustness: Sequence[Robustness]) -> str:
     """Scores of robustness curves are read in points when all of them are fractions."""
-    means = known(p["mean"] for r in robustness for p in r["points"])
+    means = known(p.mean for r in robustness for p in r.points)
     return "points" if all(0 <= mean <= 1 for mean in means) else ""
 
 

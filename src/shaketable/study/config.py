@@ -135,6 +135,13 @@ class Compare(StudyPart):
     """Every other arm against this one, under every condition."""
 
 
+class Report(StudyPart):
+    """What a report shows beside all that it always shows."""
+
+    steps: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Steps at which every arm is compared with the baseline; all that were scored when none is named."""
+
+
 class Engine(StudyPart):
     """Where runs are done, and what each of them gets."""
 
@@ -170,6 +177,7 @@ class StudyConfig(StudyPart):
     diagnose: Diagnose = Diagnose()
     arms: dict[str, Arm] = Field(min_length=1)
     compare: Compare = Compare()
+    report: Report = Report()
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] | None = None
     """float32 on a CPU and bfloat16 elsewhere by default."""

@@ -119,6 +119,8 @@ def described(study: StudyConfig) -> dict[str, Any]:
         del found["evaluate"]["loss"]
     if not study.diagnose.conditions:
         del found["diagnose"]["conditions"]
+    if not study.report.steps:
+        del found["report"]
     return {k: v for k, v in found.items() if k != "harden" or v} | {"arms": arms}
 
 

@@ -8,8 +8,15 @@ from scipy import stats
 
 from shaketable.aqn.spec import AQN
 from shaketable.evaluate.statistics import wilson
-from shaketable.study.analysis.arms import cost, curves, mean_interval, mechanism, proof, samples, scores, sigmas
+from shaketable.study.analysis import arms
+from shaketable.study.analysis.arms import mean_interval
 from shaketable.study.analysis.runs import Run
+from tests.study.small_studies import told
+
+
+def told_of(what, *words):
+    return told(getattr(arms, what)(*words))
+
 
 ANSWERS = {0: [1, 0, 0, 1, 1, 0, 1], 1: [0, 0, 0, 1, 1, 0, 1], 2: [1, 1, 0, 1, 1, 0, 0]}
 SITE = {"fused": 0, "matched": 4, "static": True, "notes": []}
@@ -21,9 +28,9 @@ def answer(i, correct):
 
 def condition(name, seed, step, plan=None, ledger=None):
     answers = [answer(i, c) for i, c in enumerate(ANSWERS[seed])]
-    told = {"name": name, "answers": answers, "accuracy": 0.01 * step + 0.1 * seed + 0.001 * len(name)}
-    told["formatted"] = told["accuracy"] + 0.4
-    return told | {"plan": plan, "ledger": ledger, "seconds": 2.0 + seed + step}
+    facts = {"name": name, "answers": answers, "accuracy": 0.01 * step + 0.1 * seed + 0.001 * len(name)}
+    facts["formatted"] = facts["accuracy"] + 0.4
+    return facts | {"plan": plan, "ledger": ledger, "seconds": 2.0 + seed + step}
 
 
 def ledger(fault, site, asked, changed=0.25, remark=None):
@@ -35,9 +42,9 @@ def ledger(fault, site, asked, changed=0.25, remark=None):
 def step(seed, n):
     base = 1 + seed + 10 * n
     names = ("reward", "loss", "entropy", "kl_sampler_trainer", "grad_norm")
-    told = {name: base + 0.1 * i for i, name in enumerate(names)}
+    facts = {name: base + 0.1 * i for i, name in enumerate(names)}
     times = {"seconds": 8.0 * (n + 1), "sampling_seconds": 4.0, "injection_seconds": 2.0 + seed, "aqn_seconds": 1.0}
-    return {"event": "step", "step": n, **told, **times}
+    return {"event": "step", "step": n, **facts, **times}
 
 
 def mechanism_of(seed):
@@ -57,8 +64,8 @@ def run(seed, **config):
         both = [condition("clean", seed, n), condition("hot", seed, n, "dead_zone:0.2@layer.2", scored)]
         events.append({"event": "evaluation", "step": n, "conditions": both})
     events += [mechanism_of(seed), {"event": "finished", "time": 50.0 + seed, "ledgers": {"plan": plan, "aqn": guided}}]
-    told = {"plan": "gain:0.1@layer.1", "aqn": "constant:0.05", "steps": 3} | config
-    return Run(f"run{seed}", "train", "arm", seed, "done", {"config": told}, events)
+    facts = {"plan": "gain:0.1@layer.1", "aqn": "constant:0.05", "steps": 3} | config
+    return Run(f"run{seed}", "train", "arm", seed, "done", {"config": facts}, events)
 
 
 RUNS = [run(seed) for seed in (0, 1, 2)]
@@ -66,7 +73,7 @@ RUNS = [run(seed) for seed in (0, 1, 2)]
 
 @pytest.mark.parametrize("endpoint", ["accuracy", "formatted"])
 def test_scores_are_the_means_of_the_last_answers_with_the_interval_of_seeds_and_problems(endpoint):
-    clean, hot = scores(RUNS, ["clean", "other", "hot"], endpoint)
+    clean, hot = told_of("scores", RUNS, ["clean", "other", "hot"], endpoint)
     table = np.array(
         [[a["correct" if endpoint == "accuracy" else "formatted"] for a in r.condition("hot")["answers"]] for r in RUNS]
     )
@@ -89,8 +96,8 @@ def test_scores_are_the_means_of_the_last_answers_with_the_interval_of_seeds_and
 def test_a_score_before_training_is_told_if_every_run_has_one():
     late = Run("x", "train", "arm", 1, "done", {}, [e for e in RUNS[1].events if e.get("step") != 0])
     once = Run("x", "train", "arm", 1, "done", {}, [e for e in RUNS[1].events if e.get("step") == 0])
-    assert scores([RUNS[0], late], ["hot"])[0]["first"] is None
-    assert scores([RUNS[0], once], ["hot"])[0]["first"] is None, "one evaluation is the last one"
+    assert told_of("scores", [RUNS[0], late], ["hot"])[0]["first"] is None
+    assert told_of("scores", [RUNS[0], once], ["hot"])[0]["first"] is None, "one evaluation is the last one"
 
 
 @pytest.mark.parametrize("level", [0.8, 0.95])
@@ -111,7 +118,7 @@ def test_the_interval_of_a_mean_is_that_of_crossed_effects_by_hand(level):
 
 
 def test_curves_have_the_mean_and_the_ends_over_the_seeds_at_every_step():
-    found = {curve["name"]: curve for curve in curves(RUNS, ["clean", "hot"])}
+    found = {curve["name"]: curve for curve in told_of("curves", RUNS, ["clean", "hot"])}
     names = ("reward", "loss", "entropy", "KL(sampler‖trainer)", "gradient norm")
     assert list(found) == [*names, "accuracy, clean", "accuracy, hot"]
     for i, name in enumerate(names):
@@ -124,14 +131,14 @@ def test_curves_have_the_mean_and_the_ends_over_the_seeds_at_every_step():
 
 
 def test_sigma_is_that_of_every_step_and_group():
-    [line] = sigmas(RUNS[0])
+    [line] = told_of("sigmas", RUNS[0])
     aqn = AQN.load("constant:0.05")
     assert line["points"] == [[n, aqn.sigma(aqn.groups(2)[0], n, 3)] for n in range(3)] and line["points"][0][1] == 0.05
-    assert sigmas(run(0, aqn=None)) == [] == sigmas(run(0, steps=None))
+    assert told_of("sigmas", run(0, aqn=None)) == [] == told_of("sigmas", run(0, steps=None))
 
 
 def test_proof_has_a_row_for_training_aqn_and_every_score_with_its_own_numbers():
-    rows = proof(RUNS)
+    rows = told_of("proof", RUNS)
     expected = [
         ("training: plan", "gain:0.1", "layer.1", 0.1),
         ("training: AQN", "relative_gaussian:0.05", "module.rmsnorm", 0.05),
@@ -148,7 +155,7 @@ def test_proof_has_a_row_for_training_aqn_and_every_score_with_its_own_numbers()
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_run_without_its_ledger_is_counted_in_the_remark(name, missing):
     bare = [Run("x", "train", "arm", 9, "done", RUNS[0].head, [{"event": "finished", "ledgers": {}}])] * missing
-    rows = {row["where"]: row for row in proof([RUNS[0], *bare])}
+    rows = {row["where"]: row for row in told_of("proof", [RUNS[0], *bare])}
     row = rows["training: plan" if name == "plan" else "training: AQN"]
     assert (row["verdict"], row["remark"]) == ("inert", f"{missing} of {1 + missing} runs have no ledger of it")
     assert rows["scored: hot"]["verdict"] == "agrees"
@@ -160,7 +167,7 @@ def test_a_plan_of_which_no_run_has_a_ledger_is_a_row_that_proves_nothing():
     trained = [Run("x", "train", "arm", n, "done", head, [{"event": "finished", "ledgers": {}}, scored]) for n in range(2)]
     events = [{"event": "rung"}, {"event": "finished", "ledgers": {}}]
     hardened = Run("x", "harden", "arm", 0, "done", {"config": {"plans": ["gain:0.2@layer.2"]}}, events)
-    rows = proof([*trained, hardened])
+    rows = told_of("proof", [*trained, hardened])
     expected = [
         ("hardening: plan", "gain:0.2@layer.2", "1 of 1 runs have no ledger of it"),
         ("scored: hot", "gain:0.3@layer.1", "2 of 2 runs have no ledger of it"),
@@ -175,19 +182,19 @@ def test_a_plan_of_which_no_run_has_a_ledger_is_a_row_that_proves_nothing():
     [(0.1, 0.5, None, "agrees"), (0.1, 0.5, "why", "differs"), (None, 0.5, None, "proven"), (None, 0.0, None, "inert")],
 )
 def test_a_proof_says_whether_what_was_measured_is_what_was_asked_for(asked, changed, remark, verdict):
-    told = ledger("mxfp4", "layer.1", asked, changed, remark)
-    one = Run("x", "train", "arm", 0, "done", {"config": {"plan": "p"}}, [{"event": "finished", "ledgers": {"plan": told}}])
-    [row] = proof([one])
+    facts = ledger("mxfp4", "layer.1", asked, changed, remark)
+    one = Run("x", "train", "arm", 0, "done", {"config": {"plan": "p"}}, [{"event": "finished", "ledgers": {"plan": facts}}])
+    [row] = told_of("proof", [one])
     assert (row["verdict"], row["remark"]) == (verdict, remark)
 
 
 def test_hardening_is_proven_by_the_runs_that_were_hardened_against_a_plan():
     def hardened(*plans):
-        told = {plan: ledger(plan, "layer.1", 0.1) for plan in plans}
-        events = [{"event": "rung"}, {"event": "finished", "ledgers": told}]
+        facts = {plan: ledger(plan, "layer.1", 0.1) for plan in plans}
+        events = [{"event": "rung"}, {"event": "finished", "ledgers": facts}]
         return Run("x", "harden", "arm", 0, "done", {"config": {"plans": list(plans)}}, events)
 
-    rows = proof([hardened("gain:0.1", "gain:0.2"), hardened("gain:0.2"), hardened()])
+    rows = told_of("proof", [hardened("gain:0.1", "gain:0.2"), hardened("gain:0.2"), hardened()])
     assert [(r["where"], r["fault"], r["forward"], r["verdict"]) for r in rows] == [
         ("hardening: plan", "gain:0.1", 11, "agrees"),
         ("hardening: plan", "gain:0.2", 22, "agrees"),
@@ -195,17 +202,17 @@ def test_hardening_is_proven_by_the_runs_that_were_hardened_against_a_plan():
 
 
 def test_the_mechanism_is_the_mean_over_seeds_of_every_layer():
-    for name, found in zip(("clean", "hot"), mechanism(RUNS), strict=True):
+    for name, found in zip(("clean", "hot"), told_of("mechanism", RUNS), strict=True):
         assert (found["condition"], found["loss"]) == (name, 4.0)
         assert [(row["layer"], row["rms"], row["kurtosis"], row["zeros"]) for row in found["layers"]] == [
             (0, 2.0, 0.0, None),
             (1, 12.0, 2.0, None),
         ]
-    assert mechanism([]) == []
+    assert told_of("mechanism", []) == []
 
 
 def test_cost_is_shares_of_the_time_of_all_steps_and_means_over_runs():
-    found = cost(RUNS)
+    found = told_of("cost", RUNS)
     whole = 3 * (8 + 16 + 24)
     assert found == {
         "seconds_per_step": 16.0,
@@ -214,11 +221,11 @@ def test_cost_is_shares_of_the_time_of_all_steps_and_means_over_runs():
         "aqn_share": pytest.approx(9 / whole),
         "evaluation_seconds": pytest.approx(sum(2 * (2 + seed + n) for seed in range(3) for n in range(3)) / 3),
     }
-    assert cost([]) == dict.fromkeys(found)
+    assert told_of("cost", []) == dict.fromkeys(found)
 
 
 def test_samples_are_what_the_first_run_wrote_to_the_problems_that_are_kept():
-    found = samples(RUNS)
+    found = told_of("samples", RUNS)
     assert [(s["condition"], s["id"]) for s in found] == [("clean", "p0"), ("clean", "p3"), ("hot", "p0"), ("hot", "p3")]
     wanted = {"condition": "hot", "id": "p3", "question": "q3", "answer": "a3", "text": "text 3", "correct": True}
-    assert found[-1] == wanted and samples([]) == []
+    assert found[-1] == wanted and told_of("samples", []) == []

@@ -5,11 +5,25 @@ import pytest
 from scipy import stats
 
 from shaketable.evaluate.statistics import Interval, MeanSquares, over_seeds
-from shaketable.study.analysis.arms import plain_interval, scores
-from shaketable.study.analysis.comparisons import _signed, compare
+from shaketable.study.analysis import arms as arms_of
+from shaketable.study.analysis import comparisons
+from shaketable.study.analysis.arms import plain_interval
 from shaketable.study.analysis.runs import Run
-from shaketable.study.analysis.verdict import verdict
 from shaketable.study.config import Comparing
+from tests.study.small_studies import told
+
+
+def compare(asked, primary, runs):
+    return told(comparisons.compare(asked, primary, runs))
+
+
+def verdict(runs, counted, unlike):
+    return told(comparisons.verdict(comparisons.compare([FAULTY], FAULTY, runs), counted, unlike))
+
+
+def told_scores(*words):
+    return told(arms_of.scores(*words))
+
 
 FAULTY = Comparing(a="AQN", b="none", condition="faulty")
 
@@ -130,11 +144,11 @@ def test_the_final_reward_is_the_mean_of_the_last_tenth_and_times_are_medians():
 def test_the_headline_says_which_side_is_better(rates, headline):
     a, b = drawn(rates[0]), drawn(rates[1], key=1)
     runs = arms(a, b)
-    said = verdict(compare([FAULTY], FAULTY, runs), runs, [])
+    said = verdict(runs, runs, [])
     assert headline in said["headline"]
-    partial = verdict(compare([FAULTY], FAULTY, runs), [*runs, run("AQN", 9, status="failed")], [])
+    partial = verdict(runs, [*runs, run("AQN", 9, status="failed")], [])
     assert partial["headline"].startswith("So far (1 of 11 runs are missing): ")
-    unlike = verdict(compare([FAULTY], FAULTY, runs), runs, ["other weights"])
+    unlike = verdict(runs, runs, ["other weights"])
     assert unlike["kind"] == "nothing" and unlike["headline"] == "Nothing can be concluded: other weights"
 
 
@@ -152,7 +166,7 @@ def test_the_score_before_training_is_that_of_step_zero(steps, first):
     answers = [{"correct": True, "formatted": True}] * 4
     conditions = [[{"name": "faulty", "answers": answers, "accuracy": 0.25 if i == 0 else 1.0}] for i in range(len(steps))]
     events = [{"event": "evaluation", "step": s, "conditions": c} for s, c in zip(steps, conditions, strict=True)]
-    [found] = scores([Run("a-0", "train", "a", 0, "done", {}, events)], ["faulty"])
+    [found] = told_scores([Run("a-0", "train", "a", 0, "done", {}, events)], ["faulty"])
     assert found["first"] == first and found["mean"] == 1.0
 
 
@@ -160,14 +174,6 @@ def test_one_number_of_a_run_is_no_comparison():
     what = Comparing(a="AQN", b="none", endpoint="reward")
     [found] = compare([what], what, arms([[1]], [[0]]))
     assert found["verdict"] == "nothing" and found["p"] is None
-
-
-@pytest.mark.parametrize(
-    ("scale", "value", "text"),
-    [(100, -0.0001, "0.0"), (100, 0.0, "0.0"), (100, -0.012, "−1.2"), (1, 0.5, "+0.5"), (1, 0.0, "0.0")],
-)
-def test_a_difference_of_nothing_has_no_sign(scale, value, text):
-    assert _signed(scale)(value) == text
 
 
 def losing(arm, seed, losses):
@@ -201,12 +207,12 @@ def test_losses_of_nothing_do_not_differ():
 def test_the_mean_of_losses_has_the_interval_of_seeds_and_problems_or_of_problems_alone():
     table = np.random.default_rng(1).random((3, 20)) * 5
     runs = [losing("AQN", i, row) for i, row in enumerate(table)]
-    [several] = scores(runs, ["faulty"], "loss")
+    [several] = told_scores(runs, ["faulty"], "loss")
     squares = MeanSquares.of(table)
     half = stats.t.ppf(0.975, squares.freedom) * np.sqrt(squares.variance)
     assert (several["ci_low"], several["ci_high"]) == pytest.approx((table.mean() - half, table.mean() + half))
     assert (several["unit"], several["method"], several["n"]) == ("nats", "t over seeds × problems, crossed", 20)
-    [one] = scores(runs[:1], ["faulty"], "loss")
+    [one] = told_scores(runs[:1], ["faulty"], "loss")
     alone = stats.ttest_1samp(table[0], 0).confidence_interval(0.95)
     assert (one["ci_low"], one["ci_high"]) == pytest.approx((alone.low, alone.high)) and one["method"] == "t over problems"
     assert plain_interval(table[:1], 0.8)[0].high < one["ci_high"] and plain_interval(table, 0.8)[0].high < several["ci_high"]

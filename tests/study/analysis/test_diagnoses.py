@@ -3,11 +3,16 @@
 import pytest
 
 from shaketable.aqn.guidance import Guidance
-from shaketable.study.analysis.diagnoses import diagnosis
+from shaketable.study.analysis import diagnoses
 from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import Cell
+from tests.study.small_studies import told
 
 STATISTICS = {"gain": 0.9, "kurtosis": 2.0, "instability": 0.0}
+
+
+def diagnosis(*words):
+    return told(diagnoses.diagnosis(*words))
 
 
 def probe(layer, status):

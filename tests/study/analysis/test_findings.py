@@ -9,16 +9,21 @@ import torch
 
 from shaketable.evaluate.statistics import over_seeds, wilson
 from shaketable.records.record import FILE, RunRecord
-from shaketable.study.analysis.arms import mean_interval, proof
-from shaketable.study.analysis.findings import _not_the_same, findings, magnitudes, run_findings
+from shaketable.study.analysis import findings as found_of
+from shaketable.study.analysis.arms import magnitudes, mean_interval, proof
+from shaketable.study.analysis.findings import _not_the_same
 from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import cells_of
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define
-from tests.study.small_studies import data, study
+from tests.study.small_studies import data, findings, study, told
 
 ARMS = {"as it comes": {"train": False}, "noise + AQN": {**data()["arms"]["noise + AQN"]}}
 COMPARE = {"primary": {"a": "noise + AQN", "b": "as it comes", "condition": "noise"}}
+
+
+def run_findings(folder):
+    return told(found_of.run_findings(folder))
 
 
 def small(**replaced):
@@ -156,9 +161,9 @@ def test_a_run_without_the_ledger_it_should_have_proves_nothing():
     site = {"site": "layer.1", "fault": "gain:0.1", "asked": 0.1, "matched": 1, "forward": 1, "backward": 0, "fused": 0}
     site |= {"measured_magnitude": 0.1, "changed_fraction": 1.0, "remark": None}
     good = dataclasses.replace(run, events=[{"event": "finished", "ledgers": {"plan": {"sites": [site]}}}])
-    assert [row["verdict"] for row in proof([good, good])] == ["agrees"]
+    assert [row.verdict for row in proof([good, good])] == ["agrees"]
     [row] = proof([good, run])
-    assert row["verdict"] == "inert" and row["remark"] == "1 of 2 runs have no ledger of it"
+    assert row.verdict == "inert" and row.remark == "1 of 2 runs have no ledger of it"
 
 
 def test_runs_that_began_with_other_weights_are_not_compared_silently(store, tmp_path):

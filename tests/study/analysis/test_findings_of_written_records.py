@@ -6,12 +6,18 @@ import pytest
 
 from shaketable.errors import ShaketableError
 from shaketable.records.record import FILE, RunRecord
-from shaketable.study.analysis.findings import OWN_PLAN, findings, run_findings
-from shaketable.study.analysis.report_data import SCHEMA, SHAPE, complete
+from shaketable.study.analysis import findings as found_of
+from shaketable.study.analysis.findings import OWN_PLAN
+from shaketable.study.analysis.results import SCHEMA, Findings
 from shaketable.study.cells import cells_of, train_config
 from shaketable.study.run_study import described
 from shaketable.study.verify import digest
-from tests.study.small_studies import FAULTY, NOISE, data, study
+from tests.study.small_studies import FAULTY, NOISE, data, findings, study
+
+
+def run_findings(folder):
+    return json.loads(found_of.run_findings(folder).to_json())
+
 
 HERE = {"python": "3.11"}
 PLANS = {"faulty": FAULTY, "noise": NOISE}
@@ -78,11 +84,9 @@ def found(tmp_path_factory):
 
 def test_a_study_of_written_records_is_whole_and_fits_the_shape_of_the_report(found):
     told = {k: v for k, v in found.items() if k != "where"}
-    assert set(told) == set(SHAPE) and (told["schema"], told["kind"]) == (SCHEMA, "study")
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert (told["schema"], told["kind"]) == (SCHEMA, "study")
+    assert json.loads(Findings.from_json(told).to_json()) == told
     assert (told["complete"], told["notes"], told["diagnoses"], told["recovered"]) == (True, [], [], [])
-    filled = complete(told)
-    assert filled["verdict"] == told["verdict"] and [a["name"] for a in filled["arms"]] == ["as it comes", "better"]
 
 
 def test_the_study_is_told_with_its_digest_and_that_it_was_named_before(found):
@@ -344,7 +348,7 @@ def test_a_run_of_a_study_is_called_by_its_arm_and_any_other_by_its_folder(tmp_p
 
 def test_a_single_run_has_its_scores_conditions_and_noise(tmp_path):
     told = one_run(tmp_path / "run", MADE, evaluation(0, **ROWS), END)
-    assert set(told) == set(SHAPE) and told["kind"] == "run" and told["schema"] == SCHEMA
+    assert told["kind"] == "run" and told["schema"] == SCHEMA
     arm, config = told["arms"][0], train_config(study(), "noise + AQN", 1)
     assert (arm["aqn"], arm["plan"], arm["seeds"]) == (config["aqn"], NOISE, [1]) and arm["sigma"][0]["points"]
     assert told["study"]["conditions"] == [

@@ -23,7 +23,9 @@ def print_outcome(found: dict[str, Any], console: Console) -> None:
     table.add_row("nothing", *_scores(found["before"]), _kl(found["before"]), "–", "–", "–")
     for rung in found["rungs"]:
         cost = rung["cost"]
-        back = "\n".join(share_of(s) for s in rung["shares"].values()) or "–"
+        back = (
+            "\n".join(share_of(s["share"], s["interval"]["low"], s["interval"]["high"]) for s in rung["shares"].values()) or "–"
+        )
         cells = [_kl(rung["conditions"]), back, f"{cost['seconds']:.1f}", f"{cost['sequences']:,}"]
         table.add_row(named(rung), *_scores(rung["conditions"]), *cells)
     console.print(table)

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shaketable.cli.text import plain
+from shaketable.report.wording import amount
+from shaketable.study.analysis.results import Findings, Score
 
 STYLES = {
     "done": "green",
@@ -22,55 +24,54 @@ STYLES = {
 VERDICTS = {"shown": "bold green", "not shown": "bold yellow", "nothing": "bold yellow"}
 
 
-def show(found: dict[str, Any], files: list[Path]) -> None:
+def show(found: Findings, files: list[Path]) -> None:
     """The verdict first, then scores, differences, proof, and what went wrong."""
     console = Console(highlight=False)
     console.print()
-    console.print(found["verdict"]["headline"], style=VERDICTS[found["verdict"]["kind"]], markup=False, soft_wrap=True)
-    for endpoint in dict.fromkeys(s["endpoint"] for arm in found["arms"] for s in arm["scores"]) or ("accuracy",):
+    console.print(found.verdict.headline, style=VERDICTS[found.verdict.kind], markup=False, soft_wrap=True)
+    for endpoint in dict.fromkeys(s.endpoint for arm in found.arms for s in arm.scores) or ("accuracy",):
         console.print(_scores(found, endpoint))
-    for comparison in found["comparisons"]:
-        mark = "[bold]primary[/]  " if comparison["primary"] else ""
-        console.print(f"  {mark}{plain(comparison['sentence'])}", soft_wrap=True)
-    for row in found["recovered"]:
-        console.print(f"  {plain(row['arm'])}, {plain(row['condition'])}: {row['sentence']}", soft_wrap=True)
+    for comparison in found.comparisons:
+        mark = "[bold]primary[/]  " if comparison.primary else ""
+        console.print(f"  {mark}{plain(comparison.sentence)}", soft_wrap=True)
+    for row in found.recovered:
+        console.print(f"  {plain(row.arm)}, {plain(row.condition)}: {row.sentence}", soft_wrap=True)
     console.print(_proof(found))
-    for run in found["runs"]:
-        if run["error"]:
-            console.print(f"[bold red]{run['status']}[/] {plain(run['name'])}: {plain(run['error'])}", soft_wrap=True)
-    for note in found["notes"]:
+    for run in found.runs:
+        if run.error:
+            console.print(f"[bold red]{run.status}[/] {plain(run.name)}: {plain(run.error)}", soft_wrap=True)
+    for note in found.notes:
         console.print(f"[bold yellow]note:[/] {plain(note)}", soft_wrap=True)
     for file in files:
         console.print(f"wrote {file.resolve() if file.suffix == '.html' else file}", markup=False, soft_wrap=True)
 
 
-def _scores(found: dict[str, Any], endpoint: str) -> Table:
-    conditions = [c["name"] for c in found["study"]["conditions"]]
+def _scores(found: Findings, endpoint: str) -> Table:
+    conditions = [c.name for c in found.study.conditions]
     what = {"accuracy": "Accuracy in %", "loss": "Loss in nats per token"}[endpoint]
     table = Table(title=f"{what}, mean over seeds with 95 % interval", title_justify="left")
     table.add_column("arm")
     table.add_column("seeds", justify="right")
     for name in conditions:
         table.add_column(plain(name), justify="right")
-    for arm in found["arms"]:
-        known = {s["condition"]: s for s in arm["scores"] if s["endpoint"] == endpoint}
+    for arm in found.arms:
+        known = {s.condition: s for s in arm.scores if s.endpoint == endpoint}
         cells = [_score(known[c]) if c in known else "–" for c in conditions]
-        table.add_row(plain(arm["name"]), str(len(arm["seeds"])), *cells)
+        table.add_row(plain(arm.name), str(len(arm.seeds)), *cells)
     return table
 
 
-def _score(score: dict[str, Any]) -> str:
-    if score["endpoint"] == "loss":
-        return f"{score['mean']:.4f} ({score['ci_low']:.4f}–{score['ci_high']:.4f})"
-    return f"{100 * score['mean']:.1f} ({100 * score['ci_low']:.1f}–{100 * score['ci_high']:.1f})"
+def _score(score: Score) -> str:
+    mean, low, high = (amount(value, score.unit) for value in (score.mean, score.ci_low, score.ci_high))
+    return f"{mean} ({low}–{high})"
 
 
-def _proof(found: dict[str, Any]) -> str:
-    rows = [row for arm in found["arms"] for row in arm["proof"]]
-    fires = sum(row["forward"] + row["backward"] for row in rows)
-    agree = sum(row["verdict"] in ("agrees", "proven") for row in rows)
+def _proof(found: Findings) -> str:
+    rows = [row for arm in found.arms for row in arm.proof]
+    fires = sum((row.forward or 0) + (row.backward or 0) for row in rows)
+    agree = sum(row.verdict in ("agrees", "proven") for row in rows)
     if not rows:
-        ended = any(arm["seeds"] for arm in found["arms"])
+        ended = any(arm.seeds for arm in found.arms)
         return "no faults were asked for, and none were injected" if ended else "no run has ended, so nothing is proven yet"
     off = "" if agree == len(rows) else f"; [bold yellow]{len(rows) - agree} differ, see the report[/]"
     return f"proof: {fires:,} injections; {agree} of {len(rows)} ledgers measure what was asked for{off}"

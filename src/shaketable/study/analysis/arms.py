@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,21 @@ from scipy import stats
 
 from shaketable.evaluate.statistics import Interval, MeanSquares, wilson
 from shaketable.evaluate.sweep.results import merged_sites
+from shaketable.plan import Plan
+from shaketable.study.analysis.results import (
+    Cost,
+    Curve,
+    LayerReading,
+    Mechanism,
+    Point,
+    Proof,
+    Robustness,
+    RobustnessPoint,
+    Sample,
+    Score,
+    SeedValue,
+    Sigma,
+)
 from shaketable.study.analysis.runs import Event, Run
 
 CURVES = {
@@ -23,10 +38,26 @@ CURVES = {
 SHARES = ("accuracy", "formatted")
 """Endpoints that lie between 0 and 1 and are read in points; the loss is read in nats."""
 BAND = "least to greatest over seeds"
-READ = ("rms", "kurtosis", "zeros", "survival", "survival_inside", "grad_norm")
+READ = tuple(name for name in LayerReading.model_fields if name != "layer")
 
 
-def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accuracy") -> list[dict[str, Any]]:
+def measured(runs: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an `ArmResult` that come from records."""
+    return {
+        "scores": (*scores(runs, conditions), *scores(runs, conditions, "loss")),
+        "curves": curves(runs, conditions),
+        "sigma": sigmas(runs[0]) if runs else (),
+        "proof": proof(runs),
+        "mechanism": mechanism(runs),
+        "cost": cost(runs),
+        "samples": samples(runs),
+    }
+
+
+# ---- scores
+
+
+def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accuracy") -> list[Score]:
     """Per condition the mean over seeds with its interval, and every seed."""
     found = []
     for name in conditions:
@@ -37,18 +68,18 @@ def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accu
         interval, method = mean_interval(table) if endpoint in SHARES else plain_interval(table)
         first = [f for _, _, r in rows if (f := _first(r, name, endpoint)) is not None]
         found.append(
-            {
-                "condition": name,
-                "endpoint": endpoint,
-                "unit": "points" if endpoint in SHARES else "nats",
-                "mean": float(table.mean()),
-                "ci_low": interval.low,
-                "ci_high": interval.high,
-                "method": method,
-                "n": table.shape[1],
-                "per_seed": [{"seed": seed, "value": float(np.mean(row))} for seed, row, _ in rows],
-                "first": _mean(first) if len(first) == len(rows) else None,
-            }
+            Score(
+                condition=name,
+                endpoint=endpoint,
+                unit="points" if endpoint in SHARES else "nats",
+                mean=float(table.mean()),
+                ci_low=interval.low,
+                ci_high=interval.high,
+                method=method,
+                n=table.shape[1],
+                per_seed=tuple(SeedValue(seed=seed, value=float(np.mean(row))) for seed, row, _ in rows if seed is not None),
+                first=_mean(first) if len(first) == len(rows) else None,
+            )
         )
     return found
 
@@ -56,14 +87,13 @@ def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accu
 def mean_interval(table: Any, level: float = 0.95) -> tuple[Interval, str]:
     """Of the mean over seeds and problems, both of them samples; of one seed, over its problems."""
     seeds, problems = table.shape
-    if seeds < 2 or problems < 2 or np.ptp(table.mean(1)) == 0 == np.ptp(table - table[:1]):
-        return wilson(float(table.mean()), problems, level), "Wilson, over problems"
-    squares = MeanSquares.of(table)
-    if squares.variance == 0:
-        return wilson(float(table.mean()), problems, level), "Wilson, over problems"
-    half = math.sqrt(squares.variance) * float(stats.t.ppf((1 + level) / 2, squares.freedom))
-    mean = float(table.mean())
-    return Interval(max(0.0, mean - half), min(1.0, mean + half)), "t over seeds × problems, crossed"
+    if seeds > 1 and problems > 1 and not np.ptp(table.mean(1)) == 0 == np.ptp(table - table[:1]):
+        squares = MeanSquares.of(table)
+        if squares.variance > 0:
+            half = math.sqrt(squares.variance) * float(stats.t.ppf((1 + level) / 2, squares.freedom))
+            mean = float(table.mean())
+            return Interval(max(0.0, mean - half), min(1.0, mean + half)), "t over seeds × problems, crossed"
+    return wilson(float(table.mean()), problems, level), "Wilson, over problems"
 
 
 def plain_interval(table: Any, level: float = 0.95) -> tuple[Interval, str]:
@@ -87,33 +117,84 @@ def _first(run: Run, condition: str, endpoint: str) -> float | None:
     return next((c.get(endpoint) for c in evaluations[0]["conditions"] if c["name"] == condition), None)
 
 
-def curves(runs: Sequence[Run], conditions: Iterable[str]) -> list[dict[str, Any]]:
-    """What was measured at every step, over the seeds."""
+def robustness(conditions: Mapping[str, str | None], done: Mapping[str, Sequence[Run]]) -> list[Robustness]:
+    """Scores over conditions: along a magnitude where they differ in nothing else, side by side where they do."""
+    places = magnitudes(conditions)
     found = []
-    for field, name in CURVES.items():
-        rows = [(s["step"], s.get(field)) for r in runs for s in r.of_kind("step")]
-        found.append({"name": name, "points": _points(rows), "band": BAND})
-    for condition in conditions:
-        rows = [
-            (e["step"], c["accuracy"])
-            for r in runs
-            for e in r.of_kind("evaluation")
-            for c in e["conditions"]
-            if c["name"] == condition
+    for arm, runs in done.items():
+        points = [
+            RobustnessPoint(
+                label=s.condition, x=places[s.condition], condition=s.condition, mean=s.mean, low=s.ci_low, high=s.ci_high
+            )
+            for s in scores(runs, conditions)
         ]
-        found.append({"name": f"accuracy, {condition}", "points": _points(rows), "band": BAND})
-    return [curve for curve in found if len(curve["points"]) > 1]
+        if len(points) > 1:
+            found.append(Robustness(arm=arm, points=tuple(sorted(points, key=lambda p: (p.x is None, p.x or 0.0)))))
+    return found
 
 
-def _points(rows: Iterable[tuple[int, float | None]]) -> list[dict[str, float]]:
+def magnitudes(conditions: Mapping[str, str | None]) -> dict[str, float | None]:
+    """The magnitude of each condition, clean being 0; None for all when their plans differ in anything else."""
+    found: dict[str, float | None] = {}
+    shapes = set()
+    for name, text in conditions.items():
+        clauses = () if text is None else Plan.parse(text).clauses
+        fault = clauses[0].fault.model_dump() if len(clauses) == 1 else {}
+        found[name] = 0.0 if text is None else fault.pop("magnitude", None)
+        if text is not None:
+            shapes.add(f"{fault} {clauses[0].site}" if len(clauses) == 1 else text)
+    alike = len(shapes) == 1 and len(found) > 2 and None not in found.values()
+    return found if alike else dict.fromkeys(conditions)
+
+
+# ---- curves
+
+
+def curves(runs: Sequence[Run], conditions: Iterable[str]) -> list[Curve]:
+    """What was measured at every step, over the seeds."""
+    found = [(name, [_step_values(run, field) for run in runs]) for field, name in CURVES.items()]
+    found += [(f"accuracy, {condition}", [_accuracies(run, condition) for run in runs]) for condition in conditions]
+    made = [
+        Curve(name=name, points=_points(rows), band=BAND, roughness=_mean(roughness(row) for row in rows))
+        for name, rows in found
+    ]
+    return [curve for curve in made if len(curve.points) > 1]
+
+
+Row = list[tuple[int, float]]
+"""Steps and values of one run."""
+
+
+def _step_values(run: Run, field: str) -> Row:
+    return [(s["step"], s[field]) for s in run.of_kind("step") if s.get(field) is not None]
+
+
+def _accuracies(run: Run, condition: str) -> Row:
+    return [(e["step"], c["accuracy"]) for e in run.of_kind("evaluation") for c in e["conditions"] if c["name"] == condition]
+
+
+def _points(rows: Iterable[Row]) -> tuple[Point, ...]:
     by_step: dict[int, list[float]] = {}
-    for step, value in rows:
-        if value is not None:
-            by_step.setdefault(step, []).append(value)
-    return [{"step": s, "mean": _mean(v), "low": min(v), "high": max(v)} for s, v in sorted(by_step.items())]
+    for step, value in (pair for row in rows for pair in row):
+        by_step.setdefault(step, []).append(value)
+    return tuple(Point(step=s, mean=_mean(v), low=min(v), high=max(v)) for s, v in sorted(by_step.items()))
 
 
-def sigmas(run: Run) -> list[dict[str, Any]]:
+def roughness(row: Row) -> float | None:
+    """How far a point lies, on average, from the straight line between its two neighbours; None for fewer than five.
+
+    A straight line has 0, and a slow bend nearly so. Independent noise of standard deviation s around either has 0.98 s
+    where the steps are even.
+    """
+    steps, values = np.array(row, dtype=np.float64).reshape(-1, 2).T
+    if len(steps) < 5 or (np.diff(steps) <= 0).any():
+        return None
+    part = (steps[1:-1] - steps[:-2]) / (steps[2:] - steps[:-2])
+    between = values[:-2] + part * (values[2:] - values[:-2])
+    return float(np.abs(values[1:-1] - between).mean())
+
+
+def sigmas(run: Run) -> list[Sigma]:
     """σ over the steps, for each group of layers that share it."""
     text, steps = run.config.get("aqn"), run.config.get("steps")
     if text is None or steps is None:
@@ -124,35 +205,39 @@ def sigmas(run: Run) -> list[dict[str, Any]]:
     read = run.last("mechanism")
     count = len(read["conditions"][0]["layers"]) if read is not None and read["conditions"] else None
     return [
-        {"label": group.label, "points": [[s, aqn.sigma(group, s, steps)] for s in range(steps)]} for group in aqn.groups(count)
+        Sigma(label=group.label, points=tuple((s, aqn.sigma(group, s, steps)) for s in range(steps)))
+        for group in aqn.groups(count)
     ]
 
 
-def proof(runs: Sequence[Run]) -> list[dict[str, Any]]:
+# ---- proof
+
+
+def proof(runs: Sequence[Run]) -> list[Proof]:
     """That the faults were there: asked and measured, in training and in every score."""
-    rows = []
+    rows: list[Proof] = []
     for name, where in (("plan", "training: plan"), ("aqn", "training: AQN")):
         asked = [r for r in runs if r.config.get(name)]
         ledgers = [(r.last("finished") or {"ledgers": {}})["ledgers"].get(name) for r in asked]
-        rows += _rows(where, ledgers)
+        rows += _proofs(where, ledgers)
     for plan in dict.fromkeys(p for r in runs for p in _hardened_against(r)):
-        rows += _rows("hardening: plan", [_hardened_against(r)[plan] for r in runs if plan in _hardened_against(r)], plan)
+        rows += _proofs("hardening: plan", [_hardened_against(r)[plan] for r in runs if plan in _hardened_against(r)], plan)
     names = dict.fromkeys(c["name"] for r in runs if (e := r.last("evaluation")) for c in e["conditions"])
     for name in names:
         scored = [c for r in runs if (c := r.condition(name)) is not None and c["plan"] is not None]
-        rows += _rows(f"scored: {name}", [c["ledger"] for c in scored], scored[0]["plan"] if scored else "")
+        rows += _proofs(f"scored: {name}", [c["ledger"] for c in scored], scored[0]["plan"] if scored else "")
     return rows
 
 
 def _hardened_against(run: Run) -> dict[str, Event | None]:
-    """The ledgers of the plans that a model was repaired under, by plan; a ladder of no rungs meets none."""
+    """The ledgers of the plans that a model was repaired under, by plan; none where nothing was repaired."""
     if not run.of_kind("rung"):
         return {}
     ledgers = (run.last("finished") or {"ledgers": {}})["ledgers"]
     return {plan: ledgers.get(plan) for plan in run.config.get("plans", ())}
 
 
-def _rows(where: str, ledgers: Sequence[Event | None], plan: str = "") -> list[dict[str, Any]]:
+def _proofs(where: str, ledgers: Sequence[Event | None], plan: str = "") -> list[Proof]:
     """The proof of one plan in all runs; a run that should have a ledger and has none proves nothing for all.
 
     Where none of them has one, `plan` is what is not proven; without it nothing is told: a plan may be meant for scores alone.
@@ -160,85 +245,79 @@ def _rows(where: str, ledgers: Sequence[Event | None], plan: str = "") -> list[d
     rows = [_proof(where, site) for site in merged_sites(ledgers)]
     if all(ledger is not None for ledger in ledgers):
         return rows
-    rows = rows or [_proof(where, _NOTHING | {"fault": plan})] * bool(plan)
+    rows = rows or [Proof(where=where, fault=plan, forward=0, backward=0)] * bool(plan)
     remark = f"{sum(x is None for x in ledgers)} of {len(ledgers)} runs have no ledger of it"
-    return [row | {"verdict": "inert", "remark": remark} for row in rows]
+    return [row.model_copy(update={"verdict": "inert", "remark": remark}) for row in rows]
 
 
-_NOTHING: Event = dict.fromkeys(
-    ("asked", "measured_magnitude", "measured_error", "changed_fraction", "survival_rate", "remark")
-)
-_NOTHING |= {"site": "", "forward": 0, "backward": 0}
-"""A place of which no run has a ledger."""
-
-
-def _proof(where: str, site: Event) -> dict[str, Any]:
+def _proof(where: str, site: Event) -> Proof:
     asked, measured, changed = site["asked"], site["measured_magnitude"], site["changed_fraction"]
     both = asked is not None and measured is not None
-    verdict = ("differs" if site["remark"] else "agrees") if both else "proven" if changed else "inert"
-    return {
-        "where": where,
-        "fault": site["fault"],
-        "site": site["site"],
-        "asked": asked,
-        "measured": measured,
-        "error": site["measured_error"],
-        "changed": changed,
-        "survival": site["survival_rate"],
-        "forward": site["forward"],
-        "backward": site["backward"],
-        "verdict": verdict,
-        "remark": site["remark"],
-    }
+    return Proof(
+        where=where,
+        fault=site["fault"],
+        site=site["site"],
+        asked=asked,
+        measured=measured,
+        error=site["measured_error"],
+        changed=changed,
+        survival=site["survival_rate"],
+        forward=site["forward"],
+        backward=site["backward"],
+        verdict=("differs" if site["remark"] else "agrees") if both else "proven" if changed else "inert",
+        remark=site["remark"],
+    )
 
 
-def mechanism(runs: Sequence[Run]) -> list[dict[str, Any]]:
+# ---- mechanism, cost, examples
+
+
+def mechanism(runs: Sequence[Run]) -> list[Mechanism]:
     """Per condition and layer the mean over seeds, after the last step."""
     read = [e["conditions"] for r in runs if (e := r.last("mechanism")) is not None and e["conditions"]]
     found = []
     for i, first in enumerate(read[0] if read else ()):
         same = [conditions[i] for conditions in read]
         layers = [
-            {"layer": at["layer"], **{name: _mean([c["layers"][n].get(name) for c in same]) for name in READ}}
+            LayerReading(layer=at["layer"], **{name: _mean(c["layers"][n].get(name) for c in same) for name in READ})
             for n, at in enumerate(first["layers"])
         ]
-        found.append({"condition": first["condition"], "loss": _mean([c.get("loss") for c in same]), "layers": layers})
+        loss = _mean(c.get("loss") for c in same)
+        found.append(Mechanism(condition=first["condition"], loss=loss, layers=tuple(layers)))
     return found
 
 
-def cost(runs: Sequence[Run]) -> dict[str, Any]:
+def cost(runs: Sequence[Run]) -> Cost:
     """Seconds per step, and where they go."""
     steps = [s for r in runs for s in r.of_kind("step") if "seconds" in s]
     whole = sum(s["seconds"] for s in steps)
-    shares = {name: sum(s.get(f"{name}_seconds", 0.0) for s in steps) / whole if whole else None for name in _SHARES}
-    times = [c["seconds"] for r in runs for e in r.of_kind("evaluation") for c in e["conditions"]]
-    return {
-        "seconds_per_step": _mean([r.value("seconds_per_step") for r in runs]),
-        **{f"{name}_share": share for name, share in shares.items()},
-        "evaluation_seconds": sum(times) / len(runs) if runs else None,
+    shares = {
+        f"{name}_share": sum(s.get(f"{name}_seconds", 0.0) for s in steps) / whole if whole else None
+        for name in ("sampling", "injection", "aqn")
     }
+    times = [c["seconds"] for r in runs for e in r.of_kind("evaluation") for c in e["conditions"]]
+    return Cost(
+        seconds_per_step=_mean(r.value("seconds_per_step") for r in runs),
+        evaluation_seconds=sum(times) / len(runs) if runs else None,
+        **shares,
+    )
 
 
-_SHARES = ("sampling", "injection", "aqn")
-
-
-def samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def samples(runs: Sequence[Run]) -> list[Sample]:
     """What the first run wrote to the first problems, under every condition."""
-    run = next((r for r in runs if r.last("examples") and r.last("evaluation")), None)
-    if run is None:
-        return []
-    examples, evaluation = run.last("examples"), run.last("evaluation")
-    assert examples is not None
-    assert evaluation is not None
-    known = {p["id"]: p for p in examples["problems"]}
-    return [
-        {"condition": c["name"], **known[a["id"]], "text": a["text"], "correct": a["correct"]}
-        for c in evaluation["conditions"]
-        for a in c["answers"]
-        if a["id"] in known
-    ]
+    for run in runs:
+        examples, evaluation = run.last("examples"), run.last("evaluation")
+        if examples is not None and evaluation is not None:
+            known = {p["id"]: p for p in examples["problems"]}
+            return [
+                Sample(condition=c["name"], **known[a["id"]], text=a["text"], correct=a["correct"])
+                for c in evaluation["conditions"]
+                for a in c["answers"]
+                if a["id"] in known
+            ]
+    return []
 
 
-def _mean(values: Iterable[float | None]) -> Any:
+def _mean(values: Iterable[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None

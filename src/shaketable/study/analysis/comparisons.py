@@ -1,7 +1,7 @@
-"""The differences a study asked for, each with what a statistician wants to see beside it, in one sentence.
+"""The differences that a study asked for, each with all that a statistician wants to see beside it, and the verdict.
 
 The difference is a − b. Scores and losses per problem are compared over seeds × problems, crossed (`evaluate.stats.tests`);
-numbers per run, such as seconds per step, by a paired t over seeds. Beside the p that decides stand two exact ones that assume
+numbers per run, such as seconds per step, by a paired t over seeds. Two exact p stand beside the p that decides and assume
 less: the sign-flip test over the seeds' differences (five seeds cannot reach 5 % with it), and McNemar's for each seed.
 
 Holm's correction has two families. The primary comparison was named before the run and stands alone; all others are one family,
@@ -19,9 +19,28 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from shaketable.evaluate.statistics import Comparison, Interval, corrected, mcnemar, over_seeds, sign_flip, t_detectable
+from shaketable.evaluate.statistics import (
+    Comparison,
+    Interval,
+    MeanSquares,
+    corrected,
+    detectable,
+    expected_discordance,
+    mcnemar,
+    over_seeds,
+    sign_flip,
+    t_detectable,
+)
+from shaketable.study.analysis.results import (
+    ComparisonResult,
+    SeedValue,
+    Spread,
+    StepComparison,
+    StepDifference,
+    Verdict,
+)
 from shaketable.study.analysis.runs import Run
-from shaketable.study.config import PER_PROBLEM, Comparing
+from shaketable.study.config import OWN, PER_PROBLEM, Comparing, StudyConfig
 
 UNITS = {
     "accuracy": ("points", 100.0),
@@ -31,40 +50,43 @@ UNITS = {
     "loss": ("nats", 1.0),
 }
 NAMES = {"seconds_per_step": "seconds per step", "aqn_share": "share of time in AQN", "reward": "final reward"}
+UNTREATED = "nothing"
+"""What arms that nothing is done with were called; in a sentence it must not be read as the word."""
+SEED_SD = 0.01
+"""What is assumed before a run: how much the true difference varies from one training seed to the next."""
+Rows = list[list[float]]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A comparison and the seeds that both arms have."""
+class Paired:
+    """The numbers of two arms, a row for every seed that both have."""
 
     what: Comparing
     seeds: list[int]
-    a: list[list[float]]
-    """A row for every seed."""
-    b: list[list[float]]
+    a: Rows
+    b: Rows
 
     @classmethod
-    def of(cls, what: Comparing, runs: Sequence[Run]) -> Asked:
-        """From the finished runs of both arms, paired by their seeds."""
-        rows = [{r.seed: _row(r, what) for r in runs if r.arm == arm and r.is_done} for arm in (what.a, what.b)]
-        seeds = [s for s in rows[0] if s in rows[1] and s is not None and rows[0][s] and rows[1][s]]
-        return cls(what, sorted(seeds), [rows[0][s] for s in sorted(seeds)], [rows[1][s] for s in sorted(seeds)])
+    def of(cls, what: Comparing, runs: Sequence[Run], step: int | None = None) -> Paired:
+        """From the finished runs of both arms, after the last step or after another one."""
+        rows = [{r.seed: _row(r, what, step) for r in runs if r.arm == arm and r.is_done} for arm in (what.a, what.b)]
+        seeds = sorted(s for s in rows[0] if s in rows[1] and s is not None and rows[0][s] and rows[1][s])
+        return cls(what, seeds, [rows[0][s] for s in seeds], [rows[1][s] for s in seeds])
 
     @property
     def per_problem(self) -> bool:
         """Whether there is a score for every problem."""
         return self.what.endpoint in PER_PROBLEM
 
-    def compared(self) -> Comparison | None:
+    def compared(self, level: float = 0.95) -> Comparison | None:
         """The difference; None without a common seed, or when one run is all there is of a number per run."""
         if not self.seeds or (not self.per_problem and len(self.seeds) < 2):
             return None
-        return self._over_seeds() if self.per_problem else _values([x[0] for x in self.b], [x[0] for x in self.a])
-
-    def _over_seeds(self, level: float = 0.95) -> Comparison:
-        """The test knows scores from 0 to 1; a loss is divided by the largest for it, and what it found is multiplied again."""
+        if not self.per_problem:
+            return _values([x[0] for x in self.b], [x[0] for x in self.a], level)
         if self.what.endpoint != "loss":
             return over_seeds(self.b, self.a, level=level)
+        # The test knows scores from 0 to 1: losses are divided by the largest, and what it found is multiplied again.
         a, b = np.array(self.a), np.array(self.b)
         scale = max(float(a.max()), float(b.max())) or 1.0
         found = over_seeds(b / scale, a / scale, level=level)
@@ -72,34 +94,36 @@ class Asked:
         reach = found.detectable and scale * found.detectable
         return replace(found, difference=scale * found.difference, interval=ends, detectable=reach)
 
-    def detectable(self, level: float) -> float | None:
-        """The smallest difference seen with 80 % power at a level that allows for the whole family (Bonferroni's)."""
-        if self.per_problem:
-            return self._over_seeds(level).detectable
-        return _values([x[0] for x in self.b], [x[0] for x in self.a], level).detectable
-
     def differences(self) -> list[float]:
         """One for every seed."""
         return [float(np.mean(a) - np.mean(b)) for a, b in zip(self.a, self.b, strict=True)]
 
+    def spread(self) -> Spread | None:
+        """How much the arms differ by problem and by seed; None for what is no share, and for one seed."""
+        if self.what.endpoint not in ("accuracy", "formatted") or len(self.seeds) < 2 or len(self.a[0]) < 2:
+            return None
+        d = np.subtract(self.a, self.b)
+        return Spread(disagreement=float((d**2).mean()), seed_sd=MeanSquares.of(d).seed_sd)
 
-def compare(asked: Sequence[Comparing], primary: Comparing | None, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """All comparisons for JSON, in the order given."""
-    found = [Asked.of(what, runs) for what in asked]
-    raw = [one.compared() for one in found]
+
+def compare(asked: Sequence[Comparing], primary: Comparing | None, runs: Sequence[Run]) -> list[ComparisonResult]:
+    """All comparisons, in the order given."""
+    pairs = [Paired.of(what, runs) for what in asked]
+    raw = [pair.compared() for pair in pairs]
     done: dict[int, Comparison] = {}
     for family in (True, False):
         members = [i for i, c in enumerate(raw) if c is not None and (asked[i] == primary) is family]
         level = 1 - 0.05 / max(1, len(members))
-        wide = [replace(c, detectable=found[i].detectable(level)) for i in members if (c := raw[i]) is not None]
+        allowing = [(raw[i], pairs[i].compared(level)) for i in members]
+        wide = [replace(c, detectable=strict.detectable) for c, strict in allowing if c is not None and strict is not None]
         done |= dict(zip(members, corrected(wide), strict=True))
-    return [_to_dict(one, done.get(i), one.what == primary) for i, one in enumerate(found)]
+    return [_result(pair, done.get(i), pair.what == primary) for i, pair in enumerate(pairs)]
 
 
-def _row(run: Run, what: Comparing) -> list[float]:
+def _row(run: Run, what: Comparing, step: int | None = None) -> list[float]:
     if what.condition is not None:
-        return run.scores(what.condition, what.endpoint)
-    value = run.value(what.endpoint)
+        return run.scores(what.condition, what.endpoint, step)
+    value = run.value(what.endpoint) if step is None else run.at_step(what.endpoint, step)
     return [] if value is None else [value]
 
 
@@ -120,48 +144,46 @@ def _values(a: list[float], b: list[float], level: float = 0.95) -> Comparison:
     return Comparison(mean, interval, p, method, "", reach and reach * scale, 1, (n, n))
 
 
-def _to_dict(asked: Asked, found: Comparison | None, primary: bool) -> dict[str, Any]:
-    what = asked.what
+def _result(pair: Paired, found: Comparison | None, primary: bool) -> ComparisonResult:
+    what, n = pair.what, len(pair.seeds)
     unit, scale = UNITS.get(what.endpoint, ("", 1.0))
-    verdict = "nothing" if found is None or len(asked.seeds) < 2 else "shown" if found.distinguishable else "not shown"
-    differences = asked.differences()
-    binary = asked.per_problem and bool(asked.seeds) and {*np.ravel([asked.a, asked.b])} <= {0.0, 1.0}
-    return {
-        "a": what.a,
-        "b": what.b,
-        "condition": what.condition,
-        "endpoint": what.endpoint,
-        "unit": unit,
-        "scale": scale,
-        "difference": found and found.difference,
-        "ci_low": found and found.interval.low,
-        "ci_high": found and found.interval.high,
-        "p": found and found.p,
-        "p_holm": found and found.adjusted,
-        "p_seeds": sign_flip(differences) if len(differences) > 1 else None,
-        "mcnemar": [mcnemar(b, a) for a, b in zip(asked.a, asked.b, strict=True)] if binary else [],
-        "detectable": found and found.detectable,
-        "seeds": len(asked.seeds),
-        "problems": len(asked.a[0]) if asked.per_problem and asked.seeds else None,
-        "per_seed": [{"seed": s, "value": d} for s, d in zip(asked.seeds, differences, strict=True)],
-        "primary": primary,
-        "verdict": verdict,
-        "method": found and found.method,
-        "sentence": _sentence(asked, found, unit, scale),
-    }
+    differences = pair.differences()
+    problems = len(pair.a[0]) if pair.per_problem and n else None
+    binary = pair.per_problem and n > 0 and {*np.ravel([pair.a, pair.b])} <= {0.0, 1.0}
+    spread = pair.spread()
+    numbers: dict[str, Any] = {}
+    if found is not None:
+        ends = {"ci_low": found.interval.low, "ci_high": found.interval.high, "detectable": found.detectable}
+        numbers = {"difference": found.difference, **ends, "p": found.p, "p_holm": found.adjusted}
+    return ComparisonResult(
+        **what.model_dump(),
+        unit=unit,
+        scale=scale,
+        **numbers,
+        p_seeds=sign_flip(differences) if n > 1 else None,
+        mcnemar=tuple(mcnemar(b, a) for a, b in zip(pair.a, pair.b, strict=True)) if binary else (),
+        planned=planned(n, problems) if primary and spread is not None and problems is not None else None,
+        spread=spread if primary else None,
+        seeds=n,
+        problems=problems,
+        per_seed=tuple(SeedValue(seed=s, value=d) for s, d in zip(pair.seeds, differences, strict=True)),
+        primary=primary,
+        verdict="nothing" if found is None or n < 2 else "shown" if found.distinguishable else "not shown",
+        method=None if found is None else found.method,
+        sentence=_sentence(pair, found, unit, scale),
+    )
 
 
-def _sentence(asked: Asked, found: Comparison | None, unit: str, scale: float) -> str:
-    what, n = asked.what, len(asked.seeds)
+def _sentence(pair: Paired, found: Comparison | None, unit: str, scale: float) -> str:
+    what, n = pair.what, len(pair.seeds)
     endpoint = NAMES.get(what.endpoint, what.endpoint)
-    head = f"{what.a} − {what.b}, {f'{what.condition} ' if what.condition else ''}{endpoint}"
+    head = f"{called(what.a)} − {called(what.b)}, {f'{what.condition} ' if what.condition else ''}{endpoint}"
     if found is None:
-        return (
-            f"{head}: nothing can be concluded, {'no seed is' if n == 0 else 'one seed is all that is'} finished in both arms"
-        )
-    sign, unit = _signed(scale), f" {unit}" if unit else ""
-    ends = f"95 % CI {sign(found.interval.low)} … {sign(found.interval.high)}"
-    facts = f"{head}: {sign(found.difference)}{unit}, {ends}, {n} seed{'s' * (n > 1)}"
+        why = "no seed is" if n == 0 else "one seed is all that is"
+        return f"{head}: nothing can be concluded, {why} finished in both arms"
+    unit = f" {unit}" if unit else ""
+    ends = f"95 % CI {_signed(found.interval.low, scale)} … {_signed(found.interval.high, scale)}"
+    facts = f"{head}: {_signed(found.difference, scale)}{unit}, {ends}, {n} seed{'s' * (n > 1)}"
     if n < 2:
         return f"{facts}: nothing can be concluded about the recipes (one run of each; the seed may be all of it)"
     p = f"p = {found.p:.2g}" if found.p >= 0.001 else "p < 0.001"
@@ -169,20 +191,121 @@ def _sentence(asked: Asked, found: Comparison | None, unit: str, scale: float) -
         p += f", after Holm {found.adjusted:.2g}" if found.adjusted >= 0.001 else ", after Holm < 0.001"
     if found.distinguishable:
         return f"{facts}: shown ({p})"
-    return f"{facts}: not shown ({p}; {_reach(found, unit, scale)})"
-
-
-def _reach(found: Comparison, unit: str, scale: float) -> str:
     if found.detectable is None:
-        return "these seeds and problems can show no difference at all"
+        return f"{facts}: not shown ({p}; these seeds and problems can show no difference at all)"
     size = abs(scale * found.detectable)
     shown = f"{size:.1f}" if scale == 100 else f"{size:.2g}"
-    return f"a true difference of {shown}{unit} would have been seen with 80 % power"
+    return f"{facts}: not shown ({p}; a true difference of {shown}{unit} would have been seen with 80 % power)"
 
 
-def _signed(scale: float) -> Any:
-    def text(value: float) -> str:
-        shown = f"{scale * value:+.1f}" if scale == 100 else f"{scale * value:+.3g}"
-        return "0.0" if float(shown) == 0 else shown.replace("-", "−")
+def _signed(value: float, scale: float) -> str:
+    shown = f"{scale * value:+.1f}" if scale == 100 else f"{scale * value:+.3g}"
+    return "0.0" if float(shown) == 0 else shown.replace("-", "−")
 
-    return text
+
+def called(arm: str) -> str:
+    """An arm's name within a sentence."""
+    return f"the arm “{arm}”" if arm.lower() == UNTREATED else arm
+
+
+def planned(seeds: int, problems: int) -> float | None:
+    """The smallest difference that a study of this size sees: the report's formula, with an assumed spread."""
+    return detectable(problems, seeds=seeds, seed_sd=SEED_SD)
+
+
+def assumed_spread() -> str:
+    """What `planned` assumes, in words."""
+    return f"arms that disagree on {expected_discordance():.0%} of the answers and seeds that differ by {100 * SEED_SD:g} point"
+
+
+def planned_note(compared: Sequence[ComparisonResult]) -> list[str]:
+    """Why the smallest detectable difference of the primary comparison is not the one that the dry run named."""
+    primary = next((c for c in compared if c.primary), None)
+    if primary is None or primary.spread is None or primary.planned is None:
+        return []
+    if primary.detectable is not None and math.isclose(primary.detectable, primary.planned, rel_tol=0.1):
+        return []
+    now = "no difference" if primary.detectable is None else f"a difference of {100 * primary.detectable:.1f} points"
+    design = f"{primary.seeds} seeds × {primary.problems} problems show {now}"
+    dry = f"the dry run says {100 * primary.planned:.1f} points"
+    if (primary.method or "").startswith("no spread"):
+        return [f"{design} by a test over problems alone, because the seeds do not differ; {dry}, for {assumed_spread()}"]
+    measured = f"{primary.spread.disagreement:.0%} and {100 * primary.spread.seed_sd:.1f} points"
+    return [f"{design} with the measured spread ({measured}); {dry} by the same formula, for {assumed_spread()}"]
+
+
+# ---- step by step
+
+
+def at_steps(study: StudyConfig, runs: Sequence[Run]) -> list[StepComparison]:
+    """Every arm against the baseline at the steps that the study names, or at all at which both were scored before the last.
+
+    The baseline is `compare.against`, else the second arm of the primary comparison. Intervals are of each step alone.
+    """
+    primary = study.compare.primary
+    base = study.compare.against or (primary.b if primary is not None else None)
+    if base is None:
+        return []
+    found = []
+    for arm in study.arms:
+        same_task = (study.arms[arm].task or study.task) == (study.arms[base].task or study.task)
+        pair = [[r for r in runs if r.arm == name and r.is_done] for name in (arm, base)]
+        if arm == base or not same_task or not all(pair):
+            continue
+        conditions = [*(c for c in study.conditions if c != OWN), None]
+        for condition in conditions:
+            what = Comparing(a=arm, b=base, condition=condition, endpoint="reward" if condition is None else "accuracy")
+            points = [p for step in _steps(study, what, pair) if (p := _step_difference(what, runs, step)) is not None]
+            unit, scale = UNITS.get(what.endpoint, ("", 1.0))
+            name = what.endpoint if condition is None else f"{what.endpoint}, {condition}"
+            if len(points) > 1 or (points and study.report.steps):
+                found.append(StepComparison(a=arm, b=base, curve=name, unit=unit, scale=scale, points=tuple(points)))
+    return found
+
+
+def _steps(study: StudyConfig, what: Comparing, pair: Sequence[Sequence[Run]]) -> list[int]:
+    """The steps to compare at: named, or all at which every run of both arms was scored."""
+    if study.report.steps:
+        return list(study.report.steps)
+    common = set.intersection(*({e["step"] for e in run.of_kind("evaluation")} for runs in pair for run in runs))
+    return sorted(common) if len(common) > 2 else []
+
+
+def _step_difference(what: Comparing, runs: Sequence[Run], step: int) -> StepDifference | None:
+    pair = Paired.of(what, runs, step)
+    found = pair.compared()
+    if found is None:
+        return None
+    ends = found.interval if len(pair.seeds) > 1 else None
+    low, high = (None, None) if ends is None else (ends.low, ends.high)
+    return StepDifference(step=step, difference=found.difference, ci_low=low, ci_high=high, seeds=len(pair.seeds))
+
+
+# ---- the verdict
+
+
+def verdict(compared: Sequence[ComparisonResult], runs: Sequence[Run], unlike: Sequence[str]) -> Verdict:
+    """Kind, headline, and the sentence of the primary comparison; `unlike` says why runs cannot be compared."""
+    primary = next((c for c in compared if c.primary), None)
+    if primary is None:
+        return Verdict(kind="nothing", headline="No comparison was named", sentence="There is nothing to decide.")
+    if unlike:
+        return Verdict(kind="nothing", headline=f"Nothing can be concluded: {unlike[0]}", sentence=primary.sentence)
+    missing = sum(not run.is_done for run in runs)
+    so_far = f"So far ({missing} of {len(runs)} runs are missing): " if missing else ""
+    headline = so_far + _headline(primary)
+    return Verdict(kind=primary.verdict, headline=headline[:1].upper() + headline[1:], sentence=primary.sentence)
+
+
+def _headline(primary: ComparisonResult) -> str:
+    a, b = called(primary.a), called(primary.b)
+    endpoint = primary.endpoint.replace("_", " ")
+    where = f" in {primary.condition} {endpoint}" if primary.condition else f" in {endpoint}"
+    if primary.verdict == "nothing" or primary.difference is None:
+        why = {0: "no seed is finished in both arms", 1: "there is one seed"}.get(primary.seeds or 0, "")
+        return f"nothing can be concluded: {why}"
+    if primary.verdict == "not shown":
+        return f"not shown: no difference between {a} and {b}{where} could be told from chance"
+    size = abs(primary.scale * primary.difference)
+    unit = f" {primary.unit}" if primary.unit else ""
+    return f"shown: {a} is {size:.3g}{unit} {'above' if primary.difference > 0 else 'below'} {b}{where}"

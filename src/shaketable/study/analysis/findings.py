@@ -7,114 +7,125 @@ process. Times differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shaketable.harden.config import HardenConfig
-from shaketable.plan import Plan
-from shaketable.study.analysis import arms
-from shaketable.study.analysis.comparisons import compare
+from shaketable.study.analysis.arms import measured, robustness
+from shaketable.study.analysis.comparisons import at_steps, compare, planned_note, verdict
 from shaketable.study.analysis.diagnoses import diagnosis
 from shaketable.study.analysis.history import changes
 from shaketable.study.analysis.recovered import recovered, told
+from shaketable.study.analysis.results import (
+    ArmResult,
+    ConditionFacts,
+    Environment,
+    Findings,
+    Primary,
+    RunFacts,
+    StudyFacts,
+    Verdict,
+)
 from shaketable.study.analysis.runs import Run
-from shaketable.study.analysis.verdict import verdict
 from shaketable.study.arm_config import Arm, Guide
 from shaketable.study.cells import STEPS, cells_of
 from shaketable.study.config import OWN, StudyConfig
 from shaketable.study.verify import digest
 from shaketable.train.config import TrainConfig
 
-SCHEMA = "shaketable.study/1"
 OWN_PLAN = "the plan and the noise of each arm"
 MADE_OF = {"weights": "weights", "tests": "test problems"}
 
 
-def findings(study: StudyConfig, folder: Path) -> dict[str, Any]:
+def findings(study: StudyConfig, folder: Path) -> Findings:
     """Everything about a study in its folder of the store."""
     cells = cells_of(study)
     runs = [Run.of(cell, folder / "runs") for cell in cells]
+    done = {name: [r for r in runs if r.arm == name and r.is_done] for name in study.arms}
     unlike, late = _not_the_same(runs), changes(study, folder, runs)
     compared = compare(study.comparisons, study.compare.primary, runs)
-    complete = all(run.is_done for run in runs)
-    back = recovered(study.conditions, {name: _done(runs, name) for name in study.arms})
-    decided = verdict(compared, runs, unlike)
-    shared = {name: plan for name, plan in study.conditions.items() if name != OWN}
-    came_back = told(back, study.compare.primary)
-    return {
-        "schema": SCHEMA,
-        "kind": "study",
-        "study": {**_study(study), "named_before": late.named_before, "digest": digest(folder)},
-        "complete": complete,
-        "runs": [run_facts(run) for run in runs],
-        "verdict": decided | {"sentence": f"{decided['sentence']}. {came_back}" if came_back else decided["sentence"]},
-        "arms": [_arm(study, name, runs) for name in study.arms],
-        "comparisons": compared,
-        "recovered": back,
-        "robustness": robustness(shared, {name: _done(runs, name) for name in study.arms}),
-        "diagnoses": [diagnosis(run, cells, runs) for run in runs if run.kind == "locate" and run.is_done],
-        "environments": environments(runs),
-        "notes": [*_elsewhere(runs), *unlike, *late.notes, *_damage(runs), *_no_number(runs)],
-    }
+    back = recovered(study.conditions, done)
+    decided, came_back = verdict(compared, runs, unlike), told(back, study.compare.primary)
+    if came_back:
+        decided = decided.model_copy(update={"sentence": f"{decided.sentence}. {came_back}"})
+    notes = [*_elsewhere(runs), *unlike, *late.notes, *_damage(runs), *_no_number(runs), *planned_note(compared)]
+    return Findings(
+        study=_study(study, late.named_before, digest(folder)),
+        complete=all(run.is_done for run in runs),
+        runs=tuple(run_facts(run) for run in runs),
+        verdict=decided,
+        arms=tuple(_arm(study, name, done[name]) for name in study.arms),
+        comparisons=tuple(compared),
+        at_steps=tuple(at_steps(study, runs)),
+        recovered=tuple(back),
+        robustness=tuple(robustness({n: plan for n, plan in study.conditions.items() if n != OWN}, done)),
+        diagnoses=tuple(diagnosis(run, cells, runs) for run in runs if run.kind == "locate" and run.is_done),
+        environments=tuple(environments(runs)),
+        notes=tuple(notes),
+    )
 
 
-def run_findings(folder: Path) -> dict[str, Any]:
+def run_findings(folder: Path) -> Findings:
     """A single training run, told as a study of one arm and one seed: what training changed."""
     run = Run.alone(folder)
     config = TrainConfig.checked(**run.config)
     conditions = {c["name"]: c["plan"] for c in (run.last("evaluation") or {"conditions": []})["conditions"]}
     name = str(run.arm or folder.name)
-    facts: dict[str, Any] = {
-        "name": name,
-        "description": "",
-        "settings": [],
-        "kind": "train",
-        "plan": config.plan,
-        "plan_in": config.plan_in,
-    }
-    own = {"aqn": config.aqn, "guided": None, "model": config.model, "task": config.task, "seeds": [config.seed]}
     sentence = "One run concludes nothing about a recipe: another seed may end elsewhere. This page tells what happened in it."
-    return {
-        "schema": SCHEMA,
-        "kind": "run",
-        "study": {
-            "name": folder.name, "question": "", "origin": "", "model": config.model, "task": config.task,
-            "seeds": [config.seed], "key": run.head["id"][:8], "steps": config.steps, "n": config.eval_n,
-            "conditions": [{"name": n, "plan": p} for n, p in conditions.items()], "primary": None, "engine": "",
-            "command": "", "named_before": False,
-        },
-        "complete": run.is_done,
-        "runs": [run_facts(run) | {"folder": "."}],
-        "verdict": {"kind": "nothing", "headline": "One training run", "sentence": sentence},
-        "arms": [{**facts, **own, **_measured([run], conditions)}],
-        "comparisons": [],
-        "recovered": recovered(conditions, {name: [run]}),
-        "robustness": robustness(conditions, {name: [run]}),
-        "diagnoses": [],
-        "environments": environments([run]),
-        "notes": [],
-    }  # fmt: skip
+    return Findings(
+        kind="run",
+        study=StudyFacts(
+            name=folder.name,
+            model=config.model,
+            task=config.task,
+            seeds=(config.seed,),
+            key=run.head["id"][:8],
+            steps=config.steps,
+            n=config.eval_n,
+            conditions=tuple(ConditionFacts(name=n, plan=p) for n, p in conditions.items()),
+        ),
+        complete=run.is_done,
+        runs=(run_facts(run).model_copy(update={"folder": "."}),),
+        verdict=Verdict(headline="One training run", sentence=sentence),
+        arms=(
+            ArmResult(
+                name=name,
+                kind="train",
+                model=config.model,
+                task=config.task,
+                plan=config.plan,
+                plan_in=config.plan_in,
+                aqn=config.aqn,
+                seeds=(config.seed,),
+                **measured([run], conditions),
+            ),
+        ),
+        recovered=tuple(recovered(conditions, {name: [run]})),
+        robustness=tuple(robustness(conditions, {name: [run]})),
+        environments=tuple(environments([run])),
+    )
 
 
-def _study(study: StudyConfig) -> dict[str, Any]:
-    primary = study.compare.primary
-    return {
-        "name": study.study,
-        "question": study.question,
-        "origin": study.origin,
-        "model": study.model,
-        "task": study.task,
-        "seeds": list(study.seeds),
-        "steps": _steps(study),
-        "options": ", ".join(f"{k} {v}" for k, v in study.train.items() if k != "steps"),
-        "n": study.evaluate.n,
-        "conditions": [{"name": n, "plan": p if n != OWN else OWN_PLAN} for n, p in study.conditions.items()],
-        "primary": None if primary is None else primary.model_dump(),
-        "engine": study.engine.kind,
-        "command": f"shaketable study run {study.study}.yaml",
-        "key": cells_of(study)[-1].key if study.seeds else "",
-    }
+def _study(study: StudyConfig, named_before: bool, records: str) -> StudyFacts:
+    return StudyFacts(
+        name=study.study,
+        question=study.question,
+        origin=study.origin,
+        model=study.model,
+        task=study.task,
+        seeds=study.seeds,
+        steps=_steps(study),
+        options=", ".join(f"{k} {v}" for k, v in study.train.items() if k != "steps"),
+        n=study.evaluate.n,
+        conditions=tuple(ConditionFacts(name=n, plan=p if n != OWN else OWN_PLAN) for n, p in study.conditions.items()),
+        primary=None if study.compare.primary is None else Primary(**study.compare.primary.model_dump()),
+        engine=study.engine.kind,
+        command=f"shaketable study run {study.study}.yaml",
+        key=cells_of(study)[-1].key if study.seeds else "",
+        named_before=named_before,
+        digest=records,
+    )
 
 
 def _steps(study: StudyConfig) -> int:
@@ -127,26 +138,22 @@ def _steps(study: StudyConfig) -> int:
     return int(study.harden.get("steps", HardenConfig.model_fields["steps"].default))
 
 
-def _done(runs: Sequence[Run], arm: str) -> list[Run]:
-    return [r for r in runs if r.arm == arm and r.is_done]
-
-
-def _arm(study: StudyConfig, name: str, runs: Sequence[Run]) -> dict[str, Any]:
-    arm, done = study.arms[name], _done(runs, name)
-    return {
-        "name": name,
-        "description": arm.description,
-        "kind": arm.kind,
-        "model": arm.model or study.model,
-        "task": arm.task or study.task,
-        "plan": study.plan_of(arm),
-        "plan_in": OWN if arm.kind == "evaluate" else arm.plan_in,
-        "aqn": _aqn(arm, done),
-        "guided": arm.aqn.guide if isinstance(arm.aqn, Guide) else None,
-        "settings": _settings(study, arm),
-        "seeds": [r.seed for r in done],
-        **_measured(done, study.conditions),
-    }
+def _arm(study: StudyConfig, name: str, done: Sequence[Run]) -> ArmResult:
+    arm = study.arms[name]
+    return ArmResult(
+        name=name,
+        description=arm.description,
+        kind=arm.kind,
+        model=arm.model or study.model,
+        task=arm.task or study.task,
+        plan=study.plan_of(arm),
+        plan_in=OWN if arm.kind == "evaluate" else arm.plan_in,
+        aqn=_aqn(arm, done),
+        guided=arm.aqn.guide if isinstance(arm.aqn, Guide) else None,
+        settings=tuple(_settings(study, arm)),
+        seeds=tuple(r.seed for r in done if r.seed is not None),
+        **measured(done, study.conditions),
+    )
 
 
 def _settings(study: StudyConfig, arm: Arm) -> list[str]:
@@ -168,80 +175,32 @@ def _aqn(arm: Arm, done: Sequence[Run]) -> str | None:
     return next((str(r.config["aqn"]) for r in done if r.config.get("aqn")), arm.aqn if isinstance(arm.aqn, str) else None)
 
 
-def _measured(done: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "scores": [*arms.scores(done, conditions), *arms.scores(done, conditions, "loss")],
-        "curves": arms.curves(done, conditions),
-        "sigma": arms.sigmas(done[0]) if done else [],
-        "proof": arms.proof(done),
-        "mechanism": arms.mechanism(done),
-        "cost": arms.cost(done),
-        "samples": arms.samples(done),
-    }
-
-
-def run_facts(run: Run) -> dict[str, Any]:
+def run_facts(run: Run) -> RunFacts:
     """One line of the table of runs."""
     times = [e["time"] for e in run.events if "time" in e]
-    return {
-        "name": run.name,
-        "kind": run.kind,
-        "arm": run.arm,
-        "seed": run.seed,
-        "status": run.status,
-        "id": run.head.get("id"),
-        "sha": run.sha,
-        "folder": f"runs/{run.name}",
-        "attempts": len(run.of_kind("attempt")),
-        "resumed": len(run.of_kind("resumed")),
-        "seconds": times[-1] - times[0] if len(times) > 1 and times == sorted(times) else None,  # no clock that was set back
-        "error": run.error,
-        "warnings": [*(f"made elsewhere: {e['how']}, {e['path']}" for e in run.of_kind("added")), *_warnings(run)],
-    }
+    added = [f"made elsewhere: {e['how']}, {e['path']}" for e in run.of_kind("added")]
+    return RunFacts(
+        name=run.name,
+        kind=run.kind,
+        arm=run.arm,
+        seed=run.seed,
+        status=run.status,
+        id=run.head.get("id"),
+        sha=run.sha,
+        folder=f"runs/{run.name}",
+        attempts=len(run.of_kind("attempt")),
+        resumed=len(run.of_kind("resumed")),
+        seconds=times[-1] - times[0] if len(times) > 1 and times == sorted(times) else None,  # no clock that was set back
+        error=run.error,
+        warnings=(*added, *(e["text"] for e in run.of_kind("warning"))),
+    )
 
 
-def _warnings(run: Run) -> list[str]:
-    return [e["text"] for e in run.of_kind("warning")]
-
-
-def robustness(conditions: Mapping[str, str | None], done: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Scores over conditions: along a magnitude where they differ in nothing else, side by side where they do."""
-    places = magnitudes(conditions)
-    found: list[dict[str, Any]] = []
-    for name, runs in done.items():
-        rows = {s["condition"]: s for s in arms.scores(runs, conditions)}
-        points: list[dict[str, Any]] = [
-            {"label": c, "x": places[c], "condition": c, "mean": s["mean"], "low": s["ci_low"], "high": s["ci_high"]}
-            for c, s in rows.items()
-        ]
-        found.append({"arm": name, "points": sorted(points, key=lambda p: (p["x"] is None, p["x"] or 0.0))})
-    return [row for row in found if len(row["points"]) > 1]
-
-
-def magnitudes(conditions: Mapping[str, str | None]) -> dict[str, float | None]:
-    """The magnitude of each condition, clean being 0; None for all when their plans differ in anything else."""
-    found: dict[str, float | None] = {}
-    shapes = set()
-    for name, text in conditions.items():
-        clauses = () if text is None else Plan.parse(text).clauses
-        fault = clauses[0].fault.model_dump() if len(clauses) == 1 else {}
-        found[name] = 0.0 if text is None else fault.pop("magnitude", None)
-        if text is not None:
-            shapes.add(f"{fault} {clauses[0].site}" if len(clauses) == 1 else text)
-    alike = len(shapes) == 1 and len(found) > 2 and None not in found.values()
-    return found if alike else dict.fromkeys(conditions)
-
-
-def environments(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def environments(runs: Sequence[Run]) -> list[Environment]:
     """The machines and versions that runs were done with, and how many by each."""
-    found: list[dict[str, Any]] = []
-    for facts in (r.head["environment"] for r in runs if r.head):
-        known = next((row for row in found if row["facts"] == facts), None)
-        if known is None:
-            found.append({"runs": 1, "facts": facts})
-        else:
-            known["runs"] += 1
-    return found
+    every = [run.head["environment"] for run in runs if run.head]
+    different = [facts for i, facts in enumerate(every) if facts not in every[:i]]
+    return [Environment(runs=every.count(facts), facts=facts) for facts in different]
 
 
 def _not_the_same(runs: Sequence[Run]) -> list[str]:

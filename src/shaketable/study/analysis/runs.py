@@ -77,14 +77,14 @@ class Run:
         resolved = self.last("resolved")
         return dict(resolved["config"] if resolved is not None else self.head.get("config", {}))
 
-    def condition(self, name: str) -> Event | None:
-        """The last scores under a condition."""
-        evaluation = self.last("evaluation")
+    def condition(self, name: str, step: int | None = None) -> Event | None:
+        """The scores under a condition, after the last step or another one."""
+        evaluation = next((e for e in reversed(self.of_kind("evaluation")) if step is None or e["step"] == step), None)
         return None if evaluation is None else next((c for c in evaluation["conditions"] if c["name"] == name), None)
 
-    def scores(self, condition: str, endpoint: str) -> list[float]:
-        """One number for every problem, after the last step; none where one of them was not read, or is no number."""
-        found = self.condition(condition)
+    def scores(self, condition: str, endpoint: str, step: int | None = None) -> list[float]:
+        """One number for every problem, as `condition` finds them; none where one was not read, or is no number."""
+        found = self.condition(condition, step)
         values = [] if found is None else [a.get(PER_ANSWER[endpoint]) for a in found["answers"]]
         return [] if None in values else [float(value) for value in values]
 
@@ -100,6 +100,10 @@ class Run:
         if endpoint == "seconds_per_step":
             return float(median(times))
         return float(sum(s["aqn_seconds"] for s in steps) / sum(times))
+
+    def at_step(self, field: str, step: int) -> float | None:
+        """What was measured at one step."""
+        return next((s.get(field) for s in self.of_kind("step") if s["step"] == step), None)
 
 
 _NEEDS = {"reward": "reward", "aqn_share": "aqn_seconds"}

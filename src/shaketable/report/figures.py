@@ -1,0 +1,457 @@
+"""Figures with axes as inline SVG: lines over steps, scores over strengths, σ over steps; coloured by the page's variables.
+
+A long run has more steps than a figure has pixels. Steps are then put into at most 120 bins: the line is the mean of a bin, the
+band runs from its least to its greatest value, and the figure says so; thinning would drop the step that broke. A missing value
+interrupts a line. A log scale is taken when all values are positive and spread over two decades, and is named in the caption.
+
+An arm has the same colour, dash and marker in every figure. The seven colours are those of Okabe and Ito without yellow; they
+keep apart under every common colour blindness. Twelve markers and five dashes repeat with other periods, so that no two of the
+first 35 arms share all three. Drawn by hand: a plotting library cannot follow
+the theme of the page.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+from markupsafe import Markup
+
+from shaketable.report.wording import amount, finite, known, number, ranges
+from shaketable.study.analysis.results import Point, RobustnessPoint, Sigma
+
+# ---- scales
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] to [start, end]. `end` may be the smaller one, as heights are on a screen."""
+
+    low: float
+    high: float
+    start: float = 0.0
+    end: float = 100.0
+    log: bool = False
+
+    @classmethod
+    def over(
+        cls, values: Iterable[Any], start: float = 0.0, end: float = 100.0, *, log: bool = False, margin: float = 0.04
+    ) -> Scale:
+        """A scale that holds the values with some air; values that are all equal lie in its middle."""
+        seen = [v for v in known(values) if not log or v > 0]
+        low, high = min(seen, default=0.1), max(seen, default=1.0)
+        if log:
+            air = (high / low) ** margin if high > low else 2.0
+            return cls(low / air, high * air, start, end, True)
+        air = margin * (high - low) if high > low else abs(high) * 0.1 or 1.0
+        return cls(low - air, high + air, start, end)
+
+    def __call__(self, value: float) -> float:
+        """Where a value lies; beyond the ends it stays at the end."""
+        low, high, v = (
+            math.log10(x) if self.log else x for x in (self.low, self.high, max(value, 1e-300) if self.log else value)
+        )
+        return self.start + (self.end - self.start) * min(max((v - low) / (high - low), 0.0), 1.0)
+
+    def draws(self, value: Any) -> bool:
+        """Whether a value has a place."""
+        return finite(value) and (value > 0 or not self.log)
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """Round numbers inside: 1, 2 or 5 times a power of ten; powers of ten on a long logarithmic scale."""
+        if self.log:
+            decades = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
+            if len(decades) > 1:
+                return [10.0**d for d in decades][:: math.ceil(len(decades) / (about + 1))]
+        power = 10.0 ** math.floor(math.log10((self.high - self.low) / about))
+        choices = [self._multiples(m * power) for m in (1, 2, 5, 10)]
+        return min(choices, key=lambda ticks: abs(len(ticks) - about))
+
+    def _multiples(self, step: float) -> list[float]:
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
+
+
+def needs_log(values: Iterable[Any], ratio: float = 100.0) -> bool:
+    """All positive and spread over so many decades that a linear scale would show the largest only."""
+    seen = known(values)
+    return len(seen) > 1 and min(seen) > 0 and max(seen) > ratio * min(seen)
+
+
+def joined(parts: Iterable[Markup]) -> Markup:
+    """Pieces of a drawing as one."""
+    return Markup("").join(parts)
+
+
+# ---- how an arm looks
+
+
+COLORS = 7
+DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "4 2")
+MARKERS = (
+    "M-3.6 0A3.6 3.6 0 1 1 3.6 0A3.6 3.6 0 1 1-3.6 0Z",
+    "M-3.2-3.2H3.2V3.2H-3.2Z",
+    "M0-4.4L4.4 0L0 4.4L-4.4 0Z",
+    "M0-4.2L4 3.2H-4Z",
+    "M0 4.2L4-3.2H-4Z",
+    "M-1.3-4H1.3V-1.3H4V1.3H1.3V4H-1.3V1.3H-4V-1.3H-1.3Z",
+)
+"""Filled for the first six arms, hollow for the next six."""
+
+
+def look(arm: int) -> Markup:
+    """The attributes of everything that is drawn of an arm: its colour class and its number, by which it can be hidden."""
+    return Markup('class="arm c{}" data-arm="{}"').format(arm % COLORS, arm)
+
+
+def marker(arm: int, x: float = 0, y: float = 0) -> Markup:
+    """The arm's marker at a place of a view box."""
+    hollow = " hollow" if arm // len(MARKERS) % 2 else ""
+    shape = '<path class="marker{}" transform="translate({:.1f} {:.1f})" d="{}"/>'
+    return Markup(shape).format(hollow, x, y, MARKERS[arm % len(MARKERS)])
+
+
+def pin(arm: int, x: float, y: str) -> Markup:
+    """The arm's marker at x percent of a strip: an SVG of its own, for a transform takes no percentages."""
+    return Markup('<svg class="pin" x="{:.2f}%" y="{}">{}</svg>').format(x, y, marker(arm))
+
+
+def dash(arm: int) -> str:
+    """The arm's dash pattern; empty for a solid line."""
+    return DASHES[arm % len(DASHES)]
+
+
+def swatch(arm: int) -> Markup:
+    """A short line with the marker, to stand before the arm's name. It says nothing the name does not."""
+    line = Markup('<path class="line" stroke-dasharray="{}" d="M0 7H28"/>').format(dash(arm))
+    body = Markup("<g {}>{}{}</g>").format(look(arm), line, marker(arm, 14, 7))
+    return Markup('<svg class="swatch" width="28" height="14" aria-hidden="true" focusable="false">{}</svg>').format(body)
+
+
+# ---- lines over steps
+
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 196, 46, 14, 10, 26
+BINS = 120
+CROWD = 6
+"""More lines than this have half as many bins; their bands are paler, and not told."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One arm's values in one figure."""
+
+    arm: int
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure and what its caption must say of it."""
+
+    svg: Markup
+    log: bool
+    per_bin: int
+
+
+def curves(title: str, lines: Sequence[Line], unit: str = "") -> Drawing:
+    """Lines over steps with their bands."""
+    lines, per_bin = _binned(lines)
+    values = [getattr(p, key) for line in lines for p in line.points for key in ("mean", "low", "high")]
+    log = needs_log(p.mean for line in lines for p in line.points)
+    steps = sorted({p.step for line in lines for p in line.points})
+    y = Scale.over(values, HEIGHT - BOTTOM, TOP, log=log, margin=0.06)
+    x = Scale.over(steps, LEFT, WIDTH - RIGHT, margin=0.0 if len(steps) > 1 else 0.04)
+    label = f"{title} over steps{_told(lines, unit)}"
+    parts = [axes(x, y, unit), *(_line(line, x, y) for line in lines), hits(_columns(lines, steps, unit), x, steps)]
+    return Drawing(frame(label, joined(parts), "plot crowd" if len(lines) > CROWD else "plot"), log, per_bin)
+
+
+def frame(label: str, body: Markup, kind: str = "plot", more: float = 0) -> Markup:
+    """The SVG element of a figure with axes; `more` is room below for names that stand aslant."""
+    svg = '<svg class="{}" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
+    return Markup(svg).format(kind, WIDTH, HEIGHT + more, label, body)
+
+
+def axes(x: Scale | None, y: Scale, unit: str = "", x_name: str = "step") -> Markup:
+    """Rules and numbers of y, and of x where it is a scale."""
+    rule = Markup('<path class="rule" d="M{} {:.1f}H{}"/><text class="y" x="{}" y="{:.1f}">{}</text>')
+    rules = [rule.format(LEFT, y(t), WIDTH - RIGHT, LEFT - 6, y(t) + 3.5, tick(t, unit)) for t in y.ticks(4)]
+    base = Markup('<path class="axis" d="M{} {}H{}"/>').format(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT)
+    if x is None:
+        return joined([*rules, base])
+    text = Markup('<text class="x" x="{:.1f}" y="{}">{}</text>')
+    marks = [text.format(x(t), HEIGHT - BOTTOM + 14, tick(t)) for t in x.ticks(5)]
+    name = Markup('<text class="end" x="{}" y="{}">{}</text>').format(WIDTH - RIGHT, HEIGHT - 1, x_name)
+    return joined([*rules, base, *marks, name])
+
+
+def tick(value: float, unit: str = "") -> str:
+    """A number on an axis; fractions that are read in points are hundredths there too."""
+    return number(float(f"{100 * value:.6g}")) if unit == "points" else number(value)
+
+
+def hits(told: Sequence[str], x: Scale, at: Sequence[float]) -> Markup:
+    """Columns to point at, each as wide as the way to its neighbours."""
+    places = [x(step) for step in at]
+    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - RIGHT]
+    box = '<g class="hit"><rect x="{:.1f}" y="{}" width="{:.1f}" height="{}"/><path d="M{:.1f} {}V{}"/><title>{}</title></g>'
+    return joined(
+        Markup(box).format(left, TOP, right - left, HEIGHT - TOP - BOTTOM, place, TOP, HEIGHT - BOTTOM, text)
+        for text, place, left, right in zip(told, places, edges, edges[1:], strict=False)
+    )
+
+
+def polylines(points: Sequence[tuple[float, float | None]], dashes: str) -> Markup:
+    """The known stretches of a line; one that is a single point gets a dot of the line's width."""
+    runs = [list(run) for there, run in groupby(points, key=lambda p: p[1] is not None) if there]
+    shape = Markup('<polyline class="line" stroke-dasharray="{}" points="{}"/>')
+    return joined(
+        shape.format(dashes, " ".join(f"{x:.1f},{y:.1f}" for x, y in (run if len(run) > 1 else run * 2))) for run in runs
+    )
+
+
+def _line(line: Line, x: Scale, y: Scale) -> Markup:
+    places = [(x(p.step), y(p.mean) if p.mean is not None and y.draws(p.mean) else None) for p in line.points]
+    there = [(a, b) for a, b in places if b is not None]
+    every = max(1, math.ceil(len(there) / 6))
+    offset = min(line.arm * 2 % every, max(len(there) - 1, 0))
+    pins = [marker(line.arm, a, b) for a, b in there[offset::every]]
+    body = joined([_band(line.points, x, y), polylines(places, dash(line.arm)), *pins])
+    return Markup("<g {}>{}</g>").format(look(line.arm), body)
+
+
+def _band(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
+    ends = [(p.step, p.low, p.high) for p in points]
+    shapes = []
+    for drawn, run in groupby(ends, key=lambda end: y.draws(end[1]) and y.draws(end[2])):
+        known_ends = [(step, low, high) for step, low, high in run if drawn and low is not None and high is not None]
+        if any(low < high for _, low, high in known_ends):
+            there_and_back = [(s, high) for s, _, high in known_ends] + [(s, low) for s, low, _ in reversed(known_ends)]
+            path = "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in there_and_back)
+            shapes.append(Markup('<path class="band" d="M{}Z"/>').format(path))
+    return joined(shapes)
+
+
+def _binned(lines: Sequence[Line]) -> tuple[list[Line], int]:
+    longest = max((len(line.points) for line in lines), default=0)
+    size = max(1, math.ceil(longest / (BINS if len(lines) <= CROWD else BINS // 2)))
+    return [Line(line.arm, line.name, _bins(line.points, size)) for line in lines], size
+
+
+def _bins(points: Sequence[Point], size: int) -> Sequence[Point]:
+    if size == 1:
+        return points
+    return [_bin(points[i : i + size]) for i in range(0, len(points), size)]
+
+
+def _bin(points: Sequence[Point]) -> Point:
+    means = known(p.mean for p in points)
+    lows = known(v for p in points for v in (p.low, p.mean))
+    highs = known(v for p in points for v in (p.high, p.mean))
+    mean = sum(means) / len(means) if means else None
+    return Point(step=points[-1].step, mean=mean, low=min(lows, default=None), high=max(highs, default=None))
+
+
+def _columns(lines: Sequence[Line], steps: Sequence[int], unit: str) -> list[str]:
+    at = [{p.step: p for p in line.points} for line in lines]
+    told = []
+    for step in steps:
+        there = [(line.name, p[step]) for line, p in zip(lines, at, strict=True) if step in p]
+        rows = [f"{name}: {_value(p, unit, len(lines) <= CROWD)}" for name, p in there]
+        told.append("\n".join([f"step {number(step)}", *rows]))
+    return told
+
+
+def _value(point: Point, unit: str, wide: bool) -> str:
+    text = amount(point.mean, unit)
+    low, high = point.low, point.high
+    banded = wide and finite(low) and finite(high) and low < high
+    return f"{text} ({amount(low, unit)} to {amount(high, unit)})" if banded else text
+
+
+def _told(lines: Sequence[Line], unit: str) -> str:
+    ends = [(line.name, known(p.mean for p in line.points)) for line in lines]
+    told = [f"{name} from {amount(v[0], unit)} to {amount(v[-1], unit)}" for name, v in ends if v]
+    return ": " + "; ".join(told) if told else ": no value can be drawn"
+
+
+# ---- scores over strengths
+
+
+BASE = HEIGHT - 26
+APART, LETTER, TILTED, LONGEST, SHORT = 5.0, 5.6, 62, 18, 9
+Arm = tuple[int, str, Sequence[RobustnessPoint]]
+
+
+@dataclass(frozen=True)
+class Strengths:
+    """The places along x: what tells points apart, their order, and what they are called."""
+
+    key: str
+    order: list[Any]
+    labels: dict[Any, str]
+    scale: Scale
+
+    @classmethod
+    def of(cls, points: Sequence[RobustnessPoint]) -> Strengths:
+        """Numbers where every point has one, under their names if those are short; names otherwise."""
+        numeric = all(finite(p.x) for p in points)
+        key = "x" if numeric else "label"
+        order = sorted({getattr(p, key) for p in points}) if numeric else list(dict.fromkeys(getattr(p, key) for p in points))
+        at = order if numeric else range(len(order))
+        scale = Scale.over(at, LEFT + 16, WIDTH - RIGHT - 16, margin=0.0 if len(order) > 1 else 0.04)
+        own = not numeric or all(0 < len(p.label) <= SHORT for p in points)
+        return cls(key, order, {getattr(p, key): p.label if own else number(p.x) for p in points}, scale)
+
+    @property
+    def tilted(self) -> bool:
+        """Whether the names of conditions need more room than there is side by side."""
+        longest = max(map(len, self.labels.values()))
+        return self.key == "label" and longest * LETTER * len(self.order) > WIDTH - LEFT - RIGHT
+
+    def place(self, point: RobustnessPoint) -> float:
+        """The x of a point."""
+        return self.at(getattr(point, self.key))
+
+    def at(self, value: Any) -> float:
+        """The x of a strength."""
+        return self.scale(value if self.key == "x" else self.order.index(value))
+
+
+def robustness(arms: Sequence[Arm], unit: str = "points") -> Markup:
+    """The figure, or nothing when no point has a mean."""
+    every = [p for _, _, points in arms for p in points]
+    if not known(p.mean for p in every):
+        return Markup("")
+    x = Strengths.of(every)
+    y = Scale.over([getattr(p, k) for p in every for k in ("mean", "low", "high")], BASE, TOP, margin=0.06)
+    apart = APART * min(1.0, 6 / len(arms))
+    lines = [_robust_arm(arm, x, y, apart * (i - (len(arms) - 1) / 2)) for i, arm in enumerate(arms)]
+    told = [
+        _told_strength(x.labels[k], [(n, p) for _, n, points in arms for p in points if getattr(p, x.key) == k], unit)
+        for k in x.order
+    ]
+    columns = hits(told, x.scale, x.order if x.key == "x" else range(len(x.order)))
+    body = joined([axes(None, y, unit), _names(x), *lines, columns])
+    return frame("Score against strength. " + ". ".join(told), body, more=TILTED if x.tilted else 0)
+
+
+def _robust_arm(arm: Arm, x: Strengths, y: Scale, shift: float) -> Markup:
+    i, _, points = arm
+    ordered = sorted(points, key=x.place)
+    places = [(x.place(p) + shift, y(p.mean) if finite(p.mean) else None) for p in ordered]
+    whisker = Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>')
+    there = [(p, p.low, p.high) for p in points if finite(p.low) and finite(p.high)]
+    whiskers = [whisker.format(x.place(p) + shift, y(low), y(high)) for p, low, high in there]
+    pins = [marker(i, a, b) for a, b in places if b is not None]
+    line = [polylines(places, dash(i))] if x.key == "x" else []
+    return Markup("<g {}>{}</g>").format(look(i), joined([*whiskers, *line, *pins]))
+
+
+def _names(x: Strengths) -> Markup:
+    """What stands under the axis; a number that would touch the one before is left out."""
+    if x.tilted:
+        text = Markup('<text class="end" transform="translate({:.1f} {}) rotate(-38)">{}</text>')
+        names = {k: n if len(n) <= LONGEST else n[: LONGEST - 1] + "…" for k, n in x.labels.items()}
+        return joined(text.format(x.at(k) + 4, BASE + 13, names[k]) for k in x.order)
+    text, parts, free = Markup('<text class="x" x="{:.1f}" y="{}">{}</text>'), [], 0.0
+    for k in x.order:
+        half = LETTER * len(x.labels[k]) / 2
+        if x.at(k) - half >= free:
+            parts.append(text.format(x.at(k), BASE + 14, x.labels[k]))
+            free = x.at(k) + half
+    return joined(parts)
+
+
+def _told_strength(label: str, points: Sequence[tuple[str, RobustnessPoint]], unit: str) -> str:
+    rows = [f"{name}: {amount(p.mean, unit)} ({amount(p.low, unit)} to {amount(p.high, unit)})" for name, p in points]
+    return "\n".join([label, *rows])
+
+
+# ---- σ over steps
+
+
+BASE = HEIGHT - 26
+LABELLED = 6
+MOST = 40
+Corner = tuple[float, Any]
+
+
+def schedule(arm: int, name: str, sigma: Sequence[Sigma]) -> Markup:
+    """The schedules of one arm; empty when there is nothing to draw."""
+    groups = _groups(sigma)
+    values = known(v for points in groups for _, v in points)
+    if not values:
+        return Markup("")
+    steps = sorted({step for points in groups for step, _ in points})
+    x = Scale.over(steps, LEFT, WIDTH - RIGHT, margin=0.0 if len(steps) > 1 else 0.04)
+    y = Scale.over([0.0, *values], BASE, TOP, margin=0.06)
+    lines = [_stairs(points, x, y) for points in groups]
+    ends = [_end(points, label, x, y) for points, label in groups.items()] if len(groups) <= LABELLED else []
+    shown = steps[:: max(1, len(steps) // MOST)]
+    body = [
+        axes(x, y),
+        Markup("<g {}>{}</g>").format(look(arm), joined(lines)),
+        *ends,
+        hits(_told_sigma(groups, shown), x, shown),
+    ]
+    label = f"σ of {name} over steps: " + "; ".join(
+        f"{label} from {number(points[0][1])} to {number(points[-1][1])}" for points, label in list(groups.items())[:LABELLED]
+    )
+    return frame(label, joined(body))
+
+
+def _groups(sigma: Sequence[Sigma]) -> dict[tuple[Corner, ...], str]:
+    """Corner points to the name of all that share them."""
+    found: dict[tuple[Corner, ...], list[str]] = {}
+    for series in sigma:
+        if series.points:
+            found.setdefault(_corners([(p[0], p[1]) for p in series.points]), []).append(series.label)
+    return {points: together(labels) for points, labels in found.items()}
+
+
+def _corners(points: Sequence[Corner]) -> tuple[Corner, ...]:
+    inner = [b for a, b in pairwise(points[:-1]) if a[1] != b[1]]
+    thinned = inner[:: max(1, len(inner) // (2 * MOST))]
+    return (*points[:1], *thinned, *points[1:][-1:])
+
+
+def together(labels: Sequence[str]) -> str:
+    """`layers 0–2, 4` for the names of layers; others as they are."""
+    layers = [re.fullmatch(r"layer (\d+)", label) for label in labels]
+    numbers = [int(m[1]) for m in layers if m]
+    if len(numbers) > 1 and len(numbers) == len(labels):
+        return "layers " + ranges(numbers, 4)
+    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+
+
+def _stairs(points: Sequence[Corner], x: Scale, y: Scale) -> Markup:
+    """A σ holds until the next one is set."""
+    runs = [list(run) for there, run in groupby(points, key=lambda p: y.draws(p[1])) if there]
+    paths = [f"M{x(run[0][0]):.1f} {y(run[0][1]):.1f}" + "".join(f"H{x(s):.1f}V{y(v):.1f}" for s, v in run[1:]) for run in runs]
+    return joined(Markup('<path class="line" d="{}"/>').format(path) for path in paths)
+
+
+def _end(points: Sequence[Corner], label: str, x: Scale, y: Scale) -> Markup:
+    """The name of a line, above its start, where schedules lie farthest apart."""
+    step, value = next(((s, v) for s, v in points if y.draws(v)), (points[0][0], 0.0))
+    return Markup('<text class="direct" x="{:.1f}" y="{:.1f}">{}</text>').format(x(step) + 5, y(value) - 4, label)
+
+
+def _told_sigma(groups: dict[tuple[Corner, ...], str], steps: Sequence[float]) -> list[str]:
+    told = []
+    for step in steps:
+        rows = [f"{label}: {number(_at(points, step))}" for points, label in list(groups.items())[:LABELLED]]
+        more = [f"… and {len(groups) - LABELLED} more"] if len(groups) > LABELLED else []
+        told.append("\n".join([f"step {number(step)}", *rows, *more]))
+    return told
+
+
+def _at(points: Sequence[Corner], step: float) -> Any:
+    return next((v for s, v in reversed(points) if s <= step), points[0][1])

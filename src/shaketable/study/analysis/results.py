@@ -1,0 +1,413 @@
+"""What a study found, as data: computed by `findings`, then shown in the terminal, as Markdown and HTML, and written as JSON.
+
+A number that is not known is None and is shown as a dash: it must not look like 0. Scores, differences and intervals are
+fractions; whoever shows them reads the unit.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from shaketable.errors import ShaketableError
+
+SCHEMA = "shaketable.study/1"
+_UNSEEN = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069\\ufeff\\ud800-\\udfff"
+    "\\U000e0000-\\U000e007f]"
+)
+"""Controls but tab and line break, marks of writing direction, lone surrogates, and tags, which spell text that nobody sees."""
+
+
+class Part(BaseModel):
+    """A part of the findings."""
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="null", coerce_numbers_to_str=True)
+
+
+class SeedValue(Part):
+    """One seed's number."""
+
+    seed: int
+    value: float | None = None
+
+
+class Score(Part):
+    """An endpoint of an arm under a condition: mean over seeds with its 95 % interval."""
+
+    condition: str
+    endpoint: str = "accuracy"
+    unit: str = ""
+    mean: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    method: str = ""
+    n: int | None = None
+    per_seed: tuple[SeedValue, ...] = ()
+    first: float | None = None
+    """Before training."""
+
+
+class Point(Part):
+    """Mean, least and greatest over the seeds at a step."""
+
+    step: int
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Curve(Part):
+    """One number over the steps."""
+
+    name: str
+    points: tuple[Point, ...] = ()
+    band: str = ""
+    roughness: float | None = None
+    """Mean distance of a point from the straight line between its neighbours, by run, averaged over runs."""
+
+
+class Sigma(Part):
+    """σ over the steps of layers that share it."""
+
+    label: str
+    points: tuple[tuple[int, float], ...] = ()
+
+
+class Proof(Part):
+    """What a ledger measured of a fault at a place, beside what was asked."""
+
+    where: str
+    fault: str = ""
+    site: str = ""
+    asked: float | None = None
+    measured: float | None = None
+    error: float | None = None
+    changed: float | None = None
+    survival: float | None = None
+    forward: int | None = None
+    backward: int | None = None
+    verdict: str = ""
+    """agrees, differs, proven (no magnitude to compare) or inert."""
+    remark: str | None = None
+
+
+class LayerReading(Part):
+    """Inside of a layer, mean over seeds."""
+
+    layer: int
+    rms: float | None = None
+    kurtosis: float | None = None
+    zeros: float | None = None
+    survival: float | None = None
+    survival_inside: float | None = None
+    grad_norm: float | None = None
+
+
+class Mechanism(Part):
+    """Readings under a condition after the last step."""
+
+    condition: str
+    loss: float | None = None
+    layers: tuple[LayerReading, ...] = ()
+
+
+class Cost(Part):
+    """Seconds per step, and the shares of a step."""
+
+    seconds_per_step: float | None = None
+    sampling_share: float | None = None
+    injection_share: float | None = None
+    aqn_share: float | None = None
+    evaluation_seconds: float | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return any(value is not None for _, value in self)
+
+
+class Sample(Part):
+    """An answer of the model."""
+
+    condition: str
+    id: str = ""
+    question: str = ""
+    answer: str = ""
+    text: str = ""
+    correct: bool | float | None = None
+
+
+class ArmResult(Part):
+    """What an arm was and what it came to."""
+
+    name: str
+    description: str = ""
+    kind: str = ""
+    model: str = ""
+    task: str = ""
+    plan: str | None = None
+    plan_in: str | None = None
+    aqn: str | None = None
+    guided: str | None = None
+    settings: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    scores: tuple[Score, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    sigma: tuple[Sigma, ...] = ()
+    proof: tuple[Proof, ...] = ()
+    mechanism: tuple[Mechanism, ...] = ()
+    cost: Cost = Cost()
+    samples: tuple[Sample, ...] = ()
+
+
+class Spread(Part):
+    """What the smallest detectable difference rests on."""
+
+    disagreement: float
+    """Mean square of the difference per seed and problem; for right and wrong answers the share on which two runs disagree."""
+    seed_sd: float
+    """Of the true difference, from one training seed to the next."""
+
+
+class ComparisonResult(Part):
+    """A difference a − b."""
+
+    a: str
+    b: str
+    condition: str | None = None
+    endpoint: str = "accuracy"
+    unit: str = ""
+    scale: float = 1
+    difference: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    p: float | None = None
+    p_holm: float | None = None
+    p_seeds: float | None = None
+    mcnemar: tuple[float, ...] = ()
+    detectable: float | None = None
+    planned: float | None = None
+    """The smallest detectable difference that a dry run says of the same seeds and problems, from assumed spread."""
+    spread: Spread | None = None
+    seeds: int | None = None
+    problems: int | None = None
+    per_seed: tuple[SeedValue, ...] = ()
+    primary: bool = False
+    verdict: Literal["shown", "not shown", "nothing"] = "nothing"
+    method: str | None = ""
+    sentence: str = ""
+
+
+class StepDifference(Part):
+    """A difference between two arms at one step; its interval is of this step alone."""
+
+    step: int
+    difference: float
+    ci_low: float | None = None
+    ci_high: float | None = None
+    seeds: int
+
+
+class StepComparison(Part):
+    """An arm against the baseline, step by step."""
+
+    a: str
+    b: str
+    curve: str
+    unit: str = ""
+    scale: float = 1
+    points: tuple[StepDifference, ...] = ()
+
+
+class Ends(Part):
+    """An interval by its ends; an end that is infinite is None in JSON."""
+
+    low: float | None = None
+    high: float | None = None
+
+
+class RecoveredResult(Part):
+    """The share of what a fault takes that came back in an arm."""
+
+    arm: str
+    condition: str
+    share: float | None = None
+    interval: Ends = Ends()
+    taken: float | None = None
+    returned: float | None = None
+    before: float | None = None
+    after: float | None = None
+    clean: float | None = None
+    clean_after: float | None = None
+    seeds: int | None = None
+    problems: int | None = None
+    seconds: float | None = None
+    sentence: str = ""
+
+
+class RobustnessPoint(Part):
+    """A score at a strength of the fault; `x` where conditions differ in one magnitude alone."""
+
+    label: str
+    x: float | None = None
+    condition: str = ""
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Robustness(Part):
+    """Scores of an arm over the conditions."""
+
+    arm: str
+    points: tuple[RobustnessPoint, ...] = ()
+
+
+class LayerProbes(Part):
+    """Results of the probes at a layer, by probe, and its statistics."""
+
+    layer: int
+    results: dict[str, str] = {}
+    statistics: dict[str, Any] = {}
+
+
+class LayerSigmaResult(Part):
+    """The σ that the rules of guidance gave a layer, and why."""
+
+    layer: int
+    sigma: float | None = None
+    label: str = ""
+    why: tuple[str, ...] = ()
+
+
+class DiagnosisResult(Part):
+    """A diagnosis of the study."""
+
+    plan: str | None = None
+    model: str = ""
+    verdict: str = "INCONCLUSIVE"
+    sentence: str = ""
+    layer: int | None = None
+    layers: tuple[LayerProbes, ...] = ()
+    sigmas: tuple[LayerSigmaResult, ...] = ()
+    folder: str = ""
+
+
+class RunFacts(Part):
+    """One line of the table of runs."""
+
+    name: str
+    kind: str = ""
+    arm: str | None = ""
+    seed: int | None = None
+    status: str = "missing"
+    id: str | None = ""
+    sha: str | None = ""
+    folder: str = ""
+    attempts: int | None = None
+    resumed: int | None = None
+    seconds: float | None = None
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class Verdict(Part):
+    """The first thing that a report says."""
+
+    kind: Literal["shown", "not shown", "nothing"] = "nothing"
+    headline: str = ""
+    sentence: str = ""
+
+
+class ConditionFacts(Part):
+    """A condition by its name."""
+
+    name: str
+    plan: str | None = None
+
+
+class Environment(Part):
+    """Machine and versions, and how many runs were done with them."""
+
+    runs: int | None = None
+    facts: dict[str, Any] = {}
+
+
+class Primary(Part):
+    """The comparison that decides."""
+
+    a: str
+    b: str
+    condition: str | None = None
+    endpoint: str = "accuracy"
+
+
+class StudyFacts(Part):
+    """What was asked."""
+
+    name: str = ""
+    question: str = ""
+    origin: str = ""
+    model: str = ""
+    task: str = ""
+    seeds: tuple[int, ...] = ()
+    steps: int | None = None
+    options: str = ""
+    n: int | None = None
+    conditions: tuple[ConditionFacts, ...] = ()
+    primary: Primary | None = None
+    engine: str = ""
+    command: str = ""
+    key: str = ""
+    named_before: bool = False
+    digest: str = ""
+
+
+class Findings(Part):
+    """All that a report says."""
+
+    kind: Literal["study", "run"] = "study"
+    study: StudyFacts = StudyFacts()
+    complete: bool = False
+    runs: tuple[RunFacts, ...] = ()
+    verdict: Verdict = Verdict()
+    arms: tuple[ArmResult, ...] = ()
+    comparisons: tuple[ComparisonResult, ...] = ()
+    at_steps: tuple[StepComparison, ...] = ()
+    recovered: tuple[RecoveredResult, ...] = ()
+    robustness: tuple[Robustness, ...] = ()
+    diagnoses: tuple[DiagnosisResult, ...] = ()
+    environments: tuple[Environment, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Findings as they were written; those of another schema are refused."""
+        if data.get("schema", SCHEMA) != SCHEMA:
+            raise ShaketableError(f"a report reads findings of the schema {SCHEMA}, not {data['schema']!r}")
+        return cls.model_validate({key: value for key, value in data.items() if key != "schema"})
+
+    def to_json(self) -> str:
+        """As JSON; a number that is not finite is null."""
+        body = self.model_dump_json(indent=1)
+        return f'{{\n "schema": "{SCHEMA}",{body[1:]}\n'
+
+    def visible(self) -> Self:
+        """The same with every character that acts without being seen replaced by its code: ⟨U+202E⟩."""
+        return type(self).model_validate(_visible(self.model_dump()))
+
+
+def visible(text: str) -> str:
+    """The text with the code of every character that a reader cannot see but a screen obeys; line breaks and tabs stay."""
+    return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_visible(key): _visible(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_visible(item) for item in value]
+    return visible(value) if isinstance(value, str) else value
