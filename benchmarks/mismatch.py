@@ -182,7 +182,7 @@ def one(trainer: Any, engine: Any, model: str, seed: int, earlier: Any = None, *
     rollouts = engine.sample(prompts(trainer.tokenizer, model, seed), chosen)
     found = run_stages(Question(trainer, engine, rollouts, chosen, earlier or {}, recorded=2)).to_dict()
     keep = {key: found[key] for key in ("verdict", "stage", "sentence", "at_floor", "not_looked_at")}
-    sizes = {"gap": found["gap"]["mean_abs"], "k3": found["gap"]["k3"], "floor": found["floor"]["mean_abs"]}
+    sizes = {"gap": found["gap"]["mean_abs"], "k3": found["gap"]["k3"], "floor": found["floor"]["largest"]["mean_abs"]}
     floors = {f"{row['side']}, {row['variant']}": row["mean_abs"] for row in found["floor"]["rows"]}
     shares = found["shares"] and [[f["family"], f["share"]] for f in found["shares"]["families"]]
     print(f"{model} {seed}: {found['sentence']}", flush=True)

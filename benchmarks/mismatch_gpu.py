@@ -70,7 +70,7 @@ def row(pair: Pair, found: Mismatch) -> str:
     """One line of the table."""
     gap, floor, shares = found.gap, found.floor, found.shares
     parts = "" if shares is None else ", ".join(f"{r.family} {r.share:.0%}" for r in shares.families[:3])
-    numbers = (f"{gap.k3:.2g}", f"{gap.mean_abs:.2g}", f"{gap.outside:.1%}", f"{floor.mean_abs:.2g}")
+    numbers = (f"{gap.k3:.2g}", f"{gap.mean_abs:.2g}", f"{gap.outside:.1%}", f"{floor.largest.mean_abs:.2g}")
     return "| " + " | ".join((pair[0], pair[1], *numbers, found.verdict, parts)) + " |"
 
 

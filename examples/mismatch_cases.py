@@ -1,7 +1,7 @@
 """Stages ten public threads about samplers and trainers on nano; docs/mismatch-cases.md shows what `mismatch` says of each.
 
     python mismatch_cases.py stage                          write rollouts (*.jsonl) and checkpoints into this folder
-    python mismatch_cases.py late-norm mismatch --trainer …  the command, with that defect in every model of Mistral's class
+    python mismatch_cases.py late-norm mismatch …  the command, with that defect in every model of Mistral's class
     python mismatch_cases.py by-hand                         compare what hooks on layers find
 
 nano is a Llama. Saved as Mistral it computes the same with classes of its own, so that it can be another program.

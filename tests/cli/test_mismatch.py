@@ -18,7 +18,7 @@ def line_of(done):
 
 def test_a_legal_pair_with_all_its_files(tmp_path):
     files = ["--json", "a.json", "--html", "a.html", "--plan-out", "a.yaml", "--tokens-out", "r.jsonl"]
-    run = ["mismatch", "--trainer", "nano", "--engine", "hf", "--engine-args", '{"dtype": "bfloat16"}', *SMALL]
+    run = ["mismatch", "nano", "--engine", "hf", "--engine-args", '{"dtype": "bfloat16"}', *SMALL]
     done = shaketable(tmp_path, *run, *files)
     assert done.code == 0, done.stderr + done.stdout
     for word in (
@@ -38,7 +38,7 @@ def test_a_legal_pair_with_all_its_files(tmp_path):
     assert (found["verdict"], found["kind"], found["exit_code"]) == ("LEGAL", "mismatch", 0)
     assert "LEGAL" in (tmp_path / "a.html").read_text()
     assert yaml.safe_load((tmp_path / "a.yaml").read_text())["plan"]
-    again = shaketable(tmp_path, "mismatch", "--trainer", "nano", "--tokens", "r.jsonl", "--json", "b.json")
+    again = shaketable(tmp_path, "mismatch", "nano", "--tokens", "r.jsonl", "--json", "b.json")
     assert again.code == 4, again.stderr + again.stdout
     assert json.loads((tmp_path / "b.json").read_text())["gap"]["k3"] == pytest.approx(found["gap"]["k3"])
     taken = shaketable(tmp_path, *run, "--json", "a.json")
@@ -48,11 +48,11 @@ def test_a_legal_pair_with_all_its_files(tmp_path):
 def test_a_defect_exits_1(tmp_path):
     rows = [{"prompt": [30 + i, 12, 25], "completion": [20, 21, 22, 23], "logprobs": [-9.0] * 4} for i in range(3)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wrong = shaketable(tmp_path, "mismatch", "--trainer", "nano", "--tokens", "r.jsonl")
+    wrong = shaketable(tmp_path, "mismatch", "nano", "--tokens", "r.jsonl")
     assert wrong.code == 4, wrong.stdout
-    sampled = ["mismatch", "--trainer", "nano", "--engine", "hf", *SMALL, "--logprobs", "processed", "--top-k", "5"]
+    sampled = ["mismatch", "nano", "--engine", "hf", *SMALL, "--logprobs", "processed", "--top-k", "5"]
     shaketable(tmp_path, *sampled, "--tokens-out", "k.jsonl")
-    done = shaketable(tmp_path, "mismatch", "--trainer", "nano", "--tokens", "k.jsonl", "--top-k", "5")
+    done = shaketable(tmp_path, "mismatch", "nano", "--tokens", "k.jsonl", "--top-k", "5")
     assert done.code == 1, done.stdout
     assert "DEFECT: the sides mean different probabilities" in done.stdout
 
@@ -72,10 +72,15 @@ def test_a_defect_exits_1(tmp_path):
     ],
 )
 def test_one_line_for_what_is_wrong(tmp_path, arguments, says):
-    assert says in line_of(shaketable(tmp_path, "mismatch", "--trainer", "nano", *arguments))
+    assert says in line_of(shaketable(tmp_path, "mismatch", "nano", *arguments))
+
+
+def test_the_option_that_was_the_model_says_what_to_write(tmp_path):
+    said = line_of(shaketable(tmp_path, "mismatch", "--trainer", "nano", "--engine", "hf"))
+    assert "shaketable mismatch nano" in said
 
 
 def test_rollouts_of_another_tokenizer(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": [5], "completion": [4999], "logprobs": [-1.0]}) + "\n")
-    said = line_of(shaketable(tmp_path, "mismatch", "--trainer", "nano", "--tokens", "r.jsonl"))
+    said = line_of(shaketable(tmp_path, "mismatch", "nano", "--tokens", "r.jsonl"))
     assert "token 4999, and nano knows 0 to 98; are the rollouts of another tokenizer?" in said

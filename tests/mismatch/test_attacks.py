@@ -74,6 +74,22 @@ def test_a_healthy_file_is_never_a_defect(dtype, name):
     assert found.conclusion.next
 
 
+def test_a_few_tokens_fit_nothing():
+    """With eight tokens, a repetition penalty of 1.01 fits rounding better than rounding does."""
+    texts = ["3+9=", "What is 8 minus 2? Answer:", "5*5=", "sum of 2 and 9 is", "4+4=8. 1+2=3. 9+1=", "60/3="]
+    tokenizer = pairs.trainer().tokenizer
+    asked = [tokenizer(text)["input_ids"] for text in [*texts, "Tom has 3 apples and", "7-2="]]
+    other = HFEngine(pairs.engine(torch.bfloat16).model, HFArguments(batch=6))
+    found = verdict(None, other.sample(asked, how(max_new_tokens=1, seed=1)))
+    assert found.verdict == "INCONCLUSIVE", found.sentence
+
+
+def test_a_truncation_that_cuts_nothing_off_is_not_named():
+    other = pairs.engine(plant=lambda m: wrap(m.lm_head, lambda y: y * 1.02))
+    found = verdict(None, other.sample(prompts(), how()))
+    assert "top_k=100" not in found.sentence and not any("top_k=100" in row.name for row in found.semantics.rows)
+
+
 @pytest.mark.parametrize("trainer", ["bfloat16", "float16"])
 @pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
 def test_formats_of_one_file_are_never_a_defect(trainer, engine):
@@ -184,6 +200,13 @@ UNDECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"logit_bias": {20: 4.0, 21: 3.0}}, ""),
     "temperature and top_p": ({"temperature": 0.6, "top_p": 0.8}, "divided by 0.6"),
 }
+
+
+@pytest.mark.parametrize(("given", "says"), [({"top_k": 10}, "top_k=10"), ({"top_p": 0.95}, "top_p=0.95")], ids=str)
+def test_sampling_that_rounding_of_the_trainer_hides_is_named_by_the_engines_own_logits(given, says):
+    engine, rollouts = sampled("bfloat16", **given, logprobs_mode="processed")
+    found = verdict(engine, [*rollouts], recorded=1)
+    assert found.verdict != "LEGAL" and says in found.sentence, found.sentence
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -307,6 +330,37 @@ def test_a_row_that_is_scaled_is_named_as_one_row():
     assert "row 5 is multiplied by 1.5" in verdict(other, other.sample(prompts(), how()), recorded=1).sentence
 
 
+def in_format(name: str, group: int | None) -> Any:
+    def plant(model: Any) -> None:
+        with torch.no_grad():
+            weight = model.model.layers[2].mlp.up_proj.weight
+            x = weight.float().reshape(-1, group or weight.shape[1])
+            top = x.abs().amax() if group is None else x.abs().amax(1, keepdim=True)
+            largest = {"int8": 127, "int4": 7, "float8_e4m3fn": 448}[name]
+            made = x / top * largest
+            made = made.round() if name.startswith("int") else made.to(torch.float8_e4m3fn).float()
+            weight.copy_((made * top / largest).reshape(weight.shape))
+
+    return plant
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "group", "says"),
+    [
+        ("int8", None, "the whole"),
+        ("int8", 128, "each row"),
+        ("int4", 32, "each 32 values"),
+        ("float8_e4m3fn", None, "the whole"),
+    ],
+)
+def test_the_format_of_quantized_weights_is_named(dtype, name, group, says):
+    """Made of the engine's own weights, which were rounded before."""
+    other = pairs.engine(getattr(torch, dtype), plant=in_format(name, group))
+    found = verdict(other, other.sample(prompts()[:2], how()), recorded=1)
+    assert f"up_proj.weight was quantized to {name}, one scale for {says}" in found.sentence, found.sentence
+
+
 # ---- models of other shapes
 
 
@@ -370,6 +424,7 @@ SCALES = {
     "embedding": (lambda m: setattr(m.model, "embedding_multiplier", 2.02), "embedding_scale"),
     "logits": (lambda m: setattr(m.config, "logits_scaling", 2.05), "logits_scale"),
     "residual": (lambda m: setattr(m.model.layers[1], "residual_multiplier", 0.31), "layers.1.attention_residual"),
+    "no logits": (lambda m: setattr(m.config, "logits_scaling", 1.0), "logits_scale"),
 }
 
 
@@ -445,4 +500,7 @@ def test_a_fault_of_one_expert_is_named_in_its_result_and_in_its_weights():
             weight[2] += 0.01 * weight[2].std() * torch.randn_like(weight[2])
 
     found = pair_verdict("mixtral", plant)
-    assert "layers.1.mlp.experts.down_proj is of another step: 1 of 4 experts differ (2)" in found.sentence, found.sentence
+    assert (
+        "layers.1.mlp.experts.down_proj holds close values, of another step or in another format: 1 of 4 experts differ (2)"
+        in found.sentence
+    ), found.sentence

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shaketable.capture.recorder import watched
 from shaketable.errors import UnavailableError
-from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall, scale_of
+from shaketable.numerics.decoder_operators import ROUTERS, OperatorCall, has_scale
 from shaketable.sites.structure import find_layers
 
 Phase = Literal["prefill", "decode"]
@@ -106,7 +106,7 @@ class Observer:
             self._layer(index, layer, path)
         self.modules[d.norm] = ("rms_norm", None)
         self.modules[d.head] = ("lm_head", None)
-        if scale_of(d.model, "logits_scale") != 1:
+        if has_scale(d.model, "logits_scale"):
             self.after[""] = lambda logits: self._between("logits_scale", "scale", None, logits, x=d.head)
 
     def restart(self, spans: Sequence[RowSpan | None]) -> None:
@@ -148,7 +148,7 @@ class Observer:
 
     def _begin(self, index: int, path: str, x: Tensor) -> Tensor | None:
         """The residual stream before a layer; embeddings may have been scaled before the first."""
-        is_scaled = index == 0 and scale_of(self.decoder.model, "embedding_scale") != 1
+        is_scaled = index == 0 and has_scale(self.decoder.model, "embedding_scale")
         changed = self._between("embedding_scale", "scale", None, x, x=self.decoder.embedding) if is_scaled else None
         self.made[f"{path}.in"] = x if changed is None else changed
         return changed

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +18,8 @@ from shaketable.errors import ShaketableError, nearest
 from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
-    from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
-    from shaketable.mismatch.results import MadeBy, Mismatch
+    from shaketable.mismatch.engine import RolloutEngine, Sampling
+    from shaketable.mismatch.results import Mismatch
     from shaketable.mismatch.trainer import Trainer
 
 MODES = ("raw", "processed")
@@ -28,47 +28,14 @@ Progress = Callable[..., None]
 """Called with the current step, and the share of the work that is done."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The rollouts to sample or to read."""
-
-    engine: str | None
-    engine_args: dict[str, Any]
-    task: str | None
-    tokens: Path | None
-    n: int
-    seed: int
-    max_new_tokens: int | None
-    exact: bool
-
-    def check(self) -> None:
-        """One line for a combination that has no meaning."""
-        if (self.task is None) == (self.tokens is None):
-            raise ShaketableError("give either --task, to sample, or --tokens FILE, with rollouts that were recorded")
-        if self.engine is None and self.task is not None:
-            raise ShaketableError("--task samples with an engine: add --engine vllm or --engine hf")
-        if self.engine is None and self.exact:
-            raise ShaketableError("--exact compares the operators of two programs: add --engine vllm or --engine hf")
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The files to write."""
-
-    json: Path | None
-    html: Path | None
-    plan: Path | None
-    tokens: Path | None
-
-    def check(self, reads: Path | None, force: bool) -> None:
-        """One line for a file that exists or is read."""
-        written = [f for f in (self.json, self.html, self.plan, self.tokens) if f is not None]
-        check_free(written, [] if reads is None else [reads], force)
+def _refuse_trainer(model: str | None) -> None:
+    if model is not None:
+        raise ShaketableError(f"the model comes first, without --trainer: shaketable mismatch {model} …")
 
 
 def mismatch(
-    trainer: Annotated[
-        str, typer.Option(metavar="MODEL", help="What is trained: a folder, a Hugging Face id, nano, smollm2-135m.")
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="What is trained: a folder, a Hugging Face id, nano, smollm2-135m.")
     ],
     engine: Annotated[str | None, typer.Option(help="What samples: vllm, or hf (a second Hugging Face model).")] = None,
     engine_args: Annotated[
@@ -109,6 +76,7 @@ def mismatch(
         Path | None, typer.Option("--tokens-out", metavar="FILE", help="Write the sampled rollouts, for --tokens.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    _old: Annotated[str | None, typer.Option("--trainer", hidden=True, callback=_refuse_trainer, is_eager=True)] = None,
 ) -> None:
     """Find out why sampler and trainer give the same tokens different probabilities.
 
@@ -117,21 +85,28 @@ def mismatch(
     and the share of the KL that each family causes. Exits 0 legal: every link was checked, and only rounding is left;
     1 a defect was named; 4 inconclusive: a link could not be checked, and is named.
 
-    shaketable mismatch --trainer smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
+    shaketable mismatch smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
     """
-    outputs = Outputs(json_file, html_file, plan_out, tokens_out)
-    outputs.check(tokens, force)
+    written = [f for f in (json_file, html_file, plan_out, tokens_out) if f is not None]
+    check_free(written, [] if tokens is None else [tokens], force)
     if logprobs not in MODES:
         raise ShaketableError(f"unknown --logprobs {logprobs!r}; {nearest(logprobs, MODES)}")
-    inputs = Inputs(engine, _arguments(engine_args), task, tokens, n, seed, max_new_tokens, exact)
-    inputs.check()
+    arguments = _arguments(engine_args)
+    if (task is None) == (tokens is None):
+        raise ShaketableError("give either --task, to sample, or --tokens FILE, with rollouts that were recorded")
+    if engine is None and (task is not None or exact):
+        why = "--task samples with an engine" if task is not None else "--exact compares the operators of two programs"
+        raise ShaketableError(f"{why}: add --engine vllm or --engine hf")
     from shaketable.cli.locate import load
     from shaketable.mismatch.engine import Sampling
+    from shaketable.mismatch.exact import compare_bits
+    from shaketable.mismatch.rollout_file import read_rollouts, write_rollouts
+    from shaketable.mismatch.stages import Question, run_stages
     from shaketable.mismatch.trainer import Trainer
     from shaketable.models import load_model, quieten
 
     quieten()
-    own = Trainer(*load(trainer, device, dtype, attention), trainer)
+    own = Trainer(*load(model, device, dtype, attention), model)
     sampling = Sampling(
         max_new_tokens or 1,
         temperature=temperature,
@@ -142,8 +117,23 @@ def mismatch(
         repetition_penalty=repetition_penalty,
     )
     older = {name: dict(load_model(name)[0].named_parameters(remove_duplicate=False)) for name in earlier or []}
-    found = _compared(own, inputs, sampling, older, recorded, outputs.tokens)
-    _write(found, outputs)
+    with _progress() as progress:
+        rollouts = [] if tokens is None else read_rollouts(tokens, n)
+        prompts: list[list[int]] = []
+        if task is not None:
+            prompts, sampling = _prompts(own, task, n, max_new_tokens, sampling)
+        with _started(engine, model, arguments, progress) as opened:
+            if opened is not None and task is not None:
+                progress(f"sampling {len(prompts)} completions")
+                rollouts = opened.sample(prompts, sampling)
+            if tokens_out is not None:
+                write(tokens_out, write_rollouts(rollouts))
+            found = run_stages(Question(own, opened, rollouts, sampling, older, recorded), progress)
+            if exact and opened is not None and found.died is None:
+                progress("bits of every operator", 0.95)
+                found.exact = compare_bits(own, opened, [r for r in rollouts if r.completion], recorded)
+    _sign(found, model)
+    _write(found, json_file, html_file, plan_out)
     raise typer.Exit(found.exit_code)
 
 
@@ -157,47 +147,15 @@ def _arguments(text: str) -> dict[str, Any]:
     return found
 
 
-def _compared(
-    own: Trainer, inputs: Inputs, sampling: Sampling, earlier: dict[str, Any], recorded: int, tokens_out: Path | None
-) -> Mismatch:
-    """Sample or read the rollouts, and run the stages."""
-    from shaketable.mismatch.exact import compare_bits
-    from shaketable.mismatch.rollout_file import read_rollouts, write_rollouts
-    from shaketable.mismatch.stages import Question, run_stages
-
-    with _progress() as progress:
-        prompts: list[list[int]] = []
-        rollouts: list[Rollout] = []
-        if inputs.tokens is not None:
-            rollouts = read_rollouts(inputs.tokens, inputs.n)
-        else:
-            prompts, sampling = _prompts(own, inputs, sampling)
-        with _started(inputs, own.name, progress) as engine:
-            if engine is not None and inputs.tokens is None:
-                progress(f"sampling {len(prompts)} completions")
-                rollouts = engine.sample(prompts, sampling)
-            if tokens_out is not None:
-                write(tokens_out, write_rollouts(rollouts))
-            found = run_stages(Question(own, engine, rollouts, sampling, earlier, recorded), progress)
-            if inputs.exact and engine is not None and found.died is None:
-                progress("bits of every operator", 0.95)
-                found.exact = compare_bits(own, engine, [r for r in rollouts if r.completion], recorded)
-    found.made_by = _made_by()
-    return found
-
-
-def _prompts(own: Trainer, inputs: Inputs, sampling: Sampling) -> tuple[list[list[int]], Sampling]:
+def _prompts(own: Trainer, name: str, n: int, limit: int | None, sampling: Sampling) -> tuple[list[list[int]], Sampling]:
     """The prompts of a task, and the sampling with its limit and its stop tokens."""
-    from dataclasses import replace
-
     from shaketable.evaluate.decoding import Decoder
     from shaketable.evaluate.score import prompt_tokens
     from shaketable.evaluate.tasks import load_task, sample
 
-    assert inputs.task is not None
-    task = load_task(inputs.task)
-    prompts = [prompt_tokens(own.tokenizer, task, problem) for problem in sample(task, "test", inputs.n, inputs.seed)]
-    limit = inputs.max_new_tokens or task.max_new_tokens
+    task = load_task(name)
+    prompts = [prompt_tokens(own.tokenizer, task, problem) for problem in sample(task, "test", n, sampling.seed)]
+    limit = limit or task.max_new_tokens
     longest = max(len(p) for p in prompts) + limit
     if own.context is not None and longest >= own.context:
         raise ShaketableError(f"{longest} tokens of prompt and completion do not fit into the context of {own.context}")
@@ -218,12 +176,12 @@ def open_engine(name: str, model: str, arguments: Mapping[str, Any]) -> RolloutE
 
 
 @contextmanager
-def _started(inputs: Inputs, model: str, progress: Progress) -> Iterator[RolloutEngine | None]:
-    if inputs.engine is None:
+def _started(name: str | None, model: str, arguments: dict[str, Any], progress: Progress) -> Iterator[RolloutEngine | None]:
+    if name is None:
         yield None
         return
-    progress(f"starting {inputs.engine}")
-    opened = open_engine(inputs.engine, model, inputs.engine_args)
+    progress(f"starting {name}")
+    opened = open_engine(name, model, arguments)
     try:
         yield opened
     finally:
@@ -246,31 +204,34 @@ def _progress() -> Iterator[Progress]:
         yield update
 
 
-def _made_by() -> MadeBy:
+def _sign(found: Mismatch, model: str) -> None:
+    """Note the command, the date and the version, and complete the next command with the options of this one."""
     from shaketable import __version__
-    from shaketable.mismatch.results import MadeBy
 
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return MadeBy(command=shlex.join(["shaketable", *sys.argv[1:]]), date=now, version=__version__)
+    found.command = shlex.join(["shaketable", *sys.argv[1:]])
+    found.date, found.version = datetime.now(UTC).isoformat(timespec="seconds"), __version__
+    if (next_command := found.conclusion.next) is not None:
+        whole = next_command.replace(f"shaketable mismatch {model} …", found.command)
+        found.conclusion = replace(found.conclusion, next=whole)
 
 
-def _write(found: Mismatch, outputs: Outputs) -> None:
+def _write(found: Mismatch, json_file: Path | None, html_file: Path | None, plan_file: Path | None) -> None:
     from rich.console import Console
 
     from shaketable.cli.tables.mismatch import print_stages
 
     print_stages(found, Console(highlight=False))
-    if outputs.json is not None:
-        write(outputs.json, json.dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    if outputs.html is not None:
+    if json_file is not None:
+        write(json_file, json.dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    if html_file is not None:
         from shaketable.report.mismatch_html import page
 
-        write(outputs.html, page(found))
-    if outputs.plan is not None:
+        write(html_file, page(found))
+    if plan_file is not None:
         from shaketable.mismatch.shares import plan_text
 
         text = plan_text(found)
         if text is None:
-            typer.echo(f"{outputs.plan} is not written: there is no difference that a plan could inject", err=True)
+            typer.echo(f"{plan_file} is not written: there is no difference that a plan could inject", err=True)
         else:
-            write(outputs.plan, text)
+            write(plan_file, text)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from shaketable.mismatch.results import EngineFacts
     from shaketable.numerics.decoder_operators import OperatorCall
 
-ALONE, DECODE, DECODE_ALONE = "batch of one", "decode", "decode, batch of one"
-CACHED, EAGER = "prefix cache", "graphs off"
+ALONE, DECODE, CACHED, EAGER = "batch of one", "decode", "prefix cache", "graphs off"
 """Variants of an engine."""
 
 

@@ -11,20 +11,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shaketable.errors import UnavailableError
-from shaketable.mismatch.engine import ALONE, CACHED, DECODE, DECODE_ALONE, EAGER, Rollout, RolloutEngine
+from shaketable.mismatch.engine import ALONE, CACHED, DECODE, EAGER, Rollout, RolloutEngine
 from shaketable.mismatch.gap import differences, distance
-from shaketable.mismatch.results import Floor, FloorRow
+from shaketable.mismatch.results import MEAN, Floor, FloorRow
 from shaketable.mismatch.rounding import Rounding, judge
-from shaketable.mismatch.trainer import Trainer
+from shaketable.mismatch.trainer import OTHER_BATCHES, Trainer
 
 DEPENDS = {
     ALONE: "depends on the batch",
     DECODE: "decodes otherwise than it reads",
-    DECODE_ALONE: "depends on the batch when it decodes",
     CACHED: "computes otherwise from its prefix cache",
     EAGER: "computes otherwise in its compiled graphs",
-    "other micro-batches": "depends on the batch",
-    "padded on the left": "depends on padding",
+    OTHER_BATCHES: "depends on the batch or on padding",
 }
 Logprobs = Sequence[Sequence[float]]
 
@@ -60,9 +58,10 @@ def measure_floor(
         nonlocal rounding, more
         if rounding is None:
             return ""
-        if judge(d, rounding.raw).too_large and more is not None:
-            rounding, more = more(), None
         judged = judge(d, rounding.raw)
+        if judged.too_large and judged.mean_ratio <= MEAN and more is not None:
+            rounding, more = more(), None
+            judged = judge(d, rounding.raw)
         return judged.says if judged.too_large else ""
 
     def compare(side: Trainer | RolloutEngine, variant: str, one: Logprobs) -> Logprobs | None:
@@ -85,13 +84,6 @@ def measure_floor(
     if engine is not None:
         progress("engine reads its own completions")
         own = engine.logprobs(rollouts)
-        ways.append(own)
-        by_variant: dict[str, Logprobs] = {}
-        for variant in engine.variants():
-            base = by_variant.get(DECODE, own) if variant == DECODE_ALONE else own
-            if (made := compare(engine, variant, base)) is not None:
-                by_variant[variant] = made
-        ways += by_variant.values()
-    largest = max(rows, key=lambda r: r.mean_abs)
-    k3 = max(r.k3 for r in rows)
-    return Floor(largest.mean_abs, k3, f"{largest.side}, {largest.variant}", rows, unavailable), ways
+        made = [compare(engine, variant, own) for variant in engine.variants()]
+        ways = [own, *(one for one in made if one is not None)]
+    return Floor(rows, unavailable), ways

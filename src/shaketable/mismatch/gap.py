@@ -118,5 +118,4 @@ def _worst(rollouts: Sequence[Rollout], d: Sequence[np.ndarray], words: Callable
 
 
 def _bucket(first: int, end: int, part: Sequence[np.ndarray]) -> Bucket:
-    found = distance(part)
-    return Bucket(first, end - 1, found.tokens, found.mean_abs, found.k3, found.outside)
+    return Bucket(**vars(distance(part)), first=first, last=end - 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shaketable.capture.decoder import Phase, padded, record_batch
 from shaketable.errors import ShaketableError, first_problem, nearest
-from shaketable.mismatch.engine import ALONE, DECODE, DECODE_ALONE, EAGER, OperatorRecord, Rollout, Routed, Sampling
+from shaketable.mismatch.engine import ALONE, DECODE, EAGER, OperatorRecord, Rollout, Routed, Sampling
 from shaketable.mismatch.logprobs import completion_logits, decoded_logits, processed
 from shaketable.mismatch.results import EngineFacts
 from shaketable.mismatch.routing import routing
@@ -137,8 +137,8 @@ class HFEngine:
             return self._logprobs(rollouts, variant)
 
     def _logprobs(self, rollouts: Sequence[Rollout], variant: str | None) -> list[list[float]]:
-        batch = 1 if variant in (ALONE, DECODE_ALONE) else self.arguments.batch
-        if variant in (DECODE, DECODE_ALONE):
+        batch = 1 if variant == ALONE else self.arguments.batch
+        if variant == DECODE:
             logits = decoded_logits(self.called, rollouts, batch)
         else:
             logits = completion_logits(self.model if variant == EAGER else self.called, rollouts, batch=batch, side="left")
@@ -151,7 +151,7 @@ class HFEngine:
 
     def variants(self) -> list[str]:
         """Ways of computing the same."""
-        return [ALONE, DECODE, DECODE_ALONE, *([EAGER] if self.arguments.compile else [])]
+        return [ALONE, DECODE, *([EAGER] if self.arguments.compile else [])]
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Weights, tied ones under each of their names."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-SCHEMA = 3
+SCHEMA = 4
 MEAN, LARGEST = 1.5, 10.0
 """Times what rounding makes, in the mean and of one token: what a difference may be."""
 
@@ -24,18 +24,6 @@ def as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): as_json(one) for key, one in value.items()}
     return [as_json(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-@dataclass(frozen=True)
-class Example:
-    """One returned log-probability and the one that was expected."""
-
-    rollout: int
-    position: int
-    token: int
-    returned: float
-    own: float | None
-    """None where the token is impossible."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,8 @@ class Deviation:
     biased: bool
     outside_the_nucleus: int = 0
     """Tokens that rounding may have moved across the edge of a nucleus."""
-    example: Example | None = None
+    worst_pair: tuple[float, float | None] | None = None
+    """The returned number of that token and the expected one; None where the token is impossible."""
 
     @property
     def too_large(self) -> bool:
@@ -124,15 +113,11 @@ class WorstToken:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class Bucket(Distance):
     """Tokens in a range of positions, or of completions in a range of lengths; both ends belong to it."""
 
     first: int
     last: int
-    tokens: int
-    mean_abs: float
-    k3: float
-    outside: float
 
 
 @dataclass(frozen=True)
@@ -173,39 +158,31 @@ class FloorRow:
 class Floor:
     """Stage 3: each side against itself."""
 
-    mean_abs: float
-    k3: float
-    largest: str
-    """The row with the largest mean."""
     rows: list[FloorRow]
     unavailable: list[str]
     """Ways that could not be computed, with the reason."""
 
-
-@dataclass(frozen=True)
-class HypothesisRow:
-    """One hypothesis of stage 4 as it is listed; no numbers where it calls every token impossible."""
-
-    name: str
-    mean_abs: float | None
-    gain: tuple[float, float] | None
+    @property
+    def largest(self) -> FloorRow:
+        """The row with the largest mean."""
+        return max(self.rows, key=lambda row: row.mean_abs)
 
 
 @dataclass(frozen=True)
-class HypothesisFit:
+class Fit:
     """How well one hypothesis of stage 4 fits."""
 
     name: str
     says: str
-    mean_abs: float
-    gain: tuple[float, float]
+    mean_abs: float | None
+    """What it leaves of the gap; None where it calls every token impossible."""
+    gain: tuple[float, float] = (0.0, 0.0)
     """Interval of the mean improvement of a token's loss."""
-    mean_ratio: float
-    explained: bool
-    impossible: int
-    wins: bool
-    at_floor: bool
+    wins: bool = False
+    at_floor: bool = False
     """Whether rounding explains what it leaves."""
+    names_the_gap: bool = False
+    """Whether it wins and leaves next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -214,10 +191,13 @@ class Semantics:
 
     mean_abs: float
     tokens: int
-    named: HypothesisFit | None
-    """The hypothesis that explains the gap."""
-    best: HypothesisFit | None
-    rows: list[HypothesisRow]
+    best: Fit | None
+    rows: list[Fit]
+
+    @property
+    def named(self) -> Fit | None:
+        """The hypothesis that explains the gap."""
+        return self.best if self.best is not None and self.best.names_the_gap else None
 
 
 @dataclass(frozen=True)
@@ -322,15 +302,6 @@ class FamilyShare:
 
 
 @dataclass(frozen=True)
-class Reproduced:
-    """How much of the gap, token by token, all differences together give back."""
-
-    gap_k3: float
-    together_k3: float
-    explained: float
-
-
-@dataclass(frozen=True)
 class Shares:
     """Stage 8: the operators' differences, put into the trainer."""
 
@@ -339,14 +310,13 @@ class Shares:
     tokens: int
     together: float | None
     """KL of all differences together over the sum of the families' own."""
-    reproduced: Reproduced | None
+    explained: float
+    """How much of the gap, token by token, all differences together give back."""
     plan: list[str]
     closure: Deviation | None = None
     """The returned numbers against the trainer's with all differences put in."""
-    rest: Deviation | None = None
-    """The gap of the rollouts whose operators were not recorded."""
     rest_alike: bool = True
-    """Whether that gap is like the one of those which were."""
+    """Whether rollouts whose operators were not recorded have a gap like those which were."""
 
 
 @dataclass
@@ -447,9 +417,22 @@ class EngineFacts:
     """What it was started with, and what it reports of itself."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The conclusion of all stages."""
+
+    verdict: Literal["LEGAL", "DEFECT", "INCONCLUSIVE"]
+    stage: str
+    sentence: str
+    exit_code: int
+    next: str | None
+    """The command that would settle an inconclusive verdict; "…" stands for the options that were given."""
+    not_looked_at: list[str]
+
+
 @dataclass(kw_only=True)
-class Evidence:
-    """The results of the stages, as far as they ran."""
+class Mismatch:
+    """A comparison of sampler and trainer: the results of the stages, as far as they ran, and the verdict."""
 
     trainer: TrainerFacts
     engine: EngineFacts | None
@@ -460,53 +443,30 @@ class Evidence:
     semantics: Semantics
     floor: Floor
     returned: Deviation | None = None
+    own_semantics: Semantics | None = None
+    """Hypotheses about the engine's own logits."""
     weights: Weights | None = None
     routing: list[LayerRouting] | None = None
     operators: Operators | None = None
     shares: Shares | None = None
+    exact: Exact | None = None
+    """Of `--exact`; the verdict does not depend on it."""
     died: str | None = None
     """The error with which the engine ended."""
     unchecked: list[str] = field(default_factory=list)
     """Links that could not be checked: they make the verdict INCONCLUSIVE."""
     caveats: list[str] = field(default_factory=list)
     """What was not looked at without breaking a link."""
+    conclusion: Verdict = field(init=False)
+    command: str = ""
+    """What the page and the JSON were made by, when, and with which version."""
+    date: str = ""
+    version: str = ""
 
     @property
     def at_floor(self) -> bool:
         """Whether rounding explains the gap, token by token."""
         return self.gap.judged.explained
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The conclusion of all stages."""
-
-    verdict: Literal["LEGAL", "DEFECT", "INCONCLUSIVE"]
-    stage: str
-    sentence: str
-    exit_code: int
-    next: str | None
-    """The command that would settle an inconclusive verdict."""
-    not_looked_at: list[str]
-
-
-@dataclass(kw_only=True)
-class MadeBy:
-    """The command that a page and its JSON are of."""
-
-    command: str
-    date: str
-    version: str
-
-
-@dataclass(kw_only=True)
-class Mismatch(Evidence):
-    """A comparison of sampler and trainer: the stages and the verdict."""
-
-    conclusion: Verdict
-    exact: Exact | None = None
-    """Of `--exact`; the verdict does not depend on it."""
-    made_by: MadeBy | None = None
 
     verdict = property(lambda self: self.conclusion.verdict)
     stage = property(lambda self: self.conclusion.stage)
@@ -516,5 +476,4 @@ class Mismatch(Evidence):
     def to_dict(self) -> dict[str, Any]:
         """As `--json` writes it: the verdict and the stages side by side."""
         facts: dict[str, Any] = as_json(self)
-        made_by = facts.pop("made_by") or {}
-        return {"schema": SCHEMA, "kind": "mismatch", **facts.pop("conclusion"), **facts, **made_by}
+        return {"schema": SCHEMA, "kind": "mismatch", **facts.pop("conclusion"), **facts}

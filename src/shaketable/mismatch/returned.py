@@ -9,68 +9,71 @@ penalty, a prompt that was read otherwise) breaks here, whatever the trainer com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
-from shaketable.mismatch.logprobs import read
-from shaketable.mismatch.results import LARGEST, Deviation
-from shaketable.mismatch.rounding import SAME_PROGRAM, Rounding, judge_returned
-from shaketable.mismatch.semantics import keep_examined, try_hypotheses
-from shaketable.mismatch.trainer import Trainer
+from shaketable.errors import UnavailableError
+from shaketable.mismatch.engine import DECODE, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.logprobs import Reading, read
+from shaketable.mismatch.results import LARGEST, Semantics
+from shaketable.mismatch.rounding import Rounding, judge_returned
+from shaketable.mismatch.semantics import keep_examined
 
 NEAR_ZERO = 0.05
 """Nats: differences of float32 logits have few bits below."""
 DISTINCT = 4
 """Different numbers that do not lie on a coarse grid by chance."""
+NEAR = 3.0
+"""Times what an engine differs from itself by: how far returned numbers may be from its logits, in the mean."""
 
 
-def check_returned(
-    engine: RolloutEngine,
-    rollouts: Sequence[Rollout],
-    sampling: Sampling,
-    rounding: Rounding,
-    decoded: Sequence[Sequence[float]] | None,
-) -> Deviation:
-    """Judge the returned numbers; an engine that cannot give its logits raises `UnavailableError`.
+@dataclass(frozen=True)
+class OwnNumbers:
+    """The engine's own log-probabilities of the tokens that it returned."""
 
-    Args:
-        engine: It returned the numbers, or is said to have.
-        rollouts: With the numbers.
-        sampling: As it was declared.
-        rounding: The scale of rounding for each token.
-        decoded: The engine's raw log-probabilities decoded token by token; None where it has no such variant.
-    """
-    if sampling.logprobs_mode == "raw":
-        own = decoded if decoded is not None else engine.logprobs(rollouts)
-        return judge_returned(rollouts, own, rounding.scale, least=SAME_PROGRAM)
-    found = read(engine.logits(rollouts), rollouts, sampling)
-    return judge_returned(rollouts, found.meant, rounding.scale, found.edges, SAME_PROGRAM)
+    reading: Reading
+    logits: list[Tensor]
+    """Of the first rollouts, for hypotheses; empty where the engine gives none."""
 
 
-def doubt_returned(
-    trainer: Trainer,
-    engine: RolloutEngine,
-    rollouts: Sequence[Rollout],
-    sampling: Sampling,
-    rounding: Rounding,
-    ways: Sequence[Sequence[Sequence[float]]],
-) -> str:
+def own_numbers(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sampling) -> OwnNumbers:
+    """Decode along the returned tokens; raw numbers can do without the logits, where the engine does not give them."""
+    kept: list[Tensor] = []
+    try:
+        reading = read(keep_examined(engine.logits(rollouts), rollouts, kept), rollouts, sampling)
+    except UnavailableError:
+        if sampling.logprobs_mode != "raw":
+            raise
+        reading, kept = None, []
+    if sampling.logprobs_mode == "raw" and (reading is None or engine.together == 1):  # logits of one rollout, and no batch
+        raw = engine.logprobs(rollouts, DECODE if DECODE in engine.variants() else None)
+        reading = Reading(raw, raw, [[False] * len(x) for x in raw])
+    assert reading is not None
+    return OwnNumbers(reading, kept)
+
+
+def doubt(own: OwnNumbers, rollouts: Sequence[Rollout], narrow: Rounding, semantics: Semantics | None) -> str:
     """Why the returned numbers may not be the engine's, compared with its own spread; empty if they may.
 
     Rounding of a whole model in bfloat16 hides a temperature of 1.02 and a token that is off by 0.3; an engine that reads its
     own tokens repeats most numbers, and hides neither.
     """
-    narrow = rounding.among(ways)
-    kept: list[torch.Tensor] = []
-    found = read(keep_examined(engine.logits(rollouts), rollouts, kept), rollouts, sampling)
-    judged = judge_returned(rollouts, found.meant, narrow.scale, found.edges)
+    judged = judge_returned(rollouts, own.reading.meant, narrow.scale, own.reading.edges)
+    itself = "what the engine differs from itself by"
+    if judged.mean_ratio > NEAR:
+        return (
+            f"they are off from the engine's own by {judged.mean_abs:.2g} in the mean, {judged.mean_ratio:.3g} times {itself}"
+        )
     if judged.worst_ratio > LARGEST:
         rollout, token = judged.worst
-        times = f"{judged.largest:.2g}, {judged.worst_ratio:.3g} times what the engine differs from itself by"
+        times = f"{judged.largest:.2g}, {judged.worst_ratio:.3g} times {itself}"
         return f"token {token} of rollout {rollout} is off from the engine's own number by {times}"
-    best = try_hypotheses(trainer, rollouts, sampling, narrow, kept).best
+    if semantics is None:
+        return "the engine does not give its logits"
+    best = semantics.best
     return f"they fit the engine's own logits better if {best.says}" if best is not None and best.wins else ""
 
 

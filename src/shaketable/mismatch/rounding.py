@@ -23,7 +23,7 @@ import torch
 from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.gap import differences
 from shaketable.mismatch.logprobs import Reading, expected
-from shaketable.mismatch.results import Deviation, Example, RoundingSize
+from shaketable.mismatch.results import Deviation, RoundingSize
 from shaketable.mismatch.trainer import Trainer
 from shaketable.numerics.random_rounding import RandomRounding
 
@@ -71,9 +71,10 @@ class Rounding:
 
         It is at least a tenth of what rounding makes, since a few ways may agree by chance.
         """
-        if len(ways) < 2:
-            return self
-        found = [np.stack([np.asarray(way[i]) for way in ways]).var(0, ddof=1) for i in range(len(self.raw))]
+        if len(ways) > 1:
+            found = [np.stack([np.asarray(way[i]) for way in ways]).var(0, ddof=1) for i in range(len(self.raw))]
+        else:
+            found = [np.zeros_like(s) for s in self.raw]
         least = TENTH * np.sqrt(np.concatenate([s**2 for s in self.raw]).mean())
         pooled = max(float(np.concatenate(found).mean()), float(least) ** 2, SMALLEST**2)
         scale = [np.sqrt((v + pooled) / 2) * s / r for v, s, r in zip(found, self.scale, self.raw, strict=True)]
@@ -165,8 +166,7 @@ def judge_returned(
         return found
     at, place = found.worst
     expected_here = float(own[at][place]) if np.isfinite(own[at][place]) else None
-    token, got = rollouts[at].completion[place], rollouts[at].logprobs[place]
-    return replace(found, example=Example(at, place, token, got, expected_here))
+    return replace(found, worst_pair=(rollouts[at].logprobs[place], expected_here))
 
 
 def positive_share(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = LEAST) -> tuple[float, float]:

@@ -14,7 +14,6 @@ Logits are computed for the first rollouts only, up to `TOKENS` tokens: a hypoth
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor
 from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.gap import DRAWS, FEWEST, blocks, differences, resample
 from shaketable.mismatch.logprobs import expected, prefixes, processed
-from shaketable.mismatch.results import LARGEST, MEAN, HypothesisFit, HypothesisRow, Semantics
+from shaketable.mismatch.results import LARGEST, Fit, Semantics
 from shaketable.mismatch.rounding import FEW, SMALLEST, Rounding, judge
 from shaketable.mismatch.trainer import Trainer
 
@@ -37,6 +36,8 @@ EXPLAINS = 0.2
 """A hypothesis that leaves this share of the gap is named, whatever rounding is."""
 CERTAIN = 0.995
 """One-sided, for an improvement."""
+ENOUGH, FITTED = 8, 32
+"""Tokens below which a hypothesis, and one with a fitted value, proves nothing."""
 IMPOSSIBLE = 10.0
 """Nats: by how much a token counts as off to which a hypothesis gives no probability."""
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.7)
@@ -69,6 +70,8 @@ class Hypothesis:
     """Engine minus trainer, of every token; NaN where it says nothing of a token, empty where it does not apply."""
     is_fitted: bool = False
     """Whether a value in it was chosen to fit; such a hypothesis needs more tokens than the few that it can be fitted to."""
+    temperature: float | None = None
+    """Where another temperature is all that it says: weights that were rounded act like one close to the declared."""
 
 
 def try_hypotheses(
@@ -95,34 +98,30 @@ def try_hypotheses(
     case = _Case(trainer, some, logits, sampling, rounding.scale[: len(some)])
     base = case.against(sampling)
     before = found if np.isfinite(found := _mean_abs(base)) else IMPOSSIBLE
-    base_loss, (_, declared_fits, _) = case.loss(base), _judged(base, case.scale)
-    rows: list[HypothesisRow] = []
-    best: HypothesisFit | None = None
+    base_loss, declared_fits = case.loss(base), _is_rounding(base, case.scale)
+    eps = torch.finfo(getattr(torch, rounding.dtype)).eps
+    rows: list[Fit] = []
+    best: Fit | None = None
     best_loss: Differences = []
     for hypothesis in case.hypotheses(with_prompts=engine_logits is None):
-        d = hypothesis.differences()
+        name, says, d = hypothesis.name, hypothesis.says, hypothesis.differences()
         if not d or all(np.isnan(x).all() for x in d):
             continue
         if not np.isfinite(left := _mean_abs(d)):
-            rows.append(HypothesisRow(hypothesis.name, None, None))
+            rows.append(Fit(name, says, None))
             continue
         loss = case.loss(d)
         low, high = gain(base_loss, loss)
-        ratio, explained, impossible = _judged(d, case.scale)
-        settles = explained and not declared_fits and not hypothesis.is_fitted
-        counts = engine_logits is not None or not _is_like_rounding(hypothesis.name, rounding)
-        wins = bool((low > 0 or settles) and left <= LEAVES * before and before > SMALLEST and counts)
-        rows.append(HypothesisRow(hypothesis.name, left, (low, high)))
+        at_floor = _is_rounding(d, case.scale)
+        settles = at_floor and not declared_fits and not hypothesis.is_fitted
+        is_like_rounding = hypothesis.temperature is not None and abs(hypothesis.temperature - 1) <= 4 * eps
+        counts = before > SMALLEST and (engine_logits is not None or not is_like_rounding)
+        enough = sum(len(x) for x in d) >= (FITTED if hypothesis.is_fitted else ENOUGH)
+        wins = bool((low > 0 or settles) and left <= LEAVES * before and counts and enough)
+        rows.append(Fit(name, says, left, (low, high), wins, at_floor, wins and (at_floor or left <= EXPLAINS * before)))
         if high > 0 and (best is None or gain(best_loss, loss)[0] > 0 or (wins and not best.wins)):
-            at_floor = ratio <= MEAN and explained
-            best_loss, best = (
-                loss,
-                HypothesisFit(
-                    hypothesis.name, hypothesis.says, left, (low, high), ratio, explained, impossible, wins, at_floor
-                ),
-            )
-    is_named = best is not None and best.wins and (best.at_floor or best.mean_abs <= EXPLAINS * before)
-    return Semantics(before, sum(len(r.completion) for r in some), best if is_named else None, best, rows)
+            best, best_loss = rows[-1], loss
+    return Semantics(before, sum(len(r.completion) for r in some), best, rows)
 
 
 def examined(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -147,20 +146,13 @@ def gain(before: Differences, after: Differences) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _judged(d: Differences, scale: Sequence[np.ndarray]) -> tuple[float, bool, int]:
-    """Mean over that of rounding, whether rounding explains all but a few impossible tokens, and the number of those."""
+def _is_rounding(d: Differences, scale: Sequence[np.ndarray]) -> bool:
+    """Whether rounding explains all but a few tokens, which a hypothesis may call impossible."""
     kept = [(x[np.isfinite(x)], s[np.isfinite(x)]) for x, s in zip(d, scale, strict=True)]
-    lost = sum(int(np.isinf(x).sum()) for x in d)
     if not any(len(x) for x, _ in kept):
-        return 0.0, False, lost
+        return False
     found = judge([x for x, _ in kept], [s for _, s in kept])
-    return found.mean_ratio, found.explained and lost <= max(1, FEW * found.tokens), lost
-
-
-def _is_like_rounding(name: str, rounding: Rounding) -> bool:
-    """Weights that were rounded act like another temperature, which differs from one by a few units of the dtype."""
-    found = re.fullmatch(r"temperature ([0-9.]+)", name)
-    return found is not None and abs(float(found[1]) - 1) <= 4 * torch.finfo(getattr(torch, rounding.dtype)).eps
+    return found.explained and sum(int(np.isinf(x).sum()) for x in d) <= max(1, FEW * found.tokens)
 
 
 def _mean_abs(d: Differences) -> float:
@@ -221,16 +213,15 @@ class _Case:
         for name, step in on.items():
             says = f"the engine's log-probabilities are processed, but without {name}"
             yield self._sampled(f"{name} not applied", says, replace(s, **{step: getattr(neutral, step)}))
-        for name, step in on.items():
-            says = f"the engine's log-probabilities have {name} in them, and nothing else"
-            yield self._sampled(f"{name} alone", says, replace(neutral, **{step: getattr(s, step)}))
 
     def _misplaced(self) -> Iterator[Hypothesis]:
         """Another base, log-probabilities at the wrong token or rollout, and tokens that one side does not count."""
         d = self.against(self.sampling)
         trainer = [e - x for e, x in zip(self.engine, d, strict=True)]
-        base_two = differences([e * np.log(2) for e in self.engine], trainer)
-        yield Hypothesis("in another base", "the engine's logarithms are to the base of two", lambda: base_two)
+        for base, word in ((2, "two"), (10, "ten")):
+            says = f"the engine's logarithms are to the base of {word}"
+            natural = differences([e * np.log(base) for e in self.engine], trainer)
+            yield Hypothesis(f"to the base of {word}", says, lambda natural=natural: natural)  # type: ignore[misc]
         for shift, what in SHIFTS.items():
             if all(len(x) > 2 * abs(shift) for x in d):
                 says = f"the log-probability at each token is that of the {what}"
@@ -287,7 +278,7 @@ class _Case:
         if own is not None:
             yield self._sampled("the checkpoint's generation defaults", f"the checkpoint's defaults are used: {own}", own)
         still = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0)  # the declared bias and penalty stay
-        fit = _Fit(self, still)
+        fit = _Grid(self, still)
         for fits_temperature, kind in ((True, ""), (False, "top_p"), (True, "top_p"), (False, "top_k"), (True, "top_k")):
             yield fit.best(fits_temperature, kind)
         yield self._penalty(replace(still, temperature=self.sampling.temperature or 1.0, logprobs_mode="processed"))
@@ -303,17 +294,27 @@ class _Case:
         return self._sampled(f"repetition penalty {found:.3g}", says, replace(still, repetition_penalty=float(found)), True)
 
 
-class _Fit:
+@dataclass(frozen=True)
+class _Ranked:
+    """The logits of one rollout's tokens in the order of their size, less the largest of each row."""
+
+    logits: Tensor
+    own: Tensor
+    rank: Tensor
+    """Tokens that are likelier than the own one."""
+
+
+class _Grid:
     """The difference of every token at each temperature and truncation; a temperature is computed once for all truncations."""
 
     def __init__(self, case: _Case, still: Sampling) -> None:
         self.case, self.still = case, still
-        self.ranked: list[tuple[Tensor, Tensor]] = []
+        self.rows: list[_Ranked] = []
         for x, r in zip(case.logits, case.rollouts, strict=True):
-            ordered, places = processed(x.double(), still, prefixes(r)).sort(-1, descending=True)
-            self.ranked.append(
-                (ordered - ordered[:, :1], (places == torch.tensor(r.completion).unsqueeze(1)).int().argmax(1, keepdim=True))
-            )
+            z = processed(x.double(), still, prefixes(r))
+            z = z - z.amax(-1, keepdim=True)
+            own = z.gather(1, torch.tensor(r.completion).unsqueeze(1))
+            self.rows.append(_Ranked(z.float().sort(-1, descending=True).values, own, (z > own).sum(-1, keepdim=True)))
         self.engine, self.scale = np.concatenate(case.engine), np.concatenate(case.scale)
         self.found: dict[float, dict[str, np.ndarray]] = {}
 
@@ -333,8 +334,11 @@ class _Fit:
             names.append(f"{kind}={second:g}")
             words.append(f"renormalised over {kind}={second:g} ({ends[1][0]:g} to {ends[1][1]:g})")
         d = self._at(t)[kind][VALUES[kind].index(second)]
+        if kind and np.allclose(d, self._at(t)[""][0], atol=SMALLEST):  # it cuts nothing off
+            return Hypothesis("", "", list)
         apart = np.split(d, np.cumsum([len(x) for x in self.case.engine])[:-1])
-        return Hypothesis(", ".join(names), f"the engine's logits are {' and '.join(words)}", lambda: apart, is_fitted=True)
+        says = f"the engine's logits are {' and '.join(words)}"
+        return Hypothesis(", ".join(names), says, lambda: apart, is_fitted=True, temperature=None if kind else t)
 
     def _least(self, temperatures: set[float], kind: str) -> tuple[tuple[float, float], list[tuple[float, float]]]:
         """The pair with the least loss, and 95 % of each value by a bootstrap over rollouts (tokens where there are few)."""
@@ -353,18 +357,17 @@ class _Fit:
         """By kind, the differences (values, tokens) at a temperature; logits are in the order of their size."""
         if t not in self.found:
             parts: dict[str, list[Tensor]] = {kind: [] for kind in VALUES}
-            for x, rank in self.ranked:
-                z = x / t
-                own, odds = z.gather(1, rank), z.exp_()
-                total = odds.sum(-1, keepdim=True)
-                mass = odds[:, :COLUMNS].cumsum(-1)
+            for row in self.rows:
+                own, rank = row.own / t, row.rank
+                odds = (row.logits / t).exp_()
+                total, mass = odds.sum(-1, keepdim=True, dtype=torch.float64), odds[:, :COLUMNS].double().cumsum(-1)
                 if bool((mass[:, -1:] < VALUES["top_p"][-1] * total).any()):
-                    mass = odds.cumsum(-1)
+                    mass = odds.double().cumsum(-1)
                 top = mass.shape[1] - 1
                 nuclei = torch.tensor([VALUES["top_p"]], dtype=mass.dtype) * total
                 lasts = {
                     "top_p": torch.searchsorted(mass, nuclei).clamp_max(top),
-                    "top_k": torch.tensor([[min(int(k) - 1, top) for k in VALUES["top_k"]]]).repeat(len(x), 1),
+                    "top_k": torch.tensor([[min(int(k) - 1, top) for k in VALUES["top_k"]]]).repeat(len(own), 1),
                 }
                 parts[""].append((own - total.log()).T)
                 for kind, last in lasts.items():

@@ -3,7 +3,7 @@
 For every recorded call the trainer computes the same operator on the engine's inputs; the difference is the operator's own, and
 of nothing before it. Then the differences of one family are added to the trainer's own results, in an otherwise untouched
 forward over the same tokens, and KL(with‖without) is measured over the whole vocabulary at every token of the completions. All
-families together must give back the engine's log-probabilities: how far they do is `reproduced`, and the rest is not covered by
+families together must give back the engine's log-probabilities: how far they do is `explained`, and the rest is not covered by
 the shares.
 
 The last operator, log_softmax, makes the number that is returned and nothing that a forward could read: its difference d from
@@ -37,7 +37,7 @@ from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.gap import DRAWS, differences, k3_of
 from shaketable.mismatch.logprobs import expected
 from shaketable.mismatch.operators import Recompute
-from shaketable.mismatch.results import FamilyShare, Mismatch, Reproduced, Shares
+from shaketable.mismatch.results import FamilyShare, Mismatch, Shares
 from shaketable.numerics.decoder_operators import OperatorCall, scale_of
 from shaketable.numerics.fit import NOISE, fit_all
 from shaketable.plan import Plan
@@ -186,7 +186,7 @@ class ShareMeter:
     def result(self) -> Shares:
         """All rollouts together."""
         if not self.alone:
-            return Shares([], 0.0, 0, None, None, [])
+            return Shares([], 0.0, 0, None, 0.0, [])
         names = sorted(self.alone)
         kl, whole = np.stack([np.concatenate(self.alone[name]) for name in names]), np.concatenate(self.together)
         drawn = np.random.default_rng(0).integers(0, kl.shape[1], (DRAWS, kl.shape[1]))
@@ -203,16 +203,13 @@ class ShareMeter:
         total = float(own.sum())
         together = float(whole.mean()) / total if total else None
         families = sorted(rows, key=lambda r: -r.kl)
-        return Shares(families, float(whole.mean()), len(whole), together, self._reproduced(), plan)
+        return Shares(families, float(whole.mean()), len(whole), together, self._explained(), plan)
 
-    def _reproduced(self) -> Reproduced:
+    def _explained(self) -> float:
         d, e = np.concatenate(self.gap), np.concatenate(self.made)
         kept = np.isfinite(d) & np.isfinite(e)
-        if not kept.any():
-            return Reproduced(0.0, 0.0, 0.0)
         d, e = d[kept], e[kept]
-        left = float(np.abs(d - e).mean() / max(float(np.abs(d).mean()), 1e-300))
-        return Reproduced(float(k3_of(d).mean()), float(k3_of(e).mean()), 1 - left)
+        return 1 - float(np.abs(d - e).sum() / max(float(np.abs(d).sum()), 1e-300)) if len(d) else 0.0
 
 
 def _kl(a: Tensor, b: Tensor) -> np.ndarray:

@@ -28,20 +28,21 @@ import torch
 
 from shaketable.capture.decoder import PHASES, Phase, record_batch
 from shaketable.errors import ShaketableError, UnavailableError
-from shaketable.mismatch.engine import DECODE, EngineError, OperatorRecord, Rollout, RolloutEngine, Sampling
+from shaketable.mismatch.engine import EngineError, OperatorRecord, Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import measure_gap
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.operators import Judge, layers_of
-from shaketable.mismatch.results import LARGEST, MEAN, Deviation, Evidence, LayerRouting, Mismatch, Operators, Shares
-from shaketable.mismatch.returned import check_returned, doubt_returned, rounded_to
-from shaketable.mismatch.rounding import MORE_DRAWS, Rounding, judge_returned, measure_rounding
+from shaketable.mismatch.results import LARGEST, MEAN, LayerRouting, Mismatch, Operators
+from shaketable.mismatch.returned import OwnNumbers, doubt, own_numbers, rounded_to
+from shaketable.mismatch.rounding import MORE_DRAWS, SAME_PROGRAM, Rounding, judge_returned, measure_rounding
 from shaketable.mismatch.routing import compare_routing, routing
 from shaketable.mismatch.semantics import keep_examined, try_hypotheses
 from shaketable.mismatch.shares import Records, ShareMeter
 from shaketable.mismatch.trainer import Trainer
 from shaketable.mismatch.verdict import conclude
 from shaketable.mismatch.weights import compare
+from shaketable.numerics.decoder_operators import scale_of
 
 Progress = Callable[..., None]
 """Called with the current step and, now and then, the share of the work that is done."""
@@ -84,62 +85,70 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
         judged = judge_returned(rollouts, reading.meant, rounding.scale, reading.edges)
     words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
     unchecked: list[str] = []
-    returned: Deviation | None = None
-    decoded: list[list[float]] | None = None
+    own: OwnNumbers | None = None
     died: str | None = None
     try:
         if engine is not None:
             progress("engine decodes its own completions", 0.15)
-            if DECODE in engine.variants():
-                decoded = engine.logprobs(rollouts, DECODE)
-            returned = _asked(unchecked, "returned", lambda: check_returned(engine, rollouts, sampling, rounding, decoded))
+            own = _asked(unchecked, "returned", lambda: own_numbers(engine, rollouts, sampling))
+        in_batches = engine is not None and (engine.together > 1 or sampling.logprobs_mode == "raw")
+        decoded = own.reading.raw if own is not None and in_batches else None  # is its variant DECODE then
         floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress, more)
     except EngineError as error:
         died = str(error)
         floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress=progress, more=more)
     progress("semantics", 0.4)
-    found = Evidence(
+    found = Mismatch(
         trainer=trainer.describe(),
         engine=None if engine is None else engine.describe(),
         sampling={k: v for k, v in vars(sampling).items() if k != "stop"},
         gap=measure_gap(rollouts, reading.meant, judged, words),
         rounding=rounding.size,
-        returned=returned,
         floor=floor,
         semantics=try_hypotheses(trainer, rollouts, sampling, rounding, own_logits=kept),
         died=died,
         unchecked=unchecked,
     )
+    if own is not None:
+        narrow = rounding.among(ways)
+        found.returned = judge_returned(rollouts, own.reading.meant, rounding.scale, own.reading.edges, SAME_PROGRAM)
+        if own.logits:
+            found.own_semantics = try_hypotheses(trainer, rollouts, sampling, narrow, own.logits)
+        if found.returned.explained and (why := doubt(own, rollouts, narrow, found.own_semantics)):
+            unchecked.append(f"returned: {why}")
     if (grid := rounded_to(rollouts)) is not None:
         unchecked.append(f"returned: the log-probabilities were rounded to {grid}; return them in float32")
     if engine is None:
         unchecked.insert(0, "the engine's logits, weights, routing and operators: there are only its log-probabilities")
     elif died is None:
         try:
-            if returned is not None and returned.explained:
-                doubt = _asked(
-                    unchecked, "returned", lambda: doubt_returned(trainer, engine, rollouts, sampling, rounding, ways)
-                )
-                unchecked += [f"returned: {doubt}"] if doubt else []
-            _look_inside(question, engine, rounding, found, progress)
+            _look_inside(question, engine, rounding, reading.meant, found, progress)
         except EngineError as error:
             found.died = str(error)
-    return Mismatch(**vars(found), conclusion=conclude(found))
+    found.conclusion = conclude(found)
+    return found
 
 
-def _look_inside(question: Question, engine: RolloutEngine, rounding: Rounding, found: Evidence, progress: Progress) -> None:
+def _look_inside(
+    question: Question,
+    engine: RolloutEngine,
+    rounding: Rounding,
+    meant: Sequence[Sequence[float]],
+    found: Mismatch,
+    progress: Progress,
+) -> None:
     """Weights, routing, operators and shares."""
-    trainer = question.trainer
     progress("weights", 0.55)
-    own = dict(trainer.model.named_parameters(remove_duplicate=False))
+    own = dict(question.trainer.model.named_parameters(remove_duplicate=False))
     other_source: dict[str, Any] = {}
     found.weights = _asked(
         found.unchecked, "weights", lambda: compare(own, engine.parameters(), engine.dtype, question.earlier, other_source)
     )
     progress("routing", 0.6)
     found.routing = _asked(found.unchecked, "routing", lambda: _routing(question, engine))
-    stage = _OperatorStage(question, engine, rounding, found, progress, other_source)
-    found.operators = _asked(found.unchecked, "operators", stage.run)
+    found.operators = _asked(
+        found.unchecked, "operators", lambda: _operators(question, engine, rounding, meant, found, progress, other_source)
+    )
 
 
 def _asked(unchecked: list[str], stage: str, ask: Callable[[], Found]) -> Found | None:
@@ -169,97 +178,88 @@ def _chosen(rollouts: Sequence[Rollout], worst: int, count: int) -> list[int]:
     return sorted(found if worst in found or count == 1 else [worst, *found[1:]])
 
 
-class _OperatorStage:
-    """Operators of some rollouts, and shares on the way, since records are too large to be kept."""
+def _operators(
+    question: Question,
+    engine: RolloutEngine,
+    rounding: Rounding,
+    meant: Sequence[Sequence[float]],
+    found: Mismatch,
+    progress: Progress,
+    other_source: dict[str, Any],
+) -> Operators:
+    """Operators of some rollouts, and their shares on the way, since records are too large to be kept."""
+    model, rollouts, unchecked = question.trainer.model, question.rollouts, found.unchecked
+    if engine.together == 1:
+        found.caveats.append("operators in batches: they were recorded one rollout at a time")
+    fewest = 1 if engine.together == 1 else 2  # a fault of later rows shows in no batch of one
+    chosen = _chosen(rollouts, found.gap.judged.worst[0], max(question.recorded, fewest))
+    judge, meter = Judge(model, engine.dtype, other_source), ShareMeter(model)
+    names: set[str] = set()
+    for i in chosen:
+        (row,) = record_batch(model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
+        names |= {call.name for call in row.calls if call.kind != "scale" or scale_of(model, call.name) != 1}
+        judge.leave_out(row.calls)
+    changes = not torch.equal(row.logits, row.head)
+    phases: list[Phase] = list(PHASES)
+    made: list[list[float]] = []
+    seen: dict[str, set[str]] = {}
 
-    def __init__(
-        self,
-        question: Question,
-        engine: RolloutEngine,
-        rounding: Rounding,
-        found: Evidence,
-        progress: Progress,
-        own_weights: dict[str, Any],
-    ) -> None:
-        self.question, self.engine, self.rounding, self.found, self.progress = question, engine, rounding, found, progress
-        fewest = 1 if engine.together == 1 else 2  # a fault of later rows shows in no batch of one
-        worst = found.gap.judged.worst[0]
-        self.chosen = _chosen(question.rollouts, worst, max(question.recorded, fewest))
-        self.model = question.trainer.model
-        self.own_weights = own_weights
-        self.phases: list[Phase] = list(PHASES)
-
-    def run(self) -> Operators:
-        question, engine, rollouts = self.question, self.engine, self.question.rollouts
-        if engine.together == 1:
-            self.found.caveats.append("operators in batches: they were recorded one rollout at a time")
-        judge = Judge(self.model, engine.dtype, self.own_weights)
-        names: set[str] = set()
-        for i in self.chosen:
-            (row,) = record_batch(self.model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
-            names |= {call.name for call in row.calls}
-            judge.leave_out(row.calls)
-        changes = not torch.equal(row.logits, row.head)
-        meter = ShareMeter(self.model)
-        made: list[list[float]] = []
-        seen: dict[str, set[str]] = {}
-        for start in range(0, len(rollouts), engine.together):
-            batch = rollouts[start : start + engine.together]
-            rows = [i - start for i in self.chosen if start <= i < start + len(batch)]
-            if not rows:
-                continue
-            self.progress(f"operators of {len(rows)} rollouts", 0.6 + 0.4 * len(made) / len(self.chosen))
-            records = {phase: one for phase in tuple(self.phases) if (one := self._recorded(batch, rows, phase)) is not None}
-            if not self.phases:
-                raise UnavailableError("no phase was recorded")
-            if any(record.changed_behind_head != changes for found in records.values() for record in found):
-                who = ("trainer", "engine") if changes else ("engine", "trainer")
-                raise UnavailableError(f"the {who[0]} changes logits behind its head, and the {who[1]} does not")
-            for i, row_of in enumerate(rows):
-                self.progress(f"shares of rollout {start + row_of + 1}", 0.6 + 0.4 * len(made) / len(self.chosen))
-                calls: Records = {phase: records[phase][i].calls for phase in self.phases}
-                if "decode" in calls:
-                    calls["prompt"] = records["decode"][i].prompt or []
-                for name, some in calls.items():
-                    judge.judge(some, "decode" if name == "decode" else "prefill")
-                    seen.setdefault(name, names.copy()).intersection_update(call.name for call in some)
-                if all(present == names for present in seen.values()):
-                    made.append(meter.add(batch[row_of], calls, batch[row_of].logprobs, question.sampling))
-        if len(made) == len(self.chosen):
-            self.found.shares = self._shares(meter, made)
-        self.found.unchecked += judge.reasons()
-        kinds = judge.kinds()
-        if "log_softmax" not in kinds:
-            link = "log_softmax, from logits to the log-probability that is returned"
-            self.found.unchecked.append(f"{link}: the engine does not record it")
-        absent = sorted({name for present in seen.values() for name in names - present})
-        tokens = sum(len(rollouts[i].tokens) for i in self.chosen)
-        phases: list[str] = list(self.phases)
-        return Operators(phases, len(self.chosen), tokens, kinds, judge.wrong(), absent, layers_of(absent, names))
-
-    def _recorded(self, batch: Sequence[Rollout], rows: Sequence[int], phase: Phase) -> list[OperatorRecord] | None:
-        """Records of some rollouts of a batch; None for a phase that the engine cannot record."""
+    def recorded(batch: Sequence[Rollout], rows: Sequence[int], phase: Phase) -> list[OperatorRecord] | None:
         try:
-            return self.engine.record(batch, phase, rows)
+            return engine.record(batch, phase, rows)
         except UnavailableError as error:
-            self.phases.remove(phase)
-            self.found.unchecked.append(f"operators in {phase}: {error}")
+            phases.remove(phase)
+            unchecked.append(f"operators in {phase}: {error}")
             return None
 
-    def _shares(self, meter: ShareMeter, made: Sequence[Sequence[float]]) -> Shares:
-        """Shares, whether they close the gap, and whether the rollouts that were not recorded have a gap like it."""
-        rollouts, scale = self.question.rollouts, self.rounding.scale
-        closure = judge_returned([rollouts[i] for i in self.chosen], made, [scale[i] for i in self.chosen])
-        shares = replace(meter.result(), closure=closure)
-        rest = [i for i in range(len(rollouts)) if i not in self.chosen]
-        if not rest:
-            return shares
-        some = [rollouts[i] for i in rest]
-        own = read(self.question.trainer.logits(some), some, self.question.sampling).meant
-        found = judge_returned(some, own, [scale[i] for i in rest])
-        recorded = np.concatenate(meter.gap)
-        usual = float(np.abs(recorded[np.isfinite(recorded)]).mean())
-        return replace(shares, rest=found, rest_alike=bool(found.explained or found.mean_abs <= ALIKE * usual))
+    for start in range(0, len(rollouts), engine.together):
+        batch = rollouts[start : start + engine.together]
+        rows = [i - start for i in chosen if start <= i < start + len(batch)]
+        if not rows:
+            continue
+        progress(f"operators of {len(rows)} rollouts", 0.6 + 0.4 * len(made) / len(chosen))
+        records = {phase: one for phase in tuple(phases) if (one := recorded(batch, rows, phase)) is not None}
+        if not phases:
+            raise UnavailableError("no phase was recorded")
+        if any(record.changed_behind_head != changes for each in records.values() for record in each):
+            who = ("trainer", "engine") if changes else ("engine", "trainer")
+            raise UnavailableError(f"the {who[0]} changes logits behind its head, and the {who[1]} does not")
+        for i, row_of in enumerate(rows):
+            progress(f"shares of rollout {start + row_of + 1}", 0.6 + 0.4 * len(made) / len(chosen))
+            calls: Records = {phase: records[phase][i].calls for phase in phases}
+            if "decode" in calls:
+                calls["prompt"] = records["decode"][i].prompt or []
+            for name, some in calls.items():
+                judge.judge(some, "decode" if name == "decode" else "prefill")
+                seen.setdefault(name, set(names)).intersection_update(call.name for call in some)
+            if all(present == names for present in seen.values()):
+                made.append(meter.add(batch[row_of], calls, batch[row_of].logprobs, question.sampling))
+    if len(made) == len(chosen):
+        closure = judge_returned([rollouts[i] for i in chosen], made, [rounding.scale[i] for i in chosen])
+        rest_alike = _rest_alike(rollouts, meant, rounding, chosen, np.concatenate(meter.gap))
+        found.shares = replace(meter.result(), closure=closure, rest_alike=rest_alike)
+    unchecked += judge.reasons()
+    kinds = judge.kinds()
+    if "log_softmax" not in kinds:
+        unchecked.append("log_softmax, from logits to the log-probability that is returned: the engine does not record it")
+    absent = sorted({name for present in seen.values() for name in names - present})
+    tokens = sum(len(rollouts[i].tokens) for i in chosen)
+    return Operators(list(phases), len(chosen), tokens, kinds, judge.wrong(), absent, layers_of(absent, names))
+
+
+def _rest_alike(
+    rollouts: Sequence[Rollout],
+    meant: Sequence[Sequence[float]],
+    rounding: Rounding,
+    chosen: Sequence[int],
+    recorded: np.ndarray,
+) -> bool:
+    """Whether the rollouts whose operators were not recorded have a gap that rounding explains, or like that of the others."""
+    rest = [i for i in range(len(rollouts)) if i not in chosen]
+    if not rest:
+        return True
+    found = judge_returned([rollouts[i] for i in rest], [meant[i] for i in rest], [rounding.scale[i] for i in rest])
+    return bool(found.explained or found.mean_abs <= ALIKE * float(np.abs(recorded[np.isfinite(recorded)]).mean()))
 
 
 def check(rollouts: Sequence[Rollout], trainer: Trainer) -> list[Rollout]:

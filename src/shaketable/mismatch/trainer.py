@@ -14,6 +14,8 @@ from shaketable.mismatch.logprobs import chosen, completion_logits
 from shaketable.mismatch.results import TrainerFacts
 
 BATCH = 4
+OTHER_BATCHES = "other batches, padded on the left"
+"""A variant: larger batches of rows in another order."""
 OTHER_ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
 
 
@@ -58,22 +60,18 @@ class Trainer:
         """Log-probabilities of the completions' tokens; computed as by default, or as one of `variants`."""
         order = list(range(len(rollouts)))
         how: dict[str, Any] = {"batch": self.batch}
-        if variant == "batch of one":
-            how = {"batch": 1}
-        elif variant == "other micro-batches":
-            how = {"batch": self.batch + 1}
+        if variant == OTHER_BATCHES:
+            how = {"batch": self.batch + 1, "side": "left", "extra": 3}
             order.sort(key=lambda i: (len(rollouts[i].tokens), -i))
-        elif variant == "padded on the left":
-            how |= {"side": "left", "extra": 3}
         some = [rollouts[i] for i in order]
-        with self._attention(self.attention if variant not in self._attentions() else variant.removesuffix(" attention")):
+        with self._attention(variant.removesuffix(" attention") if variant in self._attentions() else self.attention):
             logits = completion_logits(self.model, some, **how)
             found = [chosen(one, r.completion) for r, one in zip(some, logits, strict=True)]
         return [lp for _, lp in sorted(zip(order, found, strict=True))]
 
     def variants(self) -> list[str]:
         """Ways of computing the same that round differently."""
-        return ["batch of one", "other micro-batches", "padded on the left", *self._attentions()]
+        return [OTHER_BATCHES, *self._attentions()]
 
     def _attentions(self) -> list[str]:
         return [f"{OTHER_ATTENTION[self.attention]} attention"] if self.attention in OTHER_ATTENTION else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shaketable.mismatch.results import Deviation, Evidence, OperatorFault, ParameterDifference, Shares, Verdict
+from shaketable.mismatch.results import Deviation, Mismatch, OperatorFault, ParameterDifference, Shares, Verdict
 
 EXIT = {"LEGAL": 0, "DEFECT": 1, "INCONCLUSIVE": 4}
 REPRODUCES = 0.5
@@ -11,8 +11,6 @@ NEVER = (
     "an error smaller than the rounding interval of its operator",
     "an error that needs other tokens, lengths or batches than these to show",
 )
-NEAR, TENTH = 3.0, 0.1
-"""Times what an engine differs from itself by, or a tenth of rounding: how far returned numbers may be from its logits."""
 LEFT = 3.0
 """Times what rounding makes: what may be left when all operators' differences were put into the trainer."""
 LEADS = 0.95
@@ -25,7 +23,7 @@ FIX = {
 }
 
 
-def conclude(found: Evidence) -> Verdict:
+def conclude(found: Mismatch) -> Verdict:
     """The verdict on what the stages found."""
     not_looked_at = [*found.unchecked, *found.caveats, *_unseen(found), *NEVER]
     if (broken := _defect(found)) is not None:
@@ -59,25 +57,32 @@ def conclude(found: Evidence) -> Verdict:
     )
 
 
-def _gap(found: Evidence) -> str:
+def _gap(found: Mismatch) -> str:
     gap, rounding = found.gap, found.rounding
     where = f"{gap.judged.mean_ratio:.2g} times what rounding in {rounding.dtype} makes ({rounding.mean_abs:.2g})"
-    return f"The gap (mean |Δ log p| {gap.mean_abs:.2g}, k3 {gap.k3:.2g}) is {where}."
+    lost = f" {gap.impossible} of {gap.tokens} tokens are impossible under the declared sampling." if gap.impossible else ""
+    if gap.impossible == gap.tokens:
+        return lost.strip()
+    return f"The gap (mean |Δ log p| {gap.mean_abs:.2g}, k3 {gap.k3:.2g}) is {where}.{lost}"
 
 
-def _best(found: Evidence) -> str:
+def _best(found: Mismatch) -> str:
     best = found.semantics.best
-    if best is None or best.gain[0] <= 0:
-        return ""
-    return f" The hypothesis that fits best: {best.says}, which leaves {best.mean_abs:.2g}."
+    if best is None:
+        return " No other meaning of the numbers fits better than the declared one."
+    low, high = best.gain
+    doubt = "" if low > 0 else f", though not for certain (gain {low:.2g} to {high:.2g} a token)"
+    return f" The hypothesis that fits best: {best.says}, which leaves {best.mean_abs:.2g}{doubt}."
 
 
-def _defect(found: Evidence) -> tuple[str, str] | None:
+def _defect(found: Mismatch) -> tuple[str, str] | None:
     """The first link that is broken, with the most exact name that it has."""
-    named, returned = found.semantics.named, found.returned
-    if named is not None and (returned is None or not returned.explained):
-        left = "to rounding" if named.at_floor else f"to {named.mean_abs:.2g}"
-        return "semantics", f"the sides mean different probabilities: {named.says}, which brings the gap down {left}"
+    returned = found.returned
+    if returned is None or not returned.explained:
+        for semantics, what in ((found.semantics, "the gap"), (found.own_semantics, "the difference from the engine's own")):
+            if semantics is not None and (named := semantics.named) is not None:
+                left = "to rounding" if named.at_floor else f"to {named.mean_abs:.2g}"
+                return "semantics", f"the sides mean different probabilities: {named.says}, which brings {what} down {left}"
     if found.weights is not None and found.weights.differing:
         return "weights", _weights(found.weights.differing)
     if (operators := found.operators) is not None:
@@ -99,10 +104,11 @@ def _defect(found: Evidence) -> tuple[str, str] | None:
 
 def _returned(returned: Deviation) -> str:
     says = f"the engine's returned log-probabilities are not those of its own logits: {returned.says}"
-    if (one := returned.example) is None:
+    if returned.worst_pair is None:
         return says
-    own = "none" if one.own is None else f"{one.own:.4g}"
-    return f"{says}; token {one.position} of rollout {one.rollout} came back as {one.returned:.4g}, its own is {own}"
+    (rollout, position), (got, own) = returned.worst, returned.worst_pair
+    expected = "none" if own is None else f"{own:.4g}"
+    return f"{says}; token {position} of rollout {rollout} came back as {got:.4g}, its own is {expected}"
 
 
 def _weights(differing: list[ParameterDifference]) -> str:
@@ -120,7 +126,7 @@ def _operator(wrong: list[OperatorFault]) -> str:
     return f"the engine's {first.name} ({first.kind}, {first.phase}) is wrong: {what}"
 
 
-def _doubt(found: Evidence) -> tuple[str, str] | None:
+def _doubt(found: Mismatch) -> tuple[str, str] | None:
     """The first link that could not be checked, or that was and does not close."""
     if found.died is not None:
         return "gap", f"the engine died ({found.died}); the stages before it ran"
@@ -130,10 +136,6 @@ def _doubt(found: Evidence) -> tuple[str, str] | None:
     weights, operators, returned, judged = found.weights, found.operators, found.returned, found.gap.judged
     if returned is None:
         return "returned", "the returned log-probabilities were not looked at"
-    own = max([r.mean_abs for r in found.floor.rows if r.side == "engine"], default=0.0)
-    if returned.mean_abs > NEAR * max(own, TENTH * found.rounding.mean_abs):
-        far = f"{returned.mean_abs:.2g} in the mean, and from each other by {own:.2g}"
-        return "returned", f"the returned log-probabilities differ from the engine's own by {far}"
     if weights is None:
         return "weights", "weights were not looked at"
     if operators is None:
@@ -154,9 +156,8 @@ def _unclosed(shares: Shares | None) -> tuple[str, str] | None:
     """Why the operators' differences do not explain a gap above rounding."""
     if shares is None or shares.closure is None:
         return "shares", "the gap is more than rounding, and the operators' differences were not put into the trainer"
-    explained = shares.reproduced.explained if shares.reproduced else 0.0
-    if explained < REPRODUCES and not shares.closure.explained:
-        given = f"their differences give back {max(explained, 0):.0%} of the gap"
+    if shares.explained < REPRODUCES and not shares.closure.explained:
+        given = f"their differences give back {max(shares.explained, 0):.0%} of the gap"
         return "operators", f"no operator is outside of its rounding interval, but {given}"
     if not shares.closure.explained and shares.closure.mean_ratio > LEFT:
         return "shares", f"the operators' differences leave more than rounding: {shares.closure.says}"
@@ -166,17 +167,19 @@ def _unclosed(shares: Shares | None) -> tuple[str, str] | None:
     return None
 
 
-def _next(found: Evidence) -> str:
+def _next(found: Mismatch) -> str:
     """The command that would settle an inconclusive verdict."""
-    start = f"shaketable mismatch --trainer {found.trainer.model}"
+    start = f"shaketable mismatch {found.trainer.model}"
     if found.engine is None:
-        return f"{start} --tokens FILE --engine vllm   (or --engine hf: the engine that wrote the file)"
+        return f"{start} … --engine vllm   (or --engine hf: the engine that wrote the file)"
     if found.died is not None:
-        return f"{start} …   (again, with fewer or shorter rollouts: -n 4 --max-new-tokens 64)"
+        return f"{start} … -n 4   (again, with fewer or shorter rollouts)"
     if any("were rounded to" in line for line in found.unchecked):
-        return f"{start} --tokens FILE …   (again, with log-probabilities written in float32, not rounded)"
+        return f"{start} …   (again, with log-probabilities written in float32, not rounded)"
     if any("captured" in line for line in found.unchecked):
         return f"{start} … --engine-args '{{\"enforce_eager\": true}}'"
+    if found.engine is not None and any(line.startswith("returned:") for line in found.unchecked):
+        return f"{start} … --task arithmetic -n 16   (without --tokens: does the engine repeat it on rollouts of its own?)"
     if (best := found.semantics.best) is not None and best.wins:
         return f"{start} …   (again, with the sampling declared as the best hypothesis says: {best.name})"
     if found.operators is not None and found.operators.rollouts < found.gap.rollouts:
@@ -184,7 +187,7 @@ def _next(found: Evidence) -> str:
     return f"shaketable locate {found.trainer.model}   (judges operators of any model), and compare more rollouts: -n 64"
 
 
-def _checked(found: Evidence) -> str:
+def _checked(found: Mismatch) -> str:
     weights, operators = found.weights, found.operators
     assert weights is not None
     assert operators is not None
@@ -204,7 +207,7 @@ def causes(shares: Shares) -> str:
     return f"Of the KL: {parts}. First fix: {advice}."
 
 
-def _unseen(found: Evidence) -> list[str]:
+def _unseen(found: Mismatch) -> list[str]:
     """The parts of the input that the stages did not look at."""
     lines = list(found.floor.unavailable)
     gap, weights, operators = found.gap, found.weights, found.operators

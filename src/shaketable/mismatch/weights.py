@@ -3,7 +3,8 @@
 A cast of all weights to the dtype that the engine computes in is what was asked for, and no defect. Everything else is. The
 classes are tried in order of how exactly they can be shown: the values that the trainer's were rounded from, the bits of
 another parameter, the transpose, the same rows in another order, the bits of an earlier checkpoint, values of a coarser dtype,
-integers times a scale, one factor, few distinct values in a row. The rest, if still close, is `stale`: of another step.
+integers or float8 times a scale, one factor, few distinct values in a row. The rest, if still close, is `stale`: mostly of
+another step, and said with that doubt.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ CLOSE = 0.5
 LEVELS = 256
 """A row with at most so many values is quantized to eight bits or fewer."""
 LONGEST_ROW = 8
+FORMATS = (("int8", 127), ("int8", 128), ("int4", 7), ("int4", 8), ("float8_e4m3fn", 448))
+"""Formats of quantized weights, and the number that the largest value becomes."""
+GROUPS = (32, 64, 128)
+ROWS = 64
+ALL = 0.99
+"""Share of equal values from which a format is recognised: scales were rounded too."""
 ROUNDED = 0.9
 """Share of equal values from which one is called the other's rounding: float16 was rounded itself, and ties go either way."""
 Parameters = Mapping[str, Tensor]
@@ -177,8 +184,9 @@ class _Pair:
                 return "cast", f"was cast to {str(lower).removeprefix('torch.')}"
         if not bool(y[wrong].any()):
             return "scaled", f"{_where(wrong)}is zero"
-        if (bits := _integer_bits(self.own.double(), y, torch.finfo(self.got.dtype).eps)) is not None:
-            return "quantized", f"was quantized to int{bits[0]}, one scale for each {bits[1]}"
+        for source in (self.own.double(), x):
+            if (name := _format(source, y, wrong, torch.finfo(self.got.dtype).eps)) is not None:
+                return "quantized", f"was quantized to {name}"
         ratio = y[wrong & (x != 0)] / x[wrong & (x != 0)]
         near = 4 * torch.finfo(self.dtype).eps
         factor = float(ratio.mean()) if ratio.numel() else 1.0
@@ -192,7 +200,8 @@ class _Pair:
         which = f" ({', '.join(map(str, rows))})" if wrong.dim() > 2 and len(rows) < min(len(wrong), 9) else ""
         where = f"{len(rows):,} of {len(wrong):,} {what} differ{which}, relative difference {relative:.2g}"
         is_close = relative < CLOSE
-        return ("stale", f"is of another step: {where}") if is_close else ("other_values", f"holds other values: {where}")
+        close = f"holds close values, of another step or in another format: {where}"
+        return ("stale", close) if is_close else ("other_values", f"holds other values: {where}")
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
@@ -232,17 +241,28 @@ def _where(wrong: Tensor) -> str:
     return ""
 
 
-def _integer_bits(x: Tensor, y: Tensor, eps: float) -> tuple[int, str] | None:
-    """Whether the engine's are the trainer's, rounded to integers times a scale: the bits, and what shares a scale."""
+def _format(x: Tensor, y: Tensor, wrong: Tensor, eps: float) -> str | None:
+    """The format, with a scale, that makes the engine's values of the trainer's; tried on the first rows that differ."""
     if x.dim() != 2:
         return None
-    for bits in (8, 4):
-        for what, top in (("row", x.abs().amax(1, keepdim=True)), ("tensor", x.abs().amax())):
-            for levels in (2 ** (bits - 1) - 1, 2 ** (bits - 1)):
-                scale = (top / levels).clamp_min(1e-300)
-                made = (x / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
-                if float(((made - y).abs() <= 2 * eps * y.abs() + 1e-12).double().mean()) > 0.99:
-                    return bits, what
+    rows, size = wrong.any(1).nonzero().flatten()[:ROWS], x.shape[1]
+    tops = {"the whole": x.abs().amax()}
+    x, y = x[rows], y[rows]
+    tops = {"each row": x.abs().amax(1, keepdim=True)} | tops
+    for n in GROUPS:
+        if size % n == 0 and n < size:
+            tops[f"each {n} values"] = x.reshape(len(x), -1, n).abs().amax(2).repeat_interleave(n, 1)
+    for what, top in tops.items():
+        for name, largest in FORMATS:
+            scale = (top / largest).clamp_min(1e-300)
+            made = x / scale
+            if name.startswith("int"):
+                half = 2 ** (int(name[3:]) - 1)
+                made = made.round().clamp(-half, half - 1) * scale
+            else:
+                made = made.to(getattr(torch, name)).double() * scale
+            if float(((made - y).abs() <= 2 * eps * y.abs() + 1e-12).double().mean()) > ALL:
+                return f"{name}, one scale for {what}"
     return None
 
 

@@ -274,6 +274,11 @@ class Definitions:
 SCALES = {"embedding_scale": "embedding_multiplier", "logits_scale": "logits_scaling", "residual_scale": "residual_multiplier"}
 
 
+def has_scale(model: Any, name: str) -> bool:
+    """Whether a model has such a multiplier, be it 1: an engine may have lost the trainer's."""
+    return getattr(model.config, SCALES[name], None) is not None
+
+
 def scale_of(model: Any, name: str) -> float:
     """The number by which a model multiplies its embeddings, its logits or a residual branch; 1 in most models."""
     found = float(getattr(model.config, SCALES[name], 1.0) or 1.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shaketable.mismatch.results import Deviation, Evidence, Floor, Gap, Operators, Semantics, Shares, Weights
+from shaketable.mismatch.results import Deviation, Floor, Gap, Mismatch, Operators, Semantics, Shares, Weights
 
 STAGES = ("gap", "returned", "floor", "semantics", "weights", "routing", "operators", "shares")
 
 
-def lines(found: Evidence) -> dict[str, str]:
+def lines(found: Mismatch) -> dict[str, str]:
     """The line of every stage by its name."""
     return {
         "gap": _gap(found.gap),
@@ -47,16 +47,17 @@ def _returned(found: Deviation | None) -> str:
         return (
             f"the engine's own logits give the returned numbers: mean |Δ log p| {found.mean_abs:.3g}, {found.tokens:,} tokens"
         )
-    where = "" if found.example is None else f" (token {found.example.position} of rollout {found.example.rollout})"
+    where = "" if found.worst_pair is None else f" (token {found.worst[1]} of rollout {found.worst[0]})"
     return f"not those of the engine's own logits: {found.says}{where}"
 
 
-def _floor(floor: Floor, found: Evidence) -> str:
+def _floor(floor: Floor, found: Mismatch) -> str:
     wrong = sum(bool(r.wrong) for r in floor.rows)
     within = f"{wrong} ways of computing differ by more than rounding" if wrong else "every way of computing is within rounding"
     rounding = f"rounding in {found.rounding.dtype} makes {found.rounding.mean_abs:.3g}"
     times = f"the gap is {found.gap.judged.mean_ratio:.3g} times that"
-    return f"mean |Δ log p| {floor.mean_abs:.3g} ({floor.largest}): {within}; {rounding}, and {times}"
+    row = floor.largest
+    return f"mean |Δ log p| {row.mean_abs:.3g} ({row.side}, {row.variant}): {within}; {rounding}, and {times}"
 
 
 def _semantics(found: Semantics) -> str:
@@ -79,7 +80,7 @@ def _weights(found: Weights | None) -> str:
     return f"{found.compared} parameters, bit for bit the trainer's{cast}"
 
 
-def _routing(found: Evidence) -> str:
+def _routing(found: Mismatch) -> str:
     if not found.routing:
         return "not looked at" if found.engine is None else "no experts, or the engine does not report them"
     weights = [r.weights for r in found.routing if r.weights is not None]
@@ -98,7 +99,7 @@ def _operators(found: Operators | None) -> str:
 def _shares(found: Shares | None) -> str:
     if found is None:
         return "not measured"
-    if not found.families or found.reproduced is None:
+    if not found.families:
         return "no operator differs"
-    given = f"they give back {found.reproduced.explained:.0%} of the gap, token by token"
+    given = f"they give back {found.explained:.0%} of the gap, token by token"
     return f"KL {found.kl:.3g} of all differences together; {given}"

@@ -154,7 +154,7 @@ def campaign(tmp_path, *arguments):
 
 def test_the_command_line_starts_vllm_and_exits_with_the_verdict(tmp_path):
     arguments = {**SHAPE, "enforce_eager": True}
-    asked = ["--trainer", NANO, "--engine", "vllm", "--engine-args", json.dumps(arguments), "--task", "arithmetic", "-n", "4"]
+    asked = [NANO, "--engine", "vllm", "--engine-args", json.dumps(arguments), "--task", "arithmetic", "-n", "4"]
     command = [sys.executable, "-m", "shaketable", "mismatch", *asked, "--recorded", "1", "--json", tmp_path / "found.json"]
     done = run(*command)
     assert done.returncode == 0, printed(done)[-3000:]

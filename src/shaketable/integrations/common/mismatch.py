@@ -70,7 +70,7 @@ def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Seque
     """How far each side is from itself, and the family of operators that causes most of the divergence, by name."""
     if not rollouts:
         return {}
-    found = {"floor": measure_floor(side, engine, rollouts, side.logprobs(rollouts))[0].mean_abs}
+    found = {"floor": measure_floor(side, engine, rollouts, side.logprobs(rollouts))[0].largest.mean_abs}
     if engine is None:
         return found
     shortest, meter = min(rollouts, key=lambda r: len(r.tokens)), ShareMeter(side.model)
