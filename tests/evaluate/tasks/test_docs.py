@@ -4,7 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
-from shaketable.evaluate.tasks import BUILT_IN, Arithmetic, load_task
+from shaketable.evaluate.tasks import Arithmetic, load_task
+from shaketable.evaluate.tasks.load import BUILT_IN
 from tests import ROOT
 from tests.evaluate.tasks.test_verl_parquet import rows, written
 
