@@ -268,7 +268,7 @@ class Bench:
             blamed.op if blamed else None,
             blamed is not None and blamed.op == case.expected,
             blamed.fault_class if blamed else None,
-            verdict["blames"],
+            verdict.blames,
             blamed is not None and _lanes_right(blamed, case, clean, recording),
             len(blamed.lanes) if blamed else 0,
             effect,

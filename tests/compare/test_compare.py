@@ -148,6 +148,19 @@ def test_a_faulty_fingerprint_is_told_from_a_faulty_device(tiny_llama):
         assert (row.here, row.stored > 0) == (0, True)
 
 
+def test_a_model_with_autocast_of_its_own_is_judged_by_what_autocast_does(tiny_llama):
+    class Lowered(type(tiny_llama)):
+        def forward(self, *args, **kwargs):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(*args, **kwargs)
+
+    tiny_llama.__class__ = Lowered
+    good = fingerprint(tiny_llama, input_ids=IDS)
+    assert compare(good, tiny_llama).sentence.startswith("SAME")
+    row = under("gain:0.05@module.mlp.up_proj,layers=1", good, tiny_llama).first
+    assert (row.layer, row.op, row.point, row.beyond) == (1, "mlp.up_proj", "output", "here")
+
+
 def test_the_first_of_two_faults_is_named(good, tiny_llama):
     found = under("gain:0.5@layer.3;gain:1e-4@module.v_proj,layers=1", good, tiny_llama)
     assert "layer 1 is the first, self_attn.v_proj" in found.sentence

@@ -218,6 +218,16 @@ def test_operators_outside_of_all_modules_are_met_and_counted_under_no_layer():
         assert torch.equal(a @ a, a)
 
 
+def test_a_graph_that_an_engine_has_made_of_its_model_is_the_engines():
+    """vLLM calls the pieces of a compiled model as modules of their own; they were hit by the process too, in phase train."""
+    piece = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8)))
+    with Process("gain:1@op.matmul;gain:1@module.linear") as found, torch.no_grad():
+        with found.standing_aside():
+            clean = piece(X)
+        assert fires(found) == 0 and not found.names
+        assert not torch.equal(piece(X), clean) and fires(found) == 2
+
+
 def test_operators_outside_of_modules_have_other_noise_each_time():
     with Process("relative_gaussian:0.1@op.matmul"):
         first, second = (torch.eye(4) @ torch.ones(4, 4) for _ in range(2))

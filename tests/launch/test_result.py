@@ -106,6 +106,12 @@ def test_an_idle_process_is_named_with_the_reason_if_there_is_one(left, more, wh
     )
 
 
+def test_workers_that_are_alike_share_a_line(left):
+    alike = [process(n, phases=[], place="loader") for n in range(2, 14)]
+    line = "12 processes (loader) imported torch but injected nothing (it called no model)"
+    assert line in left(acts(), *alike).warnings
+
+
 def test_reasons_of_engines_are_given_once_each(left):
     found = left(acts(1, refused="b"), acts(2), acts(3, refused="a"), acts(4, refused="b"), acts(5, refused=...))
     assert found.refused == found.to_dict()["refused"] == ["b", "a"]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, Result, decide
+from shaketable.locate.diagnosis import MODES, Diagnosis, Evidence, LayerReport, LayerStatistics, Result, decide
 
 
 def diagnosis(mode="all", layers=3, **fields):
@@ -172,7 +172,7 @@ def test_a_gap_of_the_deciding_probe_is_no_health(mode, probe, verdict):
 def test_json_is_strict(tmp_path):
     found = passing()
     found.probes[0].results["checksum"] = Result("suspect", math.inf, "mlp", "off")
-    found.probes[1].statistics = {"gain": math.nan, "histogram": [1.0, -math.inf], 3: (1, 2)}
+    found.probes[1].statistics = LayerStatistics(math.nan, 1.0, -math.inf, 0.0, 0.1, 3)
     found.evidence = [evidence(0, "replay", examples=[{"got": math.nan, "low": 1.0}])]
     decided(found)
     path = tmp_path / "diagnosis.json"
@@ -185,7 +185,7 @@ def test_json_is_strict(tmp_path):
     plain = json.loads(text, parse_constant=refuse)
     assert text.endswith("}\n")
     assert plain["probes"][0]["results"]["checksum"]["score"] is None
-    assert plain["probes"][1]["statistics"] == {"gain": None, "histogram": [1.0, None], "3": [1, 2]}
+    assert list(plain["probes"][1]["statistics"].values()) == [None, 1.0, None, 0.0, 0.1, 3, None]
     assert plain["evidence"][0]["examples"] == [{"got": None, "low": 1.0}]
 
 

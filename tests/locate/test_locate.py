@@ -382,7 +382,7 @@ def test_json_has_every_field_and_is_strict(tmp_path):
 
 def test_srdd_statistics_do_not_decide():
     diagnosis = found(build("llama"), "all")
-    diagnosis.srdd["blames"] = 1
+    diagnosis.srdd.blames = 1
     decide(diagnosis, True)
     assert diagnosis.verdict == "HEALTHY"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import scipy.stats
@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shaketable.locate.srdd import LayerStatistics, dc_input, layer_statistics, probe_input, srdd_verdict
+from shaketable.locate.diagnosis import LayerStatistics
+from shaketable.locate.srdd import dc_input, layer_statistics, probe_input, srdd_verdict
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NOISE = torch.Generator().manual_seed(5)
@@ -127,9 +128,9 @@ def test_weird_values_raise_nothing_and_give_no_infinity(data, dtype, tokens, ch
     probed, shifted = probe_input(x, 0), dc_input(x)
     found = layer_statistics(x, [tensor() for _ in range(repeats)], probed, tensor(), shifted, tensor())
     assert probed.shape == shifted.shape == x.shape
-    assert not any(math.isinf(value) for value in found.as_dict().values())
+    assert not any(math.isinf(value) for value in astuple(found))
     verdict = srdd_verdict([found, HEALTHY, found])
-    assert all(math.isfinite(edge) for edge in verdict["edges"]["kurtosis"] + verdict["edges"]["instability"])
+    assert all(math.isfinite(edge) for edge in verdict.edges["kurtosis"] + verdict.edges["instability"])
 
 
 # What SRDD would say
@@ -137,8 +138,8 @@ def test_weird_values_raise_nothing_and_give_no_infinity(data, dtype, tokens, ch
 
 def test_nothing_stands_out_in_healthy_layers():
     verdict = srdd_verdict(layers())
-    assert (verdict["blames"], verdict["global_anomaly"], verdict["why"]) == (None, False, "nothing stands out")
-    assert len(verdict["edges"]["kurtosis"]) == len(verdict["edges"]["instability"]) == 12
+    assert (verdict.blames, verdict.global_anomaly, verdict.why) == (None, False, "nothing stands out")
+    assert len(verdict.edges["kurtosis"]) == len(verdict.edges["instability"]) == 12
 
 
 @pytest.mark.parametrize("layer", [0, 1, 6, 11])
@@ -148,43 +149,45 @@ def test_nothing_stands_out_in_healthy_layers():
 )
 def test_a_fault_in_one_layer_is_blamed_on_it(layer, change, word):
     verdict = srdd_verdict(layers(**{f"l{layer}": change}))
-    assert verdict["blames"] == layer
-    assert word in verdict["why"]
+    assert verdict.blames == layer
+    assert word in verdict.why
 
 
 @pytest.mark.parametrize("layer", [1, 6, 11])
 def test_the_sharpest_fall_of_the_kurtosis_is_blamed(layer):
     small = {} if layer == 3 else {"l3": {"kurtosis": 300.0}}
-    verdict = srdd_verdict(layers(**small, **{f"l{layer}": {"kurtosis": 20.0}}))
-    assert verdict["blames"] == layer
-    assert "kurtosis falls by a factor" in verdict["why"]
-    fall = verdict["edges"]["kurtosis"][layer]
+    found = layers(**small, **{f"l{layer}": {"kurtosis": 20.0}})
+    verdict = srdd_verdict(found)
+    assert verdict.blames == layer
+    assert "kurtosis falls by a factor" in verdict.why
+    assert min(range(12), key=lambda i: found[i].drop_z) == layer and found[layer].drop_z < -2
+    fall = verdict.edges["kurtosis"][layer]
     assert fall == pytest.approx(math.log(23 / (3 + layers()[layer - 1].kurtosis)), rel=1e-9)
 
 
 def test_the_first_rise_is_the_edge_when_instability_goes_on():
     running_on = {f"l{i}": {"instability": 0.05 + 0.001 * i} for i in range(4, 12)}
-    assert srdd_verdict(layers(**running_on))["blames"] == 4
-    assert srdd_verdict(layers(l4={"instability": 0.05}, l8={"instability": 0.5}))["blames"] == 4
+    assert srdd_verdict(layers(**running_on)).blames == 4
+    assert srdd_verdict(layers(l4={"instability": 0.05}, l8={"instability": 0.5})).blames == 4
 
 
 def test_all_layers_unstable_alike_is_nobodys_fault():
     verdict = srdd_verdict(layers(**{f"l{i}": {"instability": 0.01 * (1 + i % 3), "gain": i / 12} for i in range(12)}))
-    assert (verdict["blames"], verdict["global_anomaly"]) == (None, True)
-    assert "every layer is unstable" in verdict["why"]
+    assert (verdict.blames, verdict.global_anomaly) == (None, True)
+    assert "every layer is unstable" in verdict.why
 
 
 def test_instability_comes_before_gain_and_gain_before_kurtosis():
     change = {"l2": {"kurtosis": 1.0}, "l5": {"gain": 0.0}}
-    assert srdd_verdict(layers(**change))["blames"] == 5
-    assert srdd_verdict(layers(**change, l8={"instability": 0.1}))["blames"] == 8
+    assert srdd_verdict(layers(**change)).blames == 5
+    assert srdd_verdict(layers(**change, l8={"instability": 0.1})).blames == 8
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_few_layers_are_no_error(count):
     verdict = srdd_verdict(layers(count))
-    assert verdict["blames"] is None
-    assert len(verdict["edges"]["kurtosis"]) == count
+    assert verdict.blames is None
+    assert len(verdict.edges["kurtosis"]) == count
 
 
 @pytest.mark.parametrize(
@@ -205,4 +208,4 @@ def test_end_to_end_on_residual_layers(fault, expected):
         healthy = lambda v, weight=weight: v + v @ weight  # noqa: E731
         found.append(measured((lambda v, h=healthy: fault(h(v))) if i == 3 else healthy, x))
         x = healthy(x)
-    assert srdd_verdict(found)["blames"] == expected
+    assert srdd_verdict(found).blames == expected

@@ -84,6 +84,15 @@ def test_a_few_tokens_fit_nothing():
     assert found.verdict == "INCONCLUSIVE", found.sentence
 
 
+def test_a_token_at_the_edge_of_a_truncation_speaks_for_no_other():
+    """Rounding moves a token out of the ten likeliest; top-k 15 has it, and a temperature of 1.33 fits rounding."""
+    given = {"temperature": 1.3, "top_k": 10, "logprobs_mode": "processed"}
+    for seed in range(4):
+        other = pairs.engine(torch.bfloat16)
+        found = verdict(None, other.sample(prompts()[:4], how(max_new_tokens=8, seed=seed, **given)), how(**given))
+        assert found.verdict == "INCONCLUSIVE" and not (found.semantics.best and found.semantics.best.wins), found.sentence
+
+
 def test_a_truncation_that_cuts_nothing_off_is_not_named():
     other = pairs.engine(plant=lambda m: wrap(m.lm_head, lambda y: y * 1.02))
     found = verdict(None, other.sample(prompts(), how()))

@@ -28,10 +28,6 @@ def compare(
     device: Annotated[str, typer.Option(help="The device to compare: cpu, cuda, npu, xpu, mps.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="Another dtype than the file's; its tensors are cast.")] = None,
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; what the file was made with by default.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check that the file was made from this text, one prompt per line.")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Check that the file holds this many tokens.")] = None,
     plan: Annotated[str | None, typer.Option(help="Plant this plan on the model first, to see it measured.")] = None,
     plan_out: Annotated[
         Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured errors as a plan, YAML.")
@@ -53,7 +49,6 @@ def compare(
     from shaketable.compare.fingerprint import read_fingerprint
 
     file = read_fingerprint(fingerprint)
-    _check_text(file, prompts, tokens)
     loaded = _load(file, model, device, dtype, attention, layers, allow_code)
     found = _compare(file, loaded, planted, layers)
     text = found.plan_text()
@@ -63,16 +58,6 @@ def compare(
         write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
     show(found, plan_out, text is not None)
     raise typer.Exit(found.exit_code)
-
-
-def _check_text(file: Fingerprint, prompts: Path | None, tokens: int | None) -> None:
-    from shaketable.capture.trace import read_prompts
-    from shaketable.compare.fingerprint import FingerprintError
-
-    if tokens is not None and tokens != file.about.tokens:
-        raise FingerprintError(f"the fingerprint holds {file.about.tokens} tokens, not {tokens}; its own tokens are replayed")
-    if prompts is not None and read_prompts(prompts) != file.about.prompts:
-        raise FingerprintError(f"the fingerprint was not made from {prompts}; its own prompts are replayed")
 
 
 def _load(

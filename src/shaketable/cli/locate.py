@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -186,8 +187,8 @@ def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
     if statistics:
         console.print(_statistics(diagnosis))
     told = statistics or diagnosis.verdict == "FAULT"
-    if told and diagnosis.srdd is not None and diagnosis.srdd["blames"] is not None:
-        console.print(f"  SRDD statistics alone would blame layer {diagnosis.srdd['blames']}; they never decide.", style="dim")
+    if told and diagnosis.srdd is not None and diagnosis.srdd.blames is not None:
+        console.print(f"  SRDD statistics alone would blame layer {diagnosis.srdd.blames}; they never decide.", style="dim")
     for note in diagnosis.notes:
         console.print(f"  note: {note}", style="dim", markup=False)
     color = {"HEALTHY": "green", "FAULT": "red", "INCONCLUSIVE": "yellow"}[diagnosis.verdict]
@@ -221,11 +222,12 @@ def _table(diagnosis: Diagnosis) -> Table:
 def _statistics(diagnosis: Diagnosis) -> Table:
     from rich.table import Table
 
-    names = ("gain", "min_gain", "kurtosis", "instability", "pile_up", "distinct", "drop_z")
-    table = Table("layer", *names, box=None, pad_edge=False)
+    from shaketable.locate.diagnosis import LayerStatistics
+
+    table = Table("layer", *(f.name for f in fields(LayerStatistics)), box=None, pad_edge=False)
     for report in diagnosis.probes:
         if report.statistics is not None:
-            table.add_row(str(report.layer), *(f"{report.statistics[name]:.4g}" for name in names))
+            table.add_row(str(report.layer), *(f"{value:.4g}" for value in astuple(report.statistics)))
     return table
 
 

@@ -54,6 +54,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaketable.errors import PlanError, ShaketableError
+from shaketable.integrations.names import check
 from shaketable.launch import import_hooks, process_identity
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def follow(ray: Any) -> None:
     """Let `ray.init` carry the plan of the environment, number actors, and wait for ledgers. Does nothing the second time."""
     if process_identity.current_task is _current_task:
         return
+    check("ray.actor:ActorClass", "ray._private.serialization:SerializationContext")
     process_identity.current_task, process_identity.current_name = _current_task, _current_name
     ray.init = _carrying(ray.init)
     ray.shutdown = _after_the_ledgers(ray.shutdown)

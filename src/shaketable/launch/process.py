@@ -103,6 +103,8 @@ class ProcessInjection:
         """A model that is first called inside a compiled function: the graph is left to meet it."""
         self._loose = Entry(0, nn.Identity(), None, _LOOSE)
         self._aside = 0
+        self._is_aside = False
+        """Whether models that are called belong to an engine: the graphs that it has made of its model too."""
         self.injection.operators.loose = self._loose
         self.injection.operators.make(_LOOSE, "", range(0))
 
@@ -129,6 +131,7 @@ class ProcessInjection:
     def _stand_aside(self, more: int) -> None:
         with self.attaching:
             self._aside += more
+            self._is_aside = self._aside > 0
             self.injection.operators.loose = None if self._aside else self._loose
 
     def leave_alone(self, model: nn.Module) -> None:
@@ -152,7 +155,7 @@ class ProcessInjection:
 
     def on_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global forward pre-hook: attach the plan to a model that is called for the first time."""
-        if isinstance(getattr(module, "_shaketable_seen", None), Seen):
+        if self._is_aside or isinstance(getattr(module, "_shaketable_seen", None), Seen):
             return None
         if torch.compiler.is_compiling():
             self.meet(module)

@@ -94,11 +94,10 @@ class ProcessRecord:
         row = {key: getattr(self, key) for key in shown}
         return row | {"forward": self.ledger.forward, "backward": self.ledger.backward}
 
-    def idle_line(self) -> str:
-        """One line: a launcher, a server or a worker that had nothing to do, or a process that an old file says little of."""
+    def why_idle(self) -> str:
+        """Of a launcher, a server or a worker that had nothing to do, or of a process that an old file says little of."""
         is_at_rest = self.phases is not None and not (self.phases or self.unmatched_models)
-        why = "it called no model" if is_at_rest else "; ".join(self.unmatched[:1])
-        return f"process {self.pid} ({self.title}) imported torch but injected nothing" + (f" ({why})" if why else "")
+        return "it called no model" if is_at_rest else "; ".join(self.unmatched[:1])
 
     def did_something(self) -> bool:
         """Whether a clause changed a value, or fired too rarely to say that it did not."""
@@ -109,6 +108,18 @@ class ProcessRecord:
     def clauses(self) -> tuple[Clause, ...]:
         """Those of its plan."""
         return Plan.parse(self.ledger.plan).clauses
+
+
+def idle_lines(processes: Sequence[ProcessRecord]) -> list[str]:
+    """A line for each process that injected nothing; one for all that are alike, such as the workers of a DataLoader."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for process in processes:
+        alike.setdefault((process.title, process.why_idle()), []).append(process.pid)
+    lines = []
+    for (title, why), pids in alike.items():
+        who = f"process {pids[0]} ({title})" if len(pids) == 1 else f"{len(pids)} processes ({title})"
+        lines.append(f"{who} imported torch but injected nothing" + (f" ({why})" if why else ""))
+    return lines
 
 
 def without_plan(processes: Sequence[ProcessRecord]) -> dict[int, str]:
@@ -166,7 +177,7 @@ class RunResult:
         """One line for each thing a reader must know."""
         if self.ledger is None:
             return ["nothing was injected: no process of this command imported torch"]
-        idle = [p.idle_line() for i, p in enumerate(self.processes) if not p.fires and i not in self.without_plan]
+        idle = idle_lines([p for i, p in enumerate(self.processes) if not p.fires and i not in self.without_plan])
         late = [f"process {p.pid}: {line}" for p in self.processes for line in p.late]
         return [*self.without_plan.values(), *idle, *late, *self.ledger.inert()]
 

@@ -1,6 +1,6 @@
-"""Which layer, which operator: trace, probes, statistics, fingerprints, verdict.
+"""Which layer and which operator a device computes wrongly.
 
-The room and its verb share a name, as with `inject`: `shaketable.locate(model, tokenizer)` is
+The package and its function share a name, as with `inject`: `shaketable.locate(model, tokenizer)` is
 `shaketable.locate.locate.locate(model, tokenizer)`.
 """
 

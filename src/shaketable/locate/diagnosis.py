@@ -78,6 +78,31 @@ class Evidence:
 
 
 @dataclass
+class LayerStatistics:
+    """SRDD's numbers of one layer, defined in `locate/srdd.py`; what is not defined is nan."""
+
+    gain: float
+    min_gain: float
+    kurtosis: float
+    instability: float
+    pile_up: float
+    distinct: int
+    drop_z: float = math.nan
+    """Set when all layers are known."""
+
+
+@dataclass
+class SrddVerdict:
+    """The verdict of SRDD alone."""
+
+    blames: int | None
+    why: str
+    global_anomaly: bool
+    edges: dict[str, list[float]]
+    """Change from the layer before, per layer: log ratio of the kurtosis, difference of the instability."""
+
+
+@dataclass
 class LayerReport:
     """All probes of one layer, or of what lies outside of the layers."""
 
@@ -86,7 +111,7 @@ class LayerReport:
     results: dict[str, Result] = field(default_factory=dict)
     coverage: dict[str, dict[str, int]] = field(default_factory=dict)
     """For each operator: the number of rows it made, and how many of them were judged in which way."""
-    statistics: dict[str, Any] | None = None
+    statistics: LayerStatistics | None = None
 
 
 @dataclass
@@ -136,7 +161,7 @@ class Diagnosis:
     coverage: dict[str, int] = field(default_factory=dict)
     """The sums of every operator's coverage, and how many operators those are."""
     probes: list[LayerReport] = field(default_factory=list)
-    srdd: dict[str, Any] | None = None
+    srdd: SrddVerdict | None = None
     evidence: list[Evidence] = field(default_factory=list)
 
     @property

@@ -26,7 +26,7 @@ from shaketable.capture.reference import Reference, check_model, product_name
 from shaketable.capture.trace import Arguments, LayerCall, Trace, forward, record_layer, token_batch, trace
 from shaketable.errors import InertError, ModelError, ShaketableError
 from shaketable.locate import srdd
-from shaketable.locate.diagnosis import MODES, Diagnosis, decide
+from shaketable.locate.diagnosis import MODES, Diagnosis, LayerStatistics, decide
 from shaketable.locate.foreign_code import foreign_code, unmade
 from shaketable.locate.layer_probes import (
     FAILURES,
@@ -200,25 +200,19 @@ class Locator:
         if self.mode in ON_HOST:
             with self._clock("batch"):
                 self._use(ids)
-        own: list[srdd.LayerStatistics] = []
         for call in traced.calls:
             with self._clock("repeat"):
                 recording = record_layer(call, self.reference)
             self.reference.written |= recording.written
             part = self.judge(self.part(traced, recording, call), LAYER_PROBES)
-            if (statistics := self.statistics(part)) is not None:
-                own.append(statistics)
-                part.report.statistics = statistics.as_dict()
+            part.report.statistics = self.statistics(part)
             self._keep(part, diagnosis)
             self.tell(call.index + 1, total, f"layer {call.index}")
         outside = self.part(traced, traced.outside, None)
         outside.logits = logits
         self._keep(self.judge(outside, OUTSIDE_PROBES), diagnosis)
-        if own:
-            diagnosis.srdd = dict(srdd.srdd_verdict(own))
-            tables = [report.statistics for report in diagnosis.probes if report.statistics is not None]
-            for table, z in zip(tables, srdd.drop_z([one.kurtosis for one in own]), strict=True):
-                table["drop_z"] = z
+        if statistics := [report.statistics for report in diagnosis.probes if report.statistics is not None]:
+            diagnosis.srdd = srdd.srdd_verdict(statistics)
         diagnosis.not_run = self._not_run(diagnosis)
         diagnosis.device_forwards = self._device_forwards(diagnosis)
         diagnosis.cost = {name: round(seconds / unit, 3) for name, seconds in self.spent.items()}
@@ -256,20 +250,22 @@ class Locator:
         if has_cache and "past_key_values" in given:
             self.not_used = dict.fromkeys(USES, "the caller gives a cache")
             return
-        try:
-            self.uses["batch"] = trace(self.model, pair, self.reference, given | ({"use_cache": True} if has_cache else {}))
-        except (*FAILURES, ShaketableError) as error:
-            self.not_used = dict.fromkeys(USES, failure("the model", error))
-            return
-        cache = getattr(self.uses["batch"].answer, "past_key_values", None)
+        batch = self._trace_use("batch", pair, given | ({"use_cache": True} if has_cache else {}))
+        cache = None if batch is None else getattr(batch.answer, "past_key_values", None)
         if cache is None:
-            self.not_used["decode"] = "the model returns no cache"
+            self.not_used["decode"] = self.not_used.get("batch", "the model returns no cache")
             return
-        step = {"past_key_values": cache, "use_cache": True}
+        self._trace_use(
+            "decode", ids[:, length : length + 1].expand(2, 1), given | {"past_key_values": cache, "use_cache": True}
+        )
+
+    def _trace_use(self, name: str, ids: Tensor, arguments: dict[str, Any]) -> Trace | None:
+        """Trace one way to use the model, or note why it cannot be used so."""
         try:
-            self.uses["decode"] = trace(self.model, ids[:, length : length + 1].expand(2, 1), self.reference, given | step)
+            self.uses[name] = trace(self.model, ids, self.reference, arguments)
         except (*FAILURES, ShaketableError) as error:
-            self.not_used["decode"] = failure("the model", error)
+            self.not_used[name] = failure("the model", error)
+        return self.uses.get(name)
 
     def _not_run(self, diagnosis: Diagnosis) -> list[str]:
         """Ways to use the model that were not judged, with the reason where there is one."""
@@ -306,8 +302,8 @@ class Locator:
             raise ModelError(f"a plain forward of {type(self.model).__name__} fails on these tokens: {line}") from error
         return logits, min(times)
 
-    def statistics(self, part: ProbedPart) -> srdd.LayerStatistics | None:
-        """SRDD's six numbers of a layer; None without the device's modes, and of a layer that is given tokens."""
+    def statistics(self, part: ProbedPart) -> LayerStatistics | None:
+        """SRDD's numbers of a layer; None without the device's modes, and of a layer that is given tokens."""
         call = part.layer
         if self.mode not in ON_DEVICE or not call.x.is_floating_point():
             return None

@@ -227,7 +227,7 @@ class _Replay:
 
         def bring(tensor: Tensor) -> Tensor:
             known = self.reference.like(tensor) if tensor.numel() else None
-            return _lowered(self.reference.near(tensor) if known is None else known, lowered)
+            return as_autocast(self.reference.near(tensor) if known is None else known, lowered)
 
         args, kwargs = map_tensors(record.args, bring), map_tensors(record.kwargs, bring)
         if record.func is not None and not args and "input" in kwargs:  # by name: definitions take it as the first argument
@@ -245,7 +245,7 @@ class _Replay:
 
         def weight(name: str) -> Tensor:
             held = record.weights.get(name)
-            return _lowered(self.reference.weight(f"{full}.{name}") if held is None else held.detach().cpu(), lowered)
+            return as_autocast(self.reference.weight(f"{full}.{name}") if held is None else held.detach().cpu(), lowered)
 
         rows, tokens = rows_of(got), None
         if leaf.kind in PRODUCTS and got.numel():
@@ -264,8 +264,8 @@ class _Replay:
         return _Expected(got, leaf.allowed(call, weight), tokens=tokens, rows=rows)
 
 
-def _lowered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """An argument as autocast casts it; it leaves numbers and integer tensors alone."""
+def as_autocast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """An argument as an autocast to `dtype` casts it; it leaves numbers and integer tensors alone."""
     return tensor if dtype is None or not tensor.dim() or not tensor.is_floating_point() else tensor.to(dtype)
 
 

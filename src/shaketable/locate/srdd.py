@@ -35,8 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +42,7 @@ import torch
 from torch import Tensor
 
 from shaketable.faults.sums import with_float64
+from shaketable.locate.diagnosis import LayerStatistics, SrddVerdict
 
 QUANTILE = 0.001
 Z = 2.0
@@ -53,38 +52,6 @@ LOW_GAIN = 0.8
 PILE = 10.0
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class LayerStatistics:
-    """The six numbers of one layer; the module's docstring defines them."""
-
-    gain: float
-    min_gain: float
-    kurtosis: float
-    instability: float
-    pile_up: float
-    distinct: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers by name; what is not defined stays nan."""
-        return asdict(self)
-
-
-class Edges(TypedDict):
-    """Change from the layer before, per layer: log ratio of the kurtosis, difference of the instability."""
-
-    kurtosis: list[float]
-    instability: list[float]
-
-
-class SrddVerdict(TypedDict):
-    """The verdict of SRDD alone."""
-
-    blames: int | None
-    why: str
-    global_anomaly: bool
-    edges: Edges
 
 
 def probe_input(x: Tensor, seed: int, scale: float = 0.1) -> Tensor:
@@ -126,32 +93,21 @@ def layer_statistics(
 
 
 def srdd_verdict(statistics: Sequence[LayerStatistics]) -> SrddVerdict:
-    """The verdict of SRDD alone on these layers, in order of computation."""
+    """The verdict of SRDD alone on these layers, in order of computation; each gets its `drop_z`."""
     instability, gains, kurtosis, piles = (
         np.array([getattr(s, name) for s in statistics], dtype=np.float64)
         for name in ("instability", "gain", "kurtosis", "pile_up")
     )
-    instability, falls = np.nan_to_num(instability), _falls(kurtosis)
-    rises = np.diff(instability, prepend=0.0)
+    instability, peaks = np.nan_to_num(instability), np.log(np.maximum(kurtosis + 3, 1.0))
+    falls, rises = np.nan_to_num(np.diff(peaks, prepend=peaks[:1])), np.diff(instability, prepend=0.0)
     quiet = AMBIENT_SPREAD * instability.min(initial=math.inf)
     everywhere = bool(instability.size and 0 < instability.max() <= quiet)
     blames, why = None, "every layer is unstable, none much more than the others" if everywhere else "nothing stands out"
     if instability.size and not everywhere:
         blames, why = _blame(instability, rises, quiet, gains, falls, piles) or (None, why)
-    return SrddVerdict(
-        blames=blames, why=why, global_anomaly=everywhere, edges=Edges(kurtosis=falls.tolist(), instability=rises.tolist())
-    )
-
-
-def drop_z(kurtosis: Sequence[float]) -> list[float]:
-    """How far the kurtosis changes from the layer before, among all layers; an edge is below −2."""
-    found: list[float] = _robust_z(_falls(np.array(kurtosis, dtype=np.float64))).tolist()
-    return found
-
-
-def _falls(kurtosis: Floats) -> Floats:
-    peaks = np.log(np.maximum(kurtosis + 3, 1.0))
-    return np.nan_to_num(np.diff(peaks, prepend=peaks[:1]))
+    for layer, z in zip(statistics, _robust_z(falls).tolist(), strict=True):
+        layer.drop_z = z
+    return SrddVerdict(blames, why, everywhere, {"kurtosis": falls.tolist(), "instability": rises.tolist()})
 
 
 def _blame(

@@ -9,6 +9,7 @@ penalty, a prompt that was read otherwise) breaks here, whatever the trainer com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from shaketable.mismatch.engine import DECODE, Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.logprobs import Reading, read
 from shaketable.mismatch.results import LARGEST, Semantics
 from shaketable.mismatch.rounding import Rounding, judge_returned
-from shaketable.mismatch.semantics import keep_examined
+from shaketable.mismatch.semantics import examined, keep_examined
 
 NEAR_ZERO = 0.05
 """Nats: differences of float32 logits have few bits below."""
@@ -40,19 +41,18 @@ class OwnNumbers:
 
 
 def own_numbers(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sampling) -> OwnNumbers:
-    """Decode along the returned tokens; raw numbers can do without the logits, where the engine does not give them."""
+    """Decode along the returned tokens.
+
+    Raises:
+        UnavailableError: The engine does not give its logits, and raw numbers of its own batches neither.
+    """
     kept: list[Tensor] = []
-    try:
-        reading = read(keep_examined(engine.logits(rollouts), rollouts, kept), rollouts, sampling)
-    except UnavailableError:
-        if sampling.logprobs_mode != "raw":
-            raise
-        reading, kept = None, []
-    if sampling.logprobs_mode == "raw" and (reading is None or engine.together == 1):  # logits of one rollout, and no batch
-        raw = engine.logprobs(rollouts, DECODE if DECODE in engine.variants() else None)
-        reading = Reading(raw, raw, [[False] * len(x) for x in raw])
-    assert reading is not None
-    return OwnNumbers(reading, kept)
+    if sampling.logprobs_mode != "raw" or engine.together > 1:
+        return OwnNumbers(read(keep_examined(engine.logits(rollouts), rollouts, kept), rollouts, sampling), kept)
+    raw = engine.logprobs(rollouts, DECODE if DECODE in engine.variants() else None)  # logits would be of one rollout each
+    with suppress(UnavailableError):
+        kept = list(engine.logits(examined(rollouts)))
+    return OwnNumbers(Reading(raw, raw, [[False] * len(x) for x in raw]), kept)
 
 
 def doubt(own: OwnNumbers, rollouts: Sequence[Rollout], narrow: Rounding, semantics: Semantics | None) -> str:

@@ -70,8 +70,9 @@ class Hypothesis:
     """Engine minus trainer, of every token; NaN where it says nothing of a token, empty where it does not apply."""
     is_fitted: bool = False
     """Whether a value in it was chosen to fit; such a hypothesis needs more tokens than the few that it can be fitted to."""
-    temperature: float | None = None
-    """Where another temperature is all that it says: weights that were rounded act like one close to the declared."""
+
+
+NOTHING = Hypothesis("", "", list)
 
 
 def try_hypotheses(
@@ -81,6 +82,7 @@ def try_hypotheses(
     rounding: Rounding,
     engine_logits: Sequence[Tensor] | None = None,
     own_logits: Sequence[Tensor] | None = None,
+    edges: Sequence[Sequence[bool]] | None = None,
 ) -> Semantics:
     """The best hypothesis, the one that is named, and all that were tried.
 
@@ -91,15 +93,16 @@ def try_hypotheses(
         rounding: The scale of rounding for each token.
         engine_logits: The engine's own, to test those instead; other prompts are then not tried.
         own_logits: The trainer's for the examined rollouts, where they are at hand.
+        edges: Tokens at the edge of a nucleus, of which a few may be outside: they speak for no hypothesis.
     """
     some = examined(rollouts)
     given = own_logits if engine_logits is None else engine_logits
     logits = list(trainer.logits(some) if given is None else given)
-    case = _Case(trainer, some, logits, sampling, rounding.scale[: len(some)])
+    like = 4 * torch.finfo(getattr(torch, rounding.dtype)).eps if engine_logits is None else 0.0
+    case = _Case(trainer, some, logits, sampling, rounding.scale[: len(some)], edges or [], like)
     base = case.against(sampling)
     before = found if np.isfinite(found := _mean_abs(base)) else IMPOSSIBLE
     base_loss, declared_fits = case.loss(base), _is_rounding(base, case.scale)
-    eps = torch.finfo(getattr(torch, rounding.dtype)).eps
     rows: list[Fit] = []
     best: Fit | None = None
     best_loss: Differences = []
@@ -114,10 +117,8 @@ def try_hypotheses(
         low, high = gain(base_loss, loss)
         at_floor = _is_rounding(d, case.scale)
         settles = at_floor and not declared_fits and not hypothesis.is_fitted
-        is_like_rounding = hypothesis.temperature is not None and abs(hypothesis.temperature - 1) <= 4 * eps
-        counts = before > SMALLEST and (engine_logits is not None or not is_like_rounding)
-        enough = sum(len(x) for x in d) >= (FITTED if hypothesis.is_fitted else ENOUGH)
-        wins = bool((low > 0 or settles) and left <= LEAVES * before and counts and enough)
+        enough = before > SMALLEST and sum(len(x) for x in d) >= (FITTED if hypothesis.is_fitted else ENOUGH)
+        wins = bool((low > 0 or settles) and left <= LEAVES * before and enough)
         rows.append(Fit(name, says, left, (low, high), wins, at_floor, wins and (at_floor or left <= EXPLAINS * before)))
         if high > 0 and (best is None or gain(best_loss, loss)[0] > 0 or (wins and not best.wins)):
             best, best_loss = rows[-1], loss
@@ -172,14 +173,26 @@ class _Case:
     """The rollouts of this stage with their logits, and the hypotheses about them."""
 
     def __init__(
-        self, trainer: Trainer, rollouts: list[Rollout], logits: list[Tensor], sampling: Sampling, scale: Differences
+        self,
+        trainer: Trainer,
+        rollouts: list[Rollout],
+        logits: list[Tensor],
+        sampling: Sampling,
+        scale: Differences,
+        edges: Sequence[Sequence[bool]],
+        like: float,
     ) -> None:
         self.trainer, self.rollouts, self.logits, self.sampling, self.scale = trainer, rollouts, logits, sampling, scale
+        self.like = like
+        """Of the declared temperature: another that is so near is that of weights that were rounded."""
+        tokens = sum(len(x) for x in scale)
+        few = 0 < sum(map(sum, edges[: len(scale)])) <= max(1, FEW * tokens)
+        self.weight = [1.0 - np.asarray(e, float) for e in edges[: len(scale)]] if few else [np.ones(len(x)) for x in scale]
         self.engine = [np.asarray(r.logprobs) for r in rollouts]
         self.found: dict[str, Differences] = {}
 
     def loss(self, d: Differences) -> Differences:
-        return [_loss(x, s) for x, s in zip(d, self.scale, strict=len(d) == len(self.scale))]
+        return [w * _loss(x, s) for x, s, w in zip(d, self.scale, self.weight, strict=False)]
 
     def against(self, sampling: Sampling) -> Differences:
         """The engine's numbers minus the trainer's in the terms of a sampling."""
@@ -315,7 +328,7 @@ class _Grid:
             z = z - z.amax(-1, keepdim=True)
             own = z.gather(1, torch.tensor(r.completion).unsqueeze(1))
             self.rows.append(_Ranked(z.float().sort(-1, descending=True).values, own, (z > own).sum(-1, keepdim=True)))
-        self.engine, self.scale = np.concatenate(case.engine), np.concatenate(case.scale)
+        self.engine, self.scale, self.weight = (np.concatenate(x) for x in (case.engine, case.scale, case.weight))
         self.found: dict[float, dict[str, np.ndarray]] = {}
 
     def best(self, fits_temperature: bool, kind: str) -> Hypothesis:
@@ -326,25 +339,31 @@ class _Grid:
         for width in FINER if fits_temperature else ():
             tried |= {float(t * np.exp(width * i)) for i in range(-3, 4)}
             (t, second), ends = self._least(tried, kind)
+        stated = 1.0 if self.case.sampling.logprobs_mode == "raw" else declared
+        if fits_temperature and abs(t / stated - 1) <= self.case.like:
+            fits_temperature = False
+            (t, second), ends = self._least({stated}, kind)
         names, words = [], []
         if fits_temperature or t != 1.0:
             names.append(f"temperature {t:.3g}")
             words.append(f"divided by {t:.3g}" + (f" ({ends[0][0]:.3g} to {ends[0][1]:.3g})" if fits_temperature else ""))
+        if not words and not kind:
+            return NOTHING
         if kind:
             names.append(f"{kind}={second:g}")
             words.append(f"renormalised over {kind}={second:g} ({ends[1][0]:g} to {ends[1][1]:g})")
         d = self._at(t)[kind][VALUES[kind].index(second)]
         if kind and np.allclose(d, self._at(t)[""][0], atol=SMALLEST):  # it cuts nothing off
-            return Hypothesis("", "", list)
+            return NOTHING
         apart = np.split(d, np.cumsum([len(x) for x in self.case.engine])[:-1])
         says = f"the engine's logits are {' and '.join(words)}"
-        return Hypothesis(", ".join(names), says, lambda: apart, is_fitted=True, temperature=None if kind else t)
+        return Hypothesis(", ".join(names), says, lambda: apart, is_fitted=True)
 
     def _least(self, temperatures: set[float], kind: str) -> tuple[tuple[float, float], list[tuple[float, float]]]:
         """The pair with the least loss, and 95 % of each value by a bootstrap over rollouts (tokens where there are few)."""
         ordered = sorted(temperatures)
         pairs = [(t, float(second)) for t in ordered for second in VALUES[kind]]
-        losses = np.concatenate([_loss(self._at(t)[kind], self.scale) for t in ordered])
+        losses = self.weight * np.concatenate([_loss(self._at(t)[kind], self.scale) for t in ordered])
         lengths = [len(x) for x in self.case.engine]
         block = np.repeat(np.arange(len(lengths)), lengths) if len(lengths) >= FEWEST else np.arange(sum(lengths))
         sums = np.stack([np.bincount(block, row) for row in losses])

@@ -105,7 +105,7 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
         gap=measure_gap(rollouts, reading.meant, judged, words),
         rounding=rounding.size,
         floor=floor,
-        semantics=try_hypotheses(trainer, rollouts, sampling, rounding, own_logits=kept),
+        semantics=try_hypotheses(trainer, rollouts, sampling, rounding, own_logits=kept, edges=reading.edges),
         died=died,
         unchecked=unchecked,
     )
@@ -113,7 +113,7 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
         narrow = rounding.among(ways)
         found.returned = judge_returned(rollouts, own.reading.meant, rounding.scale, own.reading.edges, SAME_PROGRAM)
         if own.logits:
-            found.own_semantics = try_hypotheses(trainer, rollouts, sampling, narrow, own.logits)
+            found.own_semantics = try_hypotheses(trainer, rollouts, sampling, narrow, own.logits, edges=own.reading.edges)
         if found.returned.explained and (why := doubt(own, rollouts, narrow, found.own_semantics)):
             unchecked.append(f"returned: {why}")
     if (grid := rounded_to(rollouts)) is not None:

@@ -136,6 +136,12 @@ def summation(terms: int) -> float:
     return UA * min(terms, 5 * math.sqrt(terms) + terms / 16)
 
 
+def product_slack(x: Tensor, w: Tensor, documented: float) -> Tensor:
+    """Error bound of x @ w in float64, before the result is rounded; `documented` is the relative rounding of its factors."""
+    slack: Tensor = (x.norm(dim=-1, keepdim=True) * w.norm(dim=-2, keepdim=True)).mul_(summation(x.shape[-1])).add_(TINY)
+    return slack.add_(x.abs() @ w.abs(), alpha=2 * documented) if documented else slack
+
+
 @dataclass(frozen=True)
 class Product:
     """The interval of x @ wᵀ + bias, made and compared a block of channels at a time.
@@ -204,11 +210,8 @@ class Product:
 
     def _block(self, at: int) -> Around | RoundingInterval:
         """The interval of all values of a block."""
-        w = self.w[at : at + self.block].double()
-        slack = (summation(self.x.shape[-1]) * self.x.norm(dim=-1, keepdim=True) * w.norm(dim=1)).add_(TINY)
-        if documented := self.precision.of(self.dtype):
-            slack = slack + 2 * documented * (self.x.abs() @ w.abs().T)
-        part = Around(self.x @ w.T, slack, self.dtype)
+        w = self.w[at : at + self.block].double().mT
+        part = Around(self.x @ w, product_slack(self.x, w, self.precision.of(self.dtype)), self.dtype)
         return part if self.bias is None else self._with_bias(part, self.bias[at : at + self.block].double())
 
     def _with_bias(self, part: Around, bias: Tensor) -> RoundingInterval:

@@ -43,7 +43,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shaketable.numerics.intervals import ACCUMULATION as UA
-from shaketable.numerics.intervals import TINY, UNIT, Allowed, Around, Precision, Product, RoundingInterval, summation
+from shaketable.numerics.intervals import (
+    TINY,
+    UNIT,
+    Allowed,
+    Around,
+    Precision,
+    Product,
+    RoundingInterval,
+    product_slack,
+    summation,
+)
 from shaketable.sites.nested_tensors import map_tensors, tensors_of
 
 _MOVING = """
@@ -92,16 +102,7 @@ class Call:
 
 def product(call: Call, x: Tensor, w: Tensor) -> Around:
     """x @ w with w of shape (…, K, N), both in float64: the products of attention, whose factors are both activations."""
-    return Around(x @ w, product_slack(call, x, w), call.dtype)
-
-
-def product_slack(call: Call, x: Tensor, w: Tensor) -> Tensor:
-    """Error bound of a product before its result is rounded."""
-    norms = x.norm(dim=-1, keepdim=True) * w.norm(dim=-2, keepdim=True)
-    slack: Tensor = summation(x.shape[-1]) * norms + TINY
-    if documented := call.precision.of(call.dtype):
-        slack = slack + 2 * documented * (x.abs() @ w.abs())
-    return slack
+    return Around(x @ w, product_slack(x, w, call.precision.of(call.dtype)), call.dtype)
 
 
 def _linear(call: Call) -> Product:
@@ -131,7 +132,7 @@ def _matmul(call: Call) -> Around:
 def _addmm(call: Call) -> Around:
     beta, alpha = float(call.kwargs.get("beta", 1)), float(call.kwargs.get("alpha", 1))
     x, w = (call.wide(call.get(i, f"mat{i}", call.kwargs.get(f"batch{i}"))) for i in (1, 2))
-    value, slack = alpha * (x @ w), abs(alpha) * product_slack(call, x, w)
+    value, slack = alpha * (x @ w), abs(alpha) * product_slack(x, w, call.precision.of(call.dtype))
     if beta:
         added = beta * call.get(0, "input").double()
         value, slack = value + added, slack + 4 * UNIT[call.dtype] * added.abs()

@@ -2,9 +2,11 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import shaketable as st
 from shaketable.errors import ShaketableError
@@ -127,6 +129,38 @@ def test_a_resumed_training_ends_in_the_weights_of_an_uninterrupted_one(tmp_path
         found.append((model.state_dict(), [row["loss"] for row in trainer.state.log_history if "loss" in row][2:]))
     assert found[0][1] == found[1][1]
     assert all(torch.equal(v, found[1][0][k]) for k, v in found[0][0].items())
+
+
+STEPS = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+
+
+class Killed(TrainerCallback):
+    """Ends a training in its third step, as a kill would."""
+
+    def on_step_begin(self, args, state, control, **more):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_killed_training_leaves_its_ledger_and_a_resumed_one_ends_in_that_of_an_uninterrupted_one(tmp_path):
+    def train(ledger, folder, resume=None, *others):
+        trainer = sft(folder, llama(), ShaketableCallback(plan=PLAN, ledger=ledger), max_steps=4, **STEPS)
+        for other in others:
+            trainer.add_callback(other)
+        trainer.train(resume_from_checkpoint=resume)
+        return json.loads(ledger.read_text())
+
+    whole = train(tmp_path / "whole.json", tmp_path / "whole")
+    file, folder = tmp_path / "ledger.json", tmp_path / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        train(file, folder, None, Killed)
+    left = json.loads(file.read_text())
+    assert left["finished"] is False and 0 < left["forward"] < whole["forward"]
+    with pytest.raises(ShaketableError, match="is there already"):
+        train(file, folder)
+    resumed = train(file, folder, str(folder / "checkpoint-2"))
+    assert resumed["finished"] is True
+    assert (resumed["forward"], resumed["backward"]) == (whole["forward"], whole["backward"])
 
 
 @pytest.mark.slow
@@ -317,10 +351,28 @@ def test_beside_a_vllm_server_training_can_be_shaken(tmp_path):
     assert sampler_of(trainer, callback.plan, None, 3, 0) is None
 
 
+@pytest.mark.parametrize("name", ["training_step", "evaluation_loop"])
+def test_a_release_that_has_renamed_a_method_is_refused_before_the_first_step(tmp_path, monkeypatch, name):
+    trainer = sft(tmp_path, llama(), ShaketableCallback(plan=PLAN), max_steps=1)
+
+    for kind in [kind for kind in type(trainer).__mro__ if name in vars(kind)]:
+        monkeypatch.setattr(kind, f"{name}_of_tomorrow", vars(kind)[name], raising=False)
+        monkeypatch.delattr(kind, name)
+    with pytest.raises(ShaketableError, match=rf"has no \S+{name} \(needed: .* was tested with \w+ [\d.]+"):
+        trainer.train()
+
+
+def test_a_trainer_whose_arguments_no_longer_say_who_samples_is_refused(tmp_path):
+    trainer = served(grpo(tmp_path, llama(), ShaketableCallback(plan=PLAN)))
+    trainer.args = SimpleNamespace(**{k: v for k, v in vars(trainer.args).items() if k != "use_vllm"})
+    with pytest.raises(ShaketableError, match=r"has no .*use_vllm"):
+        sampler_of(trainer, None, None, 3, 0)
+
+
 def served(trainer):
     from trl.generation.vllm_generation import VLLMGeneration
 
-    trainer.use_vllm, trainer.vllm_generation = True, object.__new__(VLLMGeneration)
+    trainer.args.use_vllm, trainer.vllm_generation = True, object.__new__(VLLMGeneration)
     trainer.vllm_generation.mode = "server"
     return trainer
 

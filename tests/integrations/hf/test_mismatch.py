@@ -91,7 +91,7 @@ def test_adapters_are_refused(tmp_path):
 class ServedTrainer:
     """As much of a TRL trainer as the check asks for; a vLLM somewhere else has sampled, and said 0.1 too much."""
 
-    use_vllm, temperature = True, 1.0
+    args, temperature = SimpleNamespace(use_vllm=True), 1.0
 
     def __init__(self, mode="server", sleeps=False):
         self.model = llama()

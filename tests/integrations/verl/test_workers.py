@@ -45,7 +45,14 @@ class Worker:
             self.injection.attach(self.model)
         if instructions.aqn is not None:
             self.noise = st.AQN.load(instructions.aqn).attach(self.model, instructions.total_steps, rank=rank, allow_inert=True)
-        self.state = {"rank": rank, "instructions": instructions.digest(), "step": 0, "phase": "rollout", "written": 0}
+        self.state = {
+            "rank": rank,
+            "instructions": instructions.digest(),
+            "step": 0,
+            "phase": "rollout",
+            "written": 0,
+            "updates": 0,
+        }
         self.file = Report(folder, role, self.report)
 
     def report(self):
@@ -59,7 +66,8 @@ class Worker:
         for part in filter(None, (self.injection, self.noise)):
             part.close(check=False)
 
-    def work(self, times=1, phase=None, backward=False):
+    def work(self, times=1, phase=None, backward=False, updates=1):
+        self.state["updates"] += updates
         for part in filter(None, (self.injection, self.noise)):
             part.enable()
         for _ in range(times):
@@ -369,3 +377,22 @@ def test_a_clean_validation_beside_a_noisy_one_is_proven_too(tmp_path):
     run.workers[0].work(2, phase="eval")
     with pytest.raises(ShaketableError, match="hit 2 times in a validation that was to be without it"):
         run.read().after_validation(faulty=False)
+
+
+# ---- a release of verl that calls other methods
+
+
+def test_log_probabilities_do_not_excuse_updates_that_went_another_way(tmp_path):
+    run = Run(tmp_path, {"actor": ORDERS})
+    run.workers[0].work(3, updates=0)
+    with pytest.raises(InertError, match=r"actor 0 .* and not by train_mini_batch"):
+        run.step()
+
+
+def test_forwards_do_not_excuse_a_missing_backward(tmp_path):
+    run = Run(tmp_path, {"actor": Instructions(plan="gain:0.1@op.matmul,phase=train")})
+    run.workers[0].work(3, backward=True)
+    run.step()
+    run.workers[0].work(3)
+    with pytest.raises(InertError, match=r"fired nowhere in a whole step \(backward\)"):
+        run.step()

@@ -8,9 +8,11 @@ and other callbacks see it clean. A clause without a phase acts in rollouts and 
 samples, unless a clause names `phase=eval`. A reference model of its own is never touched, and one that PEFT makes of the same
 weights, by switching the adapters off, is passed over.
 
-Step and rank key the noise, so a resumed training goes on with the noise that an uninterrupted one had. At the end the ledgers
-of all ranks are merged, printed and written; a rank that injected nothing stops all of them with the same error, after the
-first step if that is known by then. A training that fails for a reason of its own raises just that, and leaves the model clean.
+Step and rank key the noise, so a resumed training goes on with the noise that an uninterrupted one had. The ledger is
+written with every log and every checkpoint, and kept in the checkpoint too: what is left after a kill is of the steps that were
+done, and a resumed training adds to what its checkpoint had. At the end the ledgers of all ranks are merged, printed and
+written; a rank that injected nothing stops all of them with the same error, after the first step if that is known by then. A
+training that fails for a reason of its own raises just that, and leaves the model clean.
 """
 
 from __future__ import annotations
@@ -32,15 +34,20 @@ from shaketable.integrations.hf.mismatch import MismatchCheck
 from shaketable.integrations.hf.trainer_state import (
     Exchanged,
     from_all_ranks,
+    is_distributed,
     is_running,
     reference_test,
     running_call,
     running_trainer,
 )
 from shaketable.integrations.hf.vllm_sampler import Colocated, prepare_colocated, sampler_of
+from shaketable.integrations.names import check_object
 from shaketable.ledger.ledger import Ledger
 from shaketable.plan import Plan
+from shaketable.records.record import put_in_place
 from shaketable.sites.phases import phase
+
+IN_CHECKPOINT = "shaketable_ledger.json"
 
 
 class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
@@ -50,7 +57,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         plan: A line of the plan language, a YAML file, or a `Plan`.
         aqn: A line such as `global_decay:0.05-0.0005,stages=10`, a YAML file, or an `AQN`.
         seed: Keys all noise; overrides the plan's and AQN's own.
-        ledger: A file for the merged ledger; an existing one is not overwritten.
+        ledger: A file for the merged ledger, kept up to date; one of a training that has finished is not overwritten.
         allow_inert: Accept a training in which nothing was injected.
         mismatch_every: Steps between two measurements of how far sampler and trainer are apart; alone, without plan and AQN,
             which would be measured too.
@@ -85,6 +92,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """The AQN of this training, or of the last one; None when vLLM samples."""
         self.sampler: Colocated | None = None
         """The vLLM of this process, when it samples."""
+        self._earlier: Ledger | None = None
+        """What was done before the checkpoint that this training was resumed from."""
         self.merged: Ledger | None = None
         """What plan and AQN did on all ranks, when training has ended."""
         self._exchanged: Exchanged | None = None
@@ -100,11 +109,11 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Attach to the model that is trained, for all of its steps."""
         self.close()
-        if self.file is not None and self.file.exists():
-            raise ShaketableError(f"{self.file} is there already; nothing is overwritten, name another file")
         if self.file is not None:
-            self._make_folder(self.file)
+            self._check_file(self.file, resumed=state.global_step > 0)
+            self._earlier = _in_checkpoint(args, state)
         trainer = running_trainer()
+        check_object("transformers trainer", trainer)
         self._attach(trainer, state)
         self._call = running_call(trainer)
         self._exchanged = Exchanged(trainer, training_step=self._training, evaluation_loop=self._evaluation)
@@ -112,7 +121,10 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         if self.mismatch_every is not None:
             self.mismatch = MismatchCheck(trainer, self.mismatch_every, self.mismatch_stop)
 
-    def _make_folder(self, file: Path) -> None:
+    def _check_file(self, file: Path, resumed: bool) -> None:
+        """Refuse the file of another training; one that was killed has left its own, which a resumed one goes on with."""
+        if file.exists() and not (resumed and _is_unfinished(file)):
+            raise ShaketableError(f"{file} is there already; nothing is overwritten, name another file")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -157,6 +169,25 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             self.close()
             raise InertError(f"{errors} (after the first step)")
 
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """What was done up to a checkpoint goes into it, for a training that is resumed from there."""
+        self._keep(Path(args.output_dir, f"checkpoint-{state.global_step}", IN_CHECKPOINT))
+
+    def _keep(self, *files: Path) -> None:
+        """Bring the ledger on disk up to date. All ranks come by here in the same order."""
+        if self.file is None or self._exchanged is None:
+            return
+        rows = from_all_ranks(self.ledger.to_dict())
+        if this_rank() == 0:
+            merged = self._with_earlier([Ledger.from_dict(row) for row in rows])
+            for file in (self.file, *files):
+                if file.parent.is_dir():
+                    self._write(file, merged, rows, finished=False)
+
+    def _with_earlier(self, ledgers: list[Ledger]) -> Ledger:
+        """The ledgers of all ranks, and that of the steps before the checkpoint."""
+        return Ledger.merge([*([] if self._earlier is None else [self._earlier]), *ledgers])
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         """What was injected since the last line, beside the losses."""
         if logs is not None and "loss" in logs and self._exchanged is not None:
@@ -164,6 +195,8 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
             for place in (logs, state.log_history[-1]):
                 place.update(found)
             self._logged = self.ledger.forward, self.ledger.backward
+            if not is_distributed():
+                self._keep()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Take the noise off; merge, print and write the ledger; raises when a rank injected nothing."""
@@ -174,7 +207,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         complaints = [] if self.allow_inert else self._complaints()
         self.close()
         rows = from_all_ranks((ledger.to_dict(), complaints))
-        self.merged = Ledger.merge([Ledger.from_dict(found) for found, _ in rows])
+        self.merged = self._with_earlier([Ledger.from_dict(found) for found, _ in rows])
         if this_rank() == 0:
             self._tell([found for found, _ in rows])
         if errors := _by_rank([lines for _, lines in rows]):
@@ -311,9 +344,12 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         assert self.merged is not None
         print(self.merged)
         if self.file is not None:
-            workers = [{"rank": i, "forward": r["forward"], "backward": r["backward"]} for i, r in enumerate(ranks)]
-            extra = {"aqn": None if self.aqn is None else self.aqn.text(), "workers": workers}
-            self.file.write_text(json.dumps(self.merged.to_dict() | extra, indent=2) + "\n", encoding="utf-8")
+            self._write(self.file, self.merged, ranks, finished=True)
+
+    def _write(self, file: Path, merged: Ledger, ranks: list[dict[str, Any]], *, finished: bool) -> None:
+        workers = [{"rank": i, "forward": r["forward"], "backward": r["backward"]} for i, r in enumerate(ranks)]
+        extra = {"aqn": None if self.aqn is None else self.aqn.text(), "workers": workers, "finished": finished}
+        put_in_place(file, json.dumps(merged.to_dict() | extra, indent=2) + "\n")
 
 
 def _check_arguments(shakes: bool, ledger: bool, every: int | None, stop: bool) -> None:
@@ -349,6 +385,19 @@ def together(ledgers: list[Ledger]) -> Ledger:
         first.sites += new
         first.plan = first.plan if other.plan == first.plan else f"{first.plan};{other.plan}"
     return first
+
+
+def _is_unfinished(file: Path) -> bool:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("finished") is False
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _in_checkpoint(args: Any, state: Any) -> Ledger | None:
+    """What had been done when the checkpoint was saved that a training is resumed from."""
+    file = Path(args.output_dir, f"checkpoint-{state.global_step}", IN_CHECKPOINT)
+    return Ledger.from_dict(json.loads(file.read_text(encoding="utf-8"))) if state.global_step and file.exists() else None
 
 
 def _by_rank(complaints: list[list[str]]) -> str:

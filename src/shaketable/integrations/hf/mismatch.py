@@ -26,6 +26,7 @@ import torch
 from shaketable.errors import ShaketableError
 from shaketable.evaluate.decoding import padded
 from shaketable.integrations.common.mismatch import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
+from shaketable.integrations.hf.vllm_sampler import samples_with_vllm
 from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.hf import HFEngine
 from shaketable.mismatch.logprobs import read
@@ -116,7 +117,7 @@ def _refuse_parts(trainer: Any) -> None:
 
 def _engine(trainer: Any) -> RolloutEngine | None:
     """The sampler as an engine; None for a server, whose inside cannot be reached."""
-    if not getattr(trainer, "use_vllm", False):
+    if not samples_with_vllm(trainer):
         return HFEngine(trainer.accelerator.unwrap_model(trainer.model))
     generation = trainer.vllm_generation
     if generation.mode == "server":

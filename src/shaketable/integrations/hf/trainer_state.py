@@ -100,9 +100,14 @@ def reference_test(model: nn.Module) -> Callable[[], bool] | None:
     return lambda: bool(layer.disable_adapters) or layer.active_adapters != trained
 
 
+def is_distributed() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def from_all_ranks(value: Any) -> list[Any]:
     """The value of every rank, in their order; all ranks have to ask."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)

@@ -23,6 +23,7 @@ from shaketable.errors import PlanError
 from shaketable.inject.injection import this_rank
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged
+from shaketable.integrations.names import check_object
 from shaketable.integrations.vllm import connect
 from shaketable.integrations.vllm.refusals import can_act
 from shaketable.ledger.ledger import Ledger
@@ -115,7 +116,7 @@ def sampler_of(trainer: Any, plan: Plan | None, aqn: AQN | None, total_steps: in
     if getattr(trainer, "use_transformers_continuous_batching", False):
         _refuse_rollouts(plan, aqn, "continuous batching samples in a thread of its own, whose passes cannot be told apart")
         return None
-    if not getattr(trainer, "use_vllm", False):
+    if not samples_with_vllm(trainer):
         return None
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None:
@@ -130,6 +131,13 @@ def sampler_of(trainer: Any, plan: Plan | None, aqn: AQN | None, total_steps: in
     if generation.tensor_parallel_size > 1:
         raise PlanError("a colocated vLLM that is tensor-parallel has one copy of the model on several ranks; use a size of 1")
     return Colocated(generation.llm, plan, aqn, total_steps, step)
+
+
+def samples_with_vllm(trainer: Any) -> bool:
+    """What the trainer's arguments say; a trainer that has a vLLM and no such argument is one that we do not know."""
+    if not hasattr(trainer.args, "use_vllm") and getattr(trainer, "vllm_generation", None) is not None:
+        check_object("trl trainer", trainer.args, "use_vllm")
+    return bool(getattr(trainer.args, "use_vllm", False))
 
 
 def _refuse_rollouts(plan: Plan | None, aqn: AQN | None, why: str) -> None:

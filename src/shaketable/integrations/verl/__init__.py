@@ -55,6 +55,8 @@ _announced: set[Path] = set()
 def _on_config(module: ModuleType) -> None:
     """`verl.utils.config`: verl's driver checks every config with it."""
     _accept_keys_without_plus()
+    if not hasattr(module, "validate_config"):  # nobody reads the keys then, and the guard of Hydra ends a job that has them
+        return
     validate: Callable[..., None] = module.validate_config
 
     @functools.wraps(validate)
@@ -127,6 +129,8 @@ def _look_back(ledger: Path) -> None:
 
 def _on_trainers(module: ModuleType) -> None:
     """`verl.trainer.ppo.v1`: verl's task runner asks it for a trainer class by name, and calls that with the config."""
+    if not hasattr(module, "get_trainer_cls"):  # verl ends at the trainer's name, which the driver has changed
+        return
     choose: Callable[[str], Callable[..., Any]] = module.get_trainer_cls
 
     @functools.wraps(choose)

@@ -21,8 +21,16 @@ from shaketable.aqn.spec import AQN
 from shaketable.inject.injection import Injection, this_rank
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report
+from shaketable.integrations.names import check, check_object
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
+
+check(
+    "verl.workers.engine_workers:TrainingWorker",
+    "verl.workers.engine_workers:ActorRolloutRefWorker",
+    "verl.single_controller.base.decorator:",
+    "verl.utils.tensordict_utils:",
+)
 
 
 class ActorFaults:
@@ -32,6 +40,8 @@ class ActorFaults:
         self.instructions = instructions
         self.plan: Injection | None = None
         self.noise = None
+        self.updates = 0
+        """Updates of the policy that came by here."""
         if instructions.plan is not None:
             self.plan = Injection(Plan.parse(instructions.plan, seed=instructions.seed), allow_inert=True)
             self.plan.attach(model)
@@ -72,6 +82,7 @@ class ActorFaults:
             "instructions": self.instructions.digest(),
             "config": self.instructions.model_dump(),
             "step": self.injections[0].step,
+            "updates": self.updates,
             "plan": self.plan.ledger.to_dict() if self.plan is not None else None,
             "aqn": self.noise.ledger.to_dict() if self.noise is not None else None,
             "sigma": self.noise.sigma if self.noise is not None else 0.0,
@@ -92,6 +103,8 @@ class ShakenActor(TrainingWorker):  # type: ignore[misc]
 
     def train_mini_batch(self, data: Any) -> Any:
         """An update."""
+        if self.faults is not None:
+            self.faults.updates += 1
         with self._training():
             return super().train_mini_batch(data)
 
@@ -108,6 +121,7 @@ class ShakenWorker(ActorRolloutRefWorker):  # type: ignore[misc]
     def shake(self, instructions: Mapping[str, Any]) -> None:
         """Attach instructions to the actor's model."""
         assert self.actor.faults is None
+        check_object("verl actor", self.actor)
         self.actor.faults = ActorFaults(Instructions.from_mapping(instructions), self.actor.engine.module)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]

@@ -11,6 +11,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from shaketable.errors import ShaketableError
+from shaketable.integrations.names import check
+
+check("verl.trainer.ppo.utils:Role")
 
 
 @functools.cache

@@ -29,10 +29,12 @@ from verl.utils.import_utils import load_class_from_fqn
 
 from shaketable.errors import ShaketableError
 from shaketable.integrations.common.instructions import Instructions
+from shaketable.integrations.names import check, check_object
 from shaketable.integrations.verl.own_classes import use_worker
 from shaketable.integrations.verl.settings import EXTENSION, Shaking
 from shaketable.integrations.verl.workers import VerlWorkers
 
+check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync")
 KL = "rollout_corr/k3_kl"
 """verl's estimate of KL(sampler‖trainer) per token, from what both sides say of the samples; the one that is never negative."""
 
@@ -46,6 +48,8 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
     def __init__(self, config: DictConfig, shaking: Shaking) -> None:
         self.shaking = shaking
         self._mark = 0
+        self._unproven: int | None = None
+        """The step that has begun, until it is proven."""
         super().__init__(config=config)
 
     # ---- instructions
@@ -83,6 +87,7 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def on_init_end(self) -> None:
         """All workers are there."""
+        check_object("verl trainer", self)
         if "actor" in self.shaken.instructions:
             self.actor_rollout_wg.shake(self.shaken.instructions["actor"].model_dump())
         super().on_init_end()
@@ -93,6 +98,8 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
     def on_step_begin(self) -> None:
         """A step begins with its rollouts."""
         super().on_step_begin()
+        self._check_proven()
+        self._unproven = self.global_steps
         step = self.global_steps - 1
         if "actor" in self.shaken.instructions:
             self.actor_rollout_wg.shake_step(step)
@@ -152,9 +159,17 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         found = super()._consume_sync_metrics()
         self._refresh()
         ours = self.shaken.after_step(self._trained())
+        self._unproven = None
         epoch = (self.global_steps - 1) // self.steps_per_epoch
         self.shaken.log({"step": self.global_steps, "epoch": epoch} | ours)
         return {**found, **ours}
+
+    def _check_proven(self) -> None:
+        """verl has changed when a step ended and nobody asked for its metrics: that step may have been clean."""
+        if self._unproven is not None:
+            raise ShaketableError(
+                f"step {self._unproven} has ended and verl did not ask for its metrics: nothing proves its faults"
+            )
 
     def _trained(self) -> tuple[str, ...]:
         """Which ways the actors went in this step."""
@@ -166,6 +181,7 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
     def fit(self, agent_loop_manager: Any) -> None:
         """Train; then merge the ledgers, and raise where nothing was hit."""
         super().fit(agent_loop_manager)
+        self._check_proven()
         self._refresh()
         self.shaken.finish()
         print(f"shaketable: merged ledger in {self.shaken.folder}", flush=True)

@@ -127,10 +127,19 @@ class VerlWorkers:
         ways = {"sampler": ("forward",), "actor": tuple(trained)}
         for role in self.instructions:
             self._judge(role, "rollout" if role == "sampler" else "train", ways[role], "a whole step")
+            if role == "actor" and "backward" in ways["actor"]:
+                self._check_updates()
             self._check_changes(role)
         found = self._metrics()
         self.begin()
         return found
+
+    def _check_updates(self) -> None:
+        """Every actor was updated by the method that we override: log-probabilities fire forward too, and excuse nothing."""
+        earlier = {report["pid"]: report.get("updates", 0) for report in self._before["actor"]}
+        for report in self.now["actor"]:
+            if report.get("updates", 0) <= earlier.get(report["pid"], 0):
+                raise InertError(f"{name(report)} was updated in a whole step, and not by train_mini_batch: without faults")
 
     def _check_changes(self, role: str) -> None:
         """See that what hit also changed something, in some worker since the run began. What did is not asked again."""
@@ -174,18 +183,18 @@ class VerlWorkers:
     def _judge(self, role: str, phase: str, ways: tuple[str, ...], when: str) -> None:
         for i, clause in self._numbered(role):
             due = [way for way in clause.site.directions if way in ways]
-            if phase in clause.site.phase and due and not clause.fault.is_off:
-                self._demand(role, "plan", i, clause.text(), phase, due, when)
+            for way in due if phase in clause.site.phase and not clause.fault.is_off else ():
+                self._demand(role, "plan", i, clause.text(), phase, way, when)
         if phase != "eval" and "forward" in ways and any(_has_noise(report) for report in self.now[role]):
-            self._demand(role, "aqn", None, "AQN", phase, ["forward"], when)
+            self._demand(role, "aqn", None, "AQN", phase, "forward", when)
 
-    def _demand(self, role: str, what: str, i: int | None, text: str, phase: str, ways: list[str], when: str) -> None:
-        """Fires in every actor, or in some sampler."""
+    def _demand(self, role: str, what: str, i: int | None, text: str, phase: str, way: str, when: str) -> None:
+        """Fires in every actor, or in some sampler, in one direction: forwards excuse no missing backward."""
         self._was_due.add((role, what, i or 0))
         span = self._span(role)
-        idle = [report for report in span.now if not span.fires(report, what, phase, ways, i)]
+        idle = [report for report in span.now if not span.fires(report, what, phase, (way,), i)]
         if len(idle) == len(span.now) or (idle and role == "actor"):
-            raise InertError(f"{name(idle[0])} has {text} on and fired nowhere in {when}")
+            raise InertError(f"{name(idle[0])} has {text} on and fired nowhere in {when} ({way})")
 
     def _metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}

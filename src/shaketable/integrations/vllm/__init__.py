@@ -78,7 +78,9 @@ def _install() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     from shaketable.integrations.common.instructions import Instructions
+    from shaketable.integrations.names import CLASSES, check
 
+    check(*(owner for owner in CLASSES if owner.startswith("vllm.")))
     Instructions.from_env(os.environ)
     check_config(VllmConfig)
     tell_reasons(MPClient)

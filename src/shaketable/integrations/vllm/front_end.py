@@ -22,11 +22,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import PlanError, ShaketableError
 from shaketable.integrations.common.instructions import VARIABLES
 from shaketable.integrations.vllm import EXTENSION
 from shaketable.integrations.vllm.entry_points import read_instructions
-from shaketable.integrations.vllm.refusals import WHY, refuse_captured, refuse_idle, refuse_layers, tell
+from shaketable.integrations.vllm.refusals import WHY, refuse_captured, refuse_idle, refuse_layers, refuse_standstill, tell
 from shaketable.launch.process import active
 from shaketable.launch.run import default_folder
 from shaketable.plan import Plan
@@ -55,6 +56,12 @@ def _check(config: Any) -> None:
             refuse_idle(plan)
         refuse_layers(plan, config.model_config.hf_text_config)
         refuse_captured(plan, config)
+    if (
+        instructions.aqn is not None
+        and config.parallel_config.worker_extension_cls in (None, "")
+        and instructions.total_steps == 1
+    ):
+        refuse_standstill(AQN.load(instructions.aqn))
     if instructions.ledger is None and active() is None and config.parallel_config.worker_extension_cls != EXTENSION:
         _keep_ledger(config, str(default_folder().resolve()))
 

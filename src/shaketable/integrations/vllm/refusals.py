@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import PlanError, ShaketableError
 from shaketable.inject.injection import Injection, has_same_sites
 from shaketable.launch.process import active
@@ -67,6 +68,15 @@ def refuse_idle(plan: Plan) -> None:
     """A plan of a whole program may be about its trainer alone; one that was given to this engine may not."""
     if not can_act(plan):
         raise PlanError(f"{plan.text()}: nothing of it can act where nothing is trained")
+
+
+def refuse_standstill(aqn: AQN) -> None:
+    """A schedule that nobody moves along stays at its first σ, which may be 0."""
+    if not aqn.is_steady:
+        raise PlanError(
+            f"{aqn.text()}: nothing moves this vLLM along the schedule, so σ would stay at its first value. Give it one σ, "
+            f"constant:{aqn.schedule.peak():g}, or total_steps and a set_step(n) before every step"
+        )
 
 
 def refuse_layers(plan: Plan, model: Any) -> None:

@@ -36,6 +36,7 @@ from shaketable.inject import op
 from shaketable.inject.injection import Injection, exchange
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import Report
+from shaketable.integrations.names import check_object
 from shaketable.integrations.vllm.entry_points import (
     follow_instructions,
     instructions_of,
@@ -50,6 +51,7 @@ from shaketable.integrations.vllm.refusals import (
     refuse_captured,
     refuse_idle,
     refuse_other_sites,
+    refuse_standstill,
     tell,
 )
 from shaketable.launch import process_identity
@@ -72,6 +74,8 @@ class Shaker:
         """The plan whose taps are in the compiled model, also while another one is on."""
         self.aqn: AttachedAQN | None = None
         self.step = 0
+        self.is_stepped = False
+        """Whether somebody moves along the schedule."""
         self.phase = "rollout"
         self.is_live = False
         """Whether vLLM has warmed up and serves."""
@@ -83,6 +87,7 @@ class Shaker:
         """Whether new weights have come since faults were last written into them."""
         self.file: Report | None = None
         if (instructions := self.instructions or prepared()) is not None:
+            check_object("vllm worker", worker)
             follow_instructions(self, instructions)
 
     @property
@@ -226,6 +231,7 @@ class Shaker:
     def serving(self) -> Iterator[None]:
         """A request is computed inside."""
         self.go_live()
+        self._refuse_standstill()
         self._write_anew()
         plan, acts = self.plan, self._acting()
         yield
@@ -234,6 +240,16 @@ class Shaker:
             self.flush()
             if self.file is not None:
                 self._say([plan.ledger.sites[i].summary() for i, acted in enumerate(acts) if acted])
+
+    def _refuse_standstill(self) -> None:
+        """A schedule that nobody moves along stays at its first σ, which may be 0."""
+        if self.aqn is None or self.is_stepped or not self._samples_noisily(self.aqn):
+            return
+        try:
+            refuse_standstill(self.aqn.aqn)
+        except PlanError as error:
+            tell(error)
+            raise
 
     def _begin_proof(self, injection: Injection) -> None:
         self.unproven = {i for i, clause in enumerate(injection.plan.clauses) if not is_written(clause)}
@@ -269,6 +285,10 @@ class Shaker:
         self.told_rank = self.told_rank if rank is None else rank
         plan = Plan.load(text, seed=seed)
         refuse_idle(plan)
+        if self.instructions is not None and active() is not None:
+            raise PlanError(
+                "`shaketable run` has given this vLLM its plan, and its ledger is of one plan; use options(plan=…) instead"
+            )
         watch_new_weights(self)
         if self.is_compiled and not all(is_written(clause) for clause in plan.clauses):
             refuse_other_sites(plan, self.compiled, self.rank)
@@ -321,6 +341,7 @@ class Shaker:
         if self.aqn is None:
             raise ShaketableError("no AQN on this worker whose schedule could be given back")
         self.go_live()
+        self.is_stepped = True
         self.aqn.force_sigma(sigma)
         self.aqn.enable()
 
@@ -328,7 +349,7 @@ class Shaker:
         """Another step."""
         if not isinstance(step, int) or step < 0:
             raise ShaketableError(f"a step is a whole number of 0 or above, not {step!r}")
-        self.step = step
+        self.step, self.is_stepped = step, True
         if self.plan is not None:
             self.plan.step = step
         if self.aqn is not None:
@@ -361,6 +382,7 @@ class Shaker:
         self.is_live = True
         for injection in self.injections:
             self._retire(injection)
+        self.set_phase("rollout")
         self.plan = None if self.plan is None or self.plan.closed else self.plan
         self.aqn = None if self.aqn is None or self.aqn.injection.closed else self.aqn
 

@@ -16,11 +16,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from shaketable.integrations.common.mismatch import ROLLOUTS, Budget, gap, named, refuse_stale, weight_counts
+from shaketable.integrations.names import check
 from shaketable.integrations.verl.mismatch.actor import MeasuredWorker
 from shaketable.integrations.verl.own_classes import use_worker
 from shaketable.integrations.verl.settings import OBSERVER, ORDERS, Shaking
 from shaketable.mismatch.results import as_json
 
+check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync")
 LINES = "mismatch.jsonl"
 FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"]
 Completion = tuple[list[int], list[int]]
