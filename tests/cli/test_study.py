@@ -99,7 +99,29 @@ def test_list_shows_studies_and_runs(done):
     assert "1 study, 2 runs" in found.stdout and "tiny" in found.stdout
     assert len(json.loads((folder / "l.json").read_text())["runs"]) == 2
     assert "tiny/runs/noise-s0-" in shaketable(folder, "study", "list", "--runs").stdout
-    assert "nothing in nowhere" in shaketable(folder, "study", "list", "--store", "nowhere").stdout
+    nothing = shaketable(folder, "study", "list", "--store", "nowhere")
+    assert "nothing was run in nowhere; these studies ship:" in nothing.stdout
+    assert "hardening" in nothing.stdout and "gpu/pilot" in nothing.stdout
+
+
+def test_a_study_replaces_its_own_report_and_nothing_else(done):
+    folder, _ = done
+    for name in ("own.html", "own.md", "own.json"):
+        for _ in range(2):
+            again = shaketable(folder, "study", "run", "tiny.yaml", "--report", name)
+            assert again.code == 0, again.stderr
+        assert shaketable(folder, "study", "report", "tiny.yaml", "-o", name).code == 0
+    (folder / "other.yaml").write_text((folder / "tiny.yaml").read_text().replace("study: tiny", "study: other"))
+    (folder / "mine.html").write_text("<p>mine</p>")
+    for file, target in (
+        ("tiny.yaml", "mine.html"),
+        ("other.yaml", "own.html"),
+        ("other.yaml", "own.md"),
+        ("other.yaml", "own.json"),
+    ):
+        refused = shaketable(folder, "study", "run", file, "--report", target)
+        assert refused.code == 2 and "it exists and is not overwritten" in refused.stderr
+    assert (folder / "mine.html").read_text() == "<p>mine</p>" and not (folder / "shaketable-runs" / "other").exists()
 
 
 def test_reports_in_every_format(done):
@@ -133,7 +155,8 @@ BAD = {
     ("run", "tiny.yaml", "--set", "task=arithmetik"): "arm 'noise': unknown task 'arithmetik'",
     ("run", "tiny.yaml", "--set", "evaluate.conditions.noise=relative_gaussian:0.2@layer.9"): "arm 'noise'",
     ("run", "tiny.yaml", "--set", "train.steps=1", "--set", "arms.noise.aqn=global_decay:0.05-0.01,stages=3"): "arm 'noise'",
-    ("run", "tiny.yaml", "--engine", "slurm"): "engine.kind",
+    ("run", "tiny.yaml", "--workers", "slurm"): "write local, ray, the number of runs",
+    ("run", "tiny.yaml", "--engine", "ray"): "--workers ray",
     ("run", "tiny.yaml", "--set", "device=npu"): "device 'npu' cannot be used here",
     ("run", "tiny.yaml", "--set", "device=meta"): "device 'meta' cannot be used here",
     ("run", "tiny.yaml", "--report", "tiny.yaml"): "cannot write tiny.yaml",

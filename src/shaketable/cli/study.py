@@ -41,9 +41,11 @@ def run(
     file: Annotated[Path, typer.Argument(help="The study, YAML; or the name of one that ships.")],
     replaced: Annotated[list[str] | None, SET] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, how long, and what it can show.")] = False,
-    engine: Annotated[str | None, typer.Option(help="local or ray, in place of the file's.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="local|ray|N", help="Where runs are done, or how many at a time; ray:8 is both.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option("--engine", hidden=True)] = None,
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster, e.g. auto or ray://host:10001.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; as many as fit by default.")] = None,
     store: Annotated[Path, STORE] = DEFAULT,
     report_file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the report too: .html, .md or .json.")
@@ -64,11 +66,14 @@ def run(
     """
     from shaketable.study.file import load_study
 
+    if engine is not None:
+        raise ShaketableError(f"--engine of a study is --workers now: --workers {engine}")
+    chosen = _workers(workers) | ({"address": address} if address is not None else {})
+    asked = load_study(file, [*(replaced or ()), *(f"engine.{key}={value}" for key, value in chosen.items())])
     files = [f for f in (report_file, json_file) if f is not None]
-    check_free(files, [file], force)
+    check_free(files, [file], force=True)
+    check_free([f for f in files if not _is_of(f, asked.study)], [file], force)
     format_of(report_file, None)
-    chosen = [f"engine.{k}={v}" for k, v in {"kind": engine, "address": address, "workers": workers}.items() if v is not None]
-    asked = load_study(file, [*(replaced or ()), *chosen])
     _check_code(asked, file, allow_code)
     _refuse_signing(sign)
     if dry_run:
@@ -80,8 +85,9 @@ def run(
             write(json_file, json.dumps(forecast, indent=1, ensure_ascii=False) + "\n")
         typer.echo(f"asked   sha256:{asked_digest(asked)}")
         return
-    failed = _do(asked, store)
-    found = _findings(asked, store, _command(file, replaced or [], store))
+    again = _command(file, replaced or [], store)
+    failed = _do(asked, store, again)
+    found = _findings(asked, store, again)
     if json_file is not None:
         write(json_file, rendered(found, "json", store / asked.study, json_file))
     if report_file is not None:
@@ -91,6 +97,34 @@ def run(
     show(found, files)
     typer.echo(f"records sha256:{found.study.digest}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _workers(text: str | None) -> dict[str, str]:
+    """The keys of `engine` in `local`, `ray`, `4` or `ray:4`."""
+    if text is None:
+        return {}
+    kind, _, count = ("", "", text) if text.isdigit() else text.partition(":")
+    if kind not in ("", "local", "ray") or (count and not (count.isdigit() and int(count) > 0)):
+        raise ShaketableError(f"--workers {text}: write local, ray, the number of runs at a time, or both: ray:8")
+    return ({"kind": kind} if kind else {}) | ({"workers": count} if count else {})
+
+
+def _is_of(file: Path, study: str) -> bool:
+    """Whether a file is an earlier report of a study, which a new one may replace."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    if text.startswith("{"):
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return False
+        named = found.get("study")
+        ours = str(found.get("schema", "")).startswith("shaketable.")
+        return ours and (named.get("name") if isinstance(named, dict) else named) == study
+    page = f'<b>Shaketable</b> study <span class="mono">{study}</span>'
+    return page in text or (text.startswith("# ") and f"study `{study}`" in text and "Proof of injection:" in text)
 
 
 def _refuse_signing(given: Path | None) -> None:
@@ -112,7 +146,7 @@ def _code_of(asked: StudyConfig) -> str | None:
     return next((code for task in tasks if (code := code_in(task)) is not None), None)
 
 
-def _do(asked: StudyConfig, store: Path) -> int:
+def _do(asked: StudyConfig, store: Path, again: str) -> int:
     """Run it, with a live view; the number of runs that failed."""
     from shaketable.cli.tables.study_live import live
     from shaketable.models import quieten
@@ -124,11 +158,11 @@ def _do(asked: StudyConfig, store: Path) -> int:
     check_scores(asked, store / asked.study)
     try:
         with live(asked, store) as watch:
-            queue = run_study(asked, store, watch)
+            ended = run_study(asked, store, watch)
     except KeyboardInterrupt:
-        typer.echo("stopped; what is recorded is kept, and the same command goes on", err=True)
+        typer.echo(f"stopped; what is recorded is kept. Go on with: {again}", err=True)
         raise typer.Exit(130) from None
-    return sum(state == "failed" for state in queue.states.values())
+    return sum(state == "failed" for state in ended.states.values())
 
 
 def _findings(asked: StudyConfig, store: Path, command: str) -> Findings:
@@ -166,15 +200,16 @@ def list_studies(
     json_file: Annotated[Path | None, JSON] = None,
     force: Annotated[bool, FORCE] = False,
 ) -> None:
-    """List the studies of a store, and single runs that lie there."""
+    """List the studies of a store and single runs that lie there; the studies that ship where nothing was run."""
     from shaketable.cli.tables.study import show_list
+    from shaketable.study.file import shipped
     from shaketable.study.store import listed
 
     check_free([f for f in (json_file,) if f is not None], [], force)
-    found = listed(store)
+    found = listed(store) | {"shipped": list(shipped())}
     if json_file is not None:
         write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    show_list(found, runs)
+    show_list(found, shipped(), runs)
 
 
 @study.command()
@@ -226,8 +261,8 @@ def report(
     shaketable study report guided-aqn -o report.html
     """
     chosen = format_of(output, style)
-    check_free([f for f in (output,) if f is not None], [], force)
     found, folder = _reported(what, replaced or [], store)
+    check_free([f for f in (output,) if f is not None], [], force or (output is not None and _is_of(output, found.study.name)))
     text = rendered(found, chosen, folder, output)
     if output is None:
         typer.echo(text, nl=False)

@@ -217,6 +217,7 @@ class StudyConfig(StudyPart):
         _check_options("harden", self.harden, HARDEN_OPTIONS)
         for arm in self.arms.values():
             self.plan_of(arm)
+        self._check_steps()
         for name in self.diagnose.conditions:
             self._known("diagnose.conditions", "condition", name, self.evaluate.conditions)
         for asked in self.comparisons:
@@ -226,6 +227,15 @@ class StudyConfig(StudyPart):
         if len(self.arms) > 1 and self.compare.primary is None:
             raise ValueError("compare.primary is missing: name the comparison that decides before the run")
         return self
+
+    def _check_steps(self) -> None:
+        """Steps to compare at that no score is taken at; runs that are made elsewhere may have others."""
+        last, every = self.train.get("steps"), self.evaluate.every
+        if last is None or not any(arm.kind == "train" for arm in self.arms.values()):
+            return
+        for step in self.report.steps:
+            if step not in (0, last) and (step > last or every == 0 or step % every):
+                raise ValueError(f"report.steps: step {step} is not scored; evaluate.every is {every}, of {last} steps")
 
     def _check_after(self, name: str, arm: Arm) -> None:
         if arm.after is None:

@@ -36,11 +36,16 @@ def _found(path: Path) -> Path:
     """The file itself, or for a name without an ending the study that ships under it."""
     if path.suffix or path.exists():
         return path
-    shipped = {file.relative_to(SHIPPED).with_suffix("").as_posix(): file for file in sorted(SHIPPED.rglob("*.yaml"))}
-    if path.as_posix() not in shipped:
+    files = shipped()
+    if path.as_posix() not in files:
         missing = f"cannot read the study {path}: No such file or directory, and none of that name ships"
-        raise ShaketableError(f"{missing}; {nearest(path.as_posix(), shipped)}")
-    return shipped[path.as_posix()]
+        raise ShaketableError(f"{missing}; {nearest(path.as_posix(), files)}")
+    return files[path.as_posix()]
+
+
+def shipped() -> dict[str, Path]:
+    """The studies that ship, by name."""
+    return {file.relative_to(SHIPPED).with_suffix("").as_posix(): file for file in sorted(SHIPPED.rglob("*.yaml"))}
 
 
 def parse_study(data: Mapping[str, Any], name: str = "the study") -> StudyConfig:

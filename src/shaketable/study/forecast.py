@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.statistics import detectable, expected_discordance
 from shaketable.evaluate.tasks import code_in
 from shaketable.harden.config import TRAINED, HardenConfig
+from shaketable.study.analysis.comparisons import assumed_spread, planned
 from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import PER_PROBLEM, StudyConfig
 from shaketable.train.config import TrainConfig
@@ -30,7 +30,6 @@ PROBLEMS = 16
 STEPS = 2
 LOADING = 5.0
 """Seconds that a run takes beside steps and scores; a guess, small beside both."""
-SEED_SD = 0.01
 REHEARSED = 32
 """Problems that a model must solve one of."""
 
@@ -199,7 +198,7 @@ def workers(study: StudyConfig, most: int) -> int:
     """How many runs there can be at a time."""
     if study.engine.kind == "ray":
         return study.engine.workers or max(1, (os.cpu_count() or 1) // study.engine.threads)
-    from shaketable.study.engines.local import slots
+    from shaketable.study.execute import slots
 
     return len(slots(study, most))
 
@@ -215,8 +214,8 @@ def can_show(study: StudyConfig) -> str:
         return f"{what}: {few} nothing about a recipe; give two or more, better five"
     if primary.endpoint not in PER_PROBLEM or primary.endpoint == "loss":
         return f"{what}: depends on how much {'losses' if primary.endpoint == 'loss' else 'runs'} differ; {seeds} seeds"
-    size = detectable(n, seeds=seeds, seed_sd=SEED_SD)
-    share = f"if arms disagree on {expected_discordance():.0%} of the problems and seeds differ by {100 * SEED_SD:g} point"
+    size = planned(seeds, n)
     if size is None:
         return f"{what}: {seeds} seeds × {n} problems can show no difference"
-    return f"{what}: {seeds} seeds × {n} problems show a difference of {100 * size:.1f} points with 80 % power, {share}"
+    design = f"{seeds} seeds × {n} problems show a difference of {100 * size:.1f} points with 80 % power"
+    return f"{what}: {design}, for {assumed_spread()}; the report computes it from the measured spread"

@@ -19,7 +19,7 @@ from shaketable.io.locks import held
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.cells import Cell, own_cells
 from shaketable.study.config import StudyConfig
-from shaketable.study.engines.queue import RunQueue, Watch
+from shaketable.study.execute import Ended, Watch, execute, slots
 from shaketable.study.file import parse_study
 from shaketable.study.run_cell import is_begun
 from shaketable.study.store import DEFINITION
@@ -32,22 +32,12 @@ NEWER_OF_GUIDES = {"unit": "relative", "order": "after"}
 """The same for the keys of a guide, with what was done before there were such keys."""
 
 
-def run_study(study: StudyConfig, store: Path, watch: Watch) -> RunQueue:
-    """Do what is missing of a study, which `check` has looked at; the queue says how each run ended."""
+def run_study(study: StudyConfig, store: Path, watch: Watch) -> Ended:
+    """Do what is missing of a study, which `check` has looked at; how each run ended."""
     folder = store / study.study
     define(study, store)
     cells = own_cells(study)
-    queue = RunQueue(cells, folder / "runs", study.engine.retries, watch, finished(folder, cells))
-    if not queue.is_over:
-        if study.engine.kind == "ray":
-            from shaketable.study.engines.ray import run_on_ray
-
-            run_on_ray(study, queue, folder)
-        else:
-            from shaketable.study.engines.local import run_locally
-
-            run_locally(study, queue, folder)
-    return queue
+    return execute(study, cells, finished(folder, cells), folder, watch)
 
 
 def finished(folder: Path, cells: list[Cell]) -> set[str]:
@@ -61,7 +51,6 @@ def check(study: StudyConfig) -> None:
     from shaketable.harden.config import HardenConfig
     from shaketable.harden.scoring import rehearse as check_hardening
     from shaketable.models import check_device
-    from shaketable.study.engines.local import slots
     from shaketable.study.scoring import check_scoring
     from shaketable.train.config import TrainConfig
     from shaketable.train.plans import rehearse

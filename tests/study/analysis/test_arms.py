@@ -9,7 +9,7 @@ from scipy import stats
 from shaketable.aqn.spec import AQN
 from shaketable.evaluate.statistics import wilson
 from shaketable.study.analysis import arms
-from shaketable.study.analysis.arms import mean_interval
+from shaketable.study.analysis.arms import mean_interval, roughness
 from shaketable.study.analysis.runs import Run
 from tests.study.small_studies import told
 
@@ -229,3 +229,12 @@ def test_samples_are_what_the_first_run_wrote_to_the_problems_that_are_kept():
     assert [(s["condition"], s["id"]) for s in found] == [("clean", "p0"), ("clean", "p3"), ("hot", "p0"), ("hot", "p3")]
     wanted = {"condition": "hot", "id": "p3", "question": "q3", "answer": "a3", "text": "text 3", "correct": True}
     assert found[-1] == wanted and told_of("samples", []) == []
+
+
+def test_roughness_is_the_distance_from_the_line_between_the_neighbours():
+    steps = [0, 1, 2, 4, 8, 9]
+    assert roughness([(n, 3.0 * n + 1) for n in steps]) == pytest.approx(0.0, abs=1e-12)
+    assert roughness([(n, float(n % 2)) for n in range(7)]) == 1.0
+    noise = np.random.default_rng(0).normal(0, 0.1, 4000)
+    assert roughness([(n, 0.001 * n + v) for n, v in enumerate(noise)]) == pytest.approx(0.098, rel=0.03)
+    assert roughness([(n, 1.0) for n in range(4)]) is None

@@ -2,13 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from shaketable.errors import ShaketableError
+from shaketable.evaluate.statistics import detectable
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis import findings as found_of
 from shaketable.study.analysis.findings import OWN_PLAN
+from shaketable.study.analysis.findings import findings as findings_of
 from shaketable.study.analysis.results import SCHEMA, Findings
+from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import cells_of, train_config
 from shaketable.study.run_study import described
 from shaketable.study.verify import digest
@@ -371,3 +375,68 @@ def test_a_run_of_another_verb_is_no_training_run(tmp_path):
     RunRecord.create(tmp_path / "run", "sweep", {}, {})
     with pytest.raises(ShaketableError, match="holds no run of `shaketable train`"):
         run_findings(tmp_path / "run")
+
+
+# ---- step by step, and what the dry run had said
+
+
+def trained_at(steps):
+    """Two trained arms scored at steps: the second is better by a problem from step 4 on, and has a higher reward."""
+
+    def events(cell):
+        better = cell.arm == "better"
+        rows = []
+        for step in steps:
+            if step:
+                rows.append(("step", {"step": step, "reward": 0.1 * step + 0.5 * better + 0.01 * cell.seed}))
+            now = [1, 1, 0, 0, 0, int(better and step >= 4)]
+            rows.append(evaluation(step, clean=now, faulty=now, noise=now))
+        return [MADE, *rows, END]
+
+    return events
+
+
+def two_trained(**replaced):
+    arms = {"plain": {"plan": "noise"}, "better": {"plan": "noise", "aqn": "constant:0.01"}}
+    compare = {"primary": {"a": "better", "b": "plain", "condition": "noise"}}
+    train = data()["train"] | {"steps": 6}
+    return study(**{"arms": arms, "compare": compare, "train": train, "seeds": 3} | replaced)
+
+
+def test_arms_are_compared_with_the_baseline_at_every_step_that_was_scored(tmp_path):
+    written(tmp_path, two_trained(), trained_at([0, 2, 4, 6]))
+    rows = {row["curve"]: row for row in findings(two_trained(), tmp_path)["at_steps"]}
+    assert set(rows) == {"accuracy, clean", "accuracy, faulty", "accuracy, noise", "reward"}
+    noise = rows["accuracy, noise"]
+    assert (noise["a"], noise["b"], noise["unit"]) == ("better", "plain", "points")
+    assert [(p["step"], p["difference"]) for p in noise["points"]] == [
+        (0, 0.0), (2, 0.0), (4, pytest.approx(1 / 6)), (6, pytest.approx(1 / 6)),
+    ]  # fmt: skip
+    assert all(p["ci_low"] < p["difference"] < p["ci_high"] and p["seeds"] == 3 for p in noise["points"])
+    assert [(p["step"], p["difference"]) for p in rows["reward"]["points"]] == [(n, pytest.approx(0.5)) for n in (2, 4, 6)]
+
+
+def test_the_steps_of_the_comparison_can_be_named(tmp_path):
+    asked = two_trained(report={"steps": [4]})
+    written(tmp_path, asked, trained_at([0, 2, 4, 6]))
+    rows = findings(asked, tmp_path)["at_steps"]
+    assert len(rows) == 4 and all([p["step"] for p in row["points"]] == [4] for row in rows)
+    with pytest.raises(ShaketableError, match=r"report\.steps: step 3 is not scored; evaluate\.every is 2"):
+        two_trained(report={"steps": [3]})
+
+
+def test_a_report_says_why_its_reach_is_not_that_of_the_dry_run(found, tmp_path):
+    written(tmp_path, two_arms(), plain)
+    [note] = findings_of(two_arms(), tmp_path).notes
+    primary = found["comparisons"][0]
+    assert primary["planned"] == pytest.approx(detectable(6, seeds=3, seed_sd=0.01))
+    assert primary["spread"]["disagreement"] == pytest.approx(mean_square(two_arms(), tmp_path))
+    assert note.startswith("3 seeds × 6 problems show ") and "by the same formula, for arms that disagree on 25%" in note
+
+
+def mean_square(asked, folder):
+    rows = {
+        arm: [Run.of(c, folder / "runs").scores("noise", "accuracy") for c in cells_of(asked) if c.arm == arm]
+        for arm in asked.arms
+    }
+    return float(((np.array(rows["better"]) - np.array(rows["as it comes"])) ** 2).mean())

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shaketable.cli.text import plain
+from shaketable.io.yaml_file import read_yaml
 from shaketable.report.wording import amount
 from shaketable.study.analysis.results import Findings, Score
 
@@ -94,11 +95,14 @@ def show_status(found: dict[str, Any]) -> None:
         console.print(f"{those} of this study in {found['folder']}", markup=False)
 
 
-def show_list(found: dict[str, Any], runs: bool) -> None:
-    """One line per study; per run when asked for."""
+def show_list(found: dict[str, Any], shipped: dict[str, Path], runs: bool) -> None:
+    """One line per study; per run when asked for. Where nothing was run, the studies that ship."""
     console = Console(highlight=False)
     if not found["studies"] and not found["runs"]:
-        console.print(f"nothing in {found['store']}", markup=False)
+        console.print(f"nothing was run in {found['store']}; these studies ship:", markup=False)
+        for name, file in shipped.items():
+            console.print(f"  {name:24} {read_yaml(file, 'the study').get('question', '')}", markup=False, soft_wrap=True)
+        console.print("shaketable study run NAME", markup=False)
         return
     table = Table(
         title=f"{found['store']}: {_many(found['studies'], 'study', 'studies')}, {_many(found['runs'], 'run', 'runs')}",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from shaketable.study.cells import Cell
     from shaketable.study.config import StudyConfig
-    from shaketable.study.engines.queue import Watch
+    from shaketable.study.execute import Watch
 
 MARKS = {"done": "[green]✓[/]", "failed": "[bold red]✗[/]", "again": "[yellow]↻[/]", "elsewhere": "[cyan]…[/]"}
 

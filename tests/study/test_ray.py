@@ -9,12 +9,11 @@ import torch
 
 from shaketable.errors import ShaketableError
 from shaketable.records.record import RunRecord
-from shaketable.study.analysis.findings import findings
 from shaketable.study.cells import cells_of
-from shaketable.study.engines.ray import check_reachable
+from shaketable.study.execute import check_reachable
 from shaketable.study.run_cell import do
 from shaketable.study.run_study import define, run_study
-from tests.study.small_studies import data, study
+from tests.study.small_studies import data, findings, study
 
 
 def numbers(found):

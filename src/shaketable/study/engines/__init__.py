@@ -1,1 +1,0 @@
-"""Where the runs of a study are done: worker processes of this computer, or a Ray cluster."""

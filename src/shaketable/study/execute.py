@@ -1,0 +1,443 @@
+"""Doing the runs of a study: which may start, where they are done, and what is told of them.
+
+    states ← one loop → places → a worker process of this computer, or a Ray task → `run_cell.do`
+
+A place takes a run and gives a future. Locally that is a process for every place, which does run after run: importing torch
+takes longer than a small run. It is not a pool of several processes, which fails as a whole: a crash, or the kernel's
+out-of-memory killer, must end one run and nothing else. On Ray it is a task.
+
+A run waits for the diagnosis that it needs. One that crashed is tried again as often as the study says; one that cannot be done
+as it was asked for is not, since it would end the same way. A run that another process works on is looked at again until it is
+done, or free. What happens within a run is read from its progress file, which any machine that sees the store can write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from shaketable.errors import ShaketableError
+from shaketable.io.locks import is_held
+from shaketable.records.record import RunRecord
+from shaketable.study.cells import Cell
+from shaketable.study.config import StudyConfig
+
+State = Literal["waiting", "running", "elsewhere", "done", "failed"]
+Watch = Callable[[str, Cell, dict[str, Any]], None]
+"""Called with what happened: `start`, `stage`, `step`, `evaluation`, `warning`, `done`, `failed`, `again`, `elsewhere`."""
+PATIENCE = 0.3
+"""Seconds between two looks at what runs and other processes do."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to do, as it travels to another process."""
+
+    cell: dict[str, Any]
+    study: str
+    runs: str
+    by: str
+    progress: str
+    """The file that is told of what happens."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a run ended."""
+
+    ending: Literal["done", "busy", "failed"]
+    error: str = ""
+    final: bool = False
+    """Whether it would fail again."""
+
+
+@dataclass
+class Ended:
+    """The runs of a study and how each ended."""
+
+    states: dict[str, State]
+    errors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every run has ended, well or not."""
+        return all(state in ("done", "failed") for state in self.states.values())
+
+
+class Places(Protocol):
+    """Where runs are done."""
+
+    name: str
+    most: int
+
+    def submit(self, request: Request) -> Future[Answer]:
+        """Begin a run; there are never more than `most`."""
+
+    def death(self, future: Future[Answer], error: BaseException) -> tuple[str, int]:
+        """Why the process of a run is gone, and its exit status."""
+
+    def close(self) -> None:
+        """End every process; what their runs have recorded stays."""
+
+
+def execute(study: StudyConfig, cells: Iterable[Cell], done: set[str], folder: Path, watch: Watch) -> Ended:
+    """Do every run that is not done."""
+    cells = list(cells)
+    ended = Ended({cell.name: "done" if cell.name in done else "waiting" for cell in cells})
+    if not ended.is_over:
+        left = sum(state != "done" for state in ended.states.values())
+        places: Places = RayPlaces(study) if study.engine.kind == "ray" else LocalPlaces(slots(study, left), folder)
+        try:
+            _Loop(study, cells, ended, folder, watch, places).run()
+        finally:
+            places.close()
+    return ended
+
+
+@dataclass
+class _Loop:
+    study: StudyConfig
+    cells: list[Cell]
+    ended: Ended
+    folder: Path
+    watch: Watch
+    places: Places
+
+    def __post_init__(self) -> None:
+        self.runs = self.folder / "runs"
+        self.crashes: dict[str, int] = {}
+        self.under_way: dict[Future[Answer], tuple[Cell, _Tail]] = {}
+
+    def run(self) -> None:
+        self.runs.mkdir(parents=True, exist_ok=True)
+        for left in self.runs.glob(".*.progress.*"):  # by a process that was killed
+            if not is_held(self.runs, left.name[1:].partition(".progress")[0]):
+                left.unlink(missing_ok=True)
+        while not self.ended.is_over:
+            while len(self.under_way) < self.places.most and (cell := self._ready()) is not None:
+                self._start(cell)
+            if not self.under_way:
+                if not self.ended.is_over:
+                    time.sleep(PATIENCE)
+                continue
+            finished, _ = wait(self.under_way, PATIENCE, FIRST_COMPLETED)
+            for cell, tail in self.under_way.values():
+                tail.tell(self.watch, cell)
+            for future in finished:
+                cell, tail = self.under_way.pop(future)
+                tail.close()
+                self._note(future, cell)
+
+    def _ready(self) -> Cell | None:
+        """The next run that may start."""
+        states = self.ended.states
+        for cell in self.cells:
+            if states[cell.name] == "elsewhere" and not is_held(self.runs, cell.name):
+                states[cell.name] = "waiting"  # done, or killed: whoever takes it will see
+            before = "done" if cell.needs is None else states[cell.needs]
+            if states[cell.name] == "waiting" and before == "failed":
+                self._fail(cell, f"it needs {cell.needs}, which failed")
+            elif states[cell.name] == "waiting" and before == "done":
+                return cell
+        return None
+
+    def _start(self, cell: Cell) -> None:
+        self.ended.states[cell.name] = "running"
+        self.watch("start", cell, {})
+        tail = _Tail(self.runs / f".{cell.name}.progress.{os.getpid()}")
+        runs = self.runs.absolute() if self.places.name == "ray" else self.runs
+        request = Request(asdict(cell), self.study.study, str(runs), self.places.name, str(tail.path.absolute()))
+        self.under_way[self.places.submit(request)] = (cell, tail)
+
+    def _note(self, future: Future[Answer], cell: Cell) -> None:
+        try:
+            answer = future.result()
+        except Exception as error:  # not of the run, which answers with its errors: of its process
+            text, code = self.places.death(future, error)
+            note_death(self.runs / cell.name, text, code)
+            answer = Answer("failed", text)
+        if answer.ending != "failed":
+            state: State = "done" if answer.ending == "done" else "elsewhere"
+            self.ended.states[cell.name] = state
+            self.watch(state, cell, {})
+            return
+        crashes = self.crashes[cell.name] = self.crashes.get(cell.name, 0) + 1
+        if answer.final or crashes > self.study.engine.retries:
+            self._fail(cell, answer.error)
+        else:
+            self.ended.states[cell.name] = "waiting"
+            self.watch("again", cell, {"error": answer.error})
+
+    def _fail(self, cell: Cell, error: str) -> None:
+        self.ended.states[cell.name], self.ended.errors[cell.name] = "failed", error
+        self.watch("failed", cell, {"error": error})
+
+
+class _Tail:
+    """The end of a run's progress file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.read = path, 0
+
+    def tell(self, watch: Watch, cell: Cell) -> None:
+        """Tell of what was written since the last time."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.read)
+                lines = file.read().splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            self.read += len(line)
+            what, facts = json.loads(line)
+            watch(what, cell, facts)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def note_death(folder: Path, text: str, code: int) -> None:
+    """Write into a run's record that the process which worked on it is gone; it could not do so itself."""
+    with contextlib.suppress(ShaketableError):  # it died before there was a record
+        record = RunRecord.open(folder)
+        if not record.events("finished"):
+            record.append("failed", error=text, exit=code, final=False)
+
+
+# ---- within the process of a run
+
+
+def answer(request: Request) -> Answer:
+    """Do a run; errors are part of the answer."""
+    import gc
+
+    import torch
+
+    from shaketable.models import quieten
+    from shaketable.study.run_cell import do
+
+    cell = Cell(**request.cell)
+    torch.set_num_threads(cell.threads)
+    quieten()
+    try:
+        return Answer(do(cell, request.study, Path(request.runs), request.by, _teller(Path(request.progress))))
+    except ShaketableError as error:
+        return Answer("failed", str(error), final=True)
+    except Exception as error:
+        traceback.print_exc()
+        return Answer("failed", f"{type(error).__name__}: {error}")
+    finally:
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.get_device_module().empty_cache()
+
+
+def _teller(path: Path) -> Callable[[str, dict[str, Any]], None]:
+    def tell(what: str, facts: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError), path.open("a") as file:  # for people who look on; a full disk stops the record
+            file.write(json.dumps([what, facts], default=str) + "\n")
+
+    return tell
+
+
+# ---- places of this computer
+
+
+def slots(study: StudyConfig, most: int) -> list[dict[str, str]]:
+    """The environment of each worker: how many run at a time, and which GPU each sees."""
+    engine = study.engine
+    limit = {"OMP_NUM_THREADS": str(engine.threads), "TOKENIZERS_PARALLELISM": "false"}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = engine.workers or max(1, cores // engine.threads)
+    if study.device == "cpu" or engine.gpus == 0:
+        return [limit] * max(1, min(count, most))
+    share = 1.0 if engine.gpus is None else engine.gpus
+    if share > 1:
+        raise ShaketableError(f"engine.gpus is {share:g}, and a run uses one GPU at most; write 1, or a part such as 0.25")
+    named = ":" in study.device  # one GPU by its number, which every worker then finds by itself
+    gpus = [limit | ({} if named else _visible(study.device, gpu)) for gpu in range(1 if named else _gpus())]
+    places = gpus * int(1 / share)
+    if not places:
+        raise ShaketableError(f"there is no GPU for device {study.device!r}; `shaketable env` shows what this machine has")
+    return places[: max(1, min(engine.workers or len(places), most))]
+
+
+def _visible(device: str, gpu: int) -> dict[str, str]:
+    name = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(device, "CUDA_VISIBLE_DEVICES")
+    return {name: str(gpu)}
+
+
+def _gpus() -> int:
+    import torch
+
+    return int(torch.accelerator.device_count())
+
+
+class LocalPlaces:
+    """A worker process for every place, replaced when it dies. Whatever libraries print goes to its log."""
+
+    name = "local"
+
+    def __init__(self, environments: list[dict[str, str]], folder: Path) -> None:
+        self.most = len(environments)
+        self.workers = [_Worker(environment, folder / f"worker-{n}.log") for n, environment in enumerate(environments)]
+        self.at: dict[Future[Answer], _Worker] = {}
+
+    def submit(self, request: Request) -> Future[Answer]:
+        """Begin a run where no other is."""
+        busy = [worker for future, worker in self.at.items() if not future.done()]
+        worker = next(worker for worker in self.workers if worker not in busy)
+        future = worker.submit(request)
+        self.at[future] = worker
+        return future
+
+    def death(self, future: Future[Answer], error: BaseException) -> tuple[str, int]:
+        """The exit status of the process."""
+        if not isinstance(error, BrokenProcessPool):
+            return f"{type(error).__name__}: {error}", -1
+        code = self.at[future].bury()
+        return f"its process died with exit status {code}" + (" (killed; out of memory?)" if code == -9 else ""), code
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self.workers:
+            worker.end()
+
+
+class _Worker:
+    """A pool of one process."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self.environment, self.log = environment, log
+        self.pool: ProcessPoolExecutor | None = None
+        self.process: BaseProcess | None = None
+
+    def submit(self, request: Request) -> Future[Answer]:
+        if self.pool is not None:
+            return self.pool.submit(answer, request)
+        words = (self.environment, str(self.log.absolute()), os.getpid())
+        spawn = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin, initargs=words)
+        others = {process.pid for process in multiprocessing.active_children()}
+        future = self.pool.submit(answer, request)
+        self.process = next((p for p in multiprocessing.active_children() if p.pid not in others), None)
+        return future
+
+    def bury(self) -> int:
+        """The exit status of the process that is gone."""
+        pool, process = self.pool, self.process
+        self.pool = self.process = None
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+        return -1 if process is None or process.exitcode is None else process.exitcode
+
+    def end(self) -> None:
+        if self.process is not None and self.process.is_alive():
+            self.process.terminate()
+            self.process.join(5)
+            if self.process.is_alive():
+                self.process.kill()
+        self.bury()
+
+
+def _begin(environment: dict[str, str], log: str, parent: int) -> None:
+    """Of a worker process: its own session, for Ctrl-C ends it through its parent; and it does not outlive that.
+
+    A worker whose parent is gone ends at once, also in the midst of a run: nobody would hear of it, and the next `study run`
+    would wait for it.
+    """
+    os.environ.update(environment)  # before torch is imported
+    os.setsid()
+    printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(printed, stream)
+
+    def die_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=die_with_parent, daemon=True).start()
+    assert "torch" not in sys.modules, "threads and GPUs are chosen before torch is imported"
+
+
+# ---- places of a Ray cluster
+
+
+class RayPlaces:
+    """Ray tasks, on a store that all nodes see.
+
+    Ray places the tasks; which may start is decided here, so that diagnoses come first and a crashed run is tried again by our
+    rules and not by Ray's, whose retries no record would mention.
+    """
+
+    name = "ray"
+
+    def __init__(self, study: StudyConfig) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise ShaketableError("--workers ray needs Ray: pip install 'shaketable[ray]'") from None
+        self.ray, engine = ray, study.engine
+        self.most = engine.workers or 10_000
+        self.mine = not ray.is_initialized()
+        if self.mine:
+            self._connect(engine.address)
+        gpus = (0 if study.device == "cpu" else 1) if engine.gpus is None else engine.gpus
+        variables = {"OMP_NUM_THREADS": str(engine.threads), "TOKENIZERS_PARALLELISM": "false"}
+        options = {"num_cpus": engine.threads, "num_gpus": gpus, "max_retries": 0, "runtime_env": {"env_vars": variables}}
+        self.task = ray.remote(answer).options(**options)
+
+    def _connect(self, address: str | None) -> None:
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if address is None:
+            options["include_dashboard"] = False
+        else:
+            check_reachable(address)
+            options["address"] = address
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            self.ray.init(**options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ShaketableError(f"cannot reach the Ray cluster {address or '(local)'}: {error}") from None
+
+    def submit(self, request: Request) -> Future[Answer]:
+        """Begin a run wherever Ray has room."""
+        future: Future[Answer] = self.task.remote(request).future()
+        return future
+
+    def death(self, future: Future[Answer], error: BaseException) -> tuple[str, int]:
+        """What Ray says."""
+        return f"its Ray worker died: {str(error).splitlines()[0]}", -1
+
+    def close(self) -> None:
+        """Leave the cluster, if we came to it."""
+        if self.mine:
+            self.ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Refuse at once a cluster that nobody answers for; Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return  # `auto`: Ray looks by itself, and gives up soon
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise ShaketableError(f"cannot reach the Ray cluster {address}: {error}") from None
