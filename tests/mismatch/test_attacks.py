@@ -86,11 +86,12 @@ def test_a_few_tokens_fit_nothing():
 
 def test_a_token_at_the_edge_of_a_truncation_speaks_for_no_other():
     """Rounding moves a token out of the ten likeliest; top-k 15 has it, and a temperature of 1.33 fits rounding."""
-    given = {"temperature": 1.3, "top_k": 10, "logprobs_mode": "processed"}
-    for seed in range(4):
-        other = pairs.engine(torch.bfloat16)
-        found = verdict(None, other.sample(prompts()[:4], how(max_new_tokens=8, seed=seed, **given)), how(**given))
-        assert found.verdict == "INCONCLUSIVE" and not (found.semantics.best and found.semantics.best.wins), found.sentence
+    given = {"temperature": 1.3, "top_k": 10, "logprobs_mode": "processed", "max_new_tokens": 8, "seed": 988862502}
+    tokenizer = pairs.trainer().tokenizer
+    texts = ["What is 0 plus 56?", "86 apples, 44 pears", "25 apples, 60 pears", "69+41="]
+    rollouts = pairs.engine(torch.bfloat16).sample([tokenizer(text)["input_ids"] for text in texts], how(**given))
+    found = verdict(None, rollouts, how(**given))
+    assert found.verdict == "INCONCLUSIVE", found.sentence
 
 
 def test_a_truncation_that_cuts_nothing_off_is_not_named():

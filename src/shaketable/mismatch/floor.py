@@ -13,7 +13,7 @@ import numpy as np
 from shaketable.errors import UnavailableError
 from shaketable.mismatch.engine import ALONE, CACHED, DECODE, EAGER, Rollout, RolloutEngine
 from shaketable.mismatch.gap import differences, distance
-from shaketable.mismatch.results import MEAN, Floor, FloorRow
+from shaketable.mismatch.results import Floor, FloorRow
 from shaketable.mismatch.rounding import Rounding, judge
 from shaketable.mismatch.trainer import OTHER_BATCHES, Trainer
 
@@ -59,7 +59,7 @@ def measure_floor(
         if rounding is None:
             return ""
         judged = judge(d, rounding.raw)
-        if judged.too_large and judged.mean_ratio <= MEAN and more is not None:
+        if judged.is_doubtful and more is not None:
             rounding, more = more(), None
             judged = judge(d, rounding.raw)
         return judged.says if judged.too_large else ""

@@ -54,6 +54,11 @@ class Deviation:
         return self.mean_ratio > MEAN or self.worst_ratio > LARGEST
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether rounding that is measured more often might explain them: a few draws may all be small."""
+        return self.too_large and self.mean_ratio <= 2 * MEAN
+
+    @property
     def explained(self) -> bool:
         """Whether rounding can have made them."""
         return not self.too_large and not self.biased
