@@ -41,15 +41,10 @@ def _on_vllm_command(module: ModuleType) -> None:
     vars(module)["main"] = with_a_name(module.main)
 
 
-def _on_vllm(function: str, name: str) -> Callable[[ModuleType], None]:
-    """Gives one class of vLLM to one of our functions."""
+def _on_vllm(module: ModuleType) -> None:
+    from shaketable.integrations.vllm import patch
 
-    def on_import(module: ModuleType) -> None:
-        from shaketable.integrations import vllm
-
-        getattr(vllm, function)(getattr(module, name))
-
-    return on_import
+    patch(module)
 
 
 WATCHED: Watched = {
@@ -57,11 +52,11 @@ WATCHED: Watched = {
     "transformers.generation.utils": _on_generate,
     "ray": _on_ray,
     "vllm.entrypoints.cli.main": _on_vllm_command,
-    "vllm.config": _on_vllm("check_config", "VllmConfig"),
-    "vllm.v1.engine.core_client": _on_vllm("tell_reasons", "MPClient"),
-    "vllm.v1.executor.abstract": _on_vllm("end_quietly", "Executor"),
-    "vllm.v1.worker.worker_base": _on_vllm("adopt_workers", "WorkerBase"),
-    "vllm.v1.engine.core": _on_vllm("guard_cache", "EngineCore"),
+    "vllm.config": _on_vllm,
+    "vllm.v1.engine.core_client": _on_vllm,
+    "vllm.v1.executor.abstract": _on_vllm,
+    "vllm.v1.worker.worker_base": _on_vllm,
+    "vllm.v1.engine.core": _on_vllm,
 }
 
 

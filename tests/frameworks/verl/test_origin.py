@@ -1,4 +1,4 @@
-"""verl alone with the keys of the study we come from; and configs that end before anything is started."""
+"""verl alone with the keys of the origin study; and configs that end before anything is started."""
 
 import os
 import shlex

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import nullcontext
 
@@ -9,7 +10,7 @@ import pytest
 
 from shaketable.errors import PlanError, ShaketableError
 from shaketable.integrations.vllm import front_end, options
-from tests.frameworks.vllm.small_engines import NANO, SHAPE
+from tests.frameworks.vllm.small_engines import NANO, SHAPE, start
 from tests.frameworks.vllm.vllm_programs import FOLDER, printed, run, shaken
 
 pytestmark = pytest.mark.covers("vLLM", "plans that cannot work: refused at the start, in one line", "eager, own processes")
@@ -45,6 +46,26 @@ def test_what_the_config_shows_to_be_impossible_is_refused_before_a_process_is_s
         configure(**options(plan=plan))
     with pytest.raises(PlanError, match=why):
         configure(additional_config={"shaketable": {"plan": plan}})
+
+
+STANDSTILL = r"global_decay:0.05-0.0005,stages=10: nothing moves this vLLM along the schedule.* constant:0.05, or total_steps"
+
+
+def test_a_schedule_that_a_server_has_nobody_for_is_refused_before_a_process_is_started(monkeypatch, capsys):
+    """σ stayed at its first value, which is 0."""
+    with pytest.raises(PlanError, match=STANDSTILL):
+        configure(additional_config={"shaketable": {"aqn": "global_decay:0.05-0.0005,stages=10"}})
+    configure(additional_config={"shaketable": {"aqn": "constant:0.05"}})
+    monkeypatch.setenv("SHAKETABLE_AQN", "global_decay:0.05-0.0005,stages=10")
+    with pytest.raises(SystemExit):
+        configure()
+    assert re.search(STANDSTILL, capsys.readouterr().err)
+
+
+def test_a_schedule_that_no_set_step_has_begun_is_refused_at_the_first_request():
+    engine = start("nano", aqn="global_decay:0.05-0.0005,stages=10")
+    with pytest.raises(PlanError, match=STANDSTILL):
+        engine.ask()
 
 
 def test_activations_in_captured_graphs_are_refused_before_a_process_is_started(monkeypatch):

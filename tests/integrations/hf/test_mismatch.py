@@ -8,8 +8,11 @@ import torch
 from transformers import TrainerCallback
 
 from shaketable.errors import ShaketableError
+from shaketable.integrations.common.mismatch import floor_and_share
 from shaketable.integrations.hf.mismatch import MismatchCheck
 from shaketable.integrations.trl import ShaketableCallback
+from shaketable.mismatch.engine import Rollout
+from shaketable.mismatch.trainer import Trainer
 from tests.integrations.hf.small_trainers import grpo, llama, lora, sft
 
 NAMES = ("gap", "k3", "outside", "seconds")
@@ -145,3 +148,14 @@ def test_what_a_sampler_does_not_show_cannot_stop_a_training():
         MismatchCheck(ServedTrainer(), every=5, stop=True)
     with pytest.raises(ShaketableError, match="sleep mode"):
         MismatchCheck(ServedTrainer("colocate", sleeps=True), every=5, stop=False)
+
+
+def test_the_floor_has_the_rounding_of_a_log_softmax_in_float32():
+    """A healthy pair in float32 was far above a floor that was of logits alone."""
+    rollouts = [Rollout([3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [])]
+    side = Trainer(llama(), None, "trainer")
+    (own,) = side.logprobs(rollouts)
+    (logits,) = side.logits(rollouts)
+    fast = logits.float().log_softmax(-1)[range(8), rollouts[0].completion]
+    healthy = (torch.tensor(own).double() - fast.double()).abs().mean().item()
+    assert floor_and_share(side, None, rollouts)["floor"] >= healthy * 0.999 > 0

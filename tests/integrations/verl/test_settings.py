@@ -9,7 +9,9 @@ import types
 import pytest
 
 from shaketable.errors import ShaketableError
+from shaketable.integrations.verl.checks import check_model
 from shaketable.integrations.verl.settings import OBSERVER, Shaking, keep_record, refuse_pinned, shaking_of
+from shaketable.models import NANO
 from tests import ROOT
 
 NOISE = "relative_gaussian:0.05@op.matmul"
@@ -468,3 +470,28 @@ def test_noise_that_bfloat16_rounds_away_is_refused_with_both_cures(tmp_path, pl
 )
 def test_noise_that_may_act_is_left_to_the_proof(tmp_path, plan):
     assert shaking(tmp_path, plan=plan) is not None
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("gain:0.1@module.gate_porj", "did you mean 'gate_proj'"),
+        ("gain:0.1@layer.9", "layer 9 is out of range; this model has layers 0-7"),
+        ("relative_gaussian:0.05@op.matmul", None),
+        ("gain:0.1@module.QKVParallelLinear,phase=rollout", None),
+        ("mxfp4@module.linear,point=weight+input", None),
+    ],
+)
+def test_a_name_that_actors_do_not_have_is_refused_before_ray_with_one_that_they_have(tmp_path, plan, message):
+    whole = config(tmp_path, shaketable={"plan": plan})
+    made = shaking_of(whole, {})
+    for path, expected in ((str(NANO), message), ("hdfs://somewhere/else", None)):
+        whole["actor_rollout_ref"]["model"]["path"] = path
+        if expected is None:
+            check_model(whole, made)
+        else:
+            with pytest.raises(ShaketableError, match=expected):
+                check_model(whole, made)

@@ -2,7 +2,7 @@
 
 A framework's workers are processes that somebody else starts: what reaches them is their environment and their framework's own
 config. So instructions are plain text, travel by either, and have a digest: every worker reports the digest of the
-instructions it really acted on, and whoever gave the instructions compares. In the study we come from, the layer-wise σ never
+instructions it really acted on, and whoever gave the instructions compares. In the origin study, the layer-wise σ never
 reached the samplers, and nothing compared.
 """
 

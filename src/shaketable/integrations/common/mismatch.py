@@ -70,7 +70,8 @@ def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Seque
     """How far each side is from itself, and the family of operators that causes most of the divergence, by name."""
     if not rollouts:
         return {}
-    found = {"floor": measure_floor(side, engine, rollouts, side.logprobs(rollouts))[0].largest.mean_abs}
+    own = side.logprobs(rollouts)
+    found = {"floor": max(measure_floor(side, engine, rollouts, own)[0].largest.mean_abs, _log_softmax(side, rollouts, own))}
     if engine is None:
         return found
     shortest, meter = min(rollouts, key=lambda r: len(r.tokens)), ShareMeter(side.model)
@@ -81,6 +82,15 @@ def floor_and_share(side: Trainer, engine: RolloutEngine | None, rollouts: Seque
     except UnavailableError:
         return found
     return found | {f"share/{row.family}": row.share for row in meter.result().families[:1]}
+
+
+def _log_softmax(side: Trainer, rollouts: Sequence[Rollout], own: Sequence[Sequence[float]]) -> float:
+    """Mean |Δ log p| of a log-softmax in float32, as trainers and engines take it; the floor's own are in float64."""
+    fast = []
+    for logits, rollout in zip(side.logits(rollouts), rollouts, strict=True):
+        tokens = torch.tensor(rollout.completion, device=logits.device)[:, None]
+        fast.append(logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist())
+    return distance(differences(own, fast)).mean_abs
 
 
 def weight_counts(found: Weights) -> dict[str, float]:

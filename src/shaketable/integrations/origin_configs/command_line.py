@@ -22,8 +22,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.origin_configs.keys import as_number
-from shaketable.integrations.origin_configs.spelling import dotted
+from shaketable.integrations.origin_configs.keys import as_number, dotted
 from shaketable.io.yaml_file import read_yaml
 
 DOCUMENTS = Path(__file__).with_name("documents.yaml")

@@ -29,8 +29,7 @@ from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError
 from shaketable.integrations.origin_configs import aqn as origin_aqn
 from shaketable.integrations.origin_configs import faults as origin_faults
-from shaketable.integrations.origin_configs.keys import Found
-from shaketable.integrations.origin_configs.spelling import grouped
+from shaketable.integrations.origin_configs.keys import Found, grouped
 from shaketable.plan import Plan
 
 

@@ -11,7 +11,7 @@
     shaketable.mismatch  every and stop: how far samplers and actors are apart, every so many steps; without plan and aqn
     shaketable.ledger    a folder for this run alone that all workers can write to; by default one beside the checkpoints
 
-The keys of the study we come from are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
+The keys of the origin study are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
 
 The package has the entry point `verl.plugins`, so verl imports this module in each of its processes. All it does is to wait for
 two modules of verl: the one that checks configs, where an error ends the program before Ray is started, and the one that
@@ -84,12 +84,16 @@ def _announce(config: Any) -> None:
 
     from shaketable.errors import ShaketableError
     from shaketable.integrations.job_keys import keys_were_read
+    from shaketable.integrations.verl.checks import check_model
     from shaketable.integrations.verl.settings import keep_record
 
     try:
         found = asked(config, _announced)
         if found is None or found.ledger not in _announced:
-            keep_record(OmegaConf.to_container(config, resolve=True), found)
+            plain = OmegaConf.to_container(config, resolve=True)
+            if found is not None:
+                check_model(plain, found)
+            keep_record(plain, found)
     except ShaketableError as error:
         sys.stderr.write(f"shaketable: {error}\n")
         raise SystemExit(2) from None
@@ -144,7 +148,7 @@ def _make_trainer(chosen: Any, config: Any) -> Any:
     found = asked(config)
     if found is None:
         return chosen(config=config)
-    from shaketable.integrations.verl.own_classes import on_top_of
+    from shaketable.integrations.verl.trainer import on_top_of
 
     config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(OURS)
     if found.mismatch is not None:

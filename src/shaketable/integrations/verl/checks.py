@@ -54,6 +54,36 @@ def check_verl(config: Mapping[str, Any], made: Shaking) -> None:
             _check_size(clause, role, _dtype(model, role))
 
 
+def check_model(config: Mapping[str, Any], made: Shaking) -> None:
+    """Match the actors' plan on the model that verl will train, made without values; nothing where it cannot be made here.
+
+    Raises:
+        ShaketableError: A name or a layer that it does not have, which an actor would find a minute later.
+    """
+    clauses = [clause for clause in _clauses(made, "actor") if clause.site.level != "op"]
+    model = config["actor_rollout_ref"]["model"]
+    if not clauses or model.get("lora_rank") or (model.get("lora") or {}).get("rank"):
+        return
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        settings = AutoConfig.from_pretrained(str(model["path"]), trust_remote_code=bool(model.get("trust_remote_code")))
+        if settings.get_text_config() is not settings:
+            return
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(settings)
+    except (ImportError, OSError, ValueError, KeyError):  # verl itself says what is wrong with a model that it cannot load
+        return
+    from shaketable.inject.injection import Injection
+
+    injection = Injection(Plan(clauses=tuple(clauses)), allow_inert=True)
+    try:
+        injection.attach(empty)
+    finally:
+        injection.close(check=False)
+
+
 def check_mismatch(config: Mapping[str, Any]) -> None:
     """Refuse a run whose samplers cannot be held against its actors.
 

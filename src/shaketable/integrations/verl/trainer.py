@@ -17,6 +17,7 @@ other trainers generate while they train; what a step is there is another questi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,17 +25,18 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from shaketable.errors import ShaketableError
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.names import check, check_object
-from shaketable.integrations.verl.own_classes import use_worker
 from shaketable.integrations.verl.settings import EXTENSION, Shaking
 from shaketable.integrations.verl.workers import VerlWorkers
 
-check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync")
+check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync", "verl.trainer.ppo.utils:Role")
 KL = "rollout_corr/k3_kl"
 """verl's estimate of KL(sampler‖trainer) per token, from what both sides say of the samples; the one that is never negative."""
 
@@ -222,3 +224,25 @@ def _extension(chosen: str | None) -> str:
     if not issubclass(load_class_from_fqn(chosen), SamplerExtension):
         raise ShaketableError(f"worker_extension_cls={chosen} must be a subclass of {EXTENSION}")
     return chosen
+
+
+# ---- our classes in the place of verl's
+
+
+@functools.cache
+def on_top_of(chosen: type, ours: type) -> type:
+    """A trainer that is both: a user's own subclass of verl's keeps its ways."""
+    if chosen is PPOTrainerSync:
+        return ours
+    if not issubclass(chosen, PPOTrainerSync):
+        raise ShaketableError(f"shaketable works with verl's synchronous trainer, not with {chosen.__name__}")
+    return type(f"Shaken{chosen.__name__}", (ours, chosen), {})
+
+
+def use_worker(classes: dict[Any, Any], ours: type, what: str) -> None:
+    """Have a trainer make its actors from our class. `what` needs it, for the line that says why it cannot be done."""
+    for role in (Role.ActorRolloutRef, Role.ActorRollout):
+        if (chosen := classes.get(role)) is not None:
+            if (plain := chosen.__ray_actor_class__) is not ActorRolloutRefWorker:
+                raise ShaketableError(f"{what} verl's own worker, not {plain.__name__}")
+            classes[role] = ray.remote(ours)

@@ -3,9 +3,9 @@
 verl's calls into its samplers bring no answer back, and verl swallows what plugins raise. So the trainer believes nothing that
 it cannot read: after each call it compares what every worker *is doing* with what it was told to do. A worker that never
 reported, one that acts on other instructions, and one that a call did not reach stop the training with one line that names it.
-In the study we come from σ was 0 in every sampler for a whole campaign, and all its logs looked well.
+In the origin study σ was 0 in every sampler for a whole campaign, and all its logs looked well.
 
-**Each step is proven by itself**, from what was hit since the last reading (`tally.py`): every clause that could have
+**Each step is proven by itself**, from what was hit since the last reading (`Span`): every clause that could have
 acted must have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without
 work. What could not act is not asked for: a clause of magnitude 0, one for validations before the first of them, a backward in
 a step without an update. A clause that has hit and changed no value in any worker stops the run too, once enough values
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ from shaketable.errors import InertError, ShaketableError
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
 from shaketable.integrations.verl.settings import ORDERS
-from shaketable.integrations.verl.tally import BOTH, WHATS, Span
 from shaketable.ledger.inert import why_inert
+from shaketable.ledger.spot import Measured
 from shaketable.plan import Clause, Plan
 
+BOTH = ("forward", "backward")
+WHATS = ("plan", "aqn")
 STEPS, LEDGER = "steps.jsonl", "ledger.json"
 PATIENCE = 60.0
 """Seconds that a report may take to be seen: a folder that machines share shows it late."""
@@ -268,3 +270,60 @@ def _sigma(report: Mapping[str, Any]) -> dict[str, float]:
 
 def _error(key: str, error: float | None) -> dict[str, float]:
     return {} if error is None else {key: error}
+
+
+# ---- two readings
+
+
+@dataclass(frozen=True)
+class Span:
+    """What the workers of one role did between two readings of their reports.
+
+    A ledger only grows, so a step is the difference of two readings: fires by clause and phase for each worker, and the error
+    from the sums that were added. A ledger measures the 1st, 2nd, 4th, 8th, … hit of a spot. A step in which nothing was
+    measured has no error, which is not an error of 0.
+    """
+
+    before: Sequence[dict[str, Any]]
+    now: Sequence[dict[str, Any]]
+
+    def fires(
+        self,
+        report: Mapping[str, Any],
+        what: str,
+        phase: str | None = None,
+        ways: Iterable[str] = BOTH,
+        clause: int | None = None,
+    ) -> int:
+        """Of one worker: by plan or aqn, in a phase or all, in some directions, of one clause or all."""
+        earlier = [old for old in self.before if _who(old) == _who(report)]
+        counts = [_count(found, what, phase, tuple(ways), clause) for found in (report, *earlier)]
+        return counts[0] - sum(counts[1:])
+
+    def total(self, what: str, phase: str | None = None, ways: Iterable[str] = BOTH, clause: int | None = None) -> int:
+        """Of all workers."""
+        return sum(self.fires(report, what, phase, tuple(ways), clause) for report in self.now)
+
+    def error(self, what: str) -> float | None:
+        """The largest relative RMS error of a clause; None when nothing was measured."""
+        ledger, earlier = merged(self.now, what), merged(self.before, what)
+        if ledger is None:
+            return None
+        old = [site.measured() for site in earlier.sites] if earlier is not None else [Measured()] * len(ledger.sites)
+        errors = [_since(site.measured(), sums).error for site, sums in zip(ledger.sites, old, strict=True)]
+        return max((error for error in errors if error is not None), default=None)
+
+
+def _who(report: Mapping[str, Any]) -> tuple[Any, ...]:
+    return report["pid"], report["rank"], report["started"]
+
+
+def _count(report: Mapping[str, Any], what: str, phase: str | None, ways: tuple[str, ...], clause: int | None) -> int:
+    sites = report[what]["sites"] if report.get(what) else []
+    chosen = sites if clause is None else sites[clause : clause + 1]
+    rows = [row for site in chosen for name, row in site["phases"].items() if phase in (None, name)]
+    return sum(row[way] for row in rows for way in ways)
+
+
+def _since(now: Measured, before: Measured) -> Measured:
+    return Measured(**{name: value - getattr(before, name) for name, value in asdict(now).items()})

