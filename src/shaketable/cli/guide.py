@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.text import say
+from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
-from shaketable.io.output_files import check_free, write
+from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +31,7 @@ def guide(
             help="Of `locate --json FILE`, or the origin's scans; several are averaged.",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The AQN file to write, YAML.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The AQN file to write, YAML.")],
     base_sigma: Annotated[float, typer.Option(help="σ of a layer that meets no rule.")] = 0.05,
     schedule: Annotated[
         str, typer.Option(help="How σ decays in training: epoch_aware, global_decay or linear_decay.")
@@ -43,10 +45,8 @@ def guide(
     mapping: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Rules from this file in place of the origin study's.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON, with reasons and mapping.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Turn a diagnosis into layer-wise AQN: more noise where a layer looks fragile, less where it is noisy already.
 
@@ -56,17 +56,15 @@ def guide(
     """
     from shaketable.aqn.guidance import Guidance, SigmaMapping, as_diagnosis, averaged
 
-    files = [f for f in (output, json_file) if f is not None]
-    check_free(files, [f for f in (*diagnoses, mapping) if f is not None], force)
+    outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=[*diagnoses, mapping], force=force)
     rules = SigmaMapping.load(mapping) if mapping is not None else None
     one = averaged([as_diagnosis(_read(path), str(path)) for path in diagnoses], [str(path) for path in diagnoses])
     found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)
     if len(diagnoses) > 1:
         found = replace(found, metadata={**found.metadata, "diagnoses": len(diagnoses)})
-    write(output, found.to_yaml())
-    if json_file is not None:
-        write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
-    _print(found, files)
+    write(out, found.to_yaml())
+    outputs.save(found.to_dict)
+    _print(found, [out, *outputs.files])
 
 
 def _read(path: Path) -> object:

@@ -173,7 +173,7 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
         if not lost.distinguishable or lost.difference <= 0:
             half = 100 * (lost.interval.high - lost.interval.low) / 2
             takes = f"{name}: the fault takes {100 * lost.difference:.1f} ± {half:.1f} points"
-            raise ShaketableError(f"{takes}: there is nothing to harden against; a larger --eval-n would see smaller losses")
+            raise ShaketableError(f"{takes}: there is nothing to harden against; a larger --limit would see smaller losses")
 
 
 def rehearse(config: HardenConfig) -> None:
