@@ -2,10 +2,11 @@
 
 from shaketable.evaluate.tasks.arithmetic import Arithmetic
 from shaketable.evaluate.tasks.files import GSM8K, JsonlTask, TextTask, default_n, draw
-from shaketable.evaluate.tasks.load import code_in, load_task
+from shaketable.evaluate.tasks.load import BUILT_IN, code_in, load_task
 from shaketable.evaluate.tasks.task import Problem, Score, Split, Task, digest, examples, reward_of, sample, score_of
 
 __all__ = [
+    "BUILT_IN",
     "GSM8K",
     "Arithmetic",
     "JsonlTask",
