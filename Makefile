@@ -113,7 +113,7 @@ bench-mismatch: #- shaketable mismatch with vLLM: healthy pairs and planted defe
 	@python=$$(scripts/framework_env.sh vllm) && $(PYTHON) scripts/checkout_metadata.py .frameworks \
 		&& PYTHONPATH="$(CURDIR)/.frameworks:$(CURDIR)/src" $$python benchmarks/mismatch.py
 
-numbers: #- Write the numbers of README.md from benchmarks/
+numbers: #- Write the numbers of docs/tour.md from benchmarks/
 	$(PYTHON) scripts/readme_numbers.py
 
 nano: $(STAMP) #- Train the model that ships; half an hour on two cores, two minutes with DEVICE=cuda

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from shaketable.evaluate.stats.tests import Comparison, corrected, over_seeds
+from shaketable.evaluate.statistics import Comparison, corrected, over_seeds
 from shaketable.records.record import RunRecord
 from shaketable.train.summary import outcome
 
@@ -53,7 +53,7 @@ def command(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> l
         return [*start, "--resume", str(folder)]
     hard = [] if HARD in ARMS[arm] else ["--eval-plan", HARD]
     common = ["nano", "--task", "arithmetic", "--steps", str(options.steps), "--eval-every", str(options.steps // 3)]
-    common += ["--eval-n", str(options.n), "--save-every", str(options.steps), "--seed", str(seed), "--out", str(folder)]
+    common += ["--limit", str(options.n), "--save-every", str(options.steps), "--seed", str(seed), "--out", str(folder)]
     return [*start, *common, *ARMS[arm], *hard]
 
 

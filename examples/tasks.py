@@ -1,6 +1,6 @@
 """Two tasks of one's own: a little code, and a dialogue in which something said earlier is asked for again.
 
-    shaketable sweep smollm2-135m --task examples/tasks.py:Expressions --plan mxfp4@module.linear --n 50
+    shaketable sweep smollm2-135m --task examples/tasks.py:Expressions --plan mxfp4@module.linear -n 50
     shaketable train MODEL --task examples/tasks.py:Dialogue,turns=3
 
 They show all that a task can say: problems of a train and a test side that nobody has to download, a prompt, a score in two

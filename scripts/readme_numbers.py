@@ -1,8 +1,8 @@
-"""Write the numbers of README.md from the benchmarks' files, between two markers.
+"""Write the numbers of docs/tour.md from the benchmarks' files, between two markers.
 
     python scripts/readme_numbers.py [--check]
 
-Standard library only. A number that no file of benchmarks/ has does not stand in the README.
+Standard library only. A number that no file of benchmarks/ has does not stand there.
 """
 
 import json
@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "README.md"
+PAGE = ROOT / "docs" / "tour.md"
 BEGIN, END = "<!-- numbers: scripts/readme_numbers.py -->", "<!-- end of numbers -->"
 SPEED = {
     "a plan that is off": "identity plan",
@@ -24,8 +24,8 @@ SPEED = {
     "MXFP4 on weights and inputs": "mxfp4 W4A4, 210 linears",
     "the same through torchao": "torchao: mxfp4 W4A4, 210 linears",
 }
-SOURCES = """Made from [speed](benchmarks/speed.md), [training](benchmarks/train.md) and
-    [locating](benchmarks/locate.md), where machines, dates, quartiles and what was not scored stand."""
+SOURCES = """Made from [speed](../benchmarks/speed.md), [training](../benchmarks/train.md) and
+    [locating](../benchmarks/locate.md), where machines, dates, quartiles and what was not scored stand."""
 
 
 def numbers() -> str:

@@ -60,7 +60,7 @@ def test_verbs_take_it(saved, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["inspect", str(saved), "--plan", "gain:0.1@layer.3"])
     assert done.exit_code == 0, done.output
     faults = ["--plan", "relative_gaussian@module.linear", "--magnitudes", "0,0.2"]
-    done = CliRunner().invoke(app, ["sweep", str(saved.parent), "--task", "arithmetic", "--n", "4", *faults])
+    done = CliRunner().invoke(app, ["sweep", str(saved.parent), "--task", "arithmetic", "--limit", "4", *faults])
     assert done.exit_code == 0, done.output
 
 

@@ -238,7 +238,7 @@ def shaketable(tmp_path, monkeypatch, capsys):
     return run
 
 
-SWEEP = ("sweep", "nano", "--task", "arithmetic", "--plan", "relative_gaussian@op.matmul", "--n", "4", "--seeds", "1")
+SWEEP = ("sweep", "nano", "--task", "arithmetic", "--plan", "relative_gaussian@op.matmul", "--limit", "4", "--seeds", "1")
 
 
 def test_law_5_a_score_names_its_condition_and_proves_its_faults(shaketable, tmp_path):

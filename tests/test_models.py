@@ -1,6 +1,7 @@
 """A model by name: the built-in one for real, folders and files, and one clear line for the rest."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,17 @@ def test_bad_names_get_one_line(load, tmp_path, tiny_folder):
 
 def test_a_config_file_has_no_weights(tiny_folder):
     assert "holds no weights" in error_line(models.load_model, tiny_folder / "config.json")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(monkeypatch):
+    """Nothing listens at a port that was closed again."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    for load in (models.load_model, models.load_skeleton):
+        assert f"is not on this machine, and http://127.0.0.1:{port} cannot" in error_line(load, "someone/no-such-model")
 
 
 def test_an_unreachable_hub_gets_one_line(monkeypatch):

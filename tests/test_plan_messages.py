@@ -17,13 +17,15 @@ KEYS = "direction, include, layers, magnitude, phase, point, sparsity"
 NOTHING = "names nothing; write e.g. module.linear, layer.3 or op.matmul"
 INDICES = "is not a list of indices and ranges such as 0+4-6+29"
 NO_POINT = "gain: operator sites take no point: the error is on what the operator computes"
+WRITE = "write FAULT[:MAGNITUDE]@SITE, e.g. gain:0.1@module.linear"
 REFUSALS = {
     "": EMPTY,
     " ; ": EMPTY,
     "gain:0.2": "'gain:0.2' names no site; write FAULT[:MAGNITUDE]@SITE, e.g. gain:0.2@module.linear",
-    "@module.linear": "a clause needs fault: {'fault': '', 'site': 'module.linear'}",
-    "gain:0.1@": "a clause needs site: {'fault': 'gain', 'site': '', 'magnitude': '0.1'}",
-    "@": "a clause needs fault and site: {'fault': '', 'site': ''}",
+    "@module.linear": f"'@module.linear' names no fault; {WRITE}",
+    "gain:0.1@": f"'gain:0.1@' names no site; {WRITE}",
+    "@@;;": f"'@@' names no fault; {WRITE}",
+    "@": f"'@' names no fault and no site; {WRITE}",
     "gain:0.1@module": f"the site 'module' {NOTHING}",
     "gain:0.1@module.": f"the site 'module.' {NOTHING}",
     "gian:0.1@module.linear": f"unknown fault 'gian'; did you mean 'gain'? valid: {FAULTS}",

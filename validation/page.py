@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.statistics import wilson
 
 Row = dict[str, Any]
 
@@ -113,49 +114,64 @@ def _attacks(rows: list[Row]) -> list[str]:
 
 
 def _zoo(built: list[Row]) -> list[str]:
+    """Counts by dtype and attention; every row of its own is in the JSON."""
     lines = [
         "## The zoo", "",
-        "Fires of one forward under a plan at modules, layers and operators, with the number counted without us where that is "
-        "another one; off is bit-identical in every row that does not fail. Locate on the healthy model in the modes device / "
-        "host / all: H is HEALTHY, I is INCONCLUSIVE, F is FAULT, – is refused. Planted: a gain of 5 % in that linear of the "
-        "second layer.", "",
-        "| model | dtype | attention | module | layer | op | locate | planted | found | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "One forward of every model under a plan at modules, layers and operators; the fires are compared with a count made "
+        "without us. Then `locate` on the healthy model in three modes (H: HEALTHY, I: INCONCLUSIVE, F: FAULT), and with a "
+        "gain of 5 % planted in one linear of the second layer. Off is bit-identical in every model that does not fail.", "",
+        "| dtype | attention | models | counts agree | device | host | all | planted, found |",
+        "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for r in built:
-        counts = [_count(r["counts"].get(level)) for level in ("module", "layer", "op")]
-        modes = " / ".join(_letter(r["locate"].get(mode, "")) for mode in ("device", "host", "all"))
-        planted = r["planted"] or {"leaf": "–", "found": None}
-        found = {True: "yes", False: "no", None: "–"}[planted["found"]]
-        remark = "**fails**" if r["fails"] else _cell("; ".join([*r.get("notes", []), *_why_not(r)]), 110)
-        cells = [r["name"], r["dtype"], r["attention"], *counts, modes, planted["leaf"], found, remark]
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in built:
+        groups.setdefault((row["dtype"], row["attention"]), []).append(row)
+    for (dtype, attention), rows in groups.items():
+        planted = [r["planted"]["found"] for r in rows if r["planted"]]
+        modes = [_letters(r["locate"].get(mode, "") for r in rows) for mode in ("device", "host", "all")]
+        cells = [dtype, attention, len(rows), _counts(rows), *modes, f"{sum(planted)} of {len(planted)}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    doubted = _by_reason((r["locate"].get("host", "").partition(": ")[2], r["name"]) for r in built if _is_doubted(r))
+    return [*lines, "", *_listed("Healthy models that `--mode host` calls INCONCLUSIVE:", doubted)]
 
 
-def _why_not(row: Row) -> list[str]:
-    said = row["locate"].get("host", "")
-    return [said.partition(": ")[2]] if _verdict(said) == "INCONCLUSIVE" else []
+def _is_doubted(row: Row) -> bool:
+    return _verdict(row["locate"].get("host", "")) == "INCONCLUSIVE"
 
 
-def _count(pair: list[int] | None) -> str:
-    if pair is None:
-        return "–"
-    return str(pair[0]) if pair[0] == pair[1] else f"**{pair[0]}** of {pair[1]}"
-
-
-def _letter(text: str) -> str:
-    return {"HEALTHY": "H", "INCONCLUSIVE": "I", "FAULT": "F"}.get(_verdict(text), "–")
+def _letters(verdicts: Iterable[str]) -> str:
+    counted = Counter(_verdict(v) for v in verdicts)
+    return ", ".join(f"{counted[word]} {word[0]}" for word in ("HEALTHY", "INCONCLUSIVE", "FAULT") if counted[word]) or "–"
 
 
 def _refused(zoo: list[Row]) -> list[str]:
-    lines = ["## Refused", "", "| model | where | why |", "|---|---|---|"]
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for r in zoo:
-        if r["refused"]:
-            reasons.setdefault((r["name"], r["refused"]), []).append(f"{r['dtype']} {r['attention']}")
-    lines += [f"| {name} | {_places(where)} | {_cell(why, 160)} |" for (name, why), where in reasons.items()]
-    return lines
+    """Why models were not built, by kind of reason."""
+    reasons = _by_reason((_kind_of(r["refused"]), r["name"]) for r in zoo if r["refused"])
+    return ["## Not tried", "", *_listed("", reasons)]
+
+
+def _kind_of(reason: str) -> str:
+    if "does not support an attention implementation" in reason:
+        return "transformers has no sdpa for it; tried in eager only"
+    if "smallest configuration" in reason:
+        return "too large at its smallest known size"
+    return "transformers cannot build it from a small configuration"
+
+
+def _by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for reason, name in pairs:
+        names = found.setdefault(reason, [])
+        if name not in names:
+            names.append(name)
+    return found
+
+
+def _listed(title: str, reasons: dict[str, list[str]]) -> list[str]:
+    if not reasons:
+        return []
+    lines = [f"- {_cell(reason, 160)} ({len(names)}): {', '.join(names)}" for reason, names in reasons.items()]
+    return [*([title, ""] if title else []), *lines, ""]
 
 
 def _cell(text: str, most: int) -> str:

@@ -314,6 +314,16 @@ def check_device(device: str) -> None:
         raise ShaketableError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
+def chosen_device(device: str | None) -> str:
+    """The device that was asked for, if it is here; for `auto` or None the accelerator of this machine, else the CPU."""
+    import torch
+
+    if device in (None, "auto"):
+        return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    check_device(str(device))
+    return str(device)
+
+
 def quieten() -> None:
     """Keep what transformers says and draws off the screen; verbs have progress bars of their own."""
     logging_of = _transformers().utils.logging
@@ -371,7 +381,27 @@ def _locate(name: str) -> str:
         raise _error(name, "does not exist")
     if "/" not in name and difflib.get_close_matches(name.lower(), BUILT_IN):
         raise _error(name, "is not a built-in name")
+    _check_hub(name)
     return name
+
+
+def _check_hub(name: str) -> None:
+    """Refuse at once what could not be downloaded: huggingface_hub asks for a minute, and for every file anew."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)), timeout=5).close()
+    except OSError as error:
+        if not any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", ADAPTER)):
+            raise _error(name, f"is not on this machine, and {constants.ENDPOINT} cannot be reached") from error
+        constants.HF_HUB_OFFLINE = True
 
 
 def _error(name: str, problem: str) -> ModelError:

@@ -246,6 +246,8 @@ def _clause(text: str, magnitude: float | None) -> Clause:
     head, *params = left.split(",")
     kind, colon, number = head.strip().partition(":")
     place, *keys = right.split(",")
+    if absent := " and ".join(f"no {what}" for what, word in (("fault", kind), ("site", place)) if not word.strip()):
+        raise PlanError(f"{text.strip()!r} names {absent}; write FAULT[:MAGNITUDE]@SITE, e.g. gain:0.1@module.linear")
     given: dict[str, Any] = _pairs([*params, *keys], text)
     if twice := given.keys() & {"fault", "site", *(["magnitude"] if colon else [])}:
         raise PlanError(f"{min(twice)} is given twice in {text.strip()!r}")
@@ -282,7 +284,8 @@ def _from_fields(fields: dict[str, Any]) -> Clause:
     """A clause from flat fields: those of the fault, `site`, and the keys of the site."""
     missing = [k for k in ("fault", "site") if not fields.get(k)]
     if missing:
-        raise PlanError(f"a clause needs {' and '.join(missing)}: {fields}")
+        has = ", ".join(f"{key}={value}" for key, value in fields.items()) or "nothing"
+        raise PlanError(f"a clause needs {' and '.join(missing)}: it has {has}")
     kind = str(fields.pop("fault"))
     place = str(fields.pop("site"))
     _one_of("fault", kind, KINDS)

@@ -6,11 +6,11 @@ import pytest
 
 from shaketable.records.record import RunRecord
 from tests.cli.command_server import shaketable
-from tests.harden.small_ladders import HURTS, same_weights
+from tests.harden.small_runs import HURTS, same_weights
 
 RUN = [
-    "harden", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--batch", "8", "--eval-n", "40",
-    "--save-every", "2", "--rungs", "distil",
+    "harden", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--batch", "8", "--limit", "40",
+    "--save-every", "2", "--stages", "distil",
 ]  # fmt: skip
 KILL = (
     "import os, signal\nfrom shaketable.records.record import RunRecord\nappend = RunRecord.append\n"
@@ -39,7 +39,7 @@ def test_table_json_and_model(tmp_path):
     again = shaketable(tmp_path, "harden", "--resume", "run", "--json", "again.json")
     assert again.code == 0, again.stderr
     assert json.loads((tmp_path / "again.json").read_text()) == found
-    assert shaketable(tmp_path, "sweep", "run/model", "--task", "arithmetic", "--n", "8", "--plan", HURTS).code == 0
+    assert shaketable(tmp_path, "sweep", "run/model", "--task", "arithmetic", "--limit", "8", "--plan", HURTS).code == 0
 
 
 @pytest.mark.attack("kills")
@@ -58,7 +58,8 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path):
         (["harden", "nano", "--task", "arithmetic"], "name a model and a --plan"),
         ([*RUN, "--plan", "gain:1@module.nothing"], "nothing"),
         ([*RUN, "--plan", HURTS, "--target", "1.2"], "target"),
-        ([*RUN, "--plan", HURTS, "--rungs", "calibrate,polish"], "there is no rung 'polish'"),
+        ([*RUN, "--plan", HURTS, "--stages", "calibrate,polish"], "there is no rung 'polish'"),
+        ([*RUN, "--plan", HURTS, "--stages", "regauge,distil"], "regauge is called rescale now"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "few.txt"], "too few to keep one in five apart"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "none.txt"], "cannot read none.txt"),
         (

@@ -17,7 +17,7 @@ def line_of(done):
 
 
 def test_a_legal_pair_with_all_its_files(tmp_path):
-    files = ["--json", "a.json", "--html", "a.html", "--plan-out", "a.yaml", "--tokens-out", "r.jsonl"]
+    files = ["--json", "a.json", "--html", "a.html", "--plan-out", "a.yaml", "--rollouts-out", "r.jsonl"]
     run = ["mismatch", "nano", "--engine", "hf", "--engine-args", '{"dtype": "bfloat16"}', *SMALL]
     done = shaketable(tmp_path, *run, *files)
     assert done.code == 0, done.stderr + done.stdout
@@ -38,21 +38,21 @@ def test_a_legal_pair_with_all_its_files(tmp_path):
     assert (found["verdict"], found["kind"], found["exit_code"]) == ("LEGAL", "mismatch", 0)
     assert "LEGAL" in (tmp_path / "a.html").read_text()
     assert yaml.safe_load((tmp_path / "a.yaml").read_text())["plan"]
-    again = shaketable(tmp_path, "mismatch", "nano", "--tokens", "r.jsonl", "--json", "b.json")
+    again = shaketable(tmp_path, "mismatch", "nano", "--rollouts", "r.jsonl", "--json", "b.json")
     assert again.code == 4, again.stderr + again.stdout
     assert json.loads((tmp_path / "b.json").read_text())["gap"]["k3"] == pytest.approx(found["gap"]["k3"])
-    taken = shaketable(tmp_path, *run, "--json", "a.json")
+    taken = shaketable(tmp_path, *run, "--rollouts-out", "r.jsonl")
     assert "exists and is not overwritten" in line_of(taken)
 
 
 def test_a_defect_exits_1(tmp_path):
     rows = [{"prompt": [30 + i, 12, 25], "completion": [20, 21, 22, 23], "logprobs": [-9.0] * 4} for i in range(3)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wrong = shaketable(tmp_path, "mismatch", "nano", "--tokens", "r.jsonl")
+    wrong = shaketable(tmp_path, "mismatch", "nano", "--rollouts", "r.jsonl")
     assert wrong.code == 4, wrong.stdout
     sampled = ["mismatch", "nano", "--engine", "hf", *SMALL, "--logprobs", "processed", "--top-k", "5"]
-    shaketable(tmp_path, *sampled, "--tokens-out", "k.jsonl")
-    done = shaketable(tmp_path, "mismatch", "nano", "--tokens", "k.jsonl", "--top-k", "5")
+    shaketable(tmp_path, *sampled, "--rollouts-out", "k.jsonl")
+    done = shaketable(tmp_path, "mismatch", "nano", "--rollouts", "k.jsonl", "--top-k", "5")
     assert done.code == 1, done.stdout
     assert "DEFECT: the sides mean different probabilities" in done.stdout
 
@@ -68,7 +68,7 @@ def test_a_defect_exits_1(tmp_path):
         (["--engine", "hf", "--logprobs", "row", *SMALL], "did you mean 'raw'"),
         (["--engine", "hf", "--dtype", "int8", *SMALL], "unknown dtype"),
         (["--engine", "hf", "--max-new-tokens", "400", *SMALL], "do not fit into the context of 256"),
-        (["--tokens", "none.jsonl"], "cannot read"),
+        (["--rollouts", "none.jsonl"], "cannot read"),
     ],
 )
 def test_one_line_for_what_is_wrong(tmp_path, arguments, says):
@@ -82,5 +82,5 @@ def test_the_option_that_was_the_model_says_what_to_write(tmp_path):
 
 def test_rollouts_of_another_tokenizer(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": [5], "completion": [4999], "logprobs": [-1.0]}) + "\n")
-    said = line_of(shaketable(tmp_path, "mismatch", "nano", "--tokens", "r.jsonl"))
+    said = line_of(shaketable(tmp_path, "mismatch", "nano", "--rollouts", "r.jsonl"))
     assert "token 4999, and nano knows 0 to 98; are the rollouts of another tokenizer?" in said

@@ -16,7 +16,7 @@ from tests import ROOT
 from tests.cli.command_server import shaketable
 
 NOISE = ("nano", "--task", "arithmetic,level=2", "--plan", "relative_gaussian@op.matmul")
-SMALL = (*NOISE, "--magnitudes", "0,0.1,0.5", "--n", "12", "--seeds", "2", "--out", "run")
+SMALL = (*NOISE, "--magnitudes", "0,0.1,0.5", "--limit", "12", "--seeds", "2", "--out", "run")
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ RunRecord.append = patched
 
 @pytest.mark.slow
 def test_kill_9_in_the_middle(tmp_path):
-    words = ["sweep", *SMALL[:-6], "--n", "60", "--seeds", "4"]
+    words = ["sweep", *SMALL[:-6], "--limit", "60", "--seeds", "4"]
     whole = shaketable(tmp_path, *words, "--out", "whole", "--json", "whole.json")
     assert whole.code == 0, whole.stderr
     assert shaketable(tmp_path, *words, "--out", "run", first=KILL_AT_THE_THIRD_POINT).code == -signal.SIGKILL
@@ -84,7 +84,7 @@ def test_kill_9_in_the_middle(tmp_path):
 
 
 def test_a_format_needs_no_magnitudes(run):
-    code, out, err = run("nano", "--task", "arithmetic", "--plan", "mxfp4@module.linear", "--n", "6", "--json", "a.json")
+    code, out, err = run("nano", "--task", "arithmetic", "--plan", "mxfp4@module.linear", "--limit", "6", "--json", "a.json")
     assert code == 0, err
     assert [p["magnitude"] for p in json.loads(Path("a.json").read_text())["points"]] == [0.0, None]
     assert "note: the fault is deterministic" in out and "1 noise seed\n" in re.sub(" +\n", "\n", out)
@@ -92,7 +92,7 @@ def test_a_format_needs_no_magnitudes(run):
 
 
 def test_texts_are_read(run):
-    code, out, err = run("nano", "--task", "text", *NOISE[3:], "--magnitudes", "0.3", "--n", "4", "--json", "a.json")
+    code, out, err = run("nano", "--task", "text", *NOISE[3:], "--magnitudes", "0.3", "--limit", "4", "--json", "a.json")
     assert code == 0, err
     clean, faulty = json.loads(Path("a.json").read_text())["points"]
     assert faulty["perplexity"] > 1 and faulty["kl"] > 0 and clean["n"] == 4
@@ -109,7 +109,7 @@ def test_texts_are_read(run):
         ((*NOISE, "--magnitudes", "0.1,0.10"), "0.1 is given twice"),
         ((*NOISE, "--magnitudes", "some"), "not a list of numbers"),
         (("nano", "--task", "arithmetic", "--plan", "gain:1@layer.0", "--magnitudes", "1"), "drop them"),
-        ((*NOISE, "--magnitudes", "0.1", "--n", "1000000000"), "cannot draw"),
+        ((*NOISE, "--magnitudes", "0.1", "--limit", "1000000000"), "cannot draw"),
         (("nanoo", *NOISE[1:], "--magnitudes", "0.1"), "did you mean 'nano'"),
         (("nano", "no/such/one/here", *NOISE[1:], "--magnitudes", "0.1"), "no/such/one/here"),
         ((*NOISE, "--magnitudes", "0.1", "--device", "toaster"), "device 'toaster' cannot be used"),
@@ -127,7 +127,7 @@ def test_a_usage_error_is_one_line_and_leaves_nothing(run, words, message):
 
 
 def test_an_inert_plan_is_one_line_and_no_curve(run):
-    code, out, err = run(*NOISE, "--magnitudes", "1e-12", "--n", "4", "--json", "a.json", "--png", "a.png")
+    code, out, err = run(*NOISE, "--magnitudes", "1e-12", "--limit", "4", "--json", "a.json", "--png", "a.png")
     assert (code, out) == (2, "")
     assert "nano at 1e-12" in err and "changed no value" in err and "allow_inert" not in err
     assert not list(Path().glob("a.*"))

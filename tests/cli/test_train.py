@@ -13,7 +13,7 @@ from shaketable.models import NANO
 from tests.cli.command_server import shaketable
 from tests.evaluate.tasks.test_verl_parquet import row, written
 
-SMALL = ["--device", "cpu", "--steps", "2", "--prompts", "4", "--samples", "4", "--eval-n", "20"]
+SMALL = ["--device", "cpu", "--steps", "2", "--problems", "4", "--samples", "4", "--limit", "20"]
 RUN = ["train", "nano", "--task", "arithmetic", *SMALL]
 PLAN = "relative_gaussian:0.05@op.matmul"
 
@@ -56,7 +56,7 @@ def test_a_plan_file_keeps_its_seed_and_is_written_out(tmp_path):
 
 def test_origin_18_without_a_name_every_run_has_its_own(tmp_path):
     for _ in range(2):
-        assert shaketable(tmp_path, *RUN, "--eval-n", "1", "--steps", "1").code == 0
+        assert shaketable(tmp_path, *RUN, "--limit", "1", "--steps", "1").code == 0
     folders = [p.name for p in (tmp_path / "runs").iterdir()]
     assert len(folders) == 2 and all(name.startswith("train-nano-arithmetic-") for name in folders)
 
@@ -126,7 +126,7 @@ def refused(done, message, folder, there=frozenset()):
         (["--task", "arithmetic,level=9"], "level"),
         (["--task", "gone.jsonl"], "gone.jsonl"),
         (["--task", "text"], "no answers to reward"),
-        (["--eval-n", "100000000"], "cannot draw 100000000 test problems"),
+        (["--limit", "100000000"], "cannot draw 100000000 test problems"),
         (["--micro-batch", "5"], "micro_batch 5 does not divide the 16 answers"),
         (["--samples", "1"], "samples"),
         (["--steps", "0"], "steps"),
@@ -227,7 +227,7 @@ def test_the_origins_files_train_a_model(tmp_path):
     aqn = {"enabled": True, "layer_specific": True, "base_sigma": 0.05, "layer_sigmas": {2: 0.1}, "schedule": "epoch_aware"}
     (tmp_path / "aqn_config.yaml").write_text(yaml.safe_dump({"aqn": aqn, "srdd_metadata": {"num_layers": 8}}))
     task = ["--task", f"gsm8k,path={tmp_path},max_new_tokens=4", "--aqn", "aqn_config.yaml"]
-    small = ["--steps", "1", "--prompts", "2", "--samples", "2", "--eval-n", "4", "--device", "cpu"]
+    small = ["--steps", "1", "--problems", "2", "--samples", "2", "--limit", "4", "--device", "cpu"]
     done = shaketable(tmp_path, "train", "nano", *task, *small, "--out", "run", "--json", "o.json")
     assert done.code == 0, done.stderr
     found = json.loads((tmp_path / "o.json").read_text())

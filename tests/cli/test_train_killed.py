@@ -21,8 +21,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.attack("kills")
 RUN = [
-    "train", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--prompts", "4", "--samples", "4",
-    "--lr", "1e-3", "--temperature", "1.3", "--eval-n", "8", "--eval-every", "3", "--save-every", "2", "--micro-batch", "8",
+    "train", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--problems", "4", "--samples", "4",
+    "--lr", "1e-3", "--temperature", "1.3", "--limit", "8", "--eval-every", "3", "--save-every", "2", "--micro-batch", "8",
     "--plan", "relative_gaussian:0.02@op.matmul", "--aqn", "global_decay:0.2-0.05,stages=4", "--tis", "2",
 ]  # fmt: skip
 

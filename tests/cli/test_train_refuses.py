@@ -9,7 +9,7 @@ from shaketable.records.record import RunRecord
 from tests.cli.command_server import shaketable
 
 RUN = [
-    "train", "--device", "cpu", "--prompts", "4", "--samples", "4", "--lr", "1e-3", "--eval-n", "8", "--temperature", "2",
+    "train", "--device", "cpu", "--problems", "4", "--samples", "4", "--lr", "1e-3", "--limit", "8", "--temperature", "2",
 ]  # fmt: skip
 STOP = (  # dies before the seal of the checkpoint of step 4, so that step 2 is the last one
     "import os, signal\nfrom shaketable.train import checkpoints\nseal = checkpoints.seal\n"

@@ -167,7 +167,7 @@ def test_measured_magnitude_is_the_one_asked_for(fault, dtype):
     draws = [Draw(key_of("magnitude", i)) for i in range(1 if fault.is_steady else 60)]
     found = [fault.read_back(x, fault.apply(x, d)) for d in draws]
     found = [None if f is None else float(f) for f in found]
-    if isinstance(fault, Format):
+    if fault.asked() is None:
         assert found == [None] * len(found)
         return
     error = 4 * statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0

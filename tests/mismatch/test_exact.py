@@ -89,11 +89,11 @@ def test_what_no_variant_shows_is_unknown():
 
 def test_the_command_line(tmp_path):
     run = ["mismatch", "nano", "--engine", "hf", "--task", "arithmetic", "-n", "2", "--recorded", "1", "--exact"]
-    done = shaketable(tmp_path, *run, "--json", "a.json", "--html", "a.html", "--tokens-out", "r.jsonl")
+    done = shaketable(tmp_path, *run, "--json", "a.json", "--html", "a.html", "--rollouts-out", "r.jsonl")
     assert done.code == 0, done.stderr
     assert "exact        " in done.stdout
     assert json.loads((tmp_path / "a.json").read_text())["exact"]["kinds"]
     assert "<h2>Bits</h2>" in (tmp_path / "a.html").read_text()
-    alone = shaketable(tmp_path, "mismatch", "nano", "--tokens", "r.jsonl", "--exact")
+    alone = shaketable(tmp_path, "mismatch", "nano", "--rollouts", "r.jsonl", "--exact")
     assert alone.code == 2
     assert "--exact compares the operators of two programs" in alone.stderr

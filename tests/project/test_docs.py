@@ -1,4 +1,4 @@
-"""Every snippet of the README, of docs/plans.md and of the first pages is executed; see also test_docs_commands.py."""
+"""Every snippet of the README, of docs/tour.md, of docs/plans.md and of the first pages is executed; see also test_docs_commands.py."""
 
 import re
 import runpy
@@ -24,8 +24,8 @@ def test_python_snippets_run(page, capsys):
     assert capsys.readouterr().out
 
 
-def test_every_plan_of_the_readme_parses():
-    lines = [line.partition("#")[0].strip() for block in blocks("README.md", "text") for line in block.splitlines()]
+def test_every_plan_of_the_tour_parses():
+    lines = [line.partition("#")[0].strip() for block in blocks("docs/tour.md", "text") for line in block.splitlines()]
     assert len(lines) == 6
     for line in lines:
         Plan.parse(line)
@@ -41,31 +41,38 @@ def test_yaml_snippets_load(tmp_path):
 
 
 SMALL = "seeds=1 train.steps=4 train.prompts=2 train.samples=2 evaluate.n=6 evaluate.every=0"
-"""A study of the README, in seconds."""
+"""A study of the tour, in seconds."""
 
 
 VERBS = ["run", "inspect", "locate", "sweep", "train", "harden", "mismatch", "study"]
 
 
-def readme_commands():
-    return [c for block in blocks("README.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
+def tour_commands():
+    return [c for block in blocks("docs/tour.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
 
 
-def test_the_readme_has_one_example_a_verb():
-    assert [c.split()[1] for c in readme_commands()] == VERBS
+def test_the_tour_has_one_example_a_verb():
+    assert [c.split()[1] for c in tour_commands()] == VERBS
+
+
+def test_the_readme_s_command_is_one_of_the_tour():
+    (line,) = [c for block in blocks("README.md", "bash") for c in block.splitlines() if c.startswith("shaketable")]
+    assert line in tour_commands()
 
 
 @pytest.mark.parametrize("verb", [v if v in ("run", "inspect") else pytest.param(v, marks=pytest.mark.slow) for v in VERBS])
-def test_a_command_of_the_readme_runs(verb, tmp_path):
+def test_a_command_of_the_tour_runs(verb, tmp_path):
     (tmp_path / "train.py").write_text("import torch\nm = torch.nn.Linear(4, 4)\nm(torch.ones(2, 4)).sum().backward()\n")
-    words = shlex.split(readme_commands()[VERBS.index(verb)])[1:]
+    words = shlex.split(tour_commands()[VERBS.index(verb)])[1:]
     words = [sys.executable if w == "python" else w for w in words]
     if verb == "study":
         words += [f"--set={small}" for small in SMALL.split()]
     done = shaketable(tmp_path, *words)
     assert done.code == (verb == "locate"), done.stderr
     if verb == "locate":
-        (told,) = [line for block in blocks("README.md", "console") for line in block.splitlines() if line.startswith("FAULT")]
+        (told,) = [
+            line for block in blocks("docs/tour.md", "console") for line in block.splitlines() if line.startswith("FAULT")
+        ]
         assert all(part in " ".join(done.stdout.split()) for part in told.split(" … "))
     if verb == "study":
         assert "there is one seed" in (tmp_path / "guided.html").read_text().lower()

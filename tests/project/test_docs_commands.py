@@ -1,6 +1,6 @@
 """Every `shaketable` line in a bash block of the first pages runs, in the order written, in one folder per page.
 
-A line ends in 0, or as its comment says: `# exit 1`. Studies are made small; nothing else is changed. What the README has too is run
+A line ends in 0, or as its comment says: `# exit 1`. Studies are made small; nothing else is changed. What the tour has too is run
 by test_docs.py.
 """
 
@@ -37,7 +37,7 @@ LlamaForCausalLM(LlamaConfig(**shape))(ids, labels=ids).loss.backward()
 
 def commands(page):
     blocks = re.findall(r"```bash\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
-    elsewhere = (DOCS.parent / "README.md").read_text().splitlines()
+    elsewhere = (DOCS / "tour.md").read_text().splitlines()
     lines = [line for block in blocks for line in re.sub(r"\\\n +", "", block).splitlines()]
     return [line for line in lines if line.startswith("shaketable") and line not in elsewhere]
 

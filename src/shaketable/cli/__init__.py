@@ -17,17 +17,19 @@ from shaketable.cli.fingerprint import fingerprint
 from shaketable.cli.guide import guide
 from shaketable.cli.harden import harden
 from shaketable.cli.inspect import inspect
+from shaketable.cli.lists import faults, studies
 from shaketable.cli.locate import locate
 from shaketable.cli.mismatch import mismatch
 from shaketable.cli.run import run
 from shaketable.cli.study import study
 from shaketable.cli.sweep import sweep
 from shaketable.cli.train import train
+from shaketable.cli.verb import as_verb
 from shaketable.errors import ShaketableError
 
 app = typer.Typer(
     name="shaketable",
-    help="Shake a model with the numerical errors of other hardware, and prove that the errors were there.",
+    help="Inject the numerical errors of other hardware into a model, find them, measure them, repair them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -41,8 +43,8 @@ def _tell_version(asked: bool) -> None:
         raise typer.Exit
 
 
-SHAKING = ("train", "sweep", "harden", "study")
-"""Verbs that shake a model by themselves. `run` does not: what it runs may be a job of verl, which reads its own variables."""
+INJECTING = ("train", "sweep", "harden", "study")
+"""Verbs that inject faults themselves. `run` does not: it may run a job of verl, which reads its own variables."""
 
 
 @app.callback()
@@ -52,25 +54,55 @@ def _options(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand in SHAKING:
+    if context.invoked_subcommand in INJECTING:
         from shaketable.integrations.origin_configs.command_line import variables_answer
 
         if (line := variables_answer(os.environ)) is not None:
             raise ShaketableError(line)
 
 
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
-app.command()(inspect)
-app.command()(locate)
-app.command()(fingerprint)
-app.command()(compare)
-app.command()(guide)
-app.command()(sweep)
-app.command()(train)
-app.command()(harden)
-app.command()(mismatch)
+OUTPUT = {"--output": "-o or --out"}
+
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    as_verb(run, ("command", "plan", "seed", "ledger", "json_file"))
+)
+app.command()(as_verb(inspect, ("model", "plan", "tokens", "json_file")))
+app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", "json_file", "html_file")))
+app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file"), moved=OUTPUT))
+app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", "json_file", "html_file")))
+app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"), moved=OUTPUT))
+app.command()(
+    as_verb(
+        sweep,
+        ("models", "task", "plan", "magnitudes", "n", "seeds", "device", "out", "resume", "json_file", "html_file"),
+        moved={"--n": "-n or --limit"},
+    )
+)
+app.command()(
+    as_verb(
+        train,
+        ("model", "task", "plan", "aqn", "steps", "eval_n", "device", "out", "resume", "json_file"),
+        moved={"--eval-n": "-n or --limit", "--prompts": "--problems"},
+    )
+)
+app.command()(
+    as_verb(
+        harden,
+        ("model", "plans", "task", "prompts", "steps", "eval_n", "device", "out", "resume", "json_file", "html_file"),
+        moved={"--eval-n": "-n or --limit", "--rungs": "--stages"},
+    )
+)
+app.command()(
+    as_verb(
+        mismatch,
+        ("model", "engine", "engine_args", "task", "n", "tokens", "device", "json_file", "html_file"),
+        moved={"--tokens": "--rollouts", "--tokens-out": "--rollouts-out"},
+    )
+)
 app.add_typer(study)
-app.command()(env)
+app.command()(as_verb(faults, ("json_file",), takes_config=False))
+app.command()(as_verb(studies, ("json_file",), takes_config=False))
+app.command()(as_verb(env, ("json_file",), takes_config=False))
 
 
 def main() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shaketable.cli.locate import AllowCode, LayersOption
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.text import say
-from shaketable.io.output_files import check_free, write
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
+from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,7 @@ SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
 def compare(
     fingerprint: Annotated[Path, typer.Argument(help="What `shaketable fingerprint` wrote on a good device.")],
     model: Annotated[str, typer.Argument(help="The same model: a folder, an id, smollm2-135m, or my_model.py:load.")],
-    device: Annotated[str, typer.Option(help="The device to compare: cpu, cuda, npu, xpu, mps.")] = "cpu",
+    device: DeviceOption = "auto",
     dtype: Annotated[str | None, typer.Option(help="Another dtype than the file's; its tensors are cast.")] = None,
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; what the file was made with by default.")] = None,
     plan: Annotated[str | None, typer.Option(help="Plant this plan on the model first, to see it measured.")] = None,
@@ -34,8 +35,9 @@ def compare(
     ] = None,
     layers: LayersOption = None,
     allow_code: AllowCode = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Replay another device's fingerprint here, operator by operator. Exits 0 within what the dtype explains, 1 beyond.
 
@@ -43,7 +45,7 @@ def compare(
     """
     from shaketable.plan import Plan
 
-    check_free([f for f in (plan_out, json_file) if f is not None], [fingerprint], force)
+    outputs = OutputFiles("compare", model, json_file, html_file, others=[plan_out], reads=[fingerprint], force=force)
     planted = None if plan is None else Plan.load(plan)
 
     from shaketable.compare.fingerprint import read_fingerprint
@@ -54,8 +56,7 @@ def compare(
     text = found.plan_text()
     if plan_out is not None and text is not None:
         write(plan_out, text)
-    if json_file is not None:
-        write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
+    outputs.save(found.to_dict, lambda: _page(found))
     show(found, plan_out, text is not None)
     raise typer.Exit(found.exit_code)
 
@@ -116,6 +117,23 @@ def show(found: DeviceComparison, plan_out: Path | None, has_plan: bool) -> None
     elif plan_out is not None:
         say(console, f"wrote {plan_out}")
     say(console, found.sentence)
+
+
+def _page(found: DeviceComparison) -> str:
+    from shaketable.report.table_html import page
+
+    tables = [("Layers", _layers(found))]
+    if rows := _furthest(found):
+        tables.append(("Operators, teacher-forced", _operators(rows)))
+    tag, status = ("BEYOND THE DTYPE", "fail") if found.exit_code else ("WITHIN THE DTYPE", "pass")
+    facts = {"in the file": _side(found.stored), "here": _side(found.here)}
+    return page(
+        "compare", str(found.stored["model"]), tag, found.sentence, tables, status=status, facts=facts, lines=found.notes
+    )
+
+
+def _side(facts: dict[str, Any]) -> str:
+    return f"{facts['dtype']} on {facts['device']}, {facts['attention']} attention"
 
 
 def _furthest(found: DeviceComparison) -> list[ComparisonRow]:

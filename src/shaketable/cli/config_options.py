@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 Command = Callable[..., None]
+Flags = str | tuple[str, ...]
 
 
 def options_of(
@@ -27,7 +28,7 @@ def options_of(
     *names: str,
     metavar: Mapping[str, str] = {},
     default: Mapping[str, Any] = {},
-    flag: Mapping[str, str] = {},
+    flag: Mapping[str, Flags] = {},
     text: Collection[str] = (),
 ) -> Callable[[Command], Command]:
     """Give a command that takes `**fields` one option for each field that is named, in this order.
@@ -37,7 +38,7 @@ def options_of(
         names: The fields.
         metavar: What help calls a value, where its type says too little.
         default: Where a command begins with another value than the config.
-        flag: Options that are not called like their field.
+        flag: Options that are not called like their field; several are spellings of one.
         text: Fields that the config reads from a word.
     """
 
@@ -56,7 +57,12 @@ def options_of(
 
 
 def _parameter(
-    name: str, field: FieldInfo, metavar: str | None, default: Mapping[str, Any], flag: str | None, is_text: bool
+    name: str,
+    field: FieldInfo,
+    metavar: str | None,
+    default: Mapping[str, Any],
+    flag: str | tuple[str, ...] | None,
+    is_text: bool,
 ) -> inspect.Parameter:
     kind: Any = field.annotation
     own: Any = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
@@ -68,5 +74,6 @@ def _parameter(
     if value is None and type(None) not in getattr(kind, "__args__", ()):
         kind = kind | None
     shown = str(own) if value is None and own not in (None, {}) else True
-    option = typer.Option(flag or f"--{name.replace('_', '-')}", metavar=metavar, help=field.description, show_default=shown)
+    flags = (flag,) if isinstance(flag, str) else flag or (f"--{name.replace('_', '-')}",)
+    option = typer.Option(*flags, metavar=metavar, help=field.description, show_default=shown)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option])

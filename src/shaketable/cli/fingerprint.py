@@ -8,27 +8,28 @@ from typing import Annotated
 import typer
 
 from shaketable.cli.locate import AllowCode, LayersOption, ModelArgument
-from shaketable.io.output_files import check_free, write
+from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.verb import DeviceOption, ForceOption, JsonOption
 
 
 def fingerprint(
     model: ModelArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The fingerprint to write, safetensors.")],
-    device: Annotated[str, typer.Option(help="The device that is trusted: cpu, cuda, npu, xpu, mps.")] = "cpu",
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The fingerprint to write, safetensors.")],
+    device: DeviceOption = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own by default.")] = None,
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; the model's own choice by default.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens to run.")] = 64,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to run, one prompt per line.")] = None,
     layers: LayersOption = None,
     allow_code: AllowCode = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the metadata as JSON.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Store what every layer and operator reads and makes on this device.
 
     shaketable fingerprint smollm2-135m -o good.safetensors
     """
-    check_free([f for f in (output, json_file) if f is not None], [], force)
+    outputs = OutputFiles("fingerprint", model, json_file, others=[out], force=force)
 
     from shaketable.capture.trace import read_prompts
     from shaketable.cli.locate import load, progress_bar, token_ids
@@ -41,12 +42,11 @@ def fingerprint(
 
     with progress_bar() as tell:
         made = take(loaded, input_ids=ids, name=model, prompts=texts, layers=layers, progress=tell)
-    made.save(output)
-    if json_file is not None:
-        write(json_file, made.about.model_dump_json(by_alias=True, indent=2) + "\n")
+    made.save(out)
+    outputs.save(lambda: made.about.model_dump(mode="json", by_alias=True))
     about = made.about
     ops = sum(len(labels) for labels in (*about.layers, about.before, about.after))
     typer.echo(
         f"{about.model}, {about.dtype} on {about.device}, {about.attention} attention, {about.tokens} tokens: "
-        f"{about.num_layers} layers and {ops} operators, {made.bytes / 1e6:.1f} MB in {output}"
+        f"{about.num_layers} layers and {ops} operators, {made.bytes / 1e6:.1f} MB in {out}"
     )

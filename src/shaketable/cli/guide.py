@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.text import say
+from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
-from shaketable.io.output_files import check_free, write
+from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,19 +31,22 @@ def guide(
             help="Of `locate --json FILE`, or the origin's scans; several are averaged.",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The AQN file to write, YAML.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The AQN file to write, YAML.")],
     base_sigma: Annotated[float, typer.Option(help="σ of a layer that meets no rule.")] = 0.05,
-    schedule: Annotated[str, typer.Option(help="How σ decays in training: epoch_aware or global_decay.")] = "epoch_aware",
+    schedule: Annotated[
+        str, typer.Option(help="How σ decays in training: epoch_aware, global_decay or linear_decay.")
+    ] = "epoch_aware",
     target: Annotated[
-        str, typer.Option(help="all layers, the located fault layer alone (fault), or all but it (healthy).")
+        str,
+        typer.Option(
+            help="all layers, the located ones alone (fault), all but those (healthy), or those labelled HIGH (high)."
+        ),
     ] = "all",
     mapping: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Rules from this file in place of the origin study's.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON, with reasons and mapping.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Turn a diagnosis into layer-wise AQN: more noise where a layer looks fragile, less where it is noisy already.
 
@@ -49,21 +54,17 @@ def guide(
 
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
-    from shaketable.aqn.diagnoses import as_diagnosis, averaged
-    from shaketable.aqn.guidance import Guidance
-    from shaketable.aqn.sigma_rules import SigmaMapping
+    from shaketable.aqn.guidance import Guidance, SigmaMapping, as_diagnosis, averaged
 
-    files = [f for f in (output, json_file) if f is not None]
-    check_free(files, [f for f in (*diagnoses, mapping) if f is not None], force)
+    outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=[*diagnoses, mapping], force=force)
     rules = SigmaMapping.load(mapping) if mapping is not None else None
     one = averaged([as_diagnosis(_read(path), str(path)) for path in diagnoses], [str(path) for path in diagnoses])
     found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)
     if len(diagnoses) > 1:
         found = replace(found, metadata={**found.metadata, "diagnoses": len(diagnoses)})
-    write(output, found.to_yaml())
-    if json_file is not None:
-        write(json_file, json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
-    _print(found, files)
+    write(out, found.to_yaml())
+    outputs.save(found.to_dict)
+    _print(found, [out, *outputs.files])
 
 
 def _read(path: Path) -> object:
@@ -94,9 +95,10 @@ def _print(found: Guidance, files: list[Path]) -> None:
 def _head(found: Guidance) -> list[str]:
     facts = found.metadata
     mean = f" (the mean of {facts['diagnoses']} diagnoses)" if "diagnoses" in facts else ""
-    where = f" at layer {facts['fault_layer']} ({facts['fault_class']})" if facts["fault_layer"] is not None else ""
+    where = " and".join(f" at layer {layer} ({kind})" for layer, kind in facts["fault_layers"].items())
+    model = f"{facts['model']} on {facts['device']}, {facts['num_layers']} layers, {facts['analysis_date']}"
     return [
-        f"{facts['model']} on {facts['device']}, {facts['layers']} layers, {facts['date']}: {facts['verdict']}{where}{mean}",
+        f"{model}: {facts['verdict']}{where}{mean}",
         f"base σ {found.base_sigma:g}, schedule {found.schedule}, target {facts['target']}, mapping {facts['mapping']}",
     ]
 

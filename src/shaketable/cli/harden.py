@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.config_options import options_of
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns
-from shaketable.cli.train import chosen_device, is_given
+from shaketable.cli.train import is_given
+from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption
 from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
-from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from shaketable.harden.run import Tell
     from shaketable.records.record import RunRecord
 
-RESUME_TAKES = ("resume", "json_file", "force")
+RESUME_TAKES = ("resume", "json_file", "html_file", "force")
 
 
 @options_of(
@@ -30,57 +30,63 @@ RESUME_TAKES = ("resume", "json_file", "force")
     "lora", "checkpointing", "max_new_tokens", "reinforce_steps", "warm_start", "score", "eval_n", "eval_seed", "eval_plans",
     "seed", "save_every", "device", "dtype",
     metavar={"plans": "P", "prompts": "FILE", "lora": "RANK", "warm_start": "N", "eval_plans": "P"},
-    default={"device": None, "dtype": None},
-    flag={"plans": "--plan", "eval_plans": "--eval-plan"},
+    default={"device": "auto", "dtype": None},
+    flag={"plans": "--plan", "eval_plans": "--eval-plan", "eval_n": ("-n", "--limit")},
 )  # fmt: skip
 def harden(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help=HardenConfig.model_fields["model"].description)] = "",
     *,
     rungs: Annotated[
-        str, typer.Option("--rungs", help="Which of calibrate,regauge,distil,supervise,reinforce; cheapest first.")
-    ] = "calibrate,regauge,distil",
+        str,
+        typer.Option(
+            "--stages", metavar="NAMES", help="Of calibrate, rescale, distil, supervise and reinforce, joined by commas."
+        ),
+    ] = "calibrate,rescale,distil",
     answers: Annotated[bool, typer.Option("--answers", help="After distil, train on the task's own answers too.")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Run folder; the model is in DIR/model.")
+        Path | None, typer.Option("-o", "--out", metavar="DIR", help="Run folder; the model is in DIR/model.")
     ] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="DIR", help="Go on with this run; nothing else needed.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write scores, shares and costs.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the --json file.")] = False,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+    force: ForceOption = False,
     **fields: Any,
 ) -> None:
-    """Repair a model so that it stands a fault: what the fault takes, what comes back, and at what cost.
+    """Repair a model so that it is robust to a fault: how much the fault takes, how much comes back, and at what cost.
 
-    The ladder, cheapest first: **calibrate** folds gains and offsets into the weights (closed form), **regauge** scales
-    channels by powers of two (the same bits on healthy hardware), **distil** trains the model under the fault towards its
-    own clean self (no answers needed), **supervise** on the task's answers, **reinforce** by a short GRPO. It stops when the
-    target share is back. The result is an ordinary model folder, with the numbers in its README.
+    **distil**, the repair that gives most back, trains the model under the fault towards its own clean self (no answers
+    needed). Two cheaper ones are tried first: **calibrate** folds gains and offsets into the weights, **rescale** scales
+    channels by powers of two (the same bits on healthy hardware). On request: **supervise** on the task's answers,
+    **reinforce** by a short GRPO. It stops when the target share is back. The result is an ordinary model folder.
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
-    check_free([f for f in (json_file,) if f is not None], [], force)
+    outputs = OutputFiles("harden", model or None, json_file, html_file, force=force)
     if resume is not None:
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
             raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
-        _runs().go_on(resume, json_file)
+        _runs().go_on(resume, outputs)
         return
     if not model or not fields["plans"]:
         example = "shaketable harden nano --task arithmetic --plan 'relative_gaussian:0.2@module.linear'"
         raise ShaketableError(f"name a model and a --plan, e.g. {example}; or --resume DIR")
-    from shaketable.models import hush
+    from shaketable.models import chosen_device, hush
     from shaketable.plan import Plan
 
     for name in ("plans", "eval_plans"):
         fields[name] = tuple(dict.fromkeys(Plan.load(p).text() for p in fields[name]))
     named = tuple(r.strip() for r in rungs.split(",") if r.strip())
+    if "regauge" in named:
+        raise ShaketableError("regauge is called rescale now: --stages calibrate,rescale,distil")
     fields["rungs"] = (*named, "supervise") if answers else _fitting(named, fields["lora"], is_given(context, "rungs"))
     fields["device"] = chosen_device(fields["device"])
     fields["dtype"] = fields["dtype"] or ("float32" if fields["device"] == "cpu" else "bfloat16")
     hush()
-    _start(HardenConfig.checked(model=model, **fields), out, json_file)
+    _start(HardenConfig.checked(model=model, **fields), out, outputs)
 
 
 def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
@@ -88,10 +94,10 @@ def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
     return tuple(r for r in rungs if r != "calibrate") if lora and not asked else rungs
 
 
-def _start(config: HardenConfig, out: Path | None, json_file: Path | None) -> None:
-    from shaketable.harden.dry_run import rehearse
+def _start(config: HardenConfig, out: Path | None, outputs: OutputFiles) -> None:
+    from shaketable.harden.scoring import rehearse
 
-    _runs().start(config, rehearse, f"harden-{Path(config.model).name}", out, json_file)
+    _runs().start(config, rehearse, f"harden-{Path(config.model).name}", out, outputs)
 
 
 def _run(config: HardenConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
@@ -134,20 +140,19 @@ def _live() -> Iterator[Tell]:
 def _line(facts: dict[str, Any]) -> str:
     scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
     back = "  ".join(f"{s['share']:.0%} back" for s in facts.get("shares", {}).values())
-    from shaketable.harden.summary import named
+    from shaketable.harden.results import named
 
     what = named(facts) if "rung" in facts else "before"
     return f"{what:>21}: {scores}  {back}"
 
 
-def _show(record: RunRecord, json_file: Path | None) -> None:
+def _show(record: RunRecord, outputs: OutputFiles) -> None:
     """Print the outcome, and write it where it is asked for."""
     from rich.console import Console
 
-    from shaketable.cli.tables.harden import print_outcome
-    from shaketable.harden.summary import outcome
+    from shaketable.cli.tables.harden import page_of, print_outcome
+    from shaketable.harden.results import outcome
 
     found = outcome(record)
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    outputs.save(lambda: found, lambda: page_of(found))
     print_outcome(found, Console(highlight=False))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.io.output_files import write
+from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.plan import Plan
 
 if TYPE_CHECKING:
@@ -28,20 +27,21 @@ def inspect(
     model: Annotated[str, typer.Argument(help="A folder, a config.json, a Hugging Face id, or smollm2-135m.")],
     plan: Annotated[str | None, typer.Option(help="Show exactly which sites this plan would hit.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Context length that attention is costed for.")] = 1024,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON.")] = None,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Show a model's roles, counts and shares of FLOPs and parameters; no weights are loaded.
 
     shaketable inspect smollm2-135m --plan mxfp4@module.linear,layers=0-3
     """
+    outputs = OutputFiles("inspect", model, json_file, force=force)
     resolved = Plan.load(plan) if plan is not None else None
 
     from shaketable.models import load_skeleton
     from shaketable.sites.structure import Anatomy
 
     facts = describe(Anatomy.of(load_skeleton(model)), model, tokens, resolved)
-    if json_file is not None:
-        write(json_file, json.dumps(facts, indent=2) + "\n")
+    outputs.save(lambda: facts)
     _print(facts)
 
 

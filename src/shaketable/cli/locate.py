@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
 from shaketable.errors import ShaketableError
-from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +42,7 @@ def locate(
     mode: Annotated[
         str, typer.Option(help="device: no host arithmetic. host: trusts the host and the file. all: both.")
     ] = "all",
-    device: Annotated[str, typer.Option(help="What to judge: cpu, cuda, npu, xpu, mps.")] = "cpu",
+    device: DeviceOption = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own by default.")] = None,
     attention: Annotated[str | None, typer.Option(help="eager or sdpa; the model's own choice by default.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens to run.")] = 256,
@@ -55,9 +56,9 @@ def locate(
     layers: LayersOption = None,
     allow_code: AllowCode = False,
     statistics: Annotated[bool, typer.Option("--statistics", help="Print SRDD's six numbers of every layer.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the diagnosis as JSON.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis as one page.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Find the layer and the operator that a device computes wrongly. Exits 0 healthy, 1 fault, 4 inconclusive.
 
@@ -72,7 +73,7 @@ def locate(
         raise ShaketableError(f"unknown mode {mode!r}; valid: {', '.join(MODES)}")
     if statistics and mode == "host":
         raise ShaketableError("--statistics needs --mode device or all: they are read from calls of the device")
-    check_free([f for f in (json_file, html_file) if f is not None], [], force)
+    outputs = OutputFiles("locate", model, json_file, html_file, force=force)
     planted = None if plan is None else Plan.load(plan)
     texts = None if prompts is None else read_prompts(prompts)
     loaded, tokenizer = load(model, device, dtype, attention, allow_code)
@@ -97,13 +98,14 @@ def locate(
             progress=tell,
         )
     show(diagnosis, statistics)
-    if json_file is not None:
-        write(json_file, diagnosis.to_json())
-    if html_file is not None:
-        from shaketable.report.locate_html import page
-
-        write(html_file, page(diagnosis.as_dict()))
+    outputs.save(diagnosis.as_dict, lambda: _page(diagnosis))
     raise typer.Exit(diagnosis.exit_code)
+
+
+def _page(diagnosis: Diagnosis) -> str:
+    from shaketable.report.locate_html import page
+
+    return page(diagnosis.as_dict())
 
 
 def load(model: str, device: str, dtype: str | None, attention: str | None, allow_code: bool = False) -> tuple[Any, Any]:
@@ -116,14 +118,12 @@ def load(model: str, device: str, dtype: str | None, attention: str | None, allo
         raise ShaketableError(f"{model} runs Python code; read it, and allow it with --allow-code")
     import torch
 
-    from shaketable.models import check_device, load_model
+    from shaketable.models import chosen_device, load_model, quieten
 
-    check_device(device)
+    device = chosen_device(device)
     if names_code(model):
         return load_own(model, device=device, dtype=None if dtype is None else getattr(torch, dtype))
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
+    quieten()
     try:
         loaded, tokenizer = load_model(model, device=device, dtype=None if dtype is None else getattr(torch, dtype))
         if attention is not None:
@@ -180,7 +180,11 @@ def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(_table(diagnosis))
+    head, table = _table(diagnosis)
+    fits = console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width
+    head, table = (head, table) if fits else _table(diagnosis, failing=True)
+    console.print(head, markup=False)
+    console.print(table)
     for item in diagnosis.evidence[:3]:
         where = f"layer {item.layer}" if item.layer is not None else "outside of the layers"
         console.print(f"  {item.probe}: {where}, {item.op or 'output'}: {item.text}", markup=False, soft_wrap=True)
@@ -199,15 +203,20 @@ def show(diagnosis: Diagnosis, statistics: bool = False) -> None:
         console.print("Device mode cannot see:", *(f"\n  - {line}" for line in diagnosis.not_covered), markup=False)
 
 
-def _table(diagnosis: Diagnosis) -> Table:
+def _table(diagnosis: Diagnosis, failing: bool = False) -> tuple[str, Table]:
+    """A heading, and a row per layer; on a narrow screen only with the probes that did not pass everywhere."""
     from rich.table import Table
 
     from shaketable.locate.diagnosis import PROBES
 
     names = [p for p in PROBES if any(p in r.results for r in diagnosis.probes)]
+    passed = [p for p in names if all(r.results[p].status in ("pass", "skipped") for r in diagnosis.probes if p in r.results)]
     head = f"{diagnosis.model}  {diagnosis.dtype} on {diagnosis.device}"
     head += f", {diagnosis.attention} attention, {diagnosis.tokens} tokens"
-    table = Table(title=head, title_justify="left", box=None, pad_edge=False)
+    if failing:
+        names = [p for p in names if p not in passed]
+        head += f"\npassed everywhere: {', '.join(passed)}" if passed else ""
+    table = Table(box=None, pad_edge=False)
     table.add_column("layer", no_wrap=True, min_width=7)
     for name in names:
         table.add_column(name, justify="center", no_wrap=True, min_width=len(name))
@@ -216,7 +225,7 @@ def _table(diagnosis: Diagnosis) -> Table:
         label = "outside" if report.layer is None else str(report.layer)
         cells = [MARKS[report.results[n].status] if n in report.results else "" for n in names]
         table.add_row(label, *cells, _remark(report))
-    return table
+    return head, table
 
 
 def _statistics(diagnosis: Diagnosis) -> Table:

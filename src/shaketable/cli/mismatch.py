@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
 from shaketable.errors import ShaketableError, nearest
-from shaketable.io.output_files import check_free, write
+from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from shaketable.mismatch.engine import RolloutEngine, Sampling
@@ -42,9 +44,10 @@ def mismatch(
         str, typer.Option("--engine-args", metavar="JSON", help='For the engine, such as \'{"dtype": "bfloat16"}\'.')
     ] = "{}",
     task: Annotated[str | None, typer.Option(help="Prompts: arithmetic, gsm8k, a .jsonl of your own, …")] = None,
-    n: Annotated[int, typer.Option("-n", min=1, help="How many prompts, or rollouts of the file.")] = 16,
+    n: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many prompts, or rollouts of the file.")] = 16,
     tokens: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Recorded rollouts instead: token ids and log-probabilities, .jsonl.")
+        Path | None,
+        typer.Option("--rollouts", metavar="FILE", help="Recorded rollouts instead of --task: ids, log-probabilities."),
     ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="The longest completion; the task's own by default.")
@@ -58,7 +61,7 @@ def mismatch(
     ] = "raw",
     dtype: Annotated[str | None, typer.Option(help="The trainer's: float32, bfloat16, float16.")] = None,
     attention: Annotated[str | None, typer.Option(help="The trainer's: eager or sdpa.")] = None,
-    device: Annotated[str, typer.Option(help="The trainer's: cpu, cuda, …")] = "cpu",
+    device: DeviceOption = "auto",
     earlier: Annotated[
         list[str] | None, typer.Option(metavar="MODEL", help="An earlier checkpoint, to say which one a stale weight is of.")
     ] = None,
@@ -67,15 +70,15 @@ def mismatch(
         bool, typer.Option("--exact", help="Also compare each operator bit by bit, and say why the first one differs.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Draws prompts and tokens.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every stage as JSON.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write every stage as one page.")] = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
     plan_out: Annotated[
         Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured differences as a plan, YAML.")
     ] = None,
     tokens_out: Annotated[
-        Path | None, typer.Option("--tokens-out", metavar="FILE", help="Write the sampled rollouts, for --tokens.")
+        Path | None, typer.Option("--rollouts-out", metavar="FILE", help="Write the sampled rollouts, for --rollouts.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    force: ForceOption = False,
     _old: Annotated[str | None, typer.Option("--trainer", hidden=True, callback=_refuse_trainer, is_eager=True)] = None,
 ) -> None:
     """Find out why sampler and trainer give the same tokens different probabilities.
@@ -87,13 +90,13 @@ def mismatch(
 
     shaketable mismatch smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
     """
-    written = [f for f in (json_file, html_file, plan_out, tokens_out) if f is not None]
-    check_free(written, [] if tokens is None else [tokens], force)
+    others = [plan_out, tokens_out]
+    outputs = OutputFiles("mismatch", model, json_file, html_file, others=others, reads=[tokens], force=force)
     if logprobs not in MODES:
         raise ShaketableError(f"unknown --logprobs {logprobs!r}; {nearest(logprobs, MODES)}")
     arguments = _arguments(engine_args)
     if (task is None) == (tokens is None):
-        raise ShaketableError("give either --task, to sample, or --tokens FILE, with rollouts that were recorded")
+        raise ShaketableError("give either --task, to sample, or --rollouts FILE, with rollouts that were recorded")
     if engine is None and (task is not None or exact):
         why = "--task samples with an engine" if task is not None else "--exact compares the operators of two programs"
         raise ShaketableError(f"{why}: add --engine vllm or --engine hf")
@@ -133,7 +136,7 @@ def mismatch(
                 progress("bits of every operator", 0.95)
                 found.exact = compare_bits(own, opened, [r for r in rollouts if r.completion], recorded)
     _sign(found, model)
-    _write(found, json_file, html_file, plan_out)
+    _write(found, outputs, plan_out)
     raise typer.Exit(found.exit_code)
 
 
@@ -149,10 +152,9 @@ def _arguments(text: str) -> dict[str, Any]:
 
 def _prompts(own: Trainer, name: str, n: int, limit: int | None, sampling: Sampling) -> tuple[list[list[int]], Sampling]:
     """The prompts of a task, and the sampling with its limit and its stop tokens."""
-    from shaketable.evaluate.decoding.dynamic import Decoder
-    from shaketable.evaluate.evaluation import prompt_tokens
-    from shaketable.evaluate.tasks.load import load_task
-    from shaketable.evaluate.tasks.task import sample
+    from shaketable.evaluate.decoding import Decoder
+    from shaketable.evaluate.score import prompt_tokens
+    from shaketable.evaluate.tasks import load_task, sample
 
     task = load_task(name)
     prompts = [prompt_tokens(own.tokenizer, task, problem) for problem in sample(task, "test", n, sampling.seed)]
@@ -216,18 +218,19 @@ def _sign(found: Mismatch, model: str) -> None:
         found.conclusion = replace(found.conclusion, next=whole)
 
 
-def _write(found: Mismatch, json_file: Path | None, html_file: Path | None, plan_file: Path | None) -> None:
+def _page(found: Mismatch) -> str:
+    from shaketable.report.mismatch_html import page
+
+    return page(found)
+
+
+def _write(found: Mismatch, outputs: OutputFiles, plan_file: Path | None) -> None:
     from rich.console import Console
 
     from shaketable.cli.tables.mismatch import print_stages
 
     print_stages(found, Console(highlight=False))
-    if json_file is not None:
-        write(json_file, json.dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    if html_file is not None:
-        from shaketable.report.mismatch_html import page
-
-        write(html_file, page(found))
+    outputs.save(found.to_dict, lambda: _page(found))
     if plan_file is not None:
         from shaketable.mismatch.shares import plan_text
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import PlanError
-from shaketable.io.output_files import write
 from shaketable.plan import Plan
 
 
@@ -20,7 +21,8 @@ def run(
     plan: Annotated[str | None, typer.Option(help="A line of the plan language, or a YAML file.")] = None,
     seed: Annotated[int | None, typer.Option(help="Keys all noise; overrides the plan file's own.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="Folder for the ledgers; a new one under ledgers/ by default.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the merged ledger here too.")] = None,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
     allow_inert: Annotated[bool, typer.Option(help="Accept a plan that does nothing.")] = False,
 ) -> None:
     """Run any program under a plan, unchanged.
@@ -47,14 +49,12 @@ def run(
         raise typer.Exit(_run_with_keys(command, (seed, ledger, json_file)))
     resolved = Plan.load(plan, seed=seed)
     _refuse_two_plans(command)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise PlanError(f"cannot write {json_file}: its folder does not exist")
+    outputs = OutputFiles("run", shlex.join(command), json_file, force=force)
     from shaketable.launch.run import default_folder, run_program
 
     result = run_program(resolved, command, ledger or default_folder(), allow_inert=allow_inert)
     _print(result)
-    if json_file is not None:
-        write(json_file, json.dumps(result.to_dict(), indent=2) + "\n")
+    outputs.save(result.to_dict)
     raise typer.Exit(result.exit_code)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shaketable.cli.outputs import OutputFiles, write_report
 from shaketable.cli.study_add import add
+from shaketable.cli.verb import ForceOption, JsonOption, as_verb
 from shaketable.errors import ShaketableError, nearest
-from shaketable.io.output_files import check_free, write
 
 if TYPE_CHECKING:
     from shaketable.study.analysis.results import Findings
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 FORMATS = {"html": ".html", "md": ".md", "json": ".json"}
 STORE = typer.Option("--store", metavar="DIR", help="Where records lie.")
 SET = typer.Option("--set", metavar="A.B=C", help="Replace a value of the file, e.g. train.steps=200; can be repeated.")
-JSON = typer.Option("--json", metavar="FILE", help="Write the same as JSON.")
-FORCE = typer.Option("--force", help="Replace files that exist.")
 DEFAULT = Path("shaketable-runs")
 
 study = typer.Typer(
@@ -33,10 +31,6 @@ study = typer.Typer(
 )
 
 
-study.command()(add)
-
-
-@study.command()
 def run(
     file: Annotated[Path, typer.Argument(help="The study, YAML; or the name of one that ships.")],
     replaced: Annotated[list[str] | None, SET] = None,
@@ -50,8 +44,8 @@ def run(
     report_file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the report too: .html, .md or .json.")
     ] = None,
-    json_file: Annotated[Path | None, JSON] = None,
-    force: Annotated[bool, FORCE] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
     sign: Annotated[Path | None, typer.Option("--sign", hidden=True)] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run the Python that the file names as a task, my_tasks.py:Class.")
@@ -70,9 +64,7 @@ def run(
         raise ShaketableError(f"--engine of a study is --workers now: --workers {engine}")
     chosen = _workers(workers) | ({"address": address} if address is not None else {})
     asked = load_study(file, [*(replaced or ()), *(f"engine.{key}={value}" for key, value in chosen.items())])
-    files = [f for f in (report_file, json_file) if f is not None]
-    check_free(files, [file], force=True)
-    check_free([f for f in files if not _is_of(f, asked.study)], [file], force)
+    outputs = OutputFiles("study", asked.study, json_file, report_file, reads=[file], force=force)
     format_of(report_file, None)
     _check_code(asked, file, allow_code)
     _refuse_signing(sign)
@@ -81,20 +73,20 @@ def run(
         from shaketable.study.verify import asked_digest
 
         forecast = show_forecast(asked, store)
-        if json_file is not None:
-            write(json_file, json.dumps(forecast, indent=1, ensure_ascii=False) + "\n")
+        outputs.save(lambda: forecast)
         typer.echo(f"asked   sha256:{asked_digest(asked)}")
         return
     again = _command(file, replaced or [], store)
     failed = _do(asked, store, again)
     found = _findings(asked, store, again)
     if json_file is not None:
-        write(json_file, rendered(found, "json", store / asked.study, json_file))
+        write_report(json_file, rendered(found, "json", store / asked.study, json_file), outputs.generator)
     if report_file is not None:
-        write(report_file, rendered(found, format_of(report_file, None), store / asked.study, report_file))
+        text = rendered(found, format_of(report_file, None), store / asked.study, report_file)
+        write_report(report_file, text, outputs.generator)
     from shaketable.cli.tables.study import show
 
-    show(found, files)
+    show(found, outputs.files)
     typer.echo(f"records sha256:{found.study.digest}")
     raise typer.Exit(1 if failed else 0)
 
@@ -107,24 +99,6 @@ def _workers(text: str | None) -> dict[str, str]:
     if kind not in ("", "local", "ray") or (count and not (count.isdigit() and int(count) > 0)):
         raise ShaketableError(f"--workers {text}: write local, ray, the number of runs at a time, or both: ray:8")
     return ({"kind": kind} if kind else {}) | ({"workers": count} if count else {})
-
-
-def _is_of(file: Path, study: str) -> bool:
-    """Whether a file is an earlier report of a study, which a new one may replace."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    if text.startswith("{"):
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return False
-        named = found.get("study")
-        ours = str(found.get("schema", "")).startswith("shaketable.")
-        return ours and (named.get("name") if isinstance(named, dict) else named) == study
-    page = f'<b>Shaketable</b> study <span class="mono">{study}</span>'
-    return page in text or (text.startswith("# ") and f"study `{study}`" in text and "Proof of injection:" in text)
 
 
 def _refuse_signing(given: Path | None) -> None:
@@ -140,7 +114,7 @@ def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:
 
 
 def _code_of(asked: StudyConfig) -> str | None:
-    from shaketable.evaluate.tasks.load import code_in
+    from shaketable.evaluate.tasks import code_in
 
     tasks = [asked.task, *(arm.task for arm in asked.arms.values() if arm.task is not None)]
     return next((code for task in tasks if (code := code_in(task)) is not None), None)
@@ -173,51 +147,46 @@ def _findings(asked: StudyConfig, store: Path, command: str) -> Findings:
     return found.model_copy(update={"study": found.study.model_copy(update={"command": again})})
 
 
-@study.command()
 def status(
     what: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="The study's YAML, or its folder in a store.")],
     replaced: Annotated[list[str] | None, SET] = None,
     store: Annotated[Path, STORE] = DEFAULT,
-    json_file: Annotated[Path | None, JSON] = None,
-    force: Annotated[bool, FORCE] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Show which runs of a study are done, running, partial, failed, damaged or missing."""
     from shaketable.cli.tables.study import show_status
     from shaketable.study.store import progress
 
-    check_free([f for f in (json_file,) if f is not None], [what], force)
     asked, folder = which_study(what, replaced or [], store)
+    outputs = OutputFiles("study status", asked.study, json_file, reads=[what], force=force)
     found = progress(asked, folder)
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    outputs.save(lambda: found)
     show_status(found)
 
 
-@study.command(name="list")
 def list_studies(
     store: Annotated[Path, STORE] = DEFAULT,
     runs: Annotated[bool, typer.Option("--runs", help="Every run, not only the studies.")] = False,
-    json_file: Annotated[Path | None, JSON] = None,
-    force: Annotated[bool, FORCE] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """List the studies of a store and single runs that lie there; the studies that ship where nothing was run."""
     from shaketable.cli.tables.study import show_list
     from shaketable.study.file import shipped
     from shaketable.study.store import listed
 
-    check_free([f for f in (json_file,) if f is not None], [], force)
+    outputs = OutputFiles("study list", str(store), json_file, force=force)
     found = listed(store) | {"shipped": list(shipped())}
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    outputs.save(lambda: found)
     show_list(found, shipped(), runs)
 
 
-@study.command()
 def verify(
     store: Annotated[Path, typer.Argument(metavar="[STORE]", help="A store, or a study's folder.")] = DEFAULT,
     public_key: Annotated[Path | None, typer.Option("--public-key", hidden=True)] = None,
-    json_file: Annotated[Path | None, JSON] = None,
-    force: Annotated[bool, FORCE] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Read every line of every record, and say which are not what was written. Exits 1 when any is not.
 
@@ -227,11 +196,10 @@ def verify(
     """
     from shaketable.study.verify import verify as verified
 
-    check_free([f for f in (json_file,) if f is not None], [], force)
+    outputs = OutputFiles("study verify", str(store), json_file, force=force)
     _refuse_signing(public_key)
     found = verified(store)
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    outputs.save(lambda: found)
     for record in found["records"]:
         if record["problem"] is not None:
             typer.echo(f"bad: {record['path']}: {record['problem']}")
@@ -245,30 +213,29 @@ def verify(
     raise typer.Exit(1 if found["bad"] else 0)
 
 
-@study.command()
 def report(
     what: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A study's YAML or folder, or a training run's folder.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Standard output by default.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Standard output by default.")] = None,
     style: Annotated[
         str | None, typer.Option("--format", help="html, md or json; by the file's ending, else html, by default.")
     ] = None,
     replaced: Annotated[list[str] | None, SET] = None,
     store: Annotated[Path, STORE] = DEFAULT,
-    force: Annotated[bool, FORCE] = False,
+    force: ForceOption = False,
 ) -> None:
     """Report what a study shows: one page with no network, Markdown, or JSON. Made from the records alone.
 
     shaketable study report guided-aqn -o report.html
     """
-    chosen = format_of(output, style)
+    chosen = format_of(out, style)
     found, folder = _reported(what, replaced or [], store)
-    check_free([f for f in (output,) if f is not None], [], force or (output is not None and _is_of(output, found.study.name)))
-    text = rendered(found, chosen, folder, output)
-    if output is None:
+    outputs = OutputFiles("study", found.study.name, html_file=out, force=force)
+    text = rendered(found, chosen, folder, out)
+    if out is None:
         typer.echo(text, nl=False)
     else:
-        write(output, text)
-        typer.echo(f"wrote {output}", err=True)
+        write_report(out, text, outputs.generator)
+        typer.echo(f"wrote {out}", err=True)
 
 
 def _reported(what: Path, replaced: list[str], store: Path) -> tuple[Findings, Path]:
@@ -329,3 +296,11 @@ def rendered(found: Findings, style: str, folder: Path, output: Path | None) -> 
     from shaketable.report.study_html import page
 
     return page(found)
+
+
+study.command()(as_verb(run, ("file", "replaced", "dry_run", "workers", "store", "report_file", "json_file")))
+study.command()(as_verb(status, ("what", "replaced", "store", "json_file")))
+study.command(name="list")(as_verb(list_studies, ("store", "runs", "json_file")))
+study.command()(as_verb(report, ("what", "out", "style", "replaced", "store"), moved={"--output": "-o or --out"}))
+study.command()(as_verb(verify, ("store", "json_file")))
+study.command()(as_verb(add, ("what", "run", "arm", "seed", "scores", "metrics", "store")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,3 +17,17 @@ def say(console: Console, line: str) -> None:
 def plain(text: str) -> str:
     """Text in which rich finds no markup."""
     return text.replace("[", "\\[")
+
+
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Names with what they are, in two columns."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, what in rows:
+        table.add_row(Text(name), Text(what))
+    Console(highlight=False).print(table)

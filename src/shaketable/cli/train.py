@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.config_options import options_of
+from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.tables.train import show
+from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
 from shaketable.io.output_files import check_free
 from shaketable.train.config import TrainConfig
@@ -30,22 +32,22 @@ RESUME_TAKES = ("resume", "json_file", "force")
     "temperature", "beta", "warmup", "lora", "eval_every", "eval_n", "eval_seed", "eval_plans", "save_every",
     "device", "dtype",
     metavar={"plan": "P", "aqn": "A", "tis": "CAP", "warm_start": "N", "lora": "RANK", "eval_plans": "P"},
-    default={"task": "", "steps": 100, "device": None, "dtype": None},
-    flag={"eval_plans": "--eval-plan"},
+    default={"task": "", "steps": 100, "device": "auto", "dtype": None},
+    flag={"eval_plans": "--eval-plan", "eval_n": ("-n", "--limit"), "prompts": "--problems"},
 )  # fmt: skip
 def train(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help=TrainConfig.model_fields["model"].description)] = "",
     *,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; a new one under runs/ by default.")
+        Path | None, typer.Option("-o", "--out", metavar="DIR", help="Run folder; a new one under runs/ by default.")
     ] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="DIR", help="Go on with this run; nothing else needed.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, print and plot σ, and stop.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write steps and final scores.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the --json file, or the plot of --dry-run.")] = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
     **fields: Any,
 ) -> None:
     """Train a model with GRPO while the hardware is wrong, and learn what that cost and what AQN bought.
@@ -56,12 +58,12 @@ def train(
     Example: `shaketable train nano --task arithmetic --plan 'relative_gaussian:0.05@op.matmul' --aqn
     'global_decay:0.05-0.0005,stages=10' --steps 60`
     """
-    check_free([f for f in (json_file,) if f is not None], [], force)
+    outputs = OutputFiles("train", model or None, json_file, force=force)
     if resume is not None:
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
             raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
-        _runs().go_on(resume, json_file)
+        _runs().go_on(resume, outputs)
         return
     if not model or not fields["task"]:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
@@ -73,13 +75,13 @@ def train(
     if dry_run:
         _show_plan_of(config, out, force)
         return
-    _start(config, out, json_file)
+    _start(config, out, outputs)
 
 
 def is_given(context: typer.Context, name: str | None) -> bool:
-    """Whether an option stands on the command line."""
+    """Whether an option stands on the command line, or in the file of --config."""
     source = context.get_parameter_source(name or "")
-    return source is not None and source.name == "COMMANDLINE"
+    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
 
 
 def _read(
@@ -87,6 +89,7 @@ def _read(
 ) -> dict[str, Any]:
     """What stands in files, and what this machine has, in place of their names."""
     from shaketable.aqn.spec import AQN
+    from shaketable.models import chosen_device
     from shaketable.plan import Plan
 
     found = None if plan is None else Plan.load(plan)
@@ -102,18 +105,6 @@ def _read(
     }
 
 
-def chosen_device(device: str | None) -> str:
-    """The device that was asked for, if it is here; what this machine has by default."""
-    import torch
-
-    from shaketable.models import check_device
-
-    if device is None:
-        return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-    check_device(device)
-    return device
-
-
 def _loggers() -> tuple[str, ...]:
     return tuple(name for name in ("tensorboard", "wandb", "trackio") if find_spec(name) is not None)
 
@@ -124,7 +115,7 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
 
     from shaketable.aqn.plot import plot, sigmas
     from shaketable.models import quieten
-    from shaketable.train.dry_run import rehearse
+    from shaketable.train.plans import rehearse
 
     picture = Path("aqn-sigma.png") if out is None else out.with_name(f"{out.name}-aqn-sigma.png")
     if config.aqn is not None:
@@ -143,11 +134,11 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
         console.print(f"σ over the steps is drawn in {picture}", markup=False)
 
 
-def _start(config: TrainConfig, out: Path | None, json_file: Path | None) -> None:
-    from shaketable.train.dry_run import rehearse
+def _start(config: TrainConfig, out: Path | None, outputs: OutputFiles) -> None:
+    from shaketable.train.plans import rehearse
 
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
-    _runs().start(config, rehearse, name, out, json_file)
+    _runs().start(config, rehearse, name, out, outputs)
 
 
 def _run(config: TrainConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:

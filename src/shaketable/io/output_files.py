@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -9,12 +10,19 @@ from shaketable.errors import ShaketableError
 from shaketable.io.replacing import replacing
 
 
-def check_free(files: list[Path], inputs: list[Path], force: bool) -> None:
-    """Every file can be written and takes nothing away; before any of them is written."""
+def check_free(files: list[Path], inputs: list[Path], force: bool, is_own: Callable[[Path], bool] = lambda file: False) -> None:
+    """Check that every file can be written and that none is lost, before any of them is written.
+
+    Args:
+        files: To be written.
+        inputs: That are read, and may not be written to.
+        force: Replace files that exist.
+        is_own: Whether an existing file may be replaced without `force`.
+    """
     taken = list(inputs)
     for file in files:
         try:
-            problem = _problem(file, taken, force)
+            problem = _problem(file, taken, force or is_own(file))
         except OSError as error:  # a folder that may not be read or written, a name too long
             problem = error.strerror or str(error)
         except RuntimeError as error:  # a circle of links

@@ -163,7 +163,7 @@ def write_rollouts(rollouts: Sequence[Rollout]) -> str:
 
 
 def append_batch(path: Path | str, columns: Mapping[str, Iterable[Any]]) -> None:
-    """Add the rows of a training batch to a file for `--tokens`; columns are tensors, under the names that the trainer has."""
+    """Add the rows of a training batch to a file for `--rollouts`; columns are tensors by the trainer's names."""
     rows = zip(*([value.tolist() for value in column] for column in columns.values()), strict=True)
     with Path(path).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows)

@@ -179,7 +179,7 @@ def _next(found: Mismatch) -> str:
     if any("captured" in line for line in found.unchecked):
         return f"{start} … --engine-args '{{\"enforce_eager\": true}}'"
     if found.engine is not None and any(line.startswith("returned:") for line in found.unchecked):
-        return f"{start} … --task arithmetic -n 16   (without --tokens: does the engine repeat it on rollouts of its own?)"
+        return f"{start} … --task arithmetic -n 16   (without --rollouts: does the engine repeat it on rollouts of its own?)"
     if (best := found.semantics.best) is not None and best.wins:
         return f"{start} …   (again, with the sampling declared as the best hypothesis says: {best.name})"
     if found.operators is not None and found.operators.rollouts < found.gap.rollouts:

@@ -11,7 +11,7 @@ from shaketable.mismatch.engine import Rollout
 from shaketable.mismatch.rollout_file import read_rollouts
 from tests import ROOT
 
-pytestmark = pytest.mark.covers("verl", "rollouts of a batch for `mismatch --tokens`", "DataProto, no Ray")
+pytestmark = pytest.mark.covers("verl", "rollouts of a batch for `mismatch --rollouts`", "DataProto, no Ray")
 BATCH = {
     "prompts": [[0, 5, 6], [3, 4, 9]],
     "responses": [[7, 8, 0], [2, 0, 0]],

@@ -7,12 +7,24 @@ import sys
 
 import pytest
 
-from shaketable.evaluate.stats.tests import mcnemar
+from shaketable.evaluate.statistics import mcnemar
 from shaketable.records.record import RunRecord
 from tests.frameworks.vllm.vllm_programs import printed, run
 
 pytestmark = pytest.mark.covers("vLLM", "`shaketable sweep --engine vllm`: scores agree with Hugging Face's", "eager")
-SWEEP = ("nano", "--task", "arithmetic,level=3", "--magnitudes", "0,0.3", "--n", "150", "--seeds", "2", "--batch-size", "75")
+SWEEP = (
+    "nano",
+    "--task",
+    "arithmetic,level=3",
+    "--magnitudes",
+    "0,0.3",
+    "--limit",
+    "150",
+    "--seeds",
+    "2",
+    "--batch-size",
+    "75",
+)
 
 
 def swept(folder, engine, plan, *more):

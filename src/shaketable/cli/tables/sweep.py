@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shaketable.evaluate.stats.comparison import points
+from shaketable.evaluate.statistics import points
 from shaketable.evaluate.sweep.config import magnitude_name
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 Facts = dict[str, Any]
@@ -17,42 +18,68 @@ Facts = dict[str, Any]
 
 def show(found: Facts, files: list[Path]) -> None:
     """The table, the sentences, the notes, and which files were written."""
-    from rich.console import Console
+    from rich.console import Console, Group
 
-    console, table = Console(highlight=False), _table(found)
+    console = Console(highlight=False)
+    table: RenderableType = _table(found)
     wide = console.measure(table, options=console.options.update(max_width=1000)).maximum
     if not console.is_terminal:
         console = Console(highlight=False, width=max(80, wide))
     elif wide > console.width:
-        table = _table(found, narrow=True)
+        table = Group(*(_table(found, model) for model in found["config"]["models"]))
     console.print(table)
-    several = len(found["config"]["models"]) > 1
     for point in found["points"]:
         if point["magnitude"] != 0:
-            name = magnitude_name(point["magnitude"])
-            where = f"{point['model']} at {name}" if several else name
-            console.print(f"{where}: {point['sentence']}{_loss(point)}", markup=False, soft_wrap=True)
+            console.print(_sentence(found, point), markup=False, soft_wrap=True)
     for line in [*(f"note: {n}" for n in found["notes"]), *(f"wrote {f}" for f in files), f"recorded in {found['folder']}"]:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _table(found: Facts, narrow: bool = False) -> Table:
-    """One row per point; on a narrow screen without frames, and with intervals on lines of their own."""
+def page_of(found: Facts) -> str:
+    """The same as one HTML page."""
+    from shaketable.report.table_html import page
+
+    config, faulty = found["config"], [p for p in found["points"] if p["magnitude"] != 0]
+    shown = [p for p in faulty if p["distinguishable"]]
+    sentence = f"{len(shown)} of {len(faulty)} faulty points can be told from clean."
+    facts = {"plan": config["plan"], "task": config["task"], "problems": str(config["n"]), "engine": config["engine"]}
+    return page(
+        "sweep",
+        ", ".join(config["models"]),
+        "CURVE",
+        sentence,
+        [("Points", _table(found))],
+        facts=facts,
+        lines=[*(_sentence(found, p) for p in faulty), *found["notes"]],
+    )
+
+
+def _sentence(found: Facts, point: Facts) -> str:
+    name = magnitude_name(point["magnitude"])
+    where = f"{point['model']} at {name}" if len(found["config"]["models"]) > 1 else name
+    return f"{where}: {point['sentence']}{_loss(point)}"
+
+
+def _table(found: Facts, model: str | None = None) -> Table:
+    """One row per point; on a narrow screen one model without frames, and with intervals on lines of their own."""
     from rich.box import HEAVY_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    points = found["points"]
-    table = Table(title=Text(_title(found)), title_justify="left", title_style="", box=None if narrow else HEAVY_HEAD)
+    narrow = model is not None
+    points = [p for p in found["points"] if model in (None, p["model"])]
+    title = f"{model}, {_title(found)}" if narrow else _title(found)
+    table = Table(title=Text(title), title_justify="left", title_style="", box=None if narrow else HEAVY_HEAD)
     table.pad_edge = not narrow
     columns = {name: cell for name, cell in COLUMNS.items() if name != "loss" or "loss" in points[0]}
-    table.add_column("model", overflow="fold")
+    if not narrow:
+        table.add_column("model", overflow="fold")
     for name in columns:
         table.add_column(SHORT.get(name, name) if narrow else name, justify="right", overflow="fold")
     for point, after in zip(points, [*points[1:], None], strict=True):
         cells = [cell(point).replace(" (", "\n(" if narrow else " (") for cell in columns.values()]
         style, last = "bold" if point["distinguishable"] else "", after is None or after["model"] != point["model"]
-        table.add_row(Text(point["model"]), *cells, style=style, end_section=last)
+        table.add_row(*([] if narrow else [Text(point["model"])]), *cells, style=style, end_section=last)
     return table
 
 

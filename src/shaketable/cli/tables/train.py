@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shaketable.cli.outputs import OutputFiles
     from shaketable.records.record import RunRecord
 
 MOSTLY = 0.9
 """Share of groups without variance from which on the summary speaks of it."""
 
 
-def show(record: RunRecord, json_file: Path | None) -> None:
+def show(record: RunRecord, outputs: OutputFiles) -> None:
     """Print the outcome, and write it where it is asked for."""
     from rich.console import Console
 
     from shaketable.train.summary import outcome
 
     found = outcome(record)
-    if json_file is not None:
-        write(json_file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    outputs.save(lambda: found)
     _print(found, Console(highlight=False))
 
 

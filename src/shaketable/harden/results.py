@@ -1,0 +1,127 @@
+"""The results of a hardening run, from its record alone, and the README of the hardened model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from shaketable.harden.config import HardenConfig
+from shaketable.records.record import RunRecord
+
+SCHEMA = 1
+
+
+def outcome(record: RunRecord) -> dict[str, Any]:
+    """Scores before and after every rung, shares, costs and ledgers of a finished run."""
+    finished = record.finished()
+    return {
+        **so_far(record),
+        "reached": finished["reached"],
+        "ledgers": finished["ledgers"],
+        "model": str(record.folder / "model"),
+    }
+
+
+def so_far(record: RunRecord) -> dict[str, Any]:
+    """The same for a run that may not be finished."""
+    events = record.events()
+    config = [e for e in events if e["event"] == "resolved"][-1]["config"]
+    evaluations = {e["rung"]: [short(c) for c in e["conditions"]] for e in events if e["event"] == "evaluation"}
+    rungs = [e for e in events if e["event"] == "rung"]
+    first = next(iter(evaluations.values()), [])
+    return {
+        "schema": SCHEMA,
+        "kind": "hardening",
+        "id": record.head["id"],
+        "config": config,
+        "environment": record.head["environment"],
+        "measure": first[0]["measure"] if first else None,
+        "before": first,
+        "rungs": [{**_without(e, "event", "time"), "conditions": evaluations[e["rung"]]} for e in rungs],
+        "resumed": sum(e["event"] == "resumed" for e in events),
+        "sentence": sentence(config, first, rungs, evaluations),
+    }
+
+
+def sentence(config: dict[str, Any], first: list[Any], rungs: list[Any], evaluations: dict[Any, list[Any]]) -> str:
+    """The verdict, in one sentence."""
+    last = next((r for r in reversed(rungs) if r["kept"]), None)
+    if last is None or not last["shares"]:
+        return "nothing was repaired" if rungs else "nothing was tried"
+    parts = [f"{name}: {share['sentence']}" for name, share in last["shares"].items()]
+    now = evaluations[last["rung"]][0]
+    clean = f"clean {first[0]['accuracy']:.1%} → {now['accuracy']:.1%}"
+    seconds = sum(r["cost"]["seconds"] for r in rungs)
+    return f"{'; '.join(parts)}; {clean}; {seconds:.0f} s"
+
+
+def named(rung: dict[str, Any]) -> str:
+    """A rung, and what became of it."""
+    return str(rung["rung"]) if rung["kept"] else f"{rung['rung']} ({'undone' if 'undone' in rung['facts'] else 'no change'})"
+
+
+def interval_end(share: dict[str, Any], end: Literal["low", "high"]) -> str:
+    """One end of a share's interval in %; JSON has null for an end that is not finite."""
+    value = share["interval"][end]
+    return {"low": "−∞", "high": "∞"}[end] if value is None else f"{round(100 * value)}%".replace("-", "−")
+
+
+def short(condition: dict[str, Any]) -> dict[str, Any]:
+    """A condition's scores without its answers and ledger."""
+    return _without(condition, "answers", "ledger")
+
+
+def _without(event: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v for k, v in event.items() if k not in names}
+
+
+# ---- the model card
+
+
+def write_card(folder: Path, record: RunRecord, config: HardenConfig) -> None:
+    """Put README.md beside the weights."""
+    (folder / "README.md").write_text(card(so_far(record), config), encoding="utf-8")
+
+
+def card(found: dict[str, Any], config: HardenConfig) -> str:
+    """The text."""
+    plans = "\n".join(f"- `{plan}`" for plan in config.plans) or "- nothing (a control)"
+    base = Path(config.model).name
+    return f"""---
+library_name: transformers
+tags: [shaketable, hardened]
+---
+
+# {base}, hardened
+
+Made by `shaketable harden` from `{base}`, to stand
+
+{plans}
+
+{found["sentence"]}.
+
+{_table(found)}
+
+Scores are {found["measure"]}, on {found["before"][0]["n"]} {_scored_on(config)}; KL is KL(clean‖this), in nats a token, on
+completions of the clean model. Recovered is the share of what the fault takes, with its 95 % interval. The weights are
+ordinary: nothing of Shaketable is needed to load them. Run {found["id"]}, seed {config.seed}.
+"""
+
+
+def _scored_on(config: HardenConfig) -> str:
+    return f"problems of `{config.task}`" if config.task else "prompts that were kept apart"
+
+
+def _table(found: dict[str, Any]) -> str:
+    names = [c["name"] for c in found["before"]]
+    lines = ["| after | " + " | ".join(f"{n} | KL" for n in names) + " | recovered |", "|---" * (2 * len(names) + 2) + "|"]
+    lines.append(_row("nothing", found["before"], "–"))
+    for rung in found["rungs"]:
+        ends = [f"{s['share']:.0%} ({interval_end(s, 'low')} to {interval_end(s, 'high')})" for s in rung["shares"].values()]
+        what = named(rung)
+        lines.append(_row(what, rung["conditions"], "; ".join(ends) or "–"))
+    return "\n".join(lines)
+
+
+def _row(what: str, conditions: list[dict[str, Any]], recovered: str) -> str:
+    return f"| {what} | " + " | ".join(f"{c['accuracy']:.1%} | {c['kl']:.3g}" for c in conditions) + f" | {recovered} |"

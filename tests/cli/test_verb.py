@@ -1,0 +1,104 @@
+"""What all verbs share: groups of help, --config, old spellings, --json twice, completion."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.cli.command_server import shaketable
+
+VERBS = ["run", "inspect", "locate", "fingerprint", "compare", "guide", "sweep", "train", "harden", "mismatch"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_about_eight_options_before_the_advanced_ones(verb, tmp_path):
+    basic, _, advanced = shaketable(tmp_path, verb, "--help").stdout.partition("─ Advanced ─")
+    options = [line for line in basic.splitlines() if line.startswith("│ ") and " --" in line[:12]]
+    assert 2 <= len(options) <= 11
+    assert "--config" in advanced and "--show-config" in advanced
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    config = {"models": ["nano"], "task": "arithmetic", "plan": "gain@op.silu", "magnitudes": [0, 0.5], "limit": 4, "seeds": 1}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(config))
+    return lambda *words: shaketable(tmp_path, "sweep", *words)
+
+
+def test_a_config_file_is_the_same_as_the_options_and_the_command_line_wins(sweep, tmp_path):
+    shown = sweep("--config", "sweep.yaml", "--show-config", "-n", "3", "--dtype", "float32")
+    assert shown.code == 0, shown.stderr
+    resolved = yaml.safe_load(shown.stdout)
+    assert (resolved["models"], resolved["magnitudes"], resolved["limit"]) == (["nano"], "0,0.5", 3)
+    assert (resolved["dtype"], resolved["device"], resolved["json"]) == ("float32", "auto", None)
+    (tmp_path / "again.yaml").write_text(shown.stdout)
+    assert yaml.safe_load(sweep("--config", "again.yaml", "--show-config").stdout) == resolved
+    done = sweep("--config", "again.yaml", "--json", "out.json")
+    assert done.code == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["config"]["n"], [p["magnitude"] for p in found["points"]]) == (3, [0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("modle: nano", "unknown key 'modle'"),
+        ("- nano", "must hold a mapping of options, not list"),
+        ("models: [", "is not YAML"),
+        (None, "cannot read the config sweep.yaml"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_line(sweep, tmp_path, text, says):
+    (tmp_path / "sweep.yaml").unlink()
+    if text is not None:
+        (tmp_path / "sweep.yaml").write_text(text)
+    done = sweep("--config", "sweep.yaml")
+    assert (done.code, done.stdout) == (2, "")
+    assert says in " ".join(done.stderr.split())
+    assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["sweep", "nano", "--n", "4"], "-n or --limit"),
+        (["train", "nano", "--eval-n", "4"], "-n or --limit"),
+        (["train", "nano", "--prompts", "4"], "--problems"),
+        (["guide", "d.json", "--output", "a.yaml"], "-o or --out"),
+    ],
+)
+def test_an_old_spelling_is_answered_with_the_new_one(words, now, tmp_path):
+    done = shaketable(tmp_path, *words)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr == f"error: {words[2]} is spelled {now} now\n"
+
+
+def test_a_verb_replaces_what_it_wrote_for_this_model_and_nothing_else(tmp_path):
+    def inspect(model, *words):
+        return shaketable(tmp_path, "inspect", model, "--json", "out.json", *words)
+
+    assert inspect("nano").code == inspect("nano").code == 0
+    other = inspect("smollm2-135m")
+    assert (other.code, other.stdout) == (2, "")
+    assert "add --force" in other.stderr
+    assert inspect("smollm2-135m", "--force").code == 0
+    (tmp_path / "out.json").write_text('{"mine": 1}')
+    assert inspect("smollm2-135m").code == 2
+    assert (tmp_path / "out.json").read_text() == '{"mine": 1}'
+
+
+def test_an_unwritable_file_is_found_before_the_work(tmp_path):
+    done = shaketable(tmp_path, "locate", "nano", "--html", "none/out.html")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr == "error: cannot write none/out.html: its folder does not exist\n"
+
+
+def test_what_plans_and_studies_can_name_is_listed(tmp_path):
+    from shaketable.faults import KINDS
+    from shaketable.study.file import shipped
+
+    listed = shaketable(tmp_path, "faults", "--json", "faults.json").stdout
+    assert all(kind in listed for kind in KINDS)
+    assert {row["fault"] for row in json.loads((tmp_path / "faults.json").read_text())["faults"]} == set(KINDS)
+    listed = shaketable(tmp_path, "studies").stdout
+    assert all(name in listed for name in shipped())

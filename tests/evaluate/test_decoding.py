@@ -1,0 +1,219 @@
+"""Decoding: the tokens of `model.generate`, whatever the batch; the sampler's own log-probabilities; nobody else's randomness."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from scipy import stats
+
+import shaketable as st
+from shaketable.errors import ShaketableError
+from shaketable.evaluate.decoding import LARGEST_BATCH, Decoder, batches, decode_all, probe_batch_size
+from shaketable.models import load_model
+from shaketable.sites.phases import phase
+from tests.harden.models import composite
+
+QUESTIONS = ["144+725=", "7+8=", "900-1=", "12+34=", "555+445=", "31-997=", "100+100=", "8-3=", "472+338=", "60+6="]
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return load_model("nano")
+
+
+@pytest.fixture(scope="module")
+def prompts(nano):
+    return [nano[1](q)["input_ids"] for q in QUESTIONS]
+
+
+def forced(model, prompt, completion, temperature):
+    """log softmax of a forward over prompt and completion, in float64."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0].double() / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+
+
+def generated(model, tokenizer, prompt, limit):
+    """What transformers writes to one prompt, by itself and not padded."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_greedy_is_what_transformers_generates(nano, prompts):
+    model, tokenizer = nano
+    assert len({len(p) for p in prompts}) > 3, "rows are padded"
+    found = Decoder.of(model, tokenizer, 12).decode(model, prompts)
+    assert [c.tokens for c in found] == [generated(model, tokenizer, p, 12) for p in prompts]
+    assert len({len(c.tokens) for c in found}) > 1, "rows end at different steps, and results keep their order"
+
+
+def test_greedy_is_what_transformers_generates_with_a_chat_model():
+    model, tokenizer = load_model("smollm2-135m", dtype="float32")
+    asked = ["What is 2+3?", "Name a colour.", "Write one short sentence about the sea and the moon."]
+    chats = [[{"role": "user", "content": text}] for text in asked]
+    ids = [list(tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"]) for c in chats]
+    found = Decoder.of(model, tokenizer, 8).decode(model, ids)
+    assert [c.tokens for c in found] == [generated(model, tokenizer, p, 8) for p in ids]
+
+
+@pytest.mark.parametrize("plan", [None, "truncation:4@module.linear", "mxfp4@module.linear,point=weight"])
+def test_the_batch_size_changes_no_token(nano, prompts, plan):
+    model, tokenizer = nano
+    decoder = Decoder.of(model, tokenizer, 12)
+
+    def decoded(size):
+        if plan is None:
+            return decode_all(decoder, model, prompts, batch_size=size)
+        with st.inject(model, plan), phase("eval"):
+            return decode_all(decoder, model, prompts, batch_size=size)
+
+    alone = decoded(1)
+    for size in (3, 4, 16):
+        together = decoded(size)
+        assert [c.tokens for c in together] == [c.tokens for c in alone]
+        if plan is None:
+            for a, b in zip(together, alone, strict=True):
+                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    clean = decode_all(decoder, model, prompts, batch_size=1)
+    assert [c.tokens for c in clean] == [generated(model, tokenizer, p, 12) for p in prompts], "in the order of the prompts"
+    assert (clean == alone) == (plan is None), "the fault was there"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+def test_log_probabilities_are_those_of_a_forward_over_the_whole_text(nano, prompts, temperature):
+    model, tokenizer = nano
+    decoder = Decoder.of(model, tokenizer, 12, temperature)
+    found = decoder.decode(model, prompts, samples=2, generator=torch.Generator().manual_seed(1))
+    for i, completion in enumerate(found):
+        expected = forced(model, prompts[i // 2], completion.tokens, temperature or 1.0)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def probabilities(model, prompt, temperature):
+    with torch.no_grad():
+        return (model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
+
+
+def test_samples_of_one_prompt_are_separate_draws_from_its_distribution(nano, prompts):
+    """2000 samples that share a prompt: pairs of first and second tokens, against exact probabilities, by chi-square."""
+    model, tokenizer = nano
+    temperature, prompt, n = 4.0, prompts[8], 2000
+    decoder = Decoder.of(model, tokenizer, 2, temperature)
+    found = decoder.decode(model, [prompt], samples=n, generator=torch.Generator().manual_seed(0))
+    seen = Counter(tuple(c.tokens) for c in found)
+    expected = {}
+    for first, p in enumerate(probabilities(model, prompt, temperature).tolist()):
+        if first in decoder.ends:
+            expected[first,] = p
+        elif p * n >= 0.1:
+            following = probabilities(model, [*prompt, first], temperature)
+            expected |= {(first, second): p * float(q) for second, q in enumerate(following)}
+    often = [pair for pair, p in expected.items() if p * n >= 5]
+    assert len(often) > 5
+    counts = [seen[pair] for pair in often]
+    shares = [expected[pair] for pair in often]
+    result = stats.chisquare([*counts, n - sum(counts)], [*(p * n for p in shares), n * (1 - sum(shares))])
+    assert result.pvalue > 1e-3
+    neighbours = Counter(a.tokens == b.tokens for a, b in zip(found[::2], found[1::2], strict=True))[True] / (n / 2)
+    same = sum(p * p for p in expected.values())
+    assert neighbours == pytest.approx(same, abs=4 * (same / n) ** 0.5), "neighbours are independent"
+
+
+def test_ended_rows_leave_the_batch(nano, prompts):
+    model, tokenizer = nano
+    rows = []
+    handle = model.register_forward_pre_hook(
+        lambda m, args, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        found = Decoder.of(model, tokenizer, 12).decode(model, prompts)
+    finally:
+        handle.remove()
+    lengths = [len(c.tokens) for c in found]
+    assert rows[0] == (len(prompts), 8)
+    assert [r[0] for r in rows[1:]] == [sum(n > step for n in lengths) for step in range(1, max(lengths))]
+    assert min(lengths) < max(lengths) < 12, "and when all have ended, it ends"
+
+
+def test_tokens_depend_on_the_generator_and_never_touch_the_global_one(nano, prompts):
+    model, tokenizer = nano
+    decoder, before = Decoder.of(model, tokenizer, 12, 1.5), torch.get_rng_state()
+    draws = [decoder.decode(model, prompts, samples=2, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert draws[0] == draws[1] != draws[2]
+    decoder.decode(model, prompts)
+    Decoder.of(model, tokenizer, 12).decode(model, prompts)
+    assert draws[0] == decoder.decode(model, prompts, samples=2, generator=torch.Generator().manual_seed(1))
+
+
+@given(some.integers(0, 2**31), some.floats(0.1, 3), some.integers(0, 7))
+def test_choose_draws_from_the_tempered_top_k(seed, temperature, top_k):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 7, generator=generator) * 3
+    decoder = Decoder(1, (), 0, temperature, top_k)
+    tokens, logprobs = decoder.choose(logits, generator)
+    for row, token, logprob in zip(logits.double() / temperature, tokens, logprobs, strict=True):
+        allowed = row.argsort(descending=True)[: top_k or 7]
+        assert token in allowed
+        assert float(logprob) == pytest.approx(float(row[token] - row[allowed].logsumexp(0)), abs=1e-4)
+
+
+def test_end_tokens_come_from_the_model_and_the_tokenizer(nano):
+    model, tokenizer = nano
+    assert Decoder.of(model, tokenizer, 3).ends == (tokenizer.eos_token_id,)
+    assert Decoder.of(model, tokenizer, 3).pad == tokenizer.pad_token_id
+
+    class Config:
+        eos_token_id = [7, 9]  # noqa: RUF012
+
+    class Model:
+        generation_config = Config()
+
+    class Tokenizer:
+        eos_token_id, pad_token_id = 9, None
+
+    decoder = Decoder.of(Model(), Tokenizer(), 3)
+    assert (decoder.ends, decoder.pad) == ((7, 9), 7)
+
+
+def test_an_empty_prompt_is_one_line(nano):
+    with pytest.raises(ShaketableError, match="no tokens"):
+        Decoder.of(*nano, 3).decode(nano[0], [[4], []])
+
+
+@given(some.lists(some.integers(1, 30), max_size=40), some.integers(1, 9))
+def test_batches_hold_every_prompt_once_longest_first(lengths, size):
+    prompts = [[0] * n for n in lengths]
+    found = list(batches(prompts, size))
+    order = [i for batch in found for i in batch]
+    assert sorted(order) == list(range(len(lengths)))
+    assert [lengths[i] for i in order] == sorted(lengths, reverse=True)
+    assert all(len(batch) == size for batch in found[:-1]) and all(len(batch) <= size for batch in found)
+
+
+def test_the_batch_size_is_a_power_of_two_that_holds_all_prompts(nano, prompts):
+    model, tokenizer = nano
+    decoder = Decoder.of(model, tokenizer, 12)
+    assert probe_batch_size(decoder, model, prompts) == 16
+    assert probe_batch_size(decoder, model, prompts[:8]) == 8
+    assert probe_batch_size(decoder, model, prompts[:1]) == 1
+    assert probe_batch_size(decoder, model, prompts, largest=4) == 4
+    assert probe_batch_size(decoder, model, prompts * 1000) == LARGEST_BATCH
+
+
+def test_little_memory_makes_the_batch_smaller(nano, prompts, monkeypatch):
+    import psutil
+
+    sizes = []
+    for free in (10**12, 2_000_000, 1_000_000, 1):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
+        sizes.append(probe_batch_size(Decoder.of(*nano, 12), nano[0], prompts))
+    assert sizes[0] == 16 and sizes[-1] == 1 and sizes[1] == 2 * sizes[2] < 16
+
+
+def test_a_batch_size_is_found_for_a_model_with_a_composite_config():
+    assert 1 <= probe_batch_size(Decoder(4, (1,), 0), composite(), [[2, 3, 4]] * 8) <= 8

@@ -1,0 +1,325 @@
+"""Readings inside of a model: the numbers of an independent count, and the model left as it was."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kurtosis
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shaketable as st
+from shaketable.errors import InertError, NoMatchError, ShaketableError
+from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.layers import mechanism, skip_layers, without
+from shaketable.models import load_model, load_skeleton
+from shaketable.plan import Plan
+from shaketable.sites.phases import current_phase, phase
+from tests.study.small_studies import FAULTY
+
+PAD = 0
+LENGTHS = [(3, 4), (1, 1), (6, 2), (2, 9), (4, 0), (5, 5), (1, 3), (8, 1), (2, 2)]
+ZONE = "dead_zone:0.05,scope=token@layer.3"
+
+
+def pairs(vocabulary, lengths=LENGTHS):
+    draw = np.random.default_rng(7)
+    return [tuple(draw.integers(1, vocabulary, n).tolist() for n in pair) for pair in lengths]
+
+
+PAIRS = pairs(64)
+
+
+def read(model, plan=None, sequences=PAIRS, size=4, seed=0):
+    return mechanism(model, sequences, plan and Plan.parse(plan, seed=seed), batch_size=size, pad=PAD)
+
+
+def mean_loss(model, sequences):
+    """One pair at a time, so without padding."""
+    total, count = 0.0, 0
+    for prompt, completion in sequences:
+        logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0]
+        chosen = logits.double().log_softmax(-1)[len(prompt) - 1 : -1]
+        total = total - chosen[torch.arange(len(completion)), completion].sum() if completion else total
+        count += len(completion)
+    return total / count, count
+
+
+def norm_of(parameters):
+    return float(torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None]).norm())
+
+
+def outputs(model, layers, sequences):
+    """What each layer returned, one pair at a time: a list of (tokens, channels) per layer."""
+    seen = [[] for _ in layers]
+
+    def keep(to):
+        return lambda module, args, out: to.append((out[0] if isinstance(out, tuple) else out).detach()[0].double().numpy())
+
+    hooks = [layer.register_forward_hook(keep(to)) for layer, to in zip(layers, seen, strict=True)]
+    with torch.no_grad():
+        for prompt, completion in sequences:
+            model(input_ids=torch.tensor([[*prompt, *completion]]))
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=3, n_head=4)).eval()
+
+
+class Plain(nn.Module):
+    """Embedding, any number of layers, checkpointed in eval mode too, head; no attention, no transformers."""
+
+    def __init__(self, layers, *, checkpointed=True):
+        super().__init__()
+        self.checkpointed = checkpointed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(layers))
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return SimpleNamespace(logits=self.head(x))
+
+
+@pytest.fixture(params=["llama", "gpt2", "plain"])
+def any_model(request, tiny_llama):
+    """A model and its layers."""
+    if request.param == "llama":
+        return tiny_llama, tiny_llama.model.layers
+    model = gpt2() if request.param == "gpt2" else Plain(2)
+    return model, model.transformer.h if request.param == "gpt2" else model.layers
+
+
+def test_loss_and_gradient_norms_are_those_of_a_plain_backward(any_model):
+    model, layers = any_model
+    found = read(model)
+    other = copy.deepcopy(model)
+    loss, tokens = mean_loss(other, PAIRS)
+    loss.backward()
+    assert (found.loss, found.tokens) == (pytest.approx(loss.item(), rel=1e-5), tokens)
+    copied = [other.get_submodule(name) for name, m in model.named_modules() if any(m is layer for layer in layers)]
+    assert [r.layer for r in found.layers] == list(range(len(layers)))
+    assert [r.grad_norm for r in found.layers] == pytest.approx([norm_of(c.parameters()) for c in copied], rel=1e-4)
+    inside = {id(p) for c in copied for p in c.parameters()}
+    outside = norm_of(p for p in other.parameters() if id(p) not in inside)
+    assert found.outside_grad_norm == pytest.approx(outside, rel=1e-4)
+    assert found.ledger is None
+
+
+def test_activations_are_those_an_independent_hook_sees_without_padding(any_model):
+    model, layers = any_model
+    found = read(model)
+    for reading, seen in zip(found.layers, outputs(model, layers, PAIRS), strict=True):
+        y = np.concatenate(seen).ravel()
+        assert reading.rms == pytest.approx(np.sqrt(np.mean(y**2)), rel=1e-5)
+        assert reading.kurtosis == pytest.approx(kurtosis(y), rel=1e-3, abs=1e-4)
+        assert (reading.zeros, reading.survival, reading.survival_inside) == (0, 1, None)
+
+
+def numbers(found):
+    """Everything but the ledger, in one row."""
+    every = [found.loss, found.tokens, found.outside_grad_norm]
+    return every + [x for r in found.layers for x in (r.rms, r.kurtosis, r.zeros, r.survival, r.grad_norm)]
+
+
+def test_the_batch_size_changes_nothing(any_model):
+    model, _ = any_model
+    whole = numbers(read(model, size=99))
+    for size in (2, 7):
+        assert numbers(read(model, size=size)) == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return load_model("nano")[0].eval()
+
+
+def test_a_dead_zone_leaves_the_zeros_that_its_formula_says(nano):
+    sequences = pairs(nano.config.vocab_size)
+    clean, found = read(nano, sequences=sequences), read(nano, ZONE, sequences)
+    y = np.concatenate(outputs(nano, nano.model.layers, sequences)[3])
+    dead = np.abs(y) < 0.05 * np.abs(y).max(-1, keepdims=True)
+    assert 0.02 < dead.mean() < 0.9
+    hit = found.layers[3]
+    assert hit.zeros == pytest.approx(dead.mean(), abs=2 / dead.size)
+    assert hit.survival == pytest.approx(1 - dead.mean(), abs=2 / dead.size)
+    assert hit.rms == pytest.approx(np.sqrt(np.mean(np.where(dead, 0, y) ** 2)), rel=1e-4)
+    assert hit.kurtosis == pytest.approx(kurtosis(np.where(dead, 0, y).ravel()), rel=1e-2)
+    assert 0 < hit.survival_inside < 1
+    for i, (before, after) in enumerate(zip(clean.layers, found.layers, strict=True)):
+        if i != 3:
+            assert (after.zeros, after.survival, after.survival_inside) == (0, 1, None)
+        assert (before.rms == after.rms) is (i < 3)
+        assert before.grad_norm != after.grad_norm
+    assert found.loss != clean.loss and found.ledger["sites"][0]["forward"] == 3
+
+
+@pytest.mark.parametrize(
+    "plan", ["relative_gaussian:0.3@op.matmul", "relative_gaussian:0.3@op.matmul,direction=backward", "gain:0.2@layer.1", ZONE]
+)
+def test_a_plan_acts_forward_and_backward_as_it_does_in_a_backward_of_the_users_own(tiny_llama, plan):
+    sequences = [p for p in PAIRS if len(p[0]) + len(p[1]) == 7][:1] * 3
+    clean, found = read(tiny_llama, sequences=sequences), read(tiny_llama, f"{plan},phase=rollout", sequences, seed=5)
+    other = copy.deepcopy(tiny_llama)
+    ids = torch.tensor([[*p, *c] for p, c in sequences])
+    labels = torch.tensor([[-100] * len(p) + c for p, c in sequences])
+    with st.inject(other, plan, seed=5) as ledger:
+        loss = other(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
+        loss.backward()
+    assert found.loss == pytest.approx(loss.item(), rel=1e-6)
+    norms = [norm_of(layer.parameters()) for layer in other.model.layers]
+    assert [r.grad_norm for r in found.layers] == pytest.approx(norms, rel=1e-4)
+    assert any(abs(r.grad_norm / c.grad_norm - 1) > 1e-3 for r, c in zip(found.layers, clean.layers, strict=True))
+    assert (found.ledger["forward"], found.ledger["backward"]) == (ledger.forward, ledger.backward)
+    assert set(found.ledger["sites"][0]["phases"]) == {"eval"}
+    if "direction=backward" in plan:
+        assert (found.loss, {r.survival_inside for r in found.layers}) == (clean.loss, {None}), "nothing is hit forward"
+
+
+def state(model):
+    """Everything about a model that a reading could disturb."""
+    hooks = [[len(getattr(m, name)) for name in vars(m) if name.endswith("_hooks")] for m in model.modules()]
+    flags = [m.training for m in model.modules()]
+    gradients = [None if p.grad is None else (id(p.grad), p.grad.clone().numpy().tobytes()) for p in model.parameters()]
+    weights = [(id(p), p.requires_grad, p.detach().numpy().tobytes()) for p in model.parameters()]
+    buffers = [b.numpy().tobytes() for b in model.buffers()]
+    return hooks, flags, gradients, weights, buffers, [type(m) for m in model.modules()], torch.get_rng_state().tolist()
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was_on_every_way_out(tiny_llama, training):
+    model = tiny_llama.train(training)
+    model.model.layers[1].train(not training)
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+    model.model.norm.weight.grad = torch.full((32,), 3.0)
+    calls, fatal = [], []
+
+    def note(module, args, out):
+        calls.append((any(m.training for m in model.modules()), current_phase(module.training)))
+        if len(calls) in fatal:
+            raise StopError
+
+    model.register_forward_hook(note)
+    before = state(model)
+    every = "relative_gaussian:0.1@op.matmul;mxfp4@module.linear,point=weight+input"
+    for plan in (None, ZONE, every):
+        with torch.no_grad(), phase("rollout"):
+            assert read(model, plan, size=2).layers[0].grad_norm > 0
+        assert state(model) == before
+    for plan, error in (("saturation:1e9,scope=absolute@layer.3", InertError), ("gain:0.1@layer.99", NoMatchError)):
+        with pytest.raises(error):
+            read(model, plan)
+        assert state(model) == before
+    assert set(calls) == {(False, "eval")}
+    for plan in (None, every):
+        fatal.append(len(calls) + 3)
+        with pytest.raises(StopError):
+            read(model, plan, size=1)
+        assert state(model) == before
+
+
+def test_only_trained_parameters_have_gradients(tiny_llama):
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        config = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1, 3], init_lora_weights=False)
+        model = get_peft_model(tiny_llama, config).eval()
+    found = read(model)
+    loss, _ = mean_loss(model, PAIRS)
+    loss.backward()
+    layers = model.base_model.model.model.layers
+    norms = [norm_of(layers[i].parameters()) for i in (1, 3)]
+    assert [r.grad_norm for r in found.layers] == [
+        None,
+        pytest.approx(norms[0], rel=1e-4),
+        None,
+        pytest.approx(norms[1], rel=1e-4),
+    ]
+    assert found.outside_grad_norm is None and found.layers[0].rms > 0
+
+
+def test_a_model_without_decoder_layers_has_no_layers():
+    found = read(Plain(0), "gain:0.5@module.embedding")
+    assert found.layers == [] and found.outside_grad_norm > 0 and found.loss > 0
+
+
+def test_what_is_not_finite_is_none_in_json_and_left_out_of_the_kurtosis(tiny_llama):
+    def overflow(module, args, out):
+        return out.masked_fill(torch.arange(32) == 5, torch.inf)
+
+    tiny_llama.model.layers[1].register_forward_hook(overflow)
+    found = read(tiny_llama)
+    y = np.concatenate(outputs(tiny_llama, tiny_llama.model.layers, PAIRS)[1])
+    assert found.layers[1].rms == np.inf and not np.isfinite(found.loss)
+    assert found.layers[1].kurtosis == pytest.approx(kurtosis(np.delete(y, 5, axis=1).ravel()), rel=1e-4)
+    told = found.to_dict()
+    json.dumps(told, allow_nan=False)
+    one, last = told["layers"][1], told["layers"][3]
+    assert (told["loss"], told["outside_grad_norm"], one["rms"], one["grad_norm"], last["kurtosis"]) == (None,) * 5
+    assert told["layers"][0]["rms"] == found.layers[0].rms and one["zeros"] == 0
+
+
+def test_pairs_without_anything_to_read_are_refused(tiny_llama):
+    with pytest.raises(ShaketableError, match="a prompt has no tokens"):
+        read(tiny_llama, sequences=[([1], [2]), ([], [3])])
+    for nothing in ([], [([1, 2], [])]):
+        with pytest.raises(ShaketableError, match="no completion has a token"):
+            read(tiny_llama, sequences=nothing)
+
+
+# ---- skipped layers
+
+
+def test_a_skipped_layer_hands_on_what_it_is_given():
+    model, tokenizer = load_model("nano")
+    ids = torch.tensor([tokenizer("512+134=")["input_ids"]])
+    skip_layers(model, [3])
+    with torch.no_grad():
+        seen = model(ids, output_hidden_states=True).hidden_states
+        found = Decoder.of(model, tokenizer, 4).decode(model, ids.tolist())[0].tokens
+        assert torch.equal(seen[3], seen[4]) and not torch.equal(seen[4], seen[5])
+        for token in found:  # without a cache
+            assert int(model(ids).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "left"),
+    [
+        (FAULTY, None),
+        ("gain:0.1@layer.2-4", "gain:0.1@layer.2+4"),
+        ("gain:0.1@module.linear", "gain:0.1@module.linear"),
+        ("gain:0.1@module.linear,layers=3", None),
+        ("gain:0.1@op.matmul,layers=3", None),
+        (f"{FAULTY};gain:0.1@op.matmul", "gain:0.1@op.matmul"),
+    ],
+)
+def test_faults_of_a_layer_that_is_not_run_are_not_there(plan, left):
+    found = without(Plan.parse(plan), [3], load_skeleton("nano"))
+    assert (found and found.text()) == left
+
+
+@pytest.mark.parametrize(("layers", "words"), [([8], "has layers 0-7"), ([0], "layer 0 cannot be skipped")])
+def test_what_cannot_be_skipped_is_refused(layers, words):
+    with pytest.raises(ShaketableError, match=words):
+        skip_layers(load_model("nano")[0], layers)
