@@ -10,8 +10,7 @@ import torch
 from shaketable.faults import KINDS, Draw, make_fault
 from shaketable.faults import sums as s
 from shaketable.faults.bits import as_integers, bits_set, everywhere, mantissa_bits
-from shaketable.faults.blocks import join_blocks, split_blocks
-from shaketable.faults.clipping import top
+from shaketable.faults.clipping import join_blocks, split_blocks, top
 from shaketable.faults.cpu import native
 from shaketable.faults.noise import deviation, in_units, middle, scaled, size, spread, wide
 from shaketable.faults.rng import lanes, mix64, normals, normals_of_words, plain_normals, signed, uniforms

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shaketable as st
-from shaketable.inject import operators
 from tests.inject.code_paths import Body
 from tests.inject.recomputation import Again
 
@@ -315,23 +314,6 @@ def test_the_products_of_attention_are_hit_where_the_backend_exposes_them():
     assert ledger.sites[0].fused == 0
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
-def test_attention_in_the_open_is_attention(mask):
-    from shaketable.inject.operators import attention_in_the_open
-
-    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    seen = torch.ones(5, 5, dtype=torch.bool).tril()
-    options = {
-        "none": {},
-        "causal": {"is_causal": True},
-        "bool": {"attn_mask": seen},
-        "float": {"attn_mask": torch.zeros(5, 5).masked_fill(~seen, -1e9), "scale": 0.3},
-    }[mask]
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-    assert torch.allclose(attention_in_the_open(q, k, v, enable_gqa=True, **options), expected, atol=1e-6)
-
-
 def test_operators_inside_torch_multi_head_attention_are_met():
     torch.manual_seed(0)
     model = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -415,17 +397,6 @@ def test_experts_of_a_mixture_are_met():
     assert ledger.forward > 4
 
 
-def test_fully_masked_rows_stay_zero_in_the_open():
-    q = torch.randn(1, 2, 4, 8)
-    seen = torch.ones(4, 4, dtype=torch.bool).tril()
-    seen[:2] = False
-    model = Body(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=seen))
-    with sdpa_kernel(SDPBackend.MATH), st.inject(model, "relative_gaussian:1e-6@op.matmul"):
-        noisy = model(q)
-    with sdpa_kernel(SDPBackend.MATH):
-        assert torch.allclose(noisy, model(q), atol=1e-4)
-
-
 def test_a_bias_has_a_unit_of_its_own_for_every_gradient():
     layer = nn.Linear(8, 8)
     with st.inject(layer, "bias:0.1@op.matmul") as ledger:
@@ -495,57 +466,6 @@ def test_a_product_that_makes_rotary_angles_is_left_out_unless_it_is_named(plan,
         found = run(x)
     assert ledger.forward == fires
     assert torch.equal(found, 2 * linear + angles * fires)
-
-
-@pytest.mark.parametrize("arguments", [((), {"inplace": True}), ((True,), {})])
-def test_silu_in_place_is_hit_and_leaves_its_result_where_it_was(arguments):
-    args, kwargs = arguments
-    given = torch.tensor([1.0, -2.0])
-    model = Body(lambda x: F.silu(x, *args, **kwargs))
-    with st.inject(model, "gain:1@op.silu,direction=forward") as ledger:
-        found = model(given)
-    assert ledger.forward == 1 and found is given
-    assert torch.allclose(given, 2 * F.silu(torch.tensor([1.0, -2.0])))
-
-
-class Part:
-    """What is asked of a part of a model."""
-
-    def __init__(self, module, role=None):
-        self.module, self.role = module, role
-
-
-def engine(name, base=nn.Module, **body):
-    return type(name, (base,), {"__module__": "vllm.model_executor.layers", **body})()
-
-
-@pytest.mark.parametrize(
-    ("part", "family"),
-    [
-        (Part(nn.SiLU()), "silu"), (Part(nn.GELU()), "gelu"), (Part(nn.ReLU()), None), (Part(nn.Linear(2, 2), "linear"), None),
-        (Part(nn.RMSNorm(2), "rmsnorm"), "rms_norm"), (Part(nn.LayerNorm(2), "layernorm"), None), (Part(nn.Sequential(nn.SiLU())), None),
-        (Part(engine("Attention")), "sdpa"), (Part(type("Attention", (nn.Module,), {})()), None),
-    ],
-)  # fmt: skip
-def test_which_operator_a_module_is_as_a_whole(part, family):
-    assert operators.atomic_family(part) == family
-
-
-def test_our_mode_is_on_in_this_thread_as_long_as_the_plan_is_and_in_others_for_their_passes_alone():
-    model, seen = Body(torch.mm), []
-
-    def passes():
-        for _ in range(2):
-            model(A, A)
-            seen.append(len(torch.overrides._get_current_function_mode_stack()))
-
-    with st.inject(model, PLAN) as ledger:
-        passes()
-        thread = threading.Thread(target=passes)
-        thread.start()
-        thread.join()
-    assert seen == [1, 1, 0, 0] and ledger.forward == 4
-    assert torch.overrides._get_current_function_mode_stack() == []
 
 
 def test_what_a_hook_of_the_user_computes_before_the_model_is_called_is_not_the_models():

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.launch.ledger_file import PAUSE, SHARE, TRIES, KeptFile, pause_after
+from shaketable.launch.ledger_file import KeptFile
 from shaketable.launch.run import collect
 from tests.faulty_disk import every_use
 from tests.waiting import wait_until
@@ -22,13 +22,6 @@ def kept(request):
         return file
 
     return make
-
-
-def test_one_slow_write_delays_nothing_and_two_do():
-    """The first write of a worker pays for imports. A pause of a second after it lost what a killed worker did next."""
-    assert pause_after(0.05, 0.0) == PAUSE
-    assert pause_after(0.0001, 0.05) == PAUSE
-    assert pause_after(0.05, 0.04) == SHARE * 0.04
 
 
 def test_catching_up_writes_only_what_is_new(kept, tmp_path):
@@ -101,23 +94,6 @@ def test_a_write_that_breaks_off_leaves_what_was_there(kept, tmp_path, monkeypat
     content["a"] = 2
     file.try_flush()
     assert path.read_text() == '{"a": 1}'
-
-
-@pytest.mark.parametrize("failures", [0, 1, TRIES, TRIES + 1])
-def test_content_that_changes_while_it_is_read_is_read_again_but_not_for_ever(kept, tmp_path, failures):
-    left = [failures]
-
-    def ask():
-        left[0] -= 1
-        if left[0] >= 0:
-            raise RuntimeError("dictionary changed size during iteration")
-        return {"a": 1}
-
-    if failures > TRIES:
-        with pytest.raises(RuntimeError, match="changed size"):
-            kept(tmp_path / "x.json", ask)
-        return
-    assert json.loads(kept(tmp_path / "x.json", ask).path.read_text()) == {"a": 1}
 
 
 @pytest.mark.attack("full disks")

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import shaketable as st
 from shaketable.launch import process, process_identity
-from shaketable.launch.process import ProcessInjection, Seen
+from shaketable.launch.process import ProcessInjection
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
 from tests.tensors import same
@@ -103,19 +103,6 @@ def test_a_copy_of_a_model_is_met_by_itself():
         assert torch.allclose(twin(X), 2 * X @ twin[0].weight.T) and fires(found) == 2
 
 
-@pytest.mark.parametrize("mark", [None, "something of another program"])
-def test_only_our_own_mark_says_that_a_module_was_met(mark):
-    one = linear()
-    if mark:
-        one.__dict__["_shaketable_seen"] = mark
-    with Process(GAIN) as found:
-        one(X)
-        assert found.names == ["Linear"] and isinstance(one.__dict__["_shaketable_seen"], Seen)
-        del one.__dict__["_shaketable_seen"]
-        one(X)
-        assert found.names == ["Linear"] and fires(found) == 2, "nor is it met again where the mark was lost"
-
-
 def test_a_module_that_was_added_to_a_model_after_its_first_call_is_named():
     one = nn.Sequential(linear())
     with Process(GAIN) as found:
@@ -188,14 +175,6 @@ def test_the_first_call_of_a_model_is_one_pass_whether_it_was_met_before_or_in_i
             found.append([one(X).detach() for _ in range(3)])
             assert here.injection.inert_check.phases["train"] == 3
     assert same(*found) and not torch.equal(found[0][0], found[0][1])
-
-
-def test_arguments_of_a_first_call_stay_where_they_are():
-    one = Bare()
-    with Process("gain:1@module.Bare,point=input;gain:1@module.inner") as found:
-        assert torch.allclose(one(), 2 * X @ one.inner.weight.T) and fires(found) == 1, "no tensor was given"
-        for _ in range(2):
-            assert torch.allclose(one(X, 3.0, more=1.0), 12 * X @ one.inner.weight.T + 1)
 
 
 # ---- operators
@@ -287,10 +266,6 @@ def test_an_actor_has_a_rank_and_a_label(monkeypatch, place, rank, label, here):
     monkeypatch.setenv("RANK", "9")
     with Process() as found:
         assert found.injection.rank == 9, "a launcher's word goes first"
-
-
-def test_the_number_of_a_name_is_that_of_every_run():
-    assert process_identity.number("Sampler#1") == 1966345626
 
 
 # ---- what is put around the exits of a process

@@ -10,8 +10,7 @@ import pytest
 from shaketable.errors import PlanError
 from shaketable.launch import run
 from shaketable.launch.run import collect, environment, new_folder
-from shaketable.ledger.ledger import Ledger, SiteLedger
-from shaketable.ledger.spot import Measured, Spot
+from shaketable.ledger.ledger import Ledger, Measured, SiteLedger, Spot
 from shaketable.plan import Plan
 
 PLAN = "gain:0.5@layer.1"
@@ -243,11 +242,6 @@ def test_signals_go_to_the_program_and_afterwards_to_who_had_them_before(number)
         assert seen == [1], "who had it has it again"
     finally:
         signal.signal(number, before)
-
-
-def test_an_interrupt_is_for_the_program_and_its_own_end_is_waited_for():
-    code = "import os, signal; signal.signal(2, signal.SIG_IGN); os.kill(os.getppid(), 2); os._exit(7)"
-    assert run.run_command([sys.executable, "-S", "-c", code], dict(os.environ)) == 7
 
 
 def test_a_program_that_may_not_be_run_is_named(tmp_path):

@@ -10,12 +10,8 @@ import shaketable as st
 from shaketable.faults import make_fault
 from shaketable.faults.cpu import native
 from shaketable.faults.sums import SAMPLE, plain_sums, sums
-from shaketable.inject import counters
 from shaketable.inject.counters import measure
-from shaketable.inject.injection import Injection
 from shaketable.ledger.ledger import Ledger
-from shaketable.ledger.spot import Spot
-from shaketable.plan import Plan
 
 
 def shaken(seed=0, plan="relative_gaussian:0.05@module.linear;dead_zone:0.5@module.linear", calls=3):
@@ -53,20 +49,6 @@ def test_save_and_load(tmp_path):
     assert st.Ledger.load(tmp_path / "ledger.json").to_dict() == ledger.to_dict()
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_news_of_a_fire_comes_after_the_ledger_has_it(monkeypatch, held):
-    """Whoever copies the ledger in the middle of a fire must learn that there is more."""
-    model = nn.Sequential(nn.Linear(16, 16))
-    site = "module.linear,point=weight" if held else "module.linear"
-    injection = Injection(Plan.load(f"relative_gaussian:0.05@{site}"), hold=held)
-    injection.attach(model)
-    before, add = [], counters.HostTable.add
-    monkeypatch.setattr(counters.HostTable, "add", lambda self, *args: (before.append(injection.fires), add(self, *args)))
-    with injection:
-        model(torch.ones(8, 16))
-        assert (before, injection.fires) == ([0], 1)
-
-
 def test_the_table_has_a_row_for_every_clause():
     text = str(shaken())
     for word in ("relative_gaussian:0.05", "@module.linear", "dead_zone:0.5", "forward", "backward", "kept", "seed 0"):
@@ -77,19 +59,6 @@ def test_survival_rate_of_a_dead_zone():
     site = shaken().to_dict()["sites"][1]
     assert site["survival_rate"] == pytest.approx(1 - site["changed_fraction"], abs=1e-6)
     assert 0 < site["survival_rate"] < 1
-
-
-def test_merging_adds_counts_and_keeps_sites():
-    one, two = shaken(), shaken(calls=5)
-    merged = st.Ledger.merge([one, two])
-    assert merged.forward == one.forward + two.forward
-    assert [s.matched for s in merged.sites] == [2, 2]
-    assert merged.processes == 2
-    low, high = sorted(x.to_dict()["sites"][0]["measured_error"] for x in (one, two))
-    assert low <= merged.to_dict()["sites"][0]["measured_error"] <= high
-    assert one.forward == 12, "what was merged is left alone"
-    with pytest.raises(ValueError, match="different plans"):
-        st.Ledger.merge([one, shaken(seed=1)])
 
 
 def test_merging_keeps_directions_phases_and_what_was_measured_apart():
@@ -165,12 +134,6 @@ def test_noise_without_a_compiler_is_the_same_noise(monkeypatch):
     assert torch.equal(*outputs)
 
 
-def test_the_fused_share_and_time_are_kept():
-    site = shaken().to_dict()["sites"][0]
-    assert site["seconds"] > 0
-    assert site["layers"] == {"None": {"forward": 6, "backward": 0}}
-
-
 def test_merged_ledgers_average_a_magnitude_that_changed():
     model = torch.nn.Linear(64, 64)
     parts = []
@@ -232,9 +195,3 @@ def test_a_ledger_that_was_cleared_measures_its_next_fire():
         ledger.clear()
         layer(torch.ones(2, 8))
         assert (ledger.forward, ledger.sites[0].measured().fires) == (1, 1)
-
-
-def test_spots_that_are_added_took_the_time_of_both():
-    one, other = Spot("a", 0, seconds=1.5), Spot("a", 0, seconds=0.25)
-    one.add(other)
-    assert one.seconds == 1.75

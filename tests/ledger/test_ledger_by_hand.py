@@ -8,8 +8,7 @@ from torch import nn
 
 import shaketable as st
 from shaketable.errors import InertError
-from shaketable.ledger.ledger import Ledger, LiveLedger, SiteLedger
-from shaketable.ledger.spot import Measured, Spot
+from shaketable.ledger.ledger import Ledger, LiveLedger, Measured, SiteLedger, Spot
 from shaketable.ledger.table import _percent, build_table, ledger_table, remarks
 from shaketable.plan import Plan
 

@@ -268,6 +268,20 @@ def test_frequencies_of_a_rotation_that_follows_the_length():
     assert located(model).verdict != "HEALTHY"
 
 
+def test_frequencies_that_were_rounded_with_the_model_are_its_own():
+    import transformers
+
+    config = build("llama").config
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, **factors}
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    with torch.no_grad():
+        model(tokens())
+    assert located(model).verdict == "HEALTHY", located(model).sentence
+    model.model.rotary_emb.original_inv_freq *= 1.1
+    assert located(model).verdict != "HEALTHY"
+
+
 # ---- code that is not the model's
 
 

@@ -1,14 +1,12 @@
 """Which modules a clause means, on a small tree: names, classes, roles, layers, and every refusal word for word."""
 
 import pytest
-import torch
 from torch import nn
 
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.plan import Plan
 from shaketable.sites.match import check_range, is_wanted, targets
-from shaketable.sites.structure import Anatomy, is_linear, is_rotary
-from tests.sites.role_counts import role_counts
+from shaketable.sites.structure import Anatomy
 
 
 class Attention(nn.Module):
@@ -164,59 +162,6 @@ def test_a_layer_that_the_anatomy_has_no_part_for_is_called_by_its_number():
         ("layers.0", 0, None),
         ("layer.1", 1, None),
     ]
-
-
-class SomeRotaryEmbedding(nn.Module):
-    pass
-
-
-class Experts(nn.Module):
-    def __init__(self, dims):
-        super().__init__()
-        self.w, self.none = nn.Parameter(torch.ones(*[2] * dims)), None
-        self.register_parameter("bias", None)
-
-
-class Conv1D(nn.Module):
-    def __init__(self, dims=2):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(*[2] * dims))
-
-
-@pytest.mark.parametrize(
-    ("module", "linear"),
-    [
-        (nn.Linear(2, 2), True), (Conv1D(), True), (Conv1D(3), False), (nn.Conv1d(2, 2, 2), False), (nn.Embedding(2, 2), False),
-        (Experts(3), True), (Experts(2), False), (nn.Bilinear(2, 2, 2), False), (nn.Identity(), False),
-    ],
-)  # fmt: skip
-def test_a_product_with_a_weight_of_two_sides_is_linear_and_so_are_stacked_experts(module, linear):
-    assert is_linear(module) is linear
-
-
-@pytest.mark.parametrize(("module", "rotary"), [(SomeRotaryEmbedding(), True), (Rotary(), True), (nn.Linear(2, 2), False)])
-def test_what_makes_rotary_angles_is_known_by_its_class(module, rotary):
-    assert is_rotary(module) is rotary
-
-
-def test_the_weights_of_a_part_are_its_own_matrices_or_its_scale():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_up_proj, self.bias_proj = nn.Parameter(torch.ones(2, 2, 2)), nn.Parameter(torch.ones(2, 2))
-            self.scale = nn.Parameter(torch.ones(2))
-
-    Head.__name__ = "SomeExperts"
-    model = nn.Module()
-    model.experts, model.norm, model.linear, model.other = Head(), nn.LayerNorm(2), nn.Linear(2, 2), nn.Identity()
-    weights = {part.name: part.weights for part in Anatomy.of(model).parts}
-    assert weights == {"": (), "experts": ("gate_up_proj",), "norm": ("weight",), "linear": ("weight",), "other": ()}
-
-
-def test_roles_that_no_module_has_are_not_counted_and_what_is_left_out_is_named():
-    assert role_counts(ANATOMY) == {"linear": 6, "layernorm": 3, "attention": 2, "embedding": 1, "lm_head": 1}
-    left_out = {part.name: reason for part in ANATOMY.parts if (reason := ANATOMY.excluded(part))}
-    assert left_out == {"embed_tokens": "embedding", "lm_head": "lm_head"}
 
 
 @pytest.mark.parametrize("point", ["output", "weight"])

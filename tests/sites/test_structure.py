@@ -7,7 +7,6 @@ from torch import nn
 
 import shaketable as st
 from shaketable.plan import Plan
-from shaketable.sites import structure
 from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy, canonical, find_layers
 from tests.sites.role_counts import role_counts
@@ -247,20 +246,6 @@ def test_a_dense_model_whose_linear_is_called_gate_has_no_router():
     assert role_counts(Anatomy.of(model)) == {"linear": 3, "router": 1}, "where there are experts, it is"
 
 
-class FusedMLP(nn.Module):
-    """One kernel with its own weights: there is nothing inside of it to name."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
-
-
-def test_a_block_is_one_only_if_it_has_parts():
-    model = nn.Sequential()
-    model.mlp, model.ffn, model.attention = FusedMLP(), nn.Sequential(nn.Linear(2, 2)), nn.Identity()
-    assert role_counts(Anatomy.of(model)) == {"linear": 1, "mlp": 1}
-
-
 class OtherBlock(nn.Sequential):
     """A layer of another class."""
 
@@ -271,18 +256,6 @@ def test_a_stack_that_is_named_as_one_may_have_one_layer_or_two_kinds(kinds):
     model.model = nn.Module()
     model.model.layers = nn.ModuleList(kind(nn.Linear(2, 2)) for kind in kinds)
     assert find_layers(model)[1] == [f"model.layers.{i}" for i in range(len(kinds))]
-
-
-@pytest.mark.parametrize("place", ["layer.0+3", "layer.3", "layer.1-7", "module.linear,layers=0+3"])
-def test_a_layer_that_is_not_there_is_refused_wherever_it_is_named(place):
-    with pytest.raises(st.NoMatchError, match=r"layers 0-2"):
-        targets(Plan.parse(f"gain:0.1@{place}").clauses[0], Anatomy.of(skeleton("Llama")))
-
-
-def test_layers_are_matched_by_all_of_their_numbers():
-    anatomy = Anatomy.of(skeleton("Llama"))
-    found = targets(Plan.parse("gain:0.1@layer.0+2").clauses[0], anatomy)
-    assert [t.part.layer for t in found] == [0, 2] and found[1].part.module is anatomy.layers[2]
 
 
 def test_a_stack_inside_of_a_layer_is_no_stack_of_layers():
@@ -304,26 +277,10 @@ def test_a_block_inside_of_one_of_the_same_role_is_a_part_of_it_and_another_is_n
     assert (roles["mlp"], roles["mlp.mlp"], roles["mlp.attention"]) == ("mlp", None, "attention")
 
 
-def test_a_module_is_a_target_at_each_of_its_points():
-    found = targets(Plan.parse("gain:0.1@module.q_proj,point=input+output,layers=1").clauses[0], Anatomy.of(skeleton("Llama")))
-    assert [(t.part.layer, t.point) for t in found] == [(1, "input"), (1, "output")]
-
-
 STACKS = {
     "model.layers": 2, "decoder.layers": 2, "encoder_decoder.layers": 2, "encoder.layers": 1, "Encoder.layers": 1,
     "vision.layers": 0, "Visual.blocks": 0, "audio_decoder.layers": 0, "image.h": 0, "model.vision_encoder.layers": 0,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_text_comes_before_encoders_and_encoders_before_what_sees_and_hears(name):
-    assert structure._preference(name) == STACKS[name] == structure._preference(name.upper())
-
-
-@pytest.mark.parametrize("path", ["a", "a.b", "a.b.c.d"])
-def test_the_paths_above_a_module_are_all_but_its_own_and_the_roots(path):
-    words = path.split(".")
-    assert list(structure._above(path)) == [".".join(words[:n]) for n in range(1, len(words))]
 
 
 def test_the_stack_with_most_parameters_is_meant_though_another_has_more_layers():
@@ -350,14 +307,6 @@ def test_a_wrapper_is_no_part_of_its_own_and_what_it_wraps_keeps_its_name(name):
     model.q_proj = Wrapper(name, nn.Linear(2, 2))
     parts = {p.name: (type(p.module).__name__, p.role) for p in Anatomy.of(model).parts}
     assert parts == {"": ("Module", None), "q_proj": ("Linear", "linear")}
-
-
-@pytest.mark.parametrize("container", [nn.ModuleDict, None])
-def test_a_container_is_a_part_whatever_its_members_are_called_and_another_module_around_one_is_not(container):
-    inner = nn.Linear(2, 2)
-    model = container({"module": inner}) if container else Wrapper("module", inner)
-    kinds = [type(p.module).__name__ for p in Anatomy.of(model).parts]
-    assert kinds == (["ModuleDict", "Linear"] if container else ["Linear"])
 
 
 def test_a_head_inside_of_an_adapter_is_the_head():

@@ -95,10 +95,6 @@ class Recording:
     written: set[int] = field(default_factory=set)
     """Memory of the module's own parameters and buffers that was overwritten."""
 
-    def leaf(self, path: str) -> Record | None:
-        """The record of a leaf module."""
-        return next((r for r in self.records if r.func is None and r.path == path), None)
-
     def part_before(self, order: int) -> str | None:
         """Which part of the layer made what one of the layer's own functions takes: its attention, its MLP, a norm."""
         given = {id(t) for t in tensors_of((self.records[order].args, self.records[order].kwargs))}

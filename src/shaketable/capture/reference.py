@@ -338,14 +338,16 @@ def _unlike_config(own: Any, given: Any) -> Iterator[str]:
 
 
 def _rotations(part: nn.Module, expected: nn.Module) -> Iterator[Tensor]:
-    """Frequencies that a rotation which follows the length may hold after a longer sequence."""
+    """Frequencies that a rotation which follows the length may hold after a longer sequence, as its buffers round them."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config: Any = getattr(expected, "config", None)
-    yield from expected._buffers.values()  # type: ignore[misc]
+    found = [b for b in expected._buffers.values() if b is not None]
     original = (config.rope_parameters or {}).get("original_max_position_embeddings", 0)
     for length in (getattr(part, "max_seq_len_cached", 0), original + 1):
-        yield ROPE_INIT_FUNCTIONS[str(expected.rope_type)](config, torch.device("cpu"), seq_len=int(length))[0]
+        found.append(ROPE_INIT_FUNCTIONS[str(expected.rope_type)](config, torch.device("cpu"), seq_len=int(length))[0])
+    dtypes = {b.dtype for b in part._buffers.values() if b is not None and b.is_floating_point()}
+    yield from (frequencies.to(dtype) for frequencies in found for dtype in dtypes)
 
 
 def rebuilt(model: nn.Module, config: Any = None) -> nn.Module | None:

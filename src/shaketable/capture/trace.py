@@ -168,7 +168,10 @@ class LayerCall:
         Layers may write into a container they are given, keys and values for later layers, or into the hidden states
         themselves: each call gets its own.
         """
-        given = (self.args, self.kwargs) if x is None else with_hidden(self.args, self.kwargs, self.x, x)
+        given = (self.args, self.kwargs)
+        if x is not None:  # caches of its own, too
+            old = self.x
+            given = copied(given, lambda tensor: x if tensor is old else tensor)
         args, kwargs = copied(given, torch.clone) if self.overwrites else snapshot(given)
         autocast = torch.autocast(self.x.device.type, self.autocast, enabled=self.autocast is not None)
         with _without_shortcuts(), autocast, torch.inference_mode() if self.x.is_inference() else nullcontext():
@@ -213,14 +216,6 @@ def hidden(args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
     if not given:
         raise ModelError("a layer is given no hidden states; locate needs a tensor among its arguments")
     return next((t for t in given if t.shape == y.shape and t.is_floating_point()), given[0])
-
-
-def with_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, x: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with other hidden states, and caches of their own."""
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = copied((args, kwargs), lambda tensor: x if tensor is old else tensor)
-    return changed
 
 
 def forward(model: nn.Module, ids: Tensor, arguments: Arguments | None = None) -> Tensor:

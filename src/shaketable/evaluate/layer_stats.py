@@ -51,7 +51,7 @@ from shaketable.faults.noise import wide
 from shaketable.faults.sums import with_float64
 from shaketable.inject import Ledger, inject
 from shaketable.inject.attach import forget_compiled
-from shaketable.ledger.spot import Measured
+from shaketable.ledger.ledger import Measured
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
 from shaketable.sites.structure import find_layers

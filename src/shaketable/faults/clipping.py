@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from shaketable.faults import gpu
 from shaketable.faults.base import Magnitude, MagnitudeFault
-from shaketable.faults.blocks import join_blocks, split_blocks
+from shaketable.faults.gpu import dispatch as gpu
 from shaketable.faults.noise import wide
 from shaketable.faults.sums import usable_mask
 
@@ -27,6 +26,20 @@ if TYPE_CHECKING:
     from shaketable.faults.rng import Draw
 
 Scope = Literal["tensor", "token", "block"]
+
+
+def split_blocks(x: Tensor, block: int) -> Tensor:
+    """(…, n) to (…, ceil(n / block), block); each row is filled up with zeros, so that no block straddles two."""
+    from torch.nn.functional import pad
+
+    short = -x.shape[-1] % block
+    padded = pad(x, (0, short)) if short else x
+    return padded.reshape(*padded.shape[:-1], padded.shape[-1] // block, block)
+
+
+def join_blocks(blocks: Tensor, length: int) -> Tensor:
+    """The inverse of `split_blocks`."""
+    return blocks.flatten(-2)[..., :length]
 
 
 def top(x: Tensor, scope: Scope, block: int) -> Tensor:

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shaketable.faults import gpu
 from shaketable.faults.base import FaultBase
-from shaketable.faults.blocks import join_blocks, split_blocks
-from shaketable.faults.clipping import Scope
+from shaketable.faults.clipping import Scope, join_blocks, split_blocks
 from shaketable.faults.cpu import native
+from shaketable.faults.gpu import dispatch as gpu
 
 if TYPE_CHECKING:
     from torch import Tensor

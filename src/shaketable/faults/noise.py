@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import field_validator
 
-from shaketable.faults import gpu
 from shaketable.faults.base import MagnitudeFault
 from shaketable.faults.cpu import native
+from shaketable.faults.gpu import dispatch as gpu
 from shaketable.faults.sums import CROSS, DEVIATION, ERROR, FINITE, NONZERO, RATIO, SQUARE, usable_mask
 
 if TYPE_CHECKING:

@@ -17,11 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shaketable.errors import NoMatchError, PlanError
 from shaketable.inject import operators, passes, weights
-from shaketable.inject.modules import Hook, ModuleTaps, end_clean_copies, keep_copies_clean
+from shaketable.inject.modules import Hook, end_clean_copies, hooks_for, keep_copies_clean
 from shaketable.inject.op import Tap
 from shaketable.inject.operators import families, hidden_by_attention
 from shaketable.inject.passes import Entry
-from shaketable.inject.residual_pair import PairTaps, carries_pair
 from shaketable.inject.weights_in_place import Written
 from shaketable.sites.engine_modules import shard_of
 from shaketable.sites.match import Target, check_layers, targets
@@ -197,8 +196,7 @@ class Attached(Hook):
             for part in self.anatomy.heads_without_a_module():
                 self.injection.operators.weights.add(part.module, "lm_head", self.owner)
         for (_, point), (module, taps) in self.points.items():
-            kind = PairTaps if carries_pair(module) else ModuleTaps
-            self.hooks.extend(kind(point, taps, self.entries[id(module)]).install(module))
+            self.hooks.extend(hooks_for(module)(point, taps, self.entries[id(module)]).install(module))
         for entry in entries:
             if entry.atomic:
                 self._hook_operator(entry)

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from shaketable.faults import gpu
 from shaketable.faults import sums as s
 from shaketable.faults.base import FaultBase
+from shaketable.faults.gpu import dispatch as gpu
 from shaketable.io.replacing import WRITER
 from shaketable.plan import PHASES
 
 if TYPE_CHECKING:
     from shaketable.inject.op import Tap
-    from shaketable.ledger.spot import Spot
+    from shaketable.ledger.ledger import Spot
 
 RECOMPUTED = len(PHASES)
 """Columns of a row: fires in each phase, those repeated by activation checkpointing, then what `Measured` holds."""
@@ -152,11 +152,6 @@ class HostTable:
                 self._add(at, found.columns())
             else:
                 self._pending.setdefault(at, []).append(found)
-
-    def add_columns(self, tap: Tap, backward: bool, numbers: list[float]) -> None:
-        """Add what a measured fire found, as `Measurement.columns` tells it."""
-        with self._lock:
-            self._add(2 * tap.index + backward, numbers)
 
     def _add(self, at: int, numbers: list[float]) -> None:
         row = self._rows[at]

@@ -1,19 +1,15 @@
-"""CUDA graphs: what captured kernels read of their taps, where they count, and when a graph must be captured anew.
+"""CUDA graphs: what captured kernels read of their taps, and where they count.
 
 A CUDA graph cannot ask Python anything. So an injection has a table in the memory of each GPU: per tap and use a row of key,
 scale and flags, and beside it a row of counters per tap and direction (`counters.py`). One small kernel at the head of a pass
 (`faults/gpu/kernels/begin_pass.py`) writes the rows of the whole pass; it is replayed too, and takes the next key of a clock
 in the GPU's memory. The switch and the magnitudes are copied to the table when they change.
 
-The rows of a pass belong to the pass: a backward pass may come after other forward passes, and reads what its own forward
-pass wrote. They come in pages of so many uses of every tap, in one direction and for one argument; the first forward page is
-made when the pass begins, others when they are needed. Tables are made when hooks are set or when a model is first called on
-a GPU, because nothing may be allocated for good during a capture, and they never move. Noise that is held for a rollout needs
-no table: a replay reads the noisy weight itself.
-
-`fingerprint` tells whether a captured graph is still right. The switch, magnitudes of noise and AQN's σ need no other graph;
-a plan that was off or had magnitude 0 left nothing in the graph, and a fault without noise that takes several operators is in
-it with the magnitude of that moment.
+The rows of a pass belong to the pass: a backward pass may come after other forward passes. They come in pages of so many uses
+of every tap, in one direction and for one argument. Tables are made when hooks are set or when a model is first called on a
+GPU, because nothing may be allocated for good during a capture, and they never move. Noise that is held for a rollout needs
+no table: a replay reads the noisy weight itself. A plan that was off or had magnitude 0 left nothing in the graph, and a fault
+without noise that takes several operators is in it with the magnitude of that moment.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.errors import PlanError
-from shaketable.faults import gpu
-from shaketable.faults.gpu.recipes import recipe
+from shaketable.faults.gpu import dispatch as gpu
+from shaketable.faults.gpu.dispatch import recipe
 from shaketable.faults.rng import mix64, signed
 from shaketable.inject.counters import MEASURED, WIDTH, capturing, may_wait, tell
 from shaketable.plan import PHASES
@@ -41,39 +37,19 @@ if TYPE_CHECKING:
     from shaketable.inject.passes import Pass
 
 
-# ---- whether a graph is still right
+# ---- the injections of this process
 
 _injections: weakref.WeakSet[Injection] = weakref.WeakSet()
 
 
 def watch(injection: Injection) -> None:
-    """Count an injection among those that a fingerprint is made of."""
+    """Count an injection among those that are alive."""
     _injections.add(injection)
 
 
 def injections() -> list[Injection]:
     """Every injection that is alive."""
     return list(_injections)
-
-
-def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Equal as long as a captured graph of the model is still right."""
-    own = {id(p) for p in model.parameters()}
-    acting = [i for i in _injections if not i.closed and _is_on(i, own)]
-    return tuple(sorted((i.handle, i.enabled, *(_frozen(i, k) for k in range(len(i.faults)))) for i in acting))
-
-
-def _is_on(injection: Injection, parameters: set[int]) -> bool:
-    return any(id(p) in parameters for attached in injection.models for p in attached.model.parameters())
-
-
-def _frozen(injection: Injection, clause: int) -> str:
-    """What of a clause is in a graph: whether it is there at all, and all of it where its kernels read nothing."""
-    fault, site = injection.faults[clause], injection.plan.clauses[clause].site
-    if fault.is_off:
-        return "off"
-    held = injection.hold and "weight" in (site.point or fault.points)
-    return "on" if held or recipe(fault) is not None else fault.text()
 
 
 # ---- the table of a GPU
@@ -135,7 +111,7 @@ class DeviceTable:
 
     def _state(self, phase: str) -> list[tuple[float, float]]:
         """Per clause, the scale, and the number of the phase from one on when it acts there."""
-        scales = [0.0 if (how := recipe(fault, lanes=True)) is None else how.scale for fault in self.injection.faults]
+        scales = [0.0 if (how := recipe(fault)) is None else how.scale for fault in self.injection.faults]
         number = float(PHASES.index(phase) + 1)
         return [(scale, number * on) for scale, on in zip(scales, self.injection.acting(phase), strict=True)]
 
@@ -161,15 +137,14 @@ class DeviceTable:
         self._begin(rows, current.phase, backward, moment, known, base=base, on=any(current.acts))
 
     def _begin(self, rows: Tensor, phase: str, backward: bool, kind: int, own: Tensor, *, base: int = 0, on: bool) -> None:
-        from shaketable.faults.gpu import dispatch
         from shaketable.faults.gpu.kernels.begin_pass import begin_pass
 
         n = len(self.taps)
         live, sums = self.live[PHASES.index(phase)], self.sums[n:] if backward else self.sums
         values = self.keys[int(backward)], self.clock, own, live, rows, sums
-        words = 0, 0, *dispatch.words(base), int(on)
+        words = 0, 0, *gpu.words(base), int(on)
         shape = {"MOMENT": kind, "TAPS": n, "USES": self.uses, "BLOCK": 1024}
-        dispatch.launch(begin_pass, 1, (*values, *words), shape)
+        gpu.launch(begin_pass, 1, (*values, *words), shape)
 
     def row(self, what: Application, *, counted: bool = True) -> gpu.TableRow:
         """Where the kernel of one application reads, and counts."""
@@ -186,7 +161,7 @@ class DeviceTable:
     def apply(self, x: Tensor, what: Application) -> Tensor:
         """The faulty tensor, computed and counted by the GPU at every replay."""
         tap, mask = what.tap, what.tap.mask(x, what.fault)
-        how = recipe(what.fault, lanes=True)
+        how = recipe(what.fault)
         again = what.recomputing and not what.backward
         if how is not None and not tap.transposed and gpu.fits(x):
             self._load(how, x)
@@ -207,7 +182,7 @@ class DeviceTable:
         """What other operators than one kernel did, switched on or off at every replay, and counted there."""
         row = self.row(what)
         y = torch.where(row.rows[row.row, 3] != 0, y, x)
-        kind = recipe(what.fault, lanes=True)
+        kind = recipe(what.fault)
         sparse = what.fault.sparsity < 1
         gpu.tell(x.detach(), y.detach(), row, gpu.OTHER if kind is None else kind.kind, sparse=sparse)
         return y
@@ -216,7 +191,7 @@ class DeviceTable:
         """The gradient of an application that was captured, captured too."""
         row, tap = self.row(what, counted=False), what.tap
         if what.fault.kind in ("relative_gaussian", "gain") and not tap.transposed:
-            how, mask = recipe(what.fault, lanes=True), tap.mask(g, what.fault)
+            how, mask = recipe(what.fault), tap.mask(g, what.fault)
             y = None if how is None else how.apply(g, row)
             if y is not None:
                 return y if mask is None else y.where(mask, g)

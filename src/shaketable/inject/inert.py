@@ -1,12 +1,9 @@
 """Counts passes for the judge of "this clause did nothing" (`ledger/inert.py`), so that it can be asked while a run goes on.
 
-`close` judges a plan when it ends, which may be hours after the mistake was made. Most mistakes show in the first pass, so
-this file counts the passes of whole models in which a clause was **on**: its phase is that of the pass, its magnitude is not
-0, and the model has a site that it matches. A pass that raised does not count, nor does one that was recomputed, nor one of a
-part of the model. A clause that acts backward only counts where a backward pass has run. A clause that fired is left alone
-when its magnitude has been set, because it may follow a schedule.
-
-A clause that was seen to change a value is not looked at again, so a plan that works pays for a few integers in each pass.
+Counted are the passes of whole models in which a clause was **on**: its phase is that of the pass, its magnitude is not 0, and
+the model has a site that it matches. A pass that raised does not count, nor does one that was recomputed, nor one of a part of
+the model. A clause that acts backward only counts where a backward pass has run. A clause that fired is left alone when its
+magnitude has been set, because it may follow a schedule. One that was seen to change a value is not looked at again.
 
 Passes of a model that is compiled as a whole, or replayed from a CUDA graph, run no Python and are not counted here; an engine
 that knows of them says so (`saw_pass`). The ledger counts what fires there, so `changed no value` is known anyway.
@@ -16,8 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -30,7 +26,7 @@ from shaketable.plan import PHASES
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
     from shaketable.inject.passes import Frame
-    from shaketable.ledger.ledger import SiteLedger
+    from shaketable.ledger.ledger import Ledger, SiteLedger
 
 
 _EVERY_MODEL = -1
@@ -44,8 +40,6 @@ class _Clause:
     """Passes in which it was on."""
     graded: int = 0
     """Those of them that were computed for a backward pass."""
-    is_moved: bool = False
-    """Whether its magnitude has been set: it may be small on purpose, and grow."""
 
 
 class InertCheck:
@@ -63,8 +57,8 @@ class InertCheck:
         """Passes of whole models. Others may be reading: no key is ever added."""
         self.waiting = {i: _Clause() for i in range(len(self.injection.faults))}
         """The clauses that have not changed a value yet."""
-        self._new: Counter[tuple[int, tuple[bool, ...], bool]] = Counter()
-        """Passes: by model, by what acted in them, and whether gradients were wanted."""
+        self.moved: set[int] = set()
+        """Clauses whose magnitude has been set: it may be small on purpose, and grow."""
         self._without_gradients: bool | None = None
         """Whether no parameter had a gradient after the first pass that was computed for a backward one."""
         self._lock = Lock()
@@ -83,27 +77,21 @@ class InertCheck:
         graded = torch.is_grad_enabled()
         if graded and self._without_gradients is None:
             self._without_gradients = not self._has_gradients()
-        with self._lock:
-            self._new[frame.entry.owner, current.acts, graded] += 1
+        self._count(frame.entry.owner, current.acts, graded)
 
     def saw_pass(self, acts: tuple[bool, ...]) -> None:
         """A pass of every model has ended in which no Python may have run; `acts` says which clauses were on in it."""
+        self._count(_EVERY_MODEL, acts, graded=False)
+
+    def _count(self, owner: int, acts: tuple[bool, ...], graded: bool) -> None:
         with self._lock:
-            self._new[_EVERY_MODEL, acts, False] += 1
+            for i, clause in self.waiting.items():
+                if acts[i] and i in self.matched.get(owner, self.waiting):
+                    clause.passes += 1
+                    clause.graded += graded
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for model in self.injection.models for p in model.model.parameters())
-
-    def _sum_up(self) -> None:
-        """Add the passes since the last time to the clauses that were on in them."""
-        with self._lock:
-            for i, clause in self.waiting.items():
-                for (owner, acts, graded), passes in self._new.items():
-                    if acts[i] and i in self.matched.get(owner, self.waiting):
-                        clause.passes += passes
-                        clause.graded += passes * graded
-                clause.is_moved |= self.injection.faults[i] != self.injection.plan.clauses[i].fault
-            self._new.clear()
 
     # ---- judging
 
@@ -119,31 +107,34 @@ class InertCheck:
         if lines := list(self.inert().values()):
             raise InertError(f"{'; '.join(lines)} by the end of step {injection.step} (allow_inert=True accepts this)")
 
-    def inert(self, *, trained: bool = False, passes: int = 1, sites: Sequence[SiteLedger] | None = None) -> dict[int, str]:
+    def inert(self, *, trained: bool = False, passes: int = 1, ledger: Ledger | None = None) -> dict[int, str]:
         """One line for each clause that should have acted by now and did nothing, by its number.
 
         Args:
             trained: A backward pass is known to have run.
             passes: How many passes a clause must have been on in before it is said to never fire.
-            sites: The record of each clause, where more is known than what this injection did.
+            ledger: Where more is known than what this injection did.
         """
-        if not self.waiting:
+        with self._lock:  # before the ledger is read: what fires meanwhile must not be missed in passes that were counted
+            waiting = {i: replace(clause) for i, clause in self.waiting.items()}
+        if not waiting:
             return {}
-        self._sum_up()
-        found = self.injection.ledger.sites if sites is None else sites
+        sites = (self.injection.ledger if ledger is None else ledger).sites
         trained = trained or (self._without_gradients is True and self._has_gradients())
         lines = {}
-        for i in list(self.waiting):
-            if found[i].measured().changed:
-                del self.waiting[i]
-            elif (line := self._judged(i, found[i], trained, passes)) is not None:
+        for i, clause in waiting.items():
+            if sites[i].measured().changed:
+                with self._lock:
+                    self.waiting.pop(i, None)
+            elif (line := self._judged(i, clause, sites[i], trained, passes)) is not None:
                 lines[i] = line
         return lines
 
-    def _judged(self, i: int, site: SiteLedger, trained: bool, least: int) -> str | None:
-        clause = self.waiting[i]
-        if clause.is_moved and site.forward + site.backward:
+    def _judged(self, i: int, clause: _Clause, site: SiteLedger, trained: bool, least: int) -> str | None:
+        planned, fault = self.injection.plan.clauses[i], self.injection.faults[i]
+        if fault != planned.fault:
+            self.moved.add(i)
+        if i in self.moved and site.forward + site.backward:
             return None
-        is_forward = "forward" in self.injection.plan.clauses[i].site.directions
-        passes = clause.passes if is_forward else clause.graded if trained else 0
-        return why_inert(site, self.injection.faults[i], passes, least)
+        passes = clause.passes if "forward" in planned.site.directions else clause.graded if trained else 0
+        return why_inert(site, fault, passes, least)

@@ -30,8 +30,7 @@ from shaketable.inject.op import Tap
 from shaketable.inject.operators import OperatorTaps
 from shaketable.inject.passes import Calls, Entry, Frame, Pass
 from shaketable.inject.weights import HeldTap, Rollouts
-from shaketable.ledger.ledger import Ledger, LiveLedger
-from shaketable.ledger.spot import Spot
+from shaketable.ledger.ledger import Ledger, LiveLedger, Spot
 from shaketable.plan import PHASES, Clause, Plan
 from shaketable.sites.phases import current_phase
 
@@ -83,11 +82,16 @@ def open_injection(model: nn.Module) -> Injection | None:
 
 
 def this_rank() -> int:
-    """The distributed rank of this process; else that of the Ray actor it is or is a child of; else 0."""
+    """The distributed rank of this process; else what its launcher says; else that of the Ray actor it belongs to; else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
-    actor = os.environ.get("SHAKETABLE_PLACE", "").partition(":")[0]
-    return int(os.environ.get("RANK") or actor or 0)
+    return rank_of_launcher()
+
+
+def rank_of_launcher() -> int:
+    """The rank that a launcher has put into the environment, else that of the Ray actor of this process, else 0."""
+    found = next((value for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (value := os.environ.get(name))), None)
+    return int(found or os.environ.get("SHAKETABLE_PLACE", "").partition(":")[0] or 0)
 
 
 class Injection:

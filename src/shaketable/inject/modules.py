@@ -12,6 +12,7 @@ too; a dictionary of hooks that hides ours, because the handles of other hooks r
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from shaketable.errors import PlanError
 from shaketable.inject import op
 from shaketable.inject.op import Tap
 from shaketable.inject.passes import Entry, Frame
+from shaketable.sites.engine_modules import is_engine_module
 
 # ---- hooks that are not copied
 
@@ -211,3 +213,12 @@ class ModuleTaps(Hook):
         for tap in self.taps:
             x = op.trace(x, tap) if frame is None else tap.touch(x, frame)
         return x
+
+
+def hooks_for(module: nn.Module) -> type[ModuleTaps]:
+    """The class of the hooks at the points of a module. Modules of vLLM may take and return a pair (hidden, residual)."""
+    if not is_engine_module(module):
+        return ModuleTaps
+    pairs = importlib.import_module("shaketable.integrations.vllm.residual_pair")
+    kind: type[ModuleTaps] = pairs.PairTaps if pairs.carries_pair(module) else ModuleTaps
+    return kind

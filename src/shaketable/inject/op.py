@@ -1,36 +1,20 @@
 """A tap, and the operator that it places: the only code that changes a tensor, counts that it did, and measures it.
 
 A `Tap` is one fault at one place of one model. It has the keys of its noise and its faulty channels, and decides nothing:
-whether it acts was decided when the pass began. It places the operator on a tensor (`Tap.forward`), or on the gradient that
-will come back to it (`Tap.gradient`).
-
-`apply(x, application)` is that operator. Hooks, the operator mode, attention, weights, compiled graphs and captured graphs
-all use it. Keys are fixed in forward, so the error of a gradient belongs to the layer and the call that caused it, whatever
-thread runs backward and whenever. There is one gradient formula, `pull_back`: the fault's own, or that of the clean tensor for
-operator sites, whose backward is an operator of its own.
-
-| where | implementation |
-|---|---|
-| any device | `Tap.compute`: the fault in plain torch, the C++ of `native.cpp` or the kernels of `faults/gpu`; Python counts |
-| captured into a CUDA graph | a kernel that reads a row of `cuda_graphs.py`, or the formula with a switch; the GPU counts |
-| torch.compile | `shaketable::apply`, which calls `apply` |
+whether it acts was decided when the pass began. `apply(x, application)` is the operator. Hooks, the operator mode, attention,
+weights, compiled graphs and captured graphs all use it. Keys are fixed in forward, so the error of a gradient belongs to the
+layer and the call that caused it, whatever thread runs backward and whenever. `pull_back` is the one gradient formula: the
+fault's own, or that of the clean tensor for operator sites, whose backward is an operator of its own.
 
 **torch.compile.** Dynamo traces our hooks and the operator mode; they leave `shaketable::apply(x, pass, tap, number)` in the
-graph. The operator is opaque, so no state is baked in: the switch, the magnitude, the phase and the noise are those of the
-pass that runs. Once the injection is closed it is the identity. The pass is a few numbers in a tensor (its key, its phase,
-which clauses act), made by `shaketable::begin` before the first application and handed to every one of them. So compiled code
-draws the noise of eager code, a gradient has the pass of its forward call, and a recomputation has the pass of the first time.
-If only a part of the model is compiled, the pass is the one that is open when the graph runs.
+graph, which is opaque: the switch, the magnitude, the phase and the noise are those of the pass that runs. The pass is a few
+numbers in a tensor (its key, its phase, which clauses act), made by `shaketable::begin` before the first application. So
+compiled code draws the noise of eager code, and a gradient or a recomputation has the pass of its forward call.
 
 A graph that is traced while a plan is off contains nothing of it and is the clean graph, bit for bit: an operator that does
-nothing still stands between its neighbours, and compilers then fuse other kernels, which sum in another order. Whether a plan
-is present is therefore asked while tracing. Dynamo guards the answer (`present`, one item of a dictionary per injection) and
-keeps both graphs. Sampling engines trace once, without guards: there taps are always in the graph (`Injection.sampler`).
-
-Rejected: TorchDispatchMode, which sees more, but is thread-local, costs 7 % before anything happens, cannot be traced
-by torch.compile, and meets gradients where no one can tell which layer they belong to. Rejected: calling the registered
-operator in eager mode too; torch takes 15 microseconds to reach it. Rejected: the switch as an operand of compiled graphs
-(0.07 on logits of 4.5, in bfloat16, with everything off).
+nothing still stands between its neighbours, and compilers then fuse other kernels, which sum in another order. Dynamo guards
+whether a plan is there (`present`, one item of a dictionary per injection) and keeps both graphs. Sampling engines trace once,
+without guards: there taps are always in the graph (`Injection.sampler`).
 """
 
 from __future__ import annotations
@@ -56,7 +40,7 @@ if TYPE_CHECKING:
     from shaketable.inject.cuda_graphs import DeviceTable
     from shaketable.inject.injection import Injection
     from shaketable.inject.passes import Entry, Frame
-    from shaketable.ledger.spot import Spot
+    from shaketable.ledger.ledger import Spot
 
 
 class Tap:
@@ -319,6 +303,8 @@ class GraphTrace:
         """A pass begins; it is packed when it is needed."""
         self.known: Tensor | None = None
         self.counts: dict[str, int] = {}
+        self.casts: list[Tensor] = []
+        """What has been cast of the weights of heads."""
         self.frame: Frame | None = None
         """The frame of what runs between the graphs of the pass."""
 

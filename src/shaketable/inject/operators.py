@@ -1,18 +1,16 @@
 """Operator sites: every covered operator, forward and backward, in the layer that called it.
 
 A TorchFunctionMode (`Operators`) sees each operator where Python calls it: `@`, torch.matmul, F.linear, einsum and the rest,
-also when they were imported by name long ago. Around the real call it puts a faulty gradient on each input that wants one
-(every gradient that the operator produces gets its own error) and a fault on the result. Dynamo traces such modes, so the
-same code serves torch.compile; only how a fault is placed differs (`Here` in eager code, `Traced` in a graph).
-Monkey-patching torch.matmul and F.linear instead misses `@`, mm, einsum, attention and every name that was bound early.
+also when they were imported by name long ago. Around the real call it puts a faulty gradient on each input that wants one and
+a fault on the result. Dynamo traces such modes, so the same code serves torch.compile; only how a fault is placed differs
+(`Here` in eager code, `Traced` in a graph).
 
 The taps of an operator follow from its family, from the model and the layer that call it, and from the weight it multiplies
 with: heads, routers and adapters are left out unless the plan includes them (`ExcludedWeights`).
 
-Two kinds of operator need more. An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one
-(`OperatorModule`). Fused attention computes two products and a softmax that nobody can reach: where the math backend alone is
-enabled they are computed one by one (`attention_in_the_open`); elsewhere the ledger counts the call as fused, and a line says
-so when the plan is attached, with the setting that helps (`hidden_by_attention`).
+An RMSNorm or GELU written out in Python is no operator to torch: its module is taken as one (`OperatorModule`). Fused
+attention computes two products and a softmax that nobody can reach: where the math backend alone is enabled they are computed
+one by one (`attention_in_the_open`); elsewhere the ledger counts the call as fused, and a line says so (`hidden_by_attention`).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from shaketable.sites.structure import Part
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
-    from shaketable.inject.op import Tap
+    from shaketable.inject.op import GraphTrace, Tap
     from shaketable.inject.passes import Entry, Frame
 
 
@@ -85,6 +83,16 @@ class OperatorTaps:
         """Who calls an operator of the graph that is being compiled."""
         entries = op.traces[self.injection.handle].entries
         return entries[-1] if entries else self.loose
+
+    def cast(self, x: Any, result: Any) -> Any:
+        """What was cast: of a weight that is left out it is left out too."""
+        if not torch.compiler.is_compiling():
+            return self.weights.cast(x, result)
+        if op.present[self.injection.handle]:
+            trace = op.traces[self.injection.handle]
+            if self.weights.is_traced_head(x, trace):
+                trace.casts.append(result)
+        return result
 
 
 class Here:
@@ -145,7 +153,10 @@ class Traced:
     def at(self, family: str, tensors: list[Any]) -> list[Tap]:
         """The taps of an operator that is given these."""
         entry, weights = self.entry, self.taps.weights
-        excluded = entry.excluded or weights.traced_owner(tensors)
+        excluded = entry.excluded
+        for x in tensors:
+            if weights.is_traced_head(x, self.trace):
+                excluded = "lm_head"
         if excluded is None and entry.is_root and weights.has_head and self._is_by_hand():
             excluded = "lm_head"
         return self.taps.tapped(family, entry.owner, entry.layer, excluded)
@@ -213,10 +224,11 @@ class ExcludedWeights:
             self._heads.append(module)
 
     def refresh(self) -> None:
-        """A pass begins: weights may be where they were not before. A model moves as a whole, so its first one tells."""
+        """A pass begins: weights may be where they were not before. A model moves as a whole; heads are replaced alone."""
         self._cast = None
         found = (next(self._weights(owner), None) for owner in self._modules)
-        firsts = tuple(_address(first[0]) for first in found if first is not None)
+        heads = (module.weight for module in self._heads if type(module.weight) in _PLAIN)
+        firsts = *(_address(first[0]) for first in found if first is not None), *map(_address, heads)
         if firsts != self._firsts:
             self._firsts = firsts
             self._known = {_address(p): why for owner in self._modules for p, why in self._weights(owner)}
@@ -249,13 +261,19 @@ class ExcludedWeights:
         """Whether there is a head among them."""
         return len(self._heads) > 0
 
-    def traced_owner(self, tensors: list[Any]) -> str | None:
-        """The same while a graph is traced, where memory has no address: a head is known as the object that it is."""
-        for module in self._heads:
-            for x in tensors:
-                if x is module.weight:
-                    return "lm_head"
-        return None
+    def is_traced_head(self, x: Any, trace: GraphTrace) -> bool:
+        """Whether something is the weight of a head, or cast of one, or a view of either, while a graph is traced.
+
+        Memory has no address there, but dynamo knows the object that a tensor is a view of. It leaves a dead node in the graph
+        for each that is asked, so views are looked for outside of layers alone.
+        """
+        if not isinstance(x, Tensor) or not self._heads:
+            return False
+        heads = [module.weight for module in self._heads] + trace.casts
+        if trace.entries and trace.entries[-1].layer is not None:
+            return any(x is head for head in heads)
+        base = x._base
+        return any(x is head or base is head for head in heads)
 
 
 def _function_by_hand() -> str | None:
@@ -501,12 +519,12 @@ class Operators(TorchFunctionMode):
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if operator is _CAST:
-            return self.taps.weights.cast(args[0], func(*args, **kwargs))
+        if operator == _CAST:  # dynamo does not know one tuple by its identity
+            return self.taps.cast(args[0], func(*args, **kwargs))
         where = self._where(operator[0], kwargs)
         if where is None:
             return func(*args, **kwargs)
-        if operator is _WHOLE:
+        if operator == _WHOLE:
             with self:
                 return open_multi_head()(*args, **kwargs)
         return self._meet(where, func, operator, args, kwargs)

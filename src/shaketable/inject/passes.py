@@ -3,18 +3,13 @@
 Every hooked container of a model opens a `Frame` when it is called. The outermost frame begins a `Pass`, in which
 `Injection.begin_pass` decides once what acts, in which phase, and with which key: a 64-bit number made from (step, phase,
 number of the pass). Inner frames know their layer and share the pass, and uses of a tap are counted in the outermost frame.
-So an application of a fault is named by its tap, its pass, and the index of that use, whichever containers are hooked.
-
-Frames are thread-local, one stack per injection: threads and nested injections do not see each other. A gradient error
-carries the pass of its forward call. (Rejected: a global "current layer". In backward its value is whatever layer came last
-in forward.)
+Frames are thread-local, one stack per injection. A gradient error carries the pass of its forward call.
 
 **Activation checkpointing** runs a function again inside backward, without the modules that were around it, and that second
 run must see the noise of the first. While a plan is active, every function given to torch.utils.checkpoint remembers the
-frame it was first called in and gets it back, with the same counts, whether it is a layer, a leaf, several modules or a bare
-product. We patch the two functions that keep the checkpointed function, not the names that people import. Other libraries
-(DeepSpeed, FairScale) call whole layers again: a forward inside an autograd graph task with no frame open finds its pass by
-the address of its input, which checkpointing has kept alive.
+frame it was first called in and gets it back, with the same counts. We patch the two functions that keep the checkpointed
+function, not the names that people import. Other libraries (DeepSpeed, FairScale) call whole layers again: a forward inside an
+autograd graph task with no frame open finds its pass by the address of its input, which checkpointing has kept alive.
 """
 
 from __future__ import annotations

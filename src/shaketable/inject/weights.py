@@ -1,25 +1,17 @@
 """Faulty weights that never replace the real ones, and noise that is held for a rollout.
 
 A module with a weight tap gets a subclass of its own class (same name) in which the weight is a property. Outside the
-module's forward the property is the parameter; inside, it is the faulty tensor. `_parameters` is never written to:
-optimizers, `state_dict`, tied modules, saving and other threads always see the clean parameter, and there is nothing to
-restore.
-
-The faulty tensor is made when the module first reads its weight, not when it is called: FSDP2 replaces a shard by the whole
-weight in a hook of its own, and whoever computes reads last. So the fault acts on the weight that is multiplied with, and a
-weight that is never read is not counted as hit. `fully_shard` also changes the class of a module: ours stays below its class,
-and is taken out from under it when the plan leaves.
-
-Rejected: swapping the tensor before forward and back after it (the gradient is then computed with another weight, an
-exception leaves the noise in, and threads see each other's weights); torch.nn.utils.parametrize (it renames the parameter);
-keeping a quantized weight until it changes (writes through `.data`, the usual way to sync a sampler, leave no trace).
+module's forward the property is the parameter; inside, it is the faulty tensor, made when the module first reads it: FSDP2
+replaces a shard by the whole weight in a hook of its own, and a weight that is never read is not counted as hit.
+`_parameters` is never written to: optimizers, `state_dict`, tied modules, saving and other threads always see the clean
+parameter. `fully_shard` also changes the class of a module: ours stays below its class, and is taken out from under it when
+the plan leaves.
 
 **Held noise.** A sampler whose weights change at every token is not one noisy policy but a thousand. A held tap draws its
-noise once per rollout, with the key (seed, place, step, number of the rollout in the step, rank): every forward of a rollout
-sees one weight, and a run that resumes at step k sees what an uninterrupted one saw. The clause is not in the key, so arms
-that group their layers differently share their noise. Training forwards use the noise of the newest rollout of the step. In a
-rollout without gradients the noisy weight is kept; elsewhere it is made again, because an optimizer may have changed the
-weight. A draw is counted and measured once.
+noise once per rollout, with the key (seed, place, step, number of the rollout in the step, rank). The clause is not in the
+key, so arms that group their layers differently share their noise. Training forwards use the noise of the newest rollout of
+the step. In a rollout without gradients the noisy weight is kept; elsewhere it is made again, because an optimizer may have
+changed the weight. A draw is counted and measured once.
 """
 
 from __future__ import annotations
@@ -42,7 +34,7 @@ from shaketable.inject.counters import capturing
 from shaketable.inject.modules import Hook, as_multiplied, is_product
 from shaketable.inject.op import Application, Tap, apply
 from shaketable.inject.passes import Entry, Frame, Pass
-from shaketable.ledger.spot import Spot
+from shaketable.ledger.ledger import Spot
 from shaketable.sites.phases import current_rollout
 
 SLOT = "_shaketable_weights"

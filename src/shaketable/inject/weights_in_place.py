@@ -1,21 +1,15 @@
 """Faulty weights inside a sampling engine: written into the parameters, and taken out again exactly.
 
-Everywhere else a faulty weight never replaces the real one (`on_read.py`). An engine such as vLLM compiles its model, captures
+Everywhere else a faulty weight never replaces the real one (`weights.py`). An engine such as vLLM compiles its model, captures
 it in CUDA graphs and calls kernels on addresses it has noted: nothing but the memory of the weight itself is read there. So
-here the fault is written into it, once for every change of step, magnitude, phase or switch, and costs a forward nothing.
-What makes this safe is that an engine never trains: no gradient and no optimizer sees the weight, and the policy that is
-trained is in another place.
+here the fault is written into it, once for every change of step, magnitude, phase or switch. An engine never trains: no
+gradient and no optimizer sees the weight.
 
-Noise never accumulates: a faulty weight is always made from the clean copy that was taken before the first write. An engine's
-weights are replaced from outside, at every step of a reinforcement-learning run, and those that replace them do not ask us. So
-each write leaves a checksum of the bits; when the bits are not ours any more, somebody has put new weights there, and those are
-the clean ones from now on. (A weight that somebody replaces in part, behind the back of the engine, would keep our
-noise in the other part: whoever loads through the engine is noticed before, and the weight is clean then.)
+Noise never accumulates: a faulty weight is always made from the clean copy, in the memory of the host, that was taken before
+the first write. Those that replace an engine's weights do not ask us, so each write leaves a checksum of the bits; when the
+bits are not ours any more, somebody has put new weights there, and those are the clean ones from now on.
 
-A plan and AQN may act on the same weight. There is one clean copy of it and one list of taps, whoever made them: with a copy
-each, the one would take the other's noise for new weights.
-
-Copies are kept in the memory of the host: norms are small, and a whole model would not fit beside itself on a GPU.
+A plan and AQN may act on the same weight: there is one clean copy of it and one list of taps, whoever made them.
 """
 
 from __future__ import annotations

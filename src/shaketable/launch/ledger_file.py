@@ -178,7 +178,7 @@ class LedgerFile:
         self.name = found if found.label else self.name
         process, ledger = self.process, self._whole()
         if process.reports is not None:
-            process.reports.judge(ledger.sites)
+            process.reports.judge(ledger)
         return {
             "schema": SCHEMA,
             "pid": os.getpid(),

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shaketable.faults.rng import mix64
 from shaketable.inject.attach import Attached
-from shaketable.inject.injection import Injection
+from shaketable.inject.injection import Injection, rank_of_launcher
 from shaketable.inject.modules import Hook, ModuleTaps, change_input
 from shaketable.inject.passes import Calls, Entry
 from shaketable.launch import process_identity
@@ -40,7 +40,7 @@ from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
 
 if TYPE_CHECKING:
-    from shaketable.ledger.ledger import SiteLedger
+    from shaketable.ledger.ledger import Ledger
 
 PLAN, SEED, LEDGER = "SHAKETABLE_PLAN", "SHAKETABLE_SEED", "SHAKETABLE_LEDGER"
 PASSES = 2
@@ -117,7 +117,7 @@ class ProcessInjection:
         group = self.group()
         if group is not None and not self._has_group_of_parent:
             return group[0]
-        return process_identity.child_rank(process_identity.rank_of_launcher() if group is None else group[0])
+        return process_identity.child_rank(rank_of_launcher() if group is None else group[0])
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -272,9 +272,9 @@ class Reports:
             for line in lines:
                 self._report((clause.text(), line), f"{clause.text()} in {name}: {line}")
 
-    def judge(self, sites: Sequence[SiteLedger]) -> None:
+    def judge(self, ledger: Ledger) -> None:
         """The ledger of the process is about to be written: see what each clause has done so far."""
-        for i, line in self.injection.inert_check.inert(trained=self.trained, passes=PASSES, sites=sites).items():
+        for i, line in self.injection.inert_check.inert(trained=self.trained, passes=PASSES, ledger=ledger).items():
             self._report(i, line)
 
     def _on_optimizer(self, *_: Any) -> None:

@@ -1,20 +1,13 @@
-"""Which process of a program this one is: its rank, its name, the task it is busy with.
+"""Which process of a program this one is: its name, the task it is busy with, and its rank where it has no process group.
 
-A process group knows its rank; before there is one, launchers say it in RANK, SLURM_PROCID or LOCAL_RANK. Processes that a
-program starts by itself (`multiprocessing`, `os.fork`) have no rank. They differ by how they were started: the second
-child of the first child is that in every run of the program.
+Processes that a program starts by itself (`multiprocessing`, `os.fork`) have no rank. They differ by how they were started:
+the second child of the first child is that in every run of the program.
 
-A framework that has actors and tasks instead (Ray) says so here:
-
-*   An **actor** has a rank of its own, made from whose child it is, its class and its number among those: `Sampler#2` is the
-    second Sampler that the driver made, in every run of the program and in every life of the actor. It travels in one
-    variable of the environment, so that the actor's own children have it too.
-*   A **task** runs in whichever worker is free. The task is the same in every run and the worker is not, so the task is part of
-    the moment that keys the noise: in a new task passes and models are counted from zero again (`ByTask`), and a task that is
-    tried again sees its noise again.
-
-Rejected for actors: the actor's id, which is another one in each run; its name, which most have not and some frameworks draw at
-random. Rejected for tasks: a rank per worker, which would make noise depend on the scheduler.
+A framework that has actors and tasks instead (Ray) says so here. An **actor** has a rank of its own, made from whose child it
+is, its class and its number among those: `Sampler#2` is the second Sampler that the driver made, in every run of the program
+and in every life of the actor. It travels in one variable of the environment, so that the actor's own children have it too. A
+**task** runs in whichever worker is free. The task is the same in every run and the worker is not, so the task is part of what
+keys the noise: in a new task passes and models are counted from zero again (`CallsByTask`).
 
 Standard library only.
 """
@@ -52,12 +45,6 @@ def number(text: str, size: int = 4) -> int:
 def rank_here() -> int:
     """The rank of the actor that this process is or is a child of, else 0."""
     return int(os.environ.get(PLACE, "0").partition(":")[0])
-
-
-def rank_of_launcher() -> int:
-    """The rank that a launcher has put into the environment, else the actor's."""
-    found = next((value for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (value := os.environ.get(name))), None)
-    return rank_here() if found is None else int(found)
 
 
 _forks: list[tuple[tuple[int, ...], int]] = []

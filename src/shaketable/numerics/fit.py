@@ -164,11 +164,6 @@ def fit_all(clean: Tensor, faulty: Tensor, unit: float | None = None) -> list[Fi
     return sorted((f for f in fits if f.kind in (ROUNDING, *NOISE) or f.explained > TELLING), key=lambda f: f.bic)
 
 
-def fit(clean: Tensor, faulty: Tensor, unit: float | None = None) -> Fit | None:
-    """The best candidate."""
-    return next(iter(fit_all(clean, faulty, unit)), None)
-
-
 @dataclass(frozen=True)
 class _Guess:
     """A candidate: its prediction, and the shape of its noise."""

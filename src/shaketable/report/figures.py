@@ -115,11 +115,6 @@ def marker(arm: int, x: float = 0, y: float = 0) -> Markup:
     return Markup(shape).format(hollow, x, y, MARKERS[arm % len(MARKERS)])
 
 
-def pin(arm: int, x: float, y: str) -> Markup:
-    """The arm's marker at x percent of a strip: an SVG of its own, for a transform takes no percentages."""
-    return Markup('<svg class="pin" x="{:.2f}%" y="{}">{}</svg>').format(x, y, marker(arm))
-
-
 def dash(arm: int) -> str:
     """The arm's dash pattern; empty for a solid line."""
     return DASHES[arm % len(DASHES)]

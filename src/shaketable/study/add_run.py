@@ -1,27 +1,81 @@
-"""Bringing a run that was made elsewhere into a study: read, checked, then written as a record like all others.
+"""Runs that were made elsewhere, read as events of a run record: a record of `shaketable`, or what a verl run leaves behind.
 
-The record is made in a folder beside the runs and moved to its place when it is whole: whoever looks sees all of it or nothing,
-and what cannot be read changes nothing. It is chained and sealed from now on. What it cannot vouch for is the time before; so
-its `added` event says where the run came from, when it had ended, and the SHA-256 of every file that was read, and the report
-names each such run.
+    a folder with record.jsonl          a run of `shaketable train`, or of another study
+    a folder with instructions.json     the ledgers of a verl run (`shaketable.ledger`), with ledger.json and steps.jsonl
+    any other folder                    a run without Shaketable: for arms without a plan and AQN, with nothing to prove
+
+The first has its scores in it. The others need a file of scores for each condition: a line of JSON for every problem, such as
+verl writes with `trainer.validation_data_dir` (`input`, `output`, `gts`, `score`), or with `id` and `correct`. A problem is
+known by its `id`, or by the hash of its `input`; problems are put into the order of these, so that all runs have one order.
+
+Everything is read and checked before a line is written. Rejected: to believe a file name, or a folder, about what acted in a
+run: plan and AQN come from the instructions, and that they acted from the merged ledger.
+
+A run is written in a folder beside the runs and moved to its place when it is whole. It is chained and sealed from now on. What
+the chain cannot vouch for is the time before: its `added` event says where the run came from, when it had ended, and the
+SHA-256 of every file that was read, and the report names each such run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError, nearest
+from shaketable.evaluate.evaluation import in_phases
+from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.tasks import Problem
+from shaketable.evaluate.tasks.lines import Rows, read_rows, read_text
+from shaketable.evaluate.tasks.task import digest, examples
+from shaketable.integrations.common.instructions import Instructions
+from shaketable.integrations.verl.settings import ORDERS
+from shaketable.integrations.verl.workers import LEDGER, STEPS
 from shaketable.io.locks import held
-from shaketable.records.record import RunRecord
+from shaketable.ledger.ledger import Ledger
+from shaketable.plan import Plan
+from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis.runs import Run
 from shaketable.study.cells import Cell, cells_of
-from shaketable.study.config import StudyConfig
-from shaketable.study.foreign_runs import ForeignRun, read_run
+from shaketable.study.config import CLEAN, StudyConfig
 from shaketable.study.run_study import define
+
+Events = list[tuple[str, dict[str, Any]]]
+KEPT = ("resolved", "made_of", "examples", "step", "mechanism", "aqn_check", "warning")
+"""Events of a record that are taken over as they are."""
+METRICS = {
+    "reward": "critic/score/mean",
+    "loss": "actor/pg_loss",
+    "entropy": "actor/entropy",
+    "grad_norm": "actor/grad_norm",
+    "seconds": "timing_s/step",
+    "kl_sampler_trainer": "shaketable/kl",
+}
+"""What verl calls the columns of a step (`trainer.logger` with `file`)."""
+
+
+@dataclass(frozen=True)
+class ForeignRun:
+    """A run as it will be written down."""
+
+    how: str
+    """What it is: a run record, or a run of verl."""
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    ended: float
+    """When it ended, in seconds since 1970."""
+    events: Events
+    ledgers: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of every file that it was read from."""
+    proven: bool = True
+    """Whether ledgers say what acted in it."""
 
 
 def add_run(
@@ -86,3 +140,234 @@ def _write(found: ForeignRun, cell: Cell, study: str, runs: Path, folder: Path) 
     last = max((body["step"] for kind, body in found.events if kind == "step"), default=0)
     record.append("finished", step=last, ledgers=found.ledgers)
     draft.rename(runs / cell.name)
+
+
+def read_run(folder: Path, cell: Cell, scores: Mapping[str, Path], metrics: Path | None) -> ForeignRun:
+    """The run in a folder as that of a cell; raises in one line when it is another, or not whole."""
+    if not folder.is_dir():
+        raise ShaketableError(f"there is no run in {folder}: it is no folder")
+    if (folder / FILE).is_file():
+        if scores or metrics:
+            raise ShaketableError(f"{folder} is a run record and has its own scores; drop --scores and --metrics")
+        return _from_record(folder, cell)
+    found = _from_verl(folder, cell) if _was_shaken(folder) else _without_ledger(folder, cell)
+    return _with_scores(found, cell, scores, metrics)
+
+
+# ---- run records
+
+
+def _from_record(folder: Path, cell: Cell) -> ForeignRun:
+    record = RunRecord.open(folder)
+    finished = record.events("finished")
+    if record.head["verb"] not in ("train", "harden", "evaluate") or not finished:
+        raise ShaketableError(f"{folder} is no finished run of train, harden or a study")
+    config = record.config
+    _same("model", config.get("model"), cell, folder)
+    _same("task", config.get("task"), cell, folder)
+    _same("seed", config.get("seed"), cell, folder)
+    plans = [config["plan"]] if config.get("plan") else list(config.get("plans", ()))
+    _same("plan", ";".join(plans) or None, cell, folder)
+    _same("aqn", config.get("aqn"), cell, folder)
+    events = [(e["event"], _body(e)) for e in record.events(*KEPT, "evaluation")]
+    events = [(kind, _renamed(body, cell, folder) if kind == "evaluation" else body) for kind, body in events]
+    sha = hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
+    return ForeignRun(
+        "a run record", config, record.head["environment"], finished[-1]["time"], events, finished[-1]["ledgers"], {FILE: sha}
+    )
+
+
+def _body(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in event.items() if key not in ("event", "time")}
+
+
+def _renamed(body: dict[str, Any], cell: Cell, folder: Path) -> dict[str, Any]:
+    """An evaluation with the study's names: conditions are found by their plan."""
+    have = {c["plan"]: c for c in body["conditions"]}
+    wanted = {CLEAN: None, **cell.config["conditions"]}
+    if missing := [name for name, plan in wanted.items() if plan not in have]:
+        raise ShaketableError(f"{folder} was not scored under {missing[0]} ({wanted[missing[0]]}), which the study asks for")
+    return body | {"conditions": [have[plan] | {"name": name} for name, plan in wanted.items()]}
+
+
+# ---- verl
+
+
+def _from_verl(folder: Path, cell: Cell) -> ForeignRun:
+    orders = [_instructions(folder / ORDERS, role, body) for role, body in _json(folder / ORDERS).items()]
+    aqn = next((_without_seed(o.aqn) for o in orders if o.aqn), None)
+    clauses = dict.fromkeys(clause for o in orders if o.plan for clause in _without_phases(o.plan))
+    _same("plan", ";".join(clauses) or None, cell, folder)
+    _same("aqn", aqn, cell, folder)
+    ledgers = _ledgers(folder / LEDGER)
+    if lost := [what for what, there in (("plan", clauses), ("aqn", aqn)) if there and what not in ledgers]:
+        raise ShaketableError(f"{folder / LEDGER} has no ledger of the {lost[0]}: nothing says that it acted")
+    rows = read_rows(folder / STEPS)
+    if bad := next((number for number, row in rows if not isinstance(row.get("step"), int)), None):
+        raise ShaketableError(f"{folder / STEPS}: line {bad} has no step")
+    steps = [("step", {"step": row["step"], **_columns(row)}) for _, row in rows]
+    config = cell.config | {"steps": rows[-1][1]["step"]}
+    files = {name: _sha(folder / name) for name in (ORDERS, LEDGER, STEPS)}
+    ended = (folder / LEDGER).stat().st_mtime
+    return ForeignRun("verl", config, {"made": "elsewhere, by verl"}, ended, steps, ledgers, files)
+
+
+def _was_shaken(folder: Path) -> bool:
+    """Whether it is the folder of a verl run under a plan or AQN; one that was only measured has no ledger (`mismatch`)."""
+    return (folder / ORDERS).is_file() and "mismatch" not in _json(folder / ORDERS)
+
+
+def _instructions(path: Path, role: str, body: Any) -> Instructions:
+    if not isinstance(body, dict):
+        raise ShaketableError(f"{path}: {role} must hold an object, not {type(body).__name__}")
+    return Instructions.from_mapping({key: value for key, value in body.items() if key != "digest"})
+
+
+def _without_seed(aqn: str) -> str:
+    """AQN as an arm writes it: the noise of each run has a seed of its own (`shaketable.seed`)."""
+    return AQN.load(aqn).model_copy(update={"seed": AQN.model_fields["seed"].default}).text()
+
+
+def _without_phases(plan: str) -> list[str]:
+    """The clauses as a study writes them: verl puts a phase into every one that has none."""
+    return [clause.text() for clause in in_phases(Plan.parse(plan), ()).clauses]
+
+
+def _ledgers(path: Path) -> dict[str, Any]:
+    """Of plan and AQN, samplers and actors together: merged where they had the same clauses, else side by side."""
+    merged, found = _json(path).get("merged", {}), {}
+    try:
+        for what in ("plan", "aqn"):
+            read = [Ledger.from_dict(merged[key]) for key in merged if key.endswith(f".{what}")]
+            if read:
+                alike = len({ledger.plan for ledger in read}) == 1
+                sites = [site for ledger in read for site in ledger.sites]
+                found[what] = (Ledger.merge(read) if alike else replace(read[0], sites=sites)).to_dict()
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ShaketableError(f"{path} holds no ledgers that can be read: {type(error).__name__} {error}") from None
+    return found
+
+
+def _without_ledger(folder: Path, cell: Cell) -> ForeignRun:
+    if cell.config["plan"] or cell.config["aqn"]:
+        lacks = f"{folder} has neither {FILE} nor a plan or AQN in {ORDERS}"
+        raise ShaketableError(f"{lacks}: nothing says that the {'plan' if cell.config['plan'] else 'AQN'} of {cell.arm} acted")
+    environment = {"made": "elsewhere"}
+    return ForeignRun("a run without a ledger", dict(cell.config), environment, folder.stat().st_mtime, [], proven=False)
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, float]:
+    """What is known of a step, in the words of run records."""
+    return {ours: row[theirs] for ours, theirs in METRICS.items() if isinstance(row.get(theirs), int | float)}
+
+
+# ---- scores and metrics in files
+
+
+def _with_scores(run: ForeignRun, cell: Cell, scores: Mapping[str, Path], metrics: Path | None) -> ForeignRun:
+    wanted = {CLEAN: None, **cell.config["conditions"]}
+    for name in scores:
+        if name not in wanted:
+            raise ShaketableError(f"--scores {name}=…: there is no such condition; {nearest(name, wanted)}")
+    if missing := [name for name in wanted if name not in scores]:
+        raise ShaketableError(f"no scores under {missing[0]}: give --scores {missing[0]}=FILE, one line of JSON a problem")
+    tables = {name: _problems(path) for name, path in scores.items()}
+    first = next(iter(tables.values()))
+    if other := next((name for name, t in tables.items() if t.keys() != first.keys()), None):
+        raise ShaketableError(f"{scores[other]} and {next(iter(scores.values()))} are not of the same problems")
+    steps = _measured(run, metrics)
+    last = max((body["step"] for kind, body in steps if kind == "step"), default=0)
+    conditions = [_condition(name, plan, tables[name], run) for name, plan in wanted.items()]
+    problems = [Problem(id, row["input"], row["gts"]) for id, row in first.items()]
+    made: Events = [("made_of", {"tests": digest(problems)}), ("examples", {"problems": examples(problems)})]
+    evaluation: Events = [("evaluation", {"step": last, "conditions": conditions})]
+    files = run.files | {path.name: _sha(path) for path in (*scores.values(), *([metrics] if metrics else []))}
+    return replace(run, events=[*made, *steps, *evaluation], files=files)
+
+
+def _problems(path: Path) -> dict[str, dict[str, Any]]:
+    """Problems by id, in the order of their ids."""
+    rows, found = read_rows(path), dict[str, dict[str, Any]]()
+    key = _score_key(path, rows)
+    for number, row in rows:
+        value = row.get(key)
+        if isinstance(value, bool | int | float) and 0 <= value <= 1:
+            known = str(row.get("id") or hashlib.sha256(str(row.get("input", "")).encode()).hexdigest()[:16])
+        else:
+            raise ShaketableError(f"{path}: line {number}: {key} must be a number from 0 to 1, not {value!r}")
+        if "id" not in row and "input" not in row:
+            raise ShaketableError(f"{path}: line {number} has neither id nor input: nothing says which problem it is")
+        if known in found:
+            raise ShaketableError(f"{path}: line {number} is the second answer to {known}; one answer a problem is compared")
+        text = {name: str(row.get(name) or "") for name in ("input", "output", "gts")}
+        found[known] = {**text, "correct": value, "formatted": bool(row.get("formatted", True))}
+    return dict(sorted(found.items()))
+
+
+def _score_key(path: Path, rows: Rows) -> str:
+    key = next((name for name in ("correct", "acc", "score") if name in rows[0][1]), None)
+    if key is None:
+        raise ShaketableError(f"{path}: line {rows[0][0]} has no correct, acc or score")
+    return key
+
+
+def _condition(name: str, plan: str | None, table: Mapping[str, dict[str, Any]], run: ForeignRun) -> dict[str, Any]:
+    answers = [{"id": i, "text": r["output"], "correct": r["correct"], "formatted": r["formatted"]} for i, r in table.items()]
+    n = len(answers)
+    accuracy = sum(a["correct"] for a in answers) / n
+    ends, formatted = wilson(accuracy, n), sum(a["formatted"] for a in answers) / n
+    ledger = _in_validation(name, run) if plan is not None else None
+    facts = {"name": name, "plan": plan, "plan_seed": None, "accuracy": accuracy, "ci_low": ends.low, "ci_high": ends.high}
+    rest = {"n": n, "formatted": formatted, "seconds": 0.0, "answers": answers, "ledger": ledger}
+    return facts | rest
+
+
+def _in_validation(name: str, run: ForeignRun) -> dict[str, Any]:
+    """The ledger of a plan that acted while the run was validated; a score under faults that never fired is a clean one."""
+    ledger = run.ledgers.get("plan")
+    sites = ledger["sites"] if ledger else ()
+    fires = [sum(spot["counts"].get("eval", [0, 0])) for site in sites for spot in site["spots"].values()]
+    if not sum(fires):
+        raise ShaketableError(f"--scores {name}=…: no fault fired in a validation of this run, so its scores are clean ones")
+    assert ledger is not None
+    return dict(ledger)
+
+
+def _measured(run: ForeignRun, metrics: Path | None) -> Events:
+    """The steps, with verl's own columns where its file of metrics is given."""
+    known = {body["step"]: body for kind, body in run.events if kind == "step"}
+    for number, row in read_rows(metrics) if metrics else ():
+        data = row.get("data")
+        if not isinstance(row.get("step"), int) or not isinstance(data, dict):
+            raise ShaketableError(
+                f'{metrics}: line {number} is not {{"step": …, "data": {{…}}}}, as verl\'s file logger writes'
+            )
+        if columns := _columns(data):
+            known[row["step"]] = known.get(row["step"], {"step": row["step"]}) | columns
+    return [("step", known[step]) for step in sorted(known)]
+
+
+# ---- what all have
+
+
+def _same(what: str, found: Any, cell: Cell, folder: Path) -> None:
+    """Refuse a run that is not what the arm says."""
+    if found != cell.config[what]:
+        raise ShaketableError(f"{folder} had the {what} {found}, and the arm {cell.arm} has {cell.config[what]}")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ShaketableError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ShaketableError(f"{path} must hold an object, not {type(found).__name__}")
+    return found
+
+
+def _sha(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ShaketableError(f"cannot read {path}: {error.strerror or error}") from None

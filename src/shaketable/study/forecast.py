@@ -136,38 +136,30 @@ def probe(study: StudyConfig, left: Sequence[Cell], tell: Callable[[str], None])
     first = {cell.arm: cell for cell in reversed(left) if cell.kind in ("train", "harden")}
     for name, cell in sorted(first.items(), key=lambda pair: list(study.arms).index(str(pair[0]))):
         tell(f"probing {name}")
-        found[str(name)] = _measured(cell.config) if cell.kind == "train" else _hardened(cell.config)
+        found[str(name)] = _measured(cell)
     return found
 
 
-def _measured(config: dict[str, Any]) -> Speed:
+def _measured(cell: Cell) -> Speed:
+    from shaketable.harden.run import Hardening
     from shaketable.records.record import RunRecord
     from shaketable.train.run import Training
 
-    warmup = {"warmup": 0, "eval_every": 0, "mechanism": False, "save_every": STEPS}
-    aqn = None if config["aqn"] is None else _constant(config)
-    few = {"steps": STEPS, "eval_n": min(PROBLEMS, config["eval_n"]), "aqn": aqn, **warmup}
-    small = TrainConfig.checked(**{**config, **few})
-    with tempfile.TemporaryDirectory(prefix="shaketable-probe-") as folder:
-        record = RunRecord.create(Path(folder) / "run", "train", small.model_dump(mode="json"), {})
-        Training(small, record).run()
+    config = cell.config
+    few = {**config, "steps": STEPS, "eval_n": min(PROBLEMS, config["eval_n"]), "mechanism": False}
+    with tempfile.TemporaryDirectory(prefix="shaketable-probe-") as name:
+        folder = Path(name) / "run"
+        if cell.kind == "train":
+            aqn = None if config["aqn"] is None else _constant(config)
+            small = TrainConfig.checked(**few | {"aqn": aqn, "warmup": 0, "eval_every": 0, "save_every": STEPS})
+            record = RunRecord.create(folder, "train", small.model_dump(mode="json"), {})
+            Training(small, record).run()
+        else:
+            hard = HardenConfig.checked(**few | {"rungs": [rung for rung in config["rungs"] if rung in TRAINED]})
+            record = RunRecord.create(folder, "harden", hard.model_dump(mode="json"), {})
+            Hardening(hard, record).run()
         steps, scores = record.events("step"), record.events("evaluation")
-    per_problem = sum(c["seconds"] for c in scores[-1]["conditions"]) / small.eval_n
-    return Speed(steps[-1]["seconds"], per_problem)
-
-
-def _hardened(config: dict[str, Any]) -> Speed:
-    from shaketable.harden.run import Hardening
-    from shaketable.records.record import RunRecord
-
-    rungs = [rung for rung in config["rungs"] if rung in TRAINED]
-    few = {"steps": STEPS, "rungs": rungs, "eval_n": min(PROBLEMS, config["eval_n"]), "mechanism": False}
-    small = HardenConfig.checked(**{**config, **few})
-    with tempfile.TemporaryDirectory(prefix="shaketable-probe-") as folder:
-        record = RunRecord.create(Path(folder) / "run", "harden", small.model_dump(mode="json"), {})
-        Hardening(small, record).run()
-        steps, scores = record.events("step"), record.events("evaluation")
-    per_problem = sum(c["seconds"] for c in scores[-1]["conditions"]) / small.eval_n
+    per_problem = sum(c["seconds"] for c in scores[-1]["conditions"]) / few["eval_n"]
     return Speed(steps[-1]["seconds"] if steps else 0.0, per_problem)
 
 

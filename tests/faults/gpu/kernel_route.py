@@ -18,8 +18,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shaketable.faults import gpu
 from shaketable.faults.gpu import dispatch
+from shaketable.faults.gpu import dispatch as gpu
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

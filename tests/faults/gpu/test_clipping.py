@@ -24,7 +24,7 @@ def both_routes(fault, x, g=None):
     hit = (lambda: fault.apply(x, Draw(1))) if g is None else (lambda: fault.gradient(g, x, Draw(1)))
     with fused() as did:
         fast = hit()
-    assert did == ["clipped"]
+    assert did[-1:] == ["clipped"]
     with plain():
         return fast, hit()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shaketable.faults import gpu
 from shaketable.faults.gpu import dispatch
+from shaketable.faults.gpu import dispatch as gpu
 from shaketable.faults.rng import mix64, plain_normals
 from shaketable.faults.sums import plain_sums
 from shaketable.inject import counters as c

@@ -35,7 +35,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, t
 def both_routes(fault, x, key):
     with fused() as did:
         fast = fault.apply(x, Draw(key))
-    assert did == ["coded"]
+    assert did[-1:] == ["coded"]
     with plain():
         return fast, fault.apply(x, Draw(key))
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shaketable.faults import Draw, gpu, make_fault
+from shaketable.faults import Draw, make_fault
 from shaketable.faults.gpu import dispatch
+from shaketable.faults.gpu import dispatch as gpu
 from shaketable.faults.rng import plain_normals
 from tests.faults.gpu.kernel_route import DEVICE, HARD, KEYS, ON_GPU, fused, kernels, plain, quick, tensors
 from tests.tensors import same_numbers as same

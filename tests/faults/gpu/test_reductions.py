@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shaketable.faults import gpu
 from shaketable.faults.clipping import top
-from shaketable.faults.gpu import dispatch
-from shaketable.faults.gpu.reductions import PARTIALS, _share
+from shaketable.faults.gpu import dispatch as gpu
+from shaketable.faults.gpu.dispatch import PARTIALS, _share
 from shaketable.faults.noise import middle, size, spread
 from tests.faults.gpu.kernel_route import DEVICE, HARD, NAN, fused, kernels, plain, quick, tensors
 from tests.tensors import same_numbers as same
@@ -96,7 +95,7 @@ def test_the_same_tensor_gives_the_same_bits_every_time():
             assert len({float(moment(x)) for _ in range(4)}) == 1
 
 
-@pytest.mark.parametrize("n", [1, 2048, 2049, 2048 * PARTIALS, 2048 * PARTIALS + 1, 3 * 2048 * PARTIALS, dispatch.LARGEST])
+@pytest.mark.parametrize("n", [1, 2048, 2049, 2048 * PARTIALS, 2048 * PARTIALS + 1, 3 * 2048 * PARTIALS, gpu.LARGEST])
 def test_shares_are_powers_of_two_and_cover_everything(n):
     share, programs = _share(n)
     assert share & (share - 1) == 0
@@ -106,7 +105,7 @@ def test_shares_are_powers_of_two_and_cover_everything(n):
 
 def test_several_blocks_to_a_program(monkeypatch):
     """As for tensors too large for the interpreter: a share of several blocks, and programs that are not full."""
-    monkeypatch.setattr("shaketable.faults.gpu.reductions._share", lambda n: (4, -(-n // (4 * 2048))))
+    monkeypatch.setattr("shaketable.faults.gpu.dispatch._share", lambda n: (4, -(-n // (4 * 2048))))
     x = torch.randn(6 * 2048 + 5, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     x[-1] = -9.5
     with fused():

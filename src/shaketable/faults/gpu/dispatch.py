@@ -1,4 +1,13 @@
-"""Which kernel, which variant, and how it is launched."""
+"""The kernels of a GPU: which one does a fault, which variant, and how it is launched. None where plain torch has to do it.
+
+Plain torch (`noise.py`, `formats.py`, …) stays the reference that these are tested against: in Triton's interpreter on every
+machine, on a GPU with the results committed.
+
+`kernel[grid](…)` looks at every argument, builds a key and finds the variant: 20 microseconds of Python, three times what the
+launch of a torch operator costs, and 210 times per forward. Which variant is needed is known here from a handful of flags; so
+after the first call the launcher that Triton has compiled for it is called directly. (Rejected: the CUDA driver through ctypes,
+which is slower, and a C module of our own, which saved a few hundred nanoseconds a launch.)
+"""
 
 from __future__ import annotations
 
@@ -6,14 +15,15 @@ import functools
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shaketable.faults.gpu.tiling import flat, segments
 from shaketable.faults.rng import signed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shaketable.faults.gpu.launch import Launcher
+    from shaketable.faults.base import FaultBase
 
 BLOCK, WARPS = 2048, 4
 LARGEST = 2**31 - BLOCK
@@ -22,6 +32,15 @@ RELATIVE, ADDITIVE = 0, 1
 BIAS, GAIN, SYSTEMATIC, OTHER = 2, 3, 4, 5
 STEPS, STEP = 16, 1024
 """How many values `tell` looks at: so many steps of so many."""
+PARTIALS = 4096
+MEAN, SPREAD, SIZE = 0, 1, 2
+_CLIPS = {"dead_zone": 0, "saturation": 1}
+_CLIP_SCOPES = {"absolute": 0, "tensor": 1, "token": 2, "block": 2}
+_FORMATS = {"mxfp4": (0, 32), "nvfp4": (1, 16), "fp8_e4m3": (2, 128), "fp8_e5m2": (3, 128)}
+"""What the kernel calls a format, and the length of its blocks."""
+_FORMAT_SCOPES = {"none": 0, "tensor": 1, "token": 2, "block": 2}
+_RECIPES = {"relative_gaussian": RELATIVE, "absolute_gaussian": ADDITIVE, "gain": GAIN, "systematic_bias": SYSTEMATIC}
+"""Faults that one kernel does as a whole, so that they can be captured into a CUDA graph with a magnitude that may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +96,6 @@ def _floats() -> tuple[Any, ...]:
 def words(value: int) -> tuple[int, int]:
     """The two halves of 64 bits, the low one first, as kernels take them."""
     return signed(value), signed(value >> 32)
-
-
-_launchers: dict[Any, Launcher] = {}
 
 
 def noise(
@@ -164,6 +180,162 @@ def tell(x: Tensor, y: Tensor, live: TableRow, kind: int = OTHER, *, sparse: boo
     launch(measure.tell, 1, (x, y, n, live.rows, live.sums, live.row, live.place, width, stride), shape)
 
 
+# ---- a tensor's largest magnitude, mean, standard deviation and root mean square, which stay on the device
+
+
+def _share(n: int) -> tuple[int, int]:
+    """Blocks that each program takes, a power of two, and how many programs that makes."""
+    blocks = -(-n // BLOCK)
+    share = 1 << max(0, -(-blocks // PARTIALS) - 1).bit_length()
+    return share, -(-blocks // share)
+
+
+def top(x: Tensor, *, finite: bool) -> Tensor | None:
+    """The largest magnitude, float32; NaN where there is one, unless only what is `finite` counts."""
+    import torch
+
+    if not fits(x):
+        return None
+    from shaketable.faults.gpu.kernels import reductions as kernels
+
+    x = x.contiguous()
+    share, programs = _share(x.numel())
+    partial = torch.empty(programs, dtype=torch.int32, device=x.device)
+    out = torch.empty((), dtype=torch.float32, device=x.device)
+    shape = {"FINITE": finite, "ALIGNED": x.numel() % 16 == 0, "SHARE": share, "BLOCK": BLOCK}
+    launch_apart(kernels.tops, programs, x, partial, x.numel(), **shape)
+    launch_apart(kernels.top_of_tops, 1, partial, out, programs)
+    return out
+
+
+def moment(x: Tensor, which: int) -> Tensor | None:
+    """The mean, spread or size of the finite values, float32."""
+    import torch
+
+    if not fits(x):
+        return None
+    from shaketable.faults.gpu.kernels import reductions as kernels
+
+    x = x.contiguous()
+    share, programs = _share(x.numel())
+    partial = torch.empty(3 * PARTIALS, dtype=torch.float64, device=x.device)
+    out = torch.empty(3, dtype=torch.float32, device=x.device)
+    launch_apart(kernels.sums, programs, x, partial, x.numel(), ALIGNED=x.numel() % 16 == 0, SHARE=share, BLOCK=BLOCK)
+    launch_apart(kernels.moments, 1, partial, out, programs)
+    return out[which]
+
+
+# ---- clipping and formats
+
+
+def clipped(x: Tensor, kind: str, magnitude: float, scope: str, block: int, g: Tensor | None = None) -> Tensor | None:
+    """The clipped tensor, or with `g` the gradient that passes.
+
+    Args:
+        x: The clean tensor.
+        kind: The fault, as a plan names it.
+        magnitude: The fraction of the maximum, or the ceiling itself where the scope is `absolute`.
+        scope: What the maximum is taken over.
+        block: How many values that is where the scope is `block`.
+        g: The gradient with respect to the clipped tensor.
+    """
+    import torch
+
+    if not fits(x) or not (g is None or (fits(g) and g.shape == x.shape)):
+        return None
+    length = min(block, x.shape[-1]) if scope == "block" and x.dim() else None
+    parts = flat(x) if scope in ("absolute", "tensor") else segments(x, length)
+    if parts.padded > LARGEST:
+        return None
+    from shaketable.faults.gpu.kernels.clipping import clip
+
+    x = x.contiguous()
+    back = x if g is None else g.contiguous()
+    y = torch.empty_like(back)
+    whole = top(x, finite=True) if scope == "tensor" else x
+    how = {"KIND": _CLIPS[kind], "SCOPE": _CLIP_SCOPES[scope], "GRADIENT": g is not None, **parts.shape}
+    launch_apart(clip, parts.programs, x, back, y, whole, magnitude, *parts.sizes, warps=parts.warps, **how)
+    return y
+
+
+def coded(x: Tensor, kind: str, scope: str, key: int | None) -> Tensor | None:
+    """Quantize and dequantize in one pass, and one before it where the tensor's maximum is asked for.
+
+    Args:
+        x: What is quantized, along its last dimension.
+        kind: The format, as a plan names it.
+        scope: What shares one scale: tensor, token, block or none.
+        key: `Draw.key` for stochastic rounding, None for rounding to even.
+    """
+    import torch
+
+    if not fits(x):
+        return None
+    code, block = _FORMATS[kind]
+    parts = flat(x) if scope in ("none", "tensor") else segments(x, block if scope == "block" else None)
+    if parts.padded > LARGEST:
+        return None
+    from shaketable.faults.gpu.kernels.formats import quantize
+
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    whole = top(x, finite=False) if scope == "tensor" or kind == "nvfp4" else x
+    how = {"KIND": code, "SCOPE": _FORMAT_SCOPES[scope], "STOCHASTIC": key is not None, **parts.shape}
+    launch_apart(quantize, parts.programs, x, y, whole, *parts.sizes, *words(key or 0), warps=parts.warps, **how)
+    return y
+
+
+# ---- what is captured into a CUDA graph
+
+
+class Recipe(NamedTuple):
+    """How one kernel does a fault."""
+
+    kind: int
+    scale: float
+    """The one number that a changed magnitude changes."""
+
+    def apply(self, x: Tensor, live: TableRow) -> Tensor | None:
+        """The faulty tensor, with everything that may change read from the GPU's memory."""
+        if self.kind in (RELATIVE, ADDITIVE):
+            return noise(x, 0.0, 0, relative=self.kind == RELATIVE, live=live)
+        return shift(x, 0.0, self.kind, live=live)
+
+
+def recipe(fault: FaultBase) -> Recipe | None:
+    """How one kernel does this fault; None where it takes more than that."""
+    kind, magnitude = _RECIPES.get(fault.kind), fault.asked()
+    if kind is None or magnitude is None:
+        return None
+    return Recipe(kind, 1.0 + magnitude if kind == GAIN else magnitude)
+
+
+# ---- launching
+
+
+class Launcher:
+    """One variant of one kernel on one device."""
+
+    __slots__ = ("_constants", "_head", "_run")
+
+    def __init__(self, compiled: Any, constants: tuple[Any, ...]) -> None:
+        run, words = compiled.run, (compiled.packed_metadata, None, None, None)
+        scratch = getattr(run, "global_scratch_size", 1) + getattr(run, "profile_scratch_size", 1)
+        if scratch == 0 and hasattr(run, "launch"):  # what `run` itself calls when it has no memory to find
+            self._run = run.launch
+            how: tuple[Any, ...] = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        else:
+            self._run, how = run, ()
+        self._head, self._constants = (compiled.function, *how, *words), constants
+
+    def __call__(self, programs: int, stream: int, values: tuple[Any, ...]) -> None:
+        """Launch on a stream of the current device. Tensors are given by their addresses."""
+        self._run(programs, 1, 1, stream, *self._head, *values, *self._constants)
+
+
+_launchers: dict[Any, Launcher] = {}
+
+
 def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str, Any], warps: int = WARPS, **more: Any) -> None:
     """Launch any kernel: through Triton the first time, then directly, where nothing that Triton looks at is another."""
     import torch
@@ -172,13 +344,12 @@ def launch(kernel: Any, programs: int, values: tuple[Any, ...], shape: dict[str,
     key = _key(kernel, values, shape, warps)
     launcher = _launchers.get(key)
     if launcher is not None and device == torch._C._cuda_getDevice():
-        launcher(programs, device, tuple(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        launcher(programs, stream, tuple(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
         return
     with nullcontext() if device < 0 else torch.cuda.device(device):
         compiled = kernel[(programs,)](*values, **shape, num_warps=warps, **more)
     if device >= 0 and all(v.__class__ is not int or abs(v) < 2**31 for v in values):
-        from shaketable.faults.gpu.launch import Launcher
-
         _launchers[key] = Launcher(compiled, tuple(shape.values()))
 
 
@@ -191,3 +362,9 @@ def _seen(value: Any) -> Any:
     if isinstance(value, int):
         return value % 16 == 0, value == 1, abs(value) < 2**31
     return value if value is None else float if isinstance(value, float) else (value.dtype, value.data_ptr() % 16 == 0)
+
+
+def launch_apart(kernel: Any, programs: int, x: Tensor, *values: Any, warps: int = 4, **shape: Any) -> None:
+    """Launch with products and sums kept apart: a fused one rounds once where plain torch rounds twice."""
+    constants = shape | {"FAST": not interpreting()}
+    launch(kernel, programs, (x, *values), constants, warps, enable_fp_fusion=False)

@@ -20,8 +20,6 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shaketable.faults.gpu import dispatch
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -113,9 +111,3 @@ def _width(length: int) -> int:
 
 def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def launch(kernel: Any, programs: int, x: Tensor, *values: Any, warps: int = 4, **shape: Any) -> None:
-    """Launch on the device of `x`. Products and sums stay apart: a fused one rounds once where plain torch rounds twice."""
-    constants = shape | {"FAST": not dispatch.interpreting()}
-    dispatch.launch(kernel, programs, (x, *values), constants, warps, enable_fp_fusion=False)

@@ -324,7 +324,7 @@ class ShaketableCallback(TrainerCallback):  # type: ignore[misc]
         """One line for each thing that should have acted in the first step on this rank, and did nothing."""
         lines: list[str] = []
         if self.injection is not None:
-            lines += self.injection.inert_check.inert(trained=True, sites=self.ledger.sites).values()
+            lines += self.injection.inert_check.inert(trained=True, ledger=self.ledger).values()
         if self.noise is not None:
             lines += self.noise.inert(trained=True)
         return [f"{line} (allow_inert=True accepts this)" for line in lines]

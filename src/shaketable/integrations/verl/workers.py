@@ -31,7 +31,7 @@ from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import merged, read_reports
 from shaketable.integrations.verl.settings import ORDERS
 from shaketable.ledger.inert import why_inert
-from shaketable.ledger.spot import Measured
+from shaketable.ledger.ledger import Measured
 from shaketable.plan import Clause, Plan
 
 BOTH = ("forward", "backward")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import shaketable as st
-from shaketable.inject import residual_pair
 from shaketable.inject.injection import Injection
+from shaketable.integrations.vllm import residual_pair
 from shaketable.plan import Plan
 
 
