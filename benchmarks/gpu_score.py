@@ -28,8 +28,8 @@ import torch
 
 from first_pass import Row, spread
 from gpu_models import build
-from shaketable.evaluate.decoding.dynamic import batches, probe_batch_size
-from shaketable.evaluate.evaluation import Condition, Evaluation, Evaluator, arithmetic
+from shaketable.evaluate.decoding import batches, probe_batch_size
+from shaketable.evaluate.score import Condition, Evaluation, Evaluator, arithmetic
 from shaketable.evaluate.tasks import load_task, sample
 from shaketable.io.cache_folder import cache_folder
 from shaketable.models import load_model

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.evaluate.decoding import Decoder
 from shaketable.harden.config import HardenConfig
 from shaketable.harden.distil import TrainingSteps
 from shaketable.harden.scoring import forward_part
-from shaketable.harden.sequences import OwnCompletions, Prompts, Source
-from shaketable.harden.students import Students
+from shaketable.harden.students import OwnCompletions, Prompts, Source, Students
 from shaketable.inject import inject
 from shaketable.models import load_model, quieten
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from shaketable.evaluate.decoding.dynamic import Decoder
-from shaketable.evaluate.evaluation import prompt_tokens
-from shaketable.evaluate.tasks.load import load_task
-from shaketable.evaluate.tasks.task import sample
+from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.score import prompt_tokens
+from shaketable.evaluate.tasks import load_task, sample
 from shaketable.mismatch.engine import Sampling
 from shaketable.mismatch.hf import HFArguments, HFEngine
 from shaketable.mismatch.results import Mismatch

@@ -33,10 +33,8 @@ from torch import nn
 import rivals
 import shaketable as st
 from first_pass import PASSES, Row, opened_rows, spread
-from shaketable.evaluate.evaluation import Condition, proof_of
-from shaketable.evaluate.sweep.run import default_n, draw
-from shaketable.evaluate.sweep.solve import Solving
-from shaketable.evaluate.tasks import load_task
+from shaketable.evaluate.score import Condition, Evaluator, proof_of
+from shaketable.evaluate.tasks import default_n, draw, load_task
 from shaketable.models import load_model
 from shaketable.plan import Plan
 from targets import Target
@@ -155,8 +153,8 @@ def sweep(rounds: int) -> Row:
     """
     model, tokenizer = load_model("nano")
     task = load_task("arithmetic")
-    solving = Solving(model, tokenizer, task, draw(task, default_n(task), 0), None)
-    score, clean = solving.evaluator.score, Condition("clean")
+    evaluator = Evaluator(model, tokenizer, task, draw(task, default_n(task), 0))
+    score, clean = evaluator.score, Condition("clean")
     rows = []
     for seed in range(rounds + 1):  # the first round is for kernels and caches
         before = score(clean)
@@ -167,7 +165,7 @@ def sweep(rounds: int) -> Row:
     return spread([seconds / f.seconds for seconds, _, f in rows]) | {
         "clean_seconds": statistics.median(seconds for seconds, _, _ in rows),
         "tokens_ratio": statistics.median(tokens),
-        "batch_size": solving.batch_size,
+        "batch_size": evaluator.batch_size,
         "problems": before.n,
         "measured_error": statistics.median(proof_of(f.ledger)["measured_error"] for _, _, f in rows),
     }

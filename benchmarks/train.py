@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from trl import GRPOConfig, GRPOTrainer
 
-from shaketable.evaluate.evaluation import Condition, Evaluator
+from shaketable.evaluate.score import Condition, Evaluator
 from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import hush, load_model
 from shaketable.plan import Plan

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from shaketable.evaluate.stats.tests import Comparison, corrected, over_seeds
+from shaketable.evaluate.statistics import Comparison, corrected, over_seeds
 from shaketable.records.record import RunRecord
 from shaketable.train.summary import outcome
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.statistics import wilson
 
 Row = dict[str, Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.special import expit
 
-from shaketable.evaluate.stats.tests import paired, wilson
+from shaketable.evaluate.statistics import paired, wilson
 from shaketable.study.analysis.comparisons import compare
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import Comparing

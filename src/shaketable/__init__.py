@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shaketable.aqn.schedules import Constant, EpochAware, GlobalDecay
+    from shaketable.aqn.schedules import Constant, EpochAware, GlobalDecay, LinearDecay
     from shaketable.aqn.spec import AQN
     from shaketable.compare.compare import compare
     from shaketable.compare.fingerprint import fingerprint
@@ -36,6 +36,7 @@ _HOMES = {
     "phase": "shaketable.sites.phases",
     "AQN": "shaketable.aqn.spec",
     "GlobalDecay": "shaketable.aqn.schedules",
+    "LinearDecay": "shaketable.aqn.schedules",
     "EpochAware": "shaketable.aqn.schedules",
     "Constant": "shaketable.aqn.schedules",
     "load_model": "shaketable.models",
@@ -70,6 +71,7 @@ __all__ = [
     "InertError",
     "Injection",
     "Ledger",
+    "LinearDecay",
     "ModelError",
     "NoMatchError",
     "Plan",

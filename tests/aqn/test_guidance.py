@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 import subprocess
 import sys
 
@@ -11,8 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shaketable.aqn.guidance import Guidance
-from shaketable.aqn.sigma_rules import ORIGIN, SigmaMapping
+from shaketable.aqn.guidance import ORIGIN, Guidance, SigmaMapping, as_diagnosis, averaged
 from shaketable.errors import ShaketableError
 
 
@@ -88,43 +88,51 @@ def test_the_yaml_loads_back_to_the_same_numbers(rows, base, target, data):
     assert all(type(k) is int and type(v) is float for k, v in back["aqn"]["layer_sigmas"].items())
 
 
-def test_the_shipped_mapping_is_the_origin_s():
-    rules = SigmaMapping.load()
-    told = [(r.field, r.when, r.threshold, r.unit, r.factor) for r in rules.rules]
-    assert told == [
-        ("gain", "below", 0.8, "median", 1.5),
-        ("kurtosis", "above", 1.2, "median", 1.5),
-        ("instability", "above", 0.1, "absolute", 0.5),
-    ]
-    told = [(r.fault_class, r.factor, r.instead_of) for r in rules.located]
-    assert told == [("saturation", 1.5, None), ("dead_zone", 1.5, "gain")]
-    assert (rules.clamp.low, rules.clamp.high) == (0.01, 0.15)
-    assert (rules.labels.high, rules.labels.low) == (1.2, 0.8)
-
-
-def test_the_file_keeps_the_origin_s_shape():
-    config = Guidance.of(plain(3, verdict="FAULT", layer=1, fault_class="saturation")).config()
+def test_the_file_keeps_the_origin_s_shape_and_names_its_layers():
+    config = Guidance.of(plain(3, verdict="FAULT", layer=1, fault_class="saturation"), target="fault").config()
     assert config == {
         "aqn": {
             "enabled": True,
             "layer_specific": True,
             "base_sigma": 0.05,
-            "layer_sigmas": {0: 0.05, 1: 0.05 * 1.5, 2: 0.05},
+            "layers": [1],
+            "layer_sigmas": {1: 0.05 * 1.5},
             "schedule": "epoch_aware",
             "high_priority_layers": [1],
         },
-        "metadata": {
-            "layers": 3,
-            "date": "2026-11-15T06:00:00+00:00",
+        "srdd_metadata": {
+            "num_layers": 3,
+            "analysis_date": "2026-11-15T06:00:00+00:00",
             "model": "tiny",
             "device": "cpu",
             "verdict": "FAULT",
-            "fault_layer": 1,
-            "fault_class": "saturation",
-            "target": "all",
+            "fault_layers": {1: "saturation"},
+            "target": "fault",
             "mapping": "origin",
         },
     }
+
+
+def test_every_located_layer_is_guided_by_its_own_class():
+    diagnosis = plain(5, verdict="FAULT", layer=1, fault_class="dead_zone")
+    diagnosis["evidence"] = [
+        {"layer": 1, "fault_class": "dead_zone", "text": "x"},
+        {"layer": 3, "fault_class": "saturation", "text": "x"},
+        {"layer": 4, "fault_class": "gain", "text": "x"},
+        {"layer": None, "fault_class": "gain", "text": "x"},
+    ]
+    assert sigmas(diagnosis, target="fault") == {1: 0.05 * 1.5, 3: 0.05 * 1.5, 4: 0.05}
+    assert set(sigmas(diagnosis, target="healthy")) == {0, 2}
+    assert set(sigmas(diagnosis, target="high")) == {1, 3}
+    assert Guidance.of(diagnosis).metadata["fault_layers"] == {1: "dead_zone", 3: "saturation", 4: "gain"}
+
+
+def test_the_high_priority_layers_can_have_all_the_noise():
+    diagnosis = make_diagnosis([1, 0.5, 1, 1], [800, 800, 4000, 800], [0, 0, 0, 0.2])
+    made = Guidance.of(diagnosis, target="high")
+    assert [x.layer for x in made.layers] == made.high_priority_layers == Guidance.of(diagnosis).high_priority_layers == [1, 2]
+    with pytest.raises(ShaketableError, match="--target high leaves no layer"):
+        Guidance.of(plain(), target="high")
 
 
 def test_every_layer_says_why():
@@ -147,24 +155,12 @@ def test_the_bound_itself_meets_no_rule():
     assert [x.label for x in Guidance.of(beyond).layers] == ["BASE", "HIGH", "HIGH", "LOW", "BASE"]
 
 
-def test_a_sigma_that_is_held_says_so():
-    found = Guidance.of(plain(2), base_sigma=0.2)
-    assert found.layers[0].why == ("0.2 is held at the upper bound 0.15",)
-    assert found.layers[0].label == "LOW"
-    assert Guidance.of(plain(2), base_sigma=0.001).layers[1].why == ("0.001 is held at the lower bound 0.01",)
-
-
 @pytest.mark.parametrize(("target", "layers"), [("all", [0, 1, 2, 3, 4]), ("fault", [3]), ("healthy", [0, 1, 2, 4])])
 def test_targets(target, layers):
     config = Guidance.of(plain(verdict="FAULT", layer=3, fault_class="saturation"), target=target).config()
     assert list(config["aqn"]["layer_sigmas"]) == layers
     assert config["aqn"]["high_priority_layers"] == [layer for layer in layers if layer == 3]
-    assert config["metadata"]["target"] == target
-
-
-def test_a_target_changes_no_sigma():
-    diagnosis = make_diagnosis([1, 0.5, 1, 1], [800, 800, 4000, 800], [0, 0, 0, 0.2], "FAULT", 1, "dead_zone")
-    assert sigmas(diagnosis, target="fault") | sigmas(diagnosis, target="healthy") == sigmas(diagnosis)
+    assert config["srdd_metadata"]["target"] == target
 
 
 @pytest.mark.parametrize("target", ["fault", "healthy"])
@@ -179,11 +175,6 @@ def test_a_target_changes_no_sigma():
 def test_a_target_needs_a_located_layer(target, verdict, words):
     with pytest.raises(ShaketableError, match=f"--target {target} needs a located layer; {words}"):
         Guidance.of(plain(**verdict), target=target)
-
-
-def test_healthy_layers_of_a_model_with_one_broken_layer_are_refused():
-    with pytest.raises(ShaketableError, match="leaves no layer"):
-        Guidance.of(plain(1, verdict="FAULT", layer=0), target="healthy")
 
 
 @pytest.mark.parametrize("verdict", [{"verdict": "INCONCLUSIVE", "layer": 1}, {"verdict": "FAULT", "layer": None}])
@@ -225,22 +216,6 @@ def test_a_median_is_over_finite_values(bad):
     assert all(math.isfinite(s) for s in broken.values())
 
 
-@pytest.mark.parametrize("bad", [math.nan, None])
-def test_a_statistic_that_is_no_number_meets_no_rule_and_says_so(bad):
-    found = Guidance.of(make_diagnosis([1.0, bad, 1.0], [800.0, 800.0, bad], [0.0, 0.0, bad]))
-    assert found.layers[1].why == ("gain is not a number: its rules are left out",)
-    assert len(found.layers[2].why) == 2
-    assert set(sigmas(make_diagnosis([1.0, bad, 1.0], [800.0] * 3, [bad] * 3)).values()) == {0.05}
-
-
-def test_an_infinite_statistic_compares_as_infinity():
-    assert sigmas(make_diagnosis([1, 1, -math.inf], [800, math.inf, 800], [math.inf, 0, 0])) == {
-        0: 0.025,
-        1: 0.05 * 1.5,
-        2: 0.05 * 1.5,
-    }
-
-
 @pytest.mark.parametrize(
     ("values", "words"), [([math.nan] * 3, "none, for no value is finite"), ([-1.0, -1.0, 5.0], "-1"), ([0.0] * 3, "0")]
 )
@@ -249,12 +224,6 @@ def test_a_median_without_scale_leaves_its_rule_out_with_a_note(values, words):
     assert [x.sigma for x in found.layers] == [0.05] * 3
     assert found.notes == (f"the median of kurtosis is {words}: it gives no scale, and the rules on it are left out",)
     assert Guidance.of(plain()).notes == ()
-
-
-def test_layers_may_come_in_any_order():
-    diagnosis = make_diagnosis([1, 1, 0.5, 1], [800] * 4, [0] * 4)
-    diagnosis["probes"].reverse()
-    assert [x.label for x in Guidance.of(diagnosis).layers] == ["BASE", "BASE", "HIGH", "BASE"]
 
 
 def without(diagnosis, *keys):
@@ -315,7 +284,7 @@ def test_wrong_options_are_refused(options, words):
 def test_a_mapping_can_be_replaced(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "name: mine\nrules:\n- {field: distinct, when: below, threshold: 10, unit: absolute, factor: 3, why: few values}\n"
-        "located:\n- {fault_class: dead_zone, factor: 2, why: dead}\nclamp: {low: 0, high: 1}\nlabels: {high: 4, low: 1}\n"
+        "- {fault_class: dead_zone, factor: 2, why: dead}\nclamp: {low: 0, high: 1}\nlabels: {high: 4, low: 1}\n"
     )
     mine = SigmaMapping.load(tmp_path / "mine.yaml")
     made = Guidance.of(plain(2, verdict="FAULT", layer=1, fault_class="dead_zone"), base_sigma=0.1, mapping=mine)
@@ -324,21 +293,14 @@ def test_a_mapping_can_be_replaced(tmp_path):
     assert SigmaMapping.model_validate(made.to_dict()["mapping"]) == mine
 
 
-def test_a_mapping_without_statistics_needs_none():
-    rules = SigmaMapping.load().model_copy(update={"rules": ()})
-    diagnosis = plain(2, verdict="FAULT", layer=0, fault_class="saturation")
-    for probe in diagnosis["probes"]:
-        probe.pop("statistics", None)
-    assert sigmas(diagnosis, mapping=rules) == {0: 0.05 * 1.5, 1: 0.05}
-
-
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("factor: 0.5", "factor: -1", "rules.2.factor: Input should be greater than 0"),
         ("factor: 0.5", "factor: .inf", "rules.2.factor: Input should be a finite number"),
         ("when: below", "when: under", "rules.0.when"),
-        ("unit: absolute", "units: absolute", "rules.2.unit: Field required"),
+        ("unit: absolute", "units: absolute", "rules.2.units: Extra inputs are not permitted"),
+        ("when: below, ", "", "rules.0: a rule has field, when and threshold, or fault_class; when is missing"),
         ("name: origin", "name: origin\nextra: 1", "extra: Extra inputs are not permitted"),
         ("low: 0.01", "low: 0.2", "clamp: low 0.2 is above high 0.15"),
         ("labels: {high: 1.2", "labels: {high: 0.5", "labels.high"),
@@ -355,28 +317,115 @@ def test_a_wrong_mapping_is_refused_in_one_line(tmp_path, old, new, words):
     assert "m.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "words"), [("", "should be a valid dictionary"), ("- 1", "should be a valid dictionary")])
-def test_a_file_that_holds_no_mapping_is_refused(tmp_path, text, words):
-    (tmp_path / "m.yaml").write_text(text)
-    with pytest.raises(ShaketableError, match=words):
-        SigmaMapping.load(tmp_path / "m.yaml")
-    with pytest.raises(ShaketableError, match="cannot read the mapping"):
-        SigmaMapping.load(tmp_path / "absent.yaml")
-
-
 def test_guidance_imports_no_torch():
     code = "import sys, shaketable.aqn.guidance, shaketable.cli.guide; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_what_guidance_leaves_open_is_filled_in():
-    found = Guidance.of(plain(), base_sigma=0.05)
-    assert (found.aqn(form="output").form, found.aqn().form) == ("output", "weight")
-    assert (found.aqn(where="both").where, found.aqn().where) == ("both", "rollout")
+# ---- scans of the origin, and several diagnoses
+
+LAYERS = 28
 
 
-def test_a_layer_that_is_named_twice_is_refused():
-    diagnosis = plain(3)
-    diagnosis["probes"].append(copy.deepcopy(diagnosis["probes"][1]))
-    with pytest.raises(ShaketableError, match="each of the 3 layers once"):
-        Guidance.of(diagnosis)
+def scans(layers=LAYERS, **more):
+    """What `analyze_hardware_sensitivity` returned, as JSON has it."""
+    gain = {str(i): 1.0 + 0.01 * math.sin(i) for i in range(layers)} | {"15": 0.4}
+    kurtosis = {str(i): 3000.0 + i for i in range(layers)} | {"10": 5000.0, "15": 4500.0}
+    instability = {str(i): 0.0 for i in range(layers)} | {"22": 0.2}
+    return {"gain": gain, "kurtosis": kurtosis, "instability": instability, **more}
+
+
+def formula(found, base=0.05):
+    """The document's formula, written down once more."""
+    gains, kurts = ([found[scan][str(i)] for i in range(LAYERS)] for scan in ("gain", "kurtosis"))
+    sigmas = {}
+    for layer in range(LAYERS):
+        low, sharp = gains[layer] < 0.8 * statistics.median(gains), kurts[layer] > 1.2 * statistics.median(kurts)
+        noisy = found["instability"][str(layer)] > 0.1
+        sigmas[layer] = max(0.01, min(base * (1.5 if low else 1) * (1.5 if sharp else 1) * (0.5 if noisy else 1), 0.15))
+    return sigmas
+
+
+def guided(data, **options):
+    return {row.layer: row.sigma for row in Guidance.of(as_diagnosis(data, "scans.json"), **options).layers}
+
+
+def test_the_origins_scans_give_the_sigmas_of_its_formula():
+    assert guided(scans()) == pytest.approx(formula(scans()))
+    assert guided(scans())[15] == pytest.approx(0.1125)
+    listed = {scan: list(column.values()) for scan, column in scans().items()}
+    assert guided(listed) == guided(scans())
+
+
+def test_scans_alone_decide_nothing_and_a_detected_layer_is_a_fault():
+    open_ = Guidance.of(as_diagnosis(scans(analysis_date="2026-01-07", model_path="Qwen"), "s"))
+    assert (open_.metadata["verdict"], open_.metadata["analysis_date"], open_.metadata["model"]) == (
+        "INCONCLUSIVE",
+        "2026-01-07",
+        "Qwen",
+    )
+    with pytest.raises(ShaketableError, match="the verdict is INCONCLUSIVE"):
+        guided(scans(), target="fault")
+    assert list(guided(scans(detected_layer=15, fault_type="dead_zone"), target="fault")) == [15]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kurtosis": None}, "kurtosis of s.json must hold a mapping"),
+        ({"gain": {"0": 1.0}}, "gain and the 28 layers differ at layer 1"),
+        ({"gain": {"x": 1.0}}, "'x': 1.0 is not a layer with its number"),
+        ({"gain": {"0": "1"}}, "'0': '1' is not a layer with its number"),
+        ({"num_layers": 29}, "differ at layer 28"),
+        ({"num_layers": "many"}, "num_layers is 'many'"),
+    ],
+)
+def test_scans_that_lack_something_are_refused(change, message):
+    with pytest.raises(ShaketableError, match=message):
+        as_diagnosis(scans() | change, "s.json")
+    without = {key: value for key, value in scans().items() if key != "instability"}
+    with pytest.raises(ShaketableError, match=r"s\.json has no instability; scans are"):
+        as_diagnosis(without, "s.json")
+
+
+def diagnosis(gains, **changes):
+    probes = [{"layer": i, "statistics": {"gain": g, "kurtosis": 3.0, "instability": 0.0}} for i, g in enumerate(gains)]
+    facts = {"model": "m", "device": "cpu", "date": "x", "verdict": "HEALTHY", "layer": None, "fault_class": None}
+    return {"schema": 1, "kind": "diagnosis", "num_layers": len(gains), "probes": probes, **facts, **changes}
+
+
+def mean(*several):
+    return averaged(several, [f"{i}.json" for i in range(len(several))])
+
+
+def test_the_mean_is_taken_layer_by_layer_and_one_is_left_as_it_is():
+    one, other = diagnosis([1.0, 0.5, 1.0]), diagnosis([2.0, 1.5, math.inf])
+    assert mean(one) is one
+    found = [probe["statistics"]["gain"] for probe in mean(one, other)["probes"]]
+    assert found == [1.5, 1.0, math.inf]
+    lost = mean(one, diagnosis([None, 1.5, 1.0]))["probes"]
+    assert [probe["statistics"]["gain"] for probe in lost] == [None, 1.0, 1.0], "no mean of what is not there"
+
+
+def test_a_verdict_is_kept_when_all_agree():
+    fault = {"verdict": "FAULT", "layer": 1, "fault_class": "dead_zone"}
+    agreed = mean(diagnosis([1.0, 0.5], **fault), diagnosis([1.0, 0.6], **fault))
+    assert (agreed["verdict"], agreed["layer"]) == ("FAULT", 1)
+    apart = mean(diagnosis([1.0, 0.5], **fault), diagnosis([1.0, 0.6], **(fault | {"layer": 0})))
+    assert (apart["verdict"], apart["layer"], apart["fault_class"]) == ("INCONCLUSIVE", None, None)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (diagnosis([1.0, 1.0], model="n"), "different models are not averaged: model 'n' in 1.json and 'm' in 0.json"),
+        (diagnosis([1.0, 1.0, 1.0]), "num_layers 3 in 1.json and 2 in 0.json"),
+        ({"kind": "fingerprint"}, "1.json is no diagnosis"),
+        (diagnosis([1.0, 1.0], probes=[{"layer": 0}, {"layer": 1}]), "1.json was made without statistics"),
+        (diagnosis([1.0, 1.0], probes=[{"layer": 0, "statistics": {"gain": 1.0}}]), "1.json has other layers or statistics"),
+        (diagnosis([1.0, 1.0], probes=[{"layer": 0, "statistics": {}}] * 2), "1.json names a layer twice"),
+    ],
+)
+def test_what_cannot_be_averaged_is_named(other, message):
+    with pytest.raises(ShaketableError, match=message):
+        mean(diagnosis([1.0, 1.0]), other)

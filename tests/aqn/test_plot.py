@@ -1,12 +1,10 @@
 """σ over a run, before the run."""
 
-import pytest
 from rich.console import Console
 
 import shaketable as st
-from shaketable.aqn.plot import ROWS, plot, sigmas
+from shaketable.aqn.plot import plot, sigmas
 from shaketable.aqn.spec import Zones
-from shaketable.errors import ShaketableError
 
 DECAY = st.GlobalDecay(0.05, 0.0005, stages=10)
 
@@ -35,12 +33,6 @@ def test_rows_are_the_steps_at_which_something_changes():
     assert sigmas(st.AQN(st.Constant(0.04)), 1).rows() == [(0, (0.04,))]
 
 
-def test_a_schedule_that_changes_at_every_step_is_shown_at_some():
-    rows = sigmas(st.AQN(st.EpochAware([(0.05, 0.01)])), 1000).rows()
-    assert len(rows) <= ROWS + 1
-    assert rows[0][0] == 0 and rows[-1][0] == 999
-
-
 def test_labels_name_the_layers():
     assert [g.label for g in sigmas(st.AQN(DECAY), 10).groups] == ["all layers"]
     assert [g.label for g in sigmas(st.AQN(DECAY), 10, 4).groups] == ["all layers"]
@@ -56,13 +48,6 @@ def test_the_terminal_shows_stages_and_numbers():
     text = shown(sigmas(st.AQN(DECAY), 100).render())
     assert "global_decay:0.05-0.0005,stages=10 over 100 steps" in text
     assert "0.02812" in text and "99" in text
-
-
-def test_what_cannot_be_shown_says_why():
-    with pytest.raises(ShaketableError, match="give the model"):
-        sigmas(st.AQN(DECAY, zones=Zones(), layers=[1]), 10)
-    with pytest.raises(ShaketableError, match="at least one step"):
-        sigmas(st.AQN(DECAY), 0)
 
 
 def test_the_plot_is_a_picture_with_a_line_per_group(tmp_path, monkeypatch):

@@ -45,6 +45,13 @@ def test_stages_do_not_begin_a_step_late_by_rounding():
         assert all(found[b] != found[b - 1] for b in begins[1:] if 0 < b < total), total
 
 
+@given(falling, steps)
+def test_linear_decay_is_a_straight_line_over_the_whole_run(ends, total):
+    found = [st.LinearDecay(*ends).sigma(step, total) for step in range(total + 3)]
+    assert found == pytest.approx([*np.linspace(*ends, total + 1), ends[1], ends[1]])
+    assert found[0] == ends[0] and found[total] == ends[1]
+
+
 @given(some.lists(falling, min_size=1, max_size=5), steps)
 def test_origin_02_epoch_aware_sigma_is_not_zero(epochs, total):
     schedule = st.EpochAware(epochs)

@@ -63,6 +63,8 @@ LINES = {
         st.Constant(0.01), layers=[0, 4, 5, 6], zones=Zones(edge=0.1, after=0.1)
     ),
     "constant:0.01,layers=all": st.AQN(st.Constant(0.01)),
+    "linear_decay:0.05-0.0005": st.AQN(st.LinearDecay(0.05, 0.0005)),
+    "linear_decay:0.05-0,unit=absolute": st.AQN(st.LinearDecay(0.05, 0.0), unit="absolute"),
 }
 
 
@@ -82,6 +84,8 @@ ERRORS = {
     "global_decay:0.05-0.0005,stages=2": "stages",
     "global_decay:0.05-0.0005,stages=two": "stages=two is not a whole number",
     "global_decay:0.05-0.0005,stagse=4": "did you mean 'stages'",
+    "linear_decay:0.05": "write e.g. linear_decay:0.05-0.0005",
+    "linear_decay:0.01-0.05": "ends at or below its start",
     "constant:0.05,stages=4": "unknown key for constant 'stages'",
     "constant:0.05,form=wieght": "form.*'weight' or 'output'",
     "constant:0.05,roles=rmsnrom": "did you mean 'rmsnorm'",
@@ -188,6 +192,15 @@ def test_an_origins_file_that_is_wrong(tmp_path, data, message):
         st.AQN.load(written(tmp_path, data))
 
 
+@pytest.mark.parametrize("unit", ["srdd_metadata: {num_layers: 4}", "metadata: {layers: 4}"])
+def test_layers_of_a_guided_file_mean_those_layers_alone(tmp_path, unit):
+    """Also beside `srdd_metadata`, where a file without it means all layers."""
+    text = GUIDED.replace("metadata: {layers: 4}", unit).replace("  schedule:", "  layers: [1, 2, 3]\n  schedule:")
+    assert st.AQN.load(written(tmp_path, text)) == st.AQN.load(written(tmp_path, GUIDED))
+    with pytest.raises(ShaketableError, match="layer_sigmas name layer 3, which layers leaves out"):
+        st.AQN.load(written(tmp_path, text.replace("[1, 2, 3]", "[1, 2]")))
+
+
 def test_what_guide_writes_is_read(tmp_path):
     from shaketable.aqn.guidance import Guidance
 
@@ -236,7 +249,7 @@ def test_other_files_that_are_wrong(tmp_path):
 
 
 def test_the_guided_schedule_starts_at_the_base(tmp_path):
-    for kind in ("epoch_aware", "global_decay"):
+    for kind in ("epoch_aware", "global_decay", "linear_decay"):
         aqn = st.AQN.load(written(tmp_path, GUIDED.replace("epoch_aware", kind)))
         assert math.isclose(aqn.schedule.peak(), 0.04)
     chosen = GUIDED.replace("schedule: epoch_aware", "schedule: constant:0.02\n  form: output")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 SERVER = """
 import json, os, signal, sys, traceback
 import torch, transformers, trl, peft
-import shaketable.cli, shaketable.records.environment, shaketable.train.dry_run, shaketable.train.run
+import shaketable.cli, shaketable.records.environment, shaketable.train.plans, shaketable.train.run
 import shaketable.train.summary, shaketable.aqn.plot, rich.progress, rich.table
 from shaketable.evaluate.tasks import load_task
 torch.set_num_threads(1)

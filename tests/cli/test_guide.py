@@ -70,7 +70,7 @@ def test_several_diagnoses_are_averaged_and_the_file_says_so(run):
     code, out, err = run("d.json", "e.json", "-o", "aqn.yaml")
     assert (code, err) == (0, "")
     made = yaml.safe_load(Path("aqn.yaml").read_text())
-    assert made["metadata"]["diagnoses"] == 2
+    assert made["srdd_metadata"]["diagnoses"] == 2
     assert made["aqn"]["layer_sigmas"][1] == 0.05, "a gain of 0.5 and one of 1.5 are 1.0"
     assert "the mean of 2 diagnoses" in out
     assert run("d.json", "d.json", "-o", "d.json")[0] == 2, "no input is overwritten"
@@ -91,7 +91,7 @@ def test_options_reach_the_file(run):
     assert code == 0
     made = yaml.safe_load(Path("a.yaml").read_text())
     assert made == Guidance.of(DIAGNOSIS, base_sigma=0.02, schedule="global_decay", target="healthy").config()
-    assert made["metadata"]["target"] == "healthy" and 3 not in made["aqn"]["layer_sigmas"]
+    assert made["srdd_metadata"]["target"] == "healthy" and 3 not in made["aqn"]["layer_sigmas"]
 
 
 def test_the_fault_alone(run):
@@ -105,7 +105,7 @@ def test_json_says_the_same_with_reasons_and_mapping(run):
     facts = json.loads(Path("a.json").read_text())
     made = yaml.safe_load(Path("a.yaml").read_text())
     assert {int(k): v for k, v in facts["aqn"]["layer_sigmas"].items()} == made["aqn"]["layer_sigmas"]
-    assert facts["metadata"] == made["metadata"]
+    assert facts["srdd_metadata"] | {"fault_layers": {3: "saturation"}} == made["srdd_metadata"]
     assert facts["layers"][2] == {
         "layer": 2,
         "sigma": 0.025,
@@ -119,10 +119,10 @@ def test_json_says_the_same_with_reasons_and_mapping(run):
 
 def test_a_mapping_of_one_s_own(run):
     shipped = (ROOT / "src/shaketable/aqn/mapping.yaml").read_text()
-    Path("m.yaml").write_text(shipped.replace("name: origin", "name: mine").replace("threshold: 0.1\n", "threshold: 0.3\n"))
+    Path("m.yaml").write_text(shipped.replace("name: origin", "name: mine").replace("threshold: 0.1,", "threshold: 0.3,"))
     assert run("d.json", "-o", "a.yaml", "--mapping", "m.yaml")[0] == 0
     made = yaml.safe_load(Path("a.yaml").read_text())
-    assert made["aqn"]["layer_sigmas"][2] == 0.05 and made["metadata"]["mapping"] == "mine"
+    assert made["aqn"]["layer_sigmas"][2] == 0.05 and made["srdd_metadata"]["mapping"] == "mine"
 
 
 def test_notes_are_printed(run):

@@ -6,7 +6,7 @@ import pytest
 
 from shaketable.records.record import RunRecord
 from tests.cli.command_server import shaketable
-from tests.harden.small_ladders import HURTS, same_weights
+from tests.harden.small_runs import HURTS, same_weights
 
 RUN = [
     "harden", "nano", "--task", "arithmetic", "--device", "cpu", "--steps", "4", "--batch", "8", "--limit", "40",
@@ -59,6 +59,7 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path):
         ([*RUN, "--plan", "gain:1@module.nothing"], "nothing"),
         ([*RUN, "--plan", HURTS, "--target", "1.2"], "target"),
         ([*RUN, "--plan", HURTS, "--stages", "calibrate,polish"], "there is no rung 'polish'"),
+        ([*RUN, "--plan", HURTS, "--stages", "regauge,distil"], "regauge is called rescale now"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "few.txt"], "too few to keep one in five apart"),
         ([*RUN[:2], "--plan", HURTS, "--prompts", "none.txt"], "cannot read none.txt"),
         (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shaketable.evaluate.evaluation import Condition, Evaluator
+from shaketable.evaluate.score import Condition, Evaluator
 from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import NANO, load_model, load_skeleton
 from tests import ROOT

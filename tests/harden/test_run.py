@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from shaketable.errors import InertError, ShaketableError
+from shaketable.harden.results import outcome
 from shaketable.harden.run import Hardening
-from shaketable.harden.students import Students
-from shaketable.harden.summary import outcome
 from shaketable.models import load_model
 from shaketable.records.record import RunRecord
 from shaketable.train.checkpoints import sealed
-from tests.harden.ladder_models import composite
-from tests.harden.small_ladders import HURTS, gone_on, hardened, prepared, same_weights, small, weights
+from tests.harden.models import composite
+from tests.harden.small_runs import HURTS, gone_on, hardened, prepared, same_weights, small, weights
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +63,6 @@ def test_the_model_is_an_ordinary_folder_with_a_card(run):
     assert f"{outcome(run.record)['before'][1]['accuracy']:.1%}" in card
 
 
-def test_the_teacher_is_the_model_as_it_came(run):
-    clean, _ = load_model("nano", dtype=torch.float32)
-    assert same(dict(run.students.clean.named_parameters()), dict(clean.named_parameters()))
-
-
 def test_it_ends_when_the_target_is_reached(tmp_path):
     found = outcome(hardened(tmp_path / "run", rungs=("distil", "supervise"), target=0.0, steps=2).record)
     assert [r["rung"] for r in found["rungs"]] in ([], ["distil"])
@@ -111,12 +105,6 @@ def test_a_checkpoint_that_was_changed_is_refused(tmp_path):
     newest.write_bytes(content)
     with pytest.raises(ShaketableError, match=r"optimizer.safetensors was changed"):
         gone_on(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_another_seed_is_another_run(tmp_path):
-    one, other = (hardened(tmp_path / str(seed), seed=seed, steps=2) for seed in (0, 1))
-    assert steps(one) != steps(other)
 
 
 @pytest.mark.slow
@@ -259,27 +247,6 @@ def test_too_little_memory_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("shaketable.harden.distil.forward_kl", full)
     with pytest.raises(ShaketableError, match="not enough memory for distil: begin anew with --micro-batch 4"):
         hardened(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("raised", "found", "text"),
-    [
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
-            ShaketableError,
-            "not enough memory.*--lora 16",
-        ),
-        (torch.OutOfMemoryError("CUDA out of memory."), ShaketableError, "not enough memory.*--lora 16"),
-        (RuntimeError("the device is gone"), RuntimeError, "the device is gone"),
-    ],
-)
-def test_only_a_lack_of_memory_is_called_one(tiny_llama, monkeypatch, raised, found, text):
-    def fail(self, memo):
-        raise raised
-
-    monkeypatch.setattr(type(tiny_llama), "__deepcopy__", fail, raising=False)
-    with pytest.raises(found, match=text):
-        Students(tiny_llama, 0, "cpu", "float32")
 
 
 def test_flags_of_an_undone_calibration_are_those_of_the_text_config(tmp_path):

@@ -6,11 +6,11 @@ import torch
 import shaketable as st
 from shaketable.compare.compare import compare
 from shaketable.compare.fingerprint import fingerprint
-from shaketable.evaluate.layer_stats import mechanism
+from shaketable.evaluate.layers import mechanism
 from shaketable.evaluate.tasks import load_task
 from shaketable.faults import Draw
+from shaketable.harden.results import outcome
 from shaketable.harden.run import Hardening
-from shaketable.harden.summary import outcome
 from shaketable.models import load_model
 from shaketable.plan import Plan
 from shaketable.records.environment import gather
@@ -18,7 +18,7 @@ from shaketable.records.record import RunRecord
 from shaketable.train.config import TrainConfig
 from shaketable.train.warm_start import warm_start
 from tests.faults.test_every_fault import FAULTS, gaussian
-from tests.harden.small_ladders import small
+from tests.harden.small_runs import small
 from tests.tensors import same, same_bits, step
 
 PLANS = [

@@ -7,7 +7,7 @@ import os
 import pytest
 from safetensors import SafetensorError
 
-from shaketable.errors import InertError, ShaketableError
+from shaketable.errors import ShaketableError
 from shaketable.records.record import RunRecord
 from shaketable.train import checkpoints
 from shaketable.train.checkpoints import bound, check, content, drop_old, hashes, seal, sealed, step_of, writing
@@ -40,13 +40,6 @@ def test_a_folder_that_was_renamed_is_left_alone(tmp_path):
     assert [step_of(p) for p in sealed(tmp_path)] == [10]
     drop_old(tmp_path)
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-20.broken"]
-
-
-def test_only_sealed_ones_are_found_in_the_order_of_their_steps(tmp_path):
-    for step in (10, 9, 100):
-        checkpoint(tmp_path, step)
-    checkpoint(tmp_path, 200, whole=False)
-    assert [step_of(p) for p in sealed(tmp_path)] == [9, 10, 100]
 
 
 @pytest.mark.attack("tampered records")
@@ -132,12 +125,6 @@ def test_what_was_cut_off_before_a_whole_one_goes_too(tmp_path):
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
-def test_nothing_goes_as_long_as_nothing_is_whole(tmp_path):
-    checkpoint(tmp_path, 1, whole=False)
-    drop_old(tmp_path)
-    assert names(tmp_path) == ["checkpoint-1"]
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -155,10 +142,3 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(tmp_path, error):
         raise error
     assert "No space" in str(caught.value) or "PytorchStreamWriter" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("error", [InertError("never fired"), KeyboardInterrupt(), ValueError("a bug")])
-def test_what_is_not_about_writing_passes(tmp_path, error):
-    with pytest.raises(type(error)) as caught, writing("checkpoint-2", tmp_path):
-        raise error
-    assert caught.value is error

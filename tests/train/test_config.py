@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shaketable.errors import ShaketableError
-from shaketable.train.config import TrainConfig
 from tests.train.configs import config
 
 PLAN = "relative_gaussian:0.05@op.matmul"
@@ -38,24 +37,6 @@ def test_what_does_not_fit_is_one_line(fields, message):
     with pytest.raises(ShaketableError, match=message) as caught:
         config(**fields)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("fields", [{"plan": PLAN, "plan_in": "eval"}, {"micro_batch": 32}, {"warmup": 9}, {"steps": 1}])
-def test_what_fits_is_taken(fields):
-    assert config(**fields).model_dump().items() >= fields.items()
-
-
-def test_it_is_frozen_and_comes_back_from_json():
-    made = config(plan=PLAN, eval_plans=("gain:0.1@layer.0",), lr=1e-3)
-    assert TrainConfig.checked(**made.model_dump(mode="json")) == made
-    with pytest.raises(ValueError, match="frozen"):
-        made.steps = 3
-
-
-def test_defaults_of_a_step():
-    assert config().batch == 128
-    assert [config(steps=n).save_steps for n in (1, 9, 10, 55)] == [1, 1, 1, 5]
-    assert config(save_every=7).save_steps == 7
 
 
 @given(some.integers(1, 60), some.integers(0, 70))

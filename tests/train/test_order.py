@@ -3,7 +3,7 @@
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.train.dry_run import rehearse
+from shaketable.train.plans import rehearse
 from tests.train.training_runs import prepared, small
 
 ZONE = "dead_zone:0.5,scope=token@layer.3"

@@ -10,7 +10,7 @@ import torch
 
 import shaketable as st
 from shaketable.errors import ModelError, ShaketableError
-from shaketable.evaluate.evaluation import Condition, Evaluator
+from shaketable.evaluate.score import Condition, Evaluator
 from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import NANO, load_model, load_skeleton
 from shaketable.records.record import RunRecord, unique_folder
@@ -83,7 +83,7 @@ def test_18_run_names_are_never_reused(tmp_path, monkeypatch):
 CONSTANT = """
 from typing import ClassVar
 from shaketable.evaluate.tasks import Problem, Task
-from shaketable.evaluate.tasks.task import Score
+from shaketable.evaluate.tasks import Score
 
 
 class Constant(Task):

@@ -39,12 +39,6 @@ def test_a_clause_for_phases_that_the_run_never_has_is_an_error(plan_in, phase):
         train_plan(config(plan=f"{NOISE};{NOISE},phase={phase}", plan_in=plan_in))
 
 
-def test_no_plan_and_a_plan_for_scores_only_do_nothing_in_training():
-    assert train_plan(config()) is None
-    assert train_plan(config(plan=NOISE, plan_in="eval")) is None
-    assert evaluation_plan(config()) is None
-
-
 def test_noise_in_training_follows_the_run_and_in_scores_the_evaluation():
     made = config(plan=NOISE, seed=3, eval_seed=7)
     assert (train_plan(made).seed, evaluation_plan(made).seed) == (3, 7)
@@ -87,11 +81,6 @@ def test_origin_02_a_schedule_that_never_fires_in_this_run_is_an_error():
     with pytest.raises(ShaketableError, match="σ"):
         aqn_of(config(aqn="global_decay:0.05-0.0005,stages=10", steps=1))
     assert aqn_of(config(aqn="global_decay:0.05-0.0005,stages=10", steps=10)) is not None
-
-
-def test_conditions_by_name_come_after_the_clean_one_and_in_place_of_the_plan():
-    made = config(plan=NOISE, conditions={"half": "gain:0.5@layer.0", "noise": NOISE})
-    assert [c.name for c in conditions_of(made)] == ["clean", "half", "noise"]
 
 
 def test_a_seed_of_the_plan_wins_over_the_run_s_and_zero_is_one():

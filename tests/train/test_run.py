@@ -1,7 +1,5 @@
 """A whole run in this process: where the noise was, when it was scored, and that off is off."""
 
-import json
-
 import pytest
 import torch
 
@@ -9,9 +7,9 @@ from shaketable.errors import InertError, ShaketableError
 from shaketable.evaluate.tasks import load_task
 from shaketable.models import NANO, load_model
 from shaketable.train.checkpoints import content, sealed
-from shaketable.train.dry_run import rehearse
+from shaketable.train.plans import rehearse
 from shaketable.train.run import _training_problems
-from tests.train.training_runs import SMALL, prepared, small, trained, weights
+from tests.train.training_runs import prepared, small, trained, weights
 
 NOISE = "relative_gaussian:0.2@op.matmul"
 LOUD_AQN = "constant:0.3"
@@ -67,13 +65,6 @@ def test_the_same_configuration_is_the_same_run_whatever_the_global_generator_di
     again = trained(tmp_path / "run")
     assert facts(again) == facts(clean)
     assert same(final(again), final(clean))
-
-
-@pytest.mark.slow
-def test_another_seed_is_another_run(clean, tmp_path):
-    other = trained(tmp_path / "run", seed=1)
-    assert facts(other) != facts(clean)
-    assert not same(final(other), final(clean))
 
 
 def test_law_2_a_plan_for_scores_only_changes_no_bit_of_training(clean, tmp_path):
@@ -179,25 +170,9 @@ def test_a_plan_that_never_fires_in_the_first_step_ends_the_run_there(tmp_path):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in training.policy.modules())
 
 
-def test_a_plan_that_changes_nothing_in_the_first_step_ends_the_run_there(tmp_path):
-    """It is not among the conditions of the first scores, which would have found it out before."""
-    training = prepared(tmp_path / "run", plan="saturation:2@module.linear", conditions={})
-    with pytest.raises(InertError, match="changed no value in the first step"):
-        training.run()
-    assert training.record.events("step", "finished") == []
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in training.policy.modules())
-
-
 @pytest.mark.slow
 def test_aqn_that_is_silent_in_its_first_stage_is_no_error(tmp_path):
     assert trained(tmp_path / "run", aqn="global_decay:0.2-0.1,stages=3").record.events("finished")
-
-
-@pytest.mark.slow
-def test_a_plan_that_acts_backward_only_is_trained_under(clean, tmp_path):
-    run = trained(tmp_path / "run", plan=f"{NOISE},direction=backward")
-    assert fires(run, "plan")["train"][0] == 0 < fires(run, "plan")["train"][1]
-    assert not same(final(run), final(clean))
 
 
 def test_checkpoints_carry_the_ledger_up_to_their_step(tmp_path):
@@ -217,13 +192,6 @@ def test_a_step_in_micro_batches_draws_the_same_answers_and_about_the_same_gradi
 
 
 @pytest.mark.slow
-def test_the_kl_penalty_begins_to_act_once_the_policy_has_moved(clean, tmp_path):
-    held = trained(tmp_path / "run", beta=5.0)
-    assert facts(held)[0][2] == facts(clean)[0][2], "the first step begins at the reference, and samples the same"
-    assert not same(final(held), final(clean))
-
-
-@pytest.mark.slow
 def test_a_collapse_is_told_with_its_numbers_and_the_run_goes_on(tmp_path):
     told = []
     run = trained(tmp_path / "run", lambda kind, facts: told.append((kind, facts)), aqn="constant:5.0", eval_n=40)
@@ -237,22 +205,6 @@ def test_a_collapse_is_told_with_its_numbers_and_the_run_goes_on(tmp_path):
     assert len(run.record.events("step")) == 3 and run.record.events("finished")
 
 
-@pytest.mark.slow
-def test_a_plan_that_takes_the_model_down_is_told_too_and_a_mild_one_is_not(tmp_path):
-    run = trained(tmp_path / "a", plan="relative_gaussian:2@module.linear", plan_in="eval", eval_n=40, steps=1)
-    assert "under plan accuracy falls from" in run.record.events("warning")[0]["text"]
-    mild = trained(tmp_path / "b", plan="relative_gaussian:1e-3@module.linear", aqn="constant:0.01", eval_n=40, steps=1)
-    assert mild.record.events("warning") == []
-
-
-def test_what_happens_is_told_in_order(tmp_path):
-    told = []
-    trained(tmp_path / "run", lambda kind, facts: told.append((kind, facts.get("step"))), eval_every=1, steps=2)
-    assert [t for t in told if t[0] != "stage"] == [
-        ("evaluation", 0), ("evaluation", 1), ("step", 1), ("evaluation", 2), ("step", 2),
-    ]  # fmt: skip
-
-
 def test_every_answer_of_every_score_is_in_the_record(clean):
     for event in clean.record.events("evaluation"):
         (condition,) = event["conditions"]
@@ -260,11 +212,6 @@ def test_every_answer_of_every_score_is_in_the_record(clean):
         assert condition["accuracy"] == sum(a["correct"] for a in condition["answers"]) / 8
     ids = [[a["id"] for a in e["conditions"][0]["answers"]] for e in clean.record.events("evaluation")]
     assert ids[0] == ids[1], "the same problems every time"
-
-
-@pytest.mark.parametrize(("fields", "lr"), [({"lr": None}, 1e-4), ({"lr": 3e-4}, 3e-4)])
-def test_the_learning_rate_is_chosen_by_size(tmp_path, fields, lr):
-    assert prepared(tmp_path / "run", **fields).config.lr == lr
 
 
 def test_problems_follow_the_seed_and_come_again_only_when_all_were_there():
@@ -279,15 +226,6 @@ def test_problems_follow_the_seed_and_come_again_only_when_all_were_there():
     assert not test & set(ids)
     assert [p.id for p in _training_problems(task, config)] == ids
     assert [p.id for p in _training_problems(task, config.model_copy(update={"seed": 1}))] != ids
-
-
-@pytest.mark.slow
-def test_every_step_takes_the_next_problems_of_the_draw(tmp_path):
-    training = prepared(tmp_path / "run", steps=2)
-    asked, reward = [], training._reward
-    training.trainer.reward_funcs[0] = lambda problem, **rest: (asked.append(problem), reward(problem=problem, **rest))[1]
-    training.run()
-    assert asked == [[i for i in step for _ in range(4)] for step in (range(4), range(4, 8))]
 
 
 def test_a_rehearsal_loads_no_weights_and_tells_what_would_happen():
@@ -334,20 +272,6 @@ def weights_of_adapter(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "adapter_model.safetensors")
-
-
-@pytest.mark.slow
-def test_lora_under_a_plan_and_aqn(tmp_path):
-    run = trained(tmp_path / "run", lora=4, plan="mxfp4@module.linear", aqn="constant:0.1", steps=2)
-    (site,) = run.record.events("finished")[0]["ledgers"]["plan"]["sites"]
-    assert not any("lora" in spot for spot in site["spots"])
-    assert fires(run, "aqn") == {"rollout": [2 * NORMS, 0]}
-
-
-def test_the_record_is_plain_json_and_the_configuration_reads_back(clean):
-    lines = (clean.record.folder / "record.jsonl").read_text().splitlines()
-    head = json.loads(lines[0])
-    assert small(**head["config"]) == clean.config == small(**SMALL)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shaketable.evaluate.evaluation import Condition, Evaluator
+from shaketable.evaluate.score import Condition, Evaluator
 from shaketable.evaluate.tasks import load_task, sample
 from shaketable.models import load_model
 from shaketable.plan import Plan

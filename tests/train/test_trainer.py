@@ -8,7 +8,7 @@ from scipy.stats import norm
 
 import shaketable as st
 from shaketable.sites.phases import current_phase
-from shaketable.train.trainer import Mismatch, _groups
+from shaketable.train.trainer import Mismatch
 from tests.train.training_runs import prepared
 
 TEMPERATURE = 2.0
@@ -116,37 +116,6 @@ def test_what_is_sampled_depends_on_key_and_step_and_not_on_the_global_generator
     assert sampled(0, 1, 5) == sampled(1, 1, 5)
     assert sampled(0, 1, 5) != sampled(0, 2, 5)
     assert sampled(0, 1, 5) != sampled(0, 1, 6)
-
-
-def test_processes_sample_by_keys_of_their_own(trainer, monkeypatch):
-    seeds = []
-    for index in (0, 1, 2, 1):
-        monkeypatch.setattr(type(trainer.accelerator), "process_index", index)
-        seeds.append(trainer._generator().initial_seed())
-    assert len(set(seeds)) == 3 and seeds[1] == seeds[3]
-
-
-def test_a_step_sets_all_randomness_by_its_number(trainer):
-    states = []
-    for step in (1, 2, 1):
-        trainer.state.global_step = step
-        trainer.begin_step()
-        states.append(torch.rand(3).tolist())
-        torch.rand(7)
-    assert states[0] == states[2] != states[1]
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([[1], [1], [2], [2]], ([[1], [2]], 2)),
-        ([[1, 2], [1, 2]], ([[1, 2]], 2)),
-        ([[1], [2], [1]], ([[1], [2], [1]], 1)),
-        ([[1], [1], [1], [1], [2], [2]], ([[1], [1], [1], [1], [2], [2]], 1)),
-    ],
-)
-def test_prompts_are_read_once_where_their_groups_are_equal(rows, expected):
-    assert _groups(rows) == expected
 
 
 def test_the_sampled_log_probabilities_are_those_under_the_fault(trainer):

@@ -1,14 +1,14 @@
-"""AQN on a model: an injection whose magnitudes follow the schedule.
+"""AQN on a model: a plan, one clause per group of layers, whose magnitudes follow the schedule.
 
-The noise lives in the phases that `where` names and nowhere else: an evaluation inside `with st.phase("eval"):` is clean, also
-when it samples. Weights are never written to (see `inject/weights.py`), so there is nothing to restore, and a
-checkpoint saved in the middle of a rollout is clean.
+The noise lives in the phases that `where` names: an evaluation inside `with st.phase("eval"):` is clean, also when it
+samples. Weights are never written to, so there is nothing to restore and a checkpoint saved in the middle of a rollout is
+clean.
 
-The ledger's `asked` is the mean σ over the draws that were measured, so that it can be compared with the measured mean
-although σ changes; the injection alone would compare with the last σ.
+A dense model has noise on every RMSNorm, the final one included. A mixture of experts (read from its experts; `gate_proj` is
+no sign of one) has it on `post_attention_layernorm` alone and never on a router: the origin's rule.
 
-Two mistakes of a training loop are errors at the end: no rollout had noise, and several rollouts happened while the step stood
-still. In the study we come from a trainer never advanced the step, and what was published as AQN was its absence.
+The ledger's `asked` is the mean σ over the measured draws. Two mistakes of a training loop are errors at the end: no rollout
+had noise, and several rollouts happened while the step stood still.
 """
 
 from __future__ import annotations
@@ -17,17 +17,97 @@ import math
 from itertools import product
 from threading import RLock
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
-from shaketable.aqn.sites import check_order, plan_of
-from shaketable.aqn.spec import AQN
-from shaketable.errors import InertError, ShaketableError
+from shaketable.aqn.spec import AQN, NORMS, Group
+from shaketable.errors import InertError, NoMatchError, ShaketableError
+from shaketable.faults import make_fault
 from shaketable.inject.attach import put_behind, refuse
 from shaketable.inject.injection import Injection
+from shaketable.layer_ranges import Layers
 from shaketable.ledger.ledger import Ledger, SiteLedger
+from shaketable.plan import Clause, Plan, Site
+from shaketable.sites.match import targets
 from shaketable.sites.structure import Anatomy
+
+MOE_NORM = "post_attention_layernorm"
+KINDS = {
+    ("weight", "relative"): "rms_gaussian",
+    ("weight", "absolute"): "absolute_gaussian",
+    ("output", "relative"): "relative_gaussian",
+    ("output", "absolute"): "absolute_gaussian",
+}
+PHASES = {"rollout": ("rollout",), "both": ("rollout", "train")}
+
+
+def plan_of(aqn: AQN, anatomy: Anatomy, total_steps: int | None = None) -> tuple[Plan, list[Group]]:
+    """The plan, and the group of each of its clauses; layers whose σ is 0 at every step of the run have none."""
+    groups = aqn.groups(len(anatomy.layers))
+    alone = len(groups) == 1
+    if total_steps is not None and aqn.zones is not None:
+        groups = [g for g in groups if any(aqn.sigma(g, step, total_steps) for step in range(total_steps))] or groups
+    placed = [(site, group) for group in groups for site in _sites(aqn, group, anatomy, alone)]
+    clauses = tuple(Clause(fault=_fault(aqn, group), site=site) for site, group in placed)
+    _check_once(clauses, anatomy)
+    return Plan(clauses=clauses, seed=aqn.seed), [group for _, group in placed]
+
+
+def check_order(aqn: AQN, noise: Plan, faults: Plan | None, anatomy: Anatomy) -> None:
+    """Refuse `order=before` where there is nothing to come before: no plan, or none on an output that has noise."""
+    if aqn.order != "before":
+        return
+    if faults is None:
+        raise ShaketableError("order=before puts the noise before the faults of a plan, and there is no plan; drop order")
+    if not _outputs(noise, anatomy) & _outputs(faults, anatomy):
+        what = f"order=before: {faults.text()} acts on no output of a layer that has noise"
+        raise NoMatchError(f"{what}; write it @layer.N for such a layer, or drop order")
+
+
+def _outputs(plan: Plan, anatomy: Anatomy) -> set[int]:
+    """The modules whose outputs a plan acts on going forward."""
+    clauses = [c for c in plan.clauses if c.site.level != "op" and "forward" in c.site.directions]
+    return {id(target.part.module) for clause in clauses for target in targets(clause, anatomy) if target.point == "output"}
+
+
+def _fault(aqn: AQN, group: Group) -> Any:
+    """The fault at its strongest; its magnitude follows the schedule once it is attached."""
+    return make_fault({"kind": KINDS[aqn.form, aqn.unit], "magnitude": aqn.schedule.peak() * group.multiplier})
+
+
+def _sites(aqn: AQN, group: Group, anatomy: Anatomy, alone: bool) -> list[Site]:
+    phase = PHASES[aqn.where]
+    if aqn.form == "output":
+        return [Site(level="layer", names=tuple(str(layer) for layer in group.layers), phase=phase)]
+    here: dict[str, Any] = {"level": "module", "point": ("weight",), "phase": phase}
+    if alone and group.outside:
+        return [Site(names=_names(aqn, anatomy), **here)]
+    inside = [Site(names=_names(aqn, anatomy), layers=Layers.of(group.layers), **here)] if group.layers else []
+    beyond = _beyond(aqn, anatomy) if group.outside else ()
+    return [*inside, *([Site(names=beyond, **here)] if beyond else [])]
+
+
+def _names(aqn: AQN, anatomy: Anatomy) -> tuple[str, ...]:
+    if not anatomy.is_moe:
+        return aqn.roles
+    return tuple(dict.fromkeys(role if role in ("linear", *NORMS) else MOE_NORM for role in aqn.roles))
+
+
+def _beyond(aqn: AQN, anatomy: Anatomy) -> tuple[str, ...]:
+    """Names of what lies outside of the decoder layers and has a role that is asked for."""
+    roles = [role for role in aqn.roles if role == "linear" or not anatomy.is_moe]
+    return tuple(part.name for part in anatomy.parts if part.layer is None and part.role in roles and part.weights)
+
+
+def _check_once(clauses: tuple[Clause, ...], anatomy: Anatomy) -> None:
+    """No weight may have noise twice: a name outside of the layers can also end a name inside of them."""
+    seen: set[int] = set()
+    for clause in clauses:
+        for target in targets(clause, anatomy):
+            if id(target.part.module) in seen:
+                raise ShaketableError(f"AQN would act on {target.part.name} twice; name the layers it should act on")
+            seen.add(id(target.part.module))
 
 
 class AttachedAQN:

@@ -1,49 +1,147 @@
-"""Layer-wise AQN from a diagnosis. Pure: a diagnosis in, σ per layer out. Imports no torch.
+"""Layer-wise AQN from diagnoses: a diagnosis in, σ per layer out. Imports no torch.
 
-Every layer starts at the base σ, and each rule that it meets multiplies it, in the order of the mapping:
+Every layer starts at the base σ, and each rule that it meets multiplies it, in the order of the table (`mapping.yaml`):
 
     σ_l = clamp(base · Π f_r  over the rules r that layer l meets)
 
-A rule compares one statistic with a number, or with a multiple of that statistic's median over the layers; a rule on the
-located layer looks at the verdict's fault class. A located dead zone counts as low gain, once: the origin guides by "low
-gain, its signal is lost", and the gain itself does not see a dead zone of 0.01 where a layer has no massive values. The
-origin study had its rules as `if` statements in its code. Here they are data (`mapping.yaml`): a study that asks whether a
-threshold matters changes a file, and the result names the mapping it was made with.
+A rule compares one statistic with a number or with a multiple of its median over the layers, or names the fault class of a
+located layer. When a verdict of FAULT has evidence at several layers, all of them are located, each with its own class. A
+located dead zone counts as low gain, once: the gain itself does not see a dead zone of 0.01 where a layer has no massive
+values.
 
-Statistics of a broken model may be infinite or not numbers. The median is taken over the finite ones. An infinite value
-compares as infinity does; one that is no number meets no rule, and its layer says so. A median that is zero or negative
-gives no scale (1.2 · −1 lies below −1, so that the median layer itself would be "high"): its rule is left out, with a note.
+The median is taken over finite values. An infinite value compares as infinity; one that is no number meets no rule. A median
+of zero or less gives no scale, and its rules are left out, with a note.
 
-The label and the list of high-priority layers use one comparison, σ > high · base, so that they cannot disagree.
+The origin's scans (`gain`, `kurtosis`, `instability`, each of layers to numbers) are read as a diagnosis whose verdict is
+INCONCLUSIVE, unless they name a `detected_layer`. Several diagnoses of one model are averaged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shaketable.aqn.sigma_rules import Labels, LocatedRule, Rule, SigmaMapping, checked
+from shaketable.aqn.schedules import NAMED, checked
 from shaketable.errors import ShaketableError, nearest
+from shaketable.io.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from shaketable.aqn.spec import AQN
 
 SCHEMA = 1
-TARGETS = ("all", "fault", "healthy")
-SCHEDULES = ("epoch_aware", "global_decay")
+TARGETS = ("all", "fault", "healthy", "high")
+ORIGIN = Path(__file__).with_name("mapping.yaml")
+SCANS = ("gain", "kurtosis", "instability")
 
 
-class _Probe(BaseModel):
+# ---- rules
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Rule(_Data):
+    """One line of the table: a statistic that is compared, or the class of a located fault; a layer that meets it has its
+    factor."""
+
+    factor: float = Field(gt=0)
+    why: str
+    """Shown beside each layer that meets the rule."""
+    field: str | None = None
+    """The statistic: a key of the diagnosis's `statistics`."""
+    when: Literal["below", "above"] | None = None
+    """Which side of the bound meets the rule. The bound itself does not."""
+    threshold: float | None = None
+    unit: Literal["median", "absolute"] = "absolute"
+    """`median`: the bound is threshold · the median over all layers. `absolute`: it is the threshold."""
+    fault_class: str | None = None
+    instead_of: str | None = None
+    """With fault_class: left out where the layer has met a rule on this statistic, which told the same."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Rule:
+        compares = {"field": self.field, "when": self.when, "threshold": self.threshold}
+        if self.fault_class is None and (missing := [name for name, value in compares.items() if value is None]):
+            raise ValueError(f"a rule has field, when and threshold, or fault_class; {missing[0]} is missing")
+        if self.fault_class is not None and (more := [name for name, value in compares.items() if value is not None]):
+            raise ValueError(f"a rule on fault_class compares nothing: drop {more[0]}")
+        return self
+
+    def bound(self, medians: Mapping[str, float | None]) -> float | None:
+        """The number that is compared with; None where the median gives no scale."""
+        assert self.field is not None
+        assert self.threshold is not None
+        if self.unit == "absolute":
+            return self.threshold
+        middle = medians[self.field]
+        return None if middle is None or middle <= 0 else middle * self.threshold
+
+    def met(self, value: float | None, medians: Mapping[str, float | None]) -> bool:
+        """Whether a value lies on the rule's side of the bound."""
+        bound = self.bound(medians)
+        return value is not None and bound is not None and (value < bound if self.when == "below" else value > bound)
+
+    def text(self, value: float | None, medians: Mapping[str, float | None]) -> str:
+        """What was met and what it did, for people."""
+        if self.field is None or value is None:
+            return f"{self.why} (×{self.factor:g})"
+        scale = f" × the median {medians[self.field]:.4g}" if self.unit == "median" else ""
+        return f"{self.field} {value:.4g} is {self.when} {self.threshold:g}{scale}: {self.why} (×{self.factor:g})"
+
+
+class Clamp(_Data):
+    """Bounds of every σ."""
+
+    low: float = Field(ge=0)
+    high: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _is_ordered(self) -> Clamp:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low:g} is above high {self.high:g}")
+        return self
+
+
+class Labels(_Data):
+    """A layer is HIGH above `high` · base σ, LOW below `low` · base σ, else BASE."""
+
+    high: float = Field(ge=1)
+    low: float = Field(gt=0, le=1)
+
+
+class SigmaMapping(_Data):
+    """The table of rules."""
+
+    name: str
+    """Written into the AQN file, to tell which mapping made it."""
+    rules: tuple[Rule, ...]
+    clamp: Clamp
+    labels: Labels
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> SigmaMapping:
+        """The mapping of a YAML file; the origin's by default."""
+        path = path or ORIGIN
+        return checked(cls, read_yaml(path, "the mapping"), f"the mapping {path}")
+
+
+# ---- diagnoses
+
+
+class _Place(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     layer: int | None
     statistics: dict[str, float | None] | None = None
+    fault_class: str | None = None
 
 
 class _Diagnosis(BaseModel):
@@ -58,26 +156,141 @@ class _Diagnosis(BaseModel):
     verdict: Literal["HEALTHY", "FAULT", "INCONCLUSIVE"]
     layer: int | None
     fault_class: str | None
-    probes: tuple[_Probe, ...] = Field(strict=False)
+    probes: tuple[_Place, ...] = Field(strict=False)
+    evidence: tuple[_Place, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _covers_every_layer(self) -> _Diagnosis:
         layers = [p.layer for p in self.probes if p.layer is not None]
         if len(layers) != self.num_layers or set(layers) != set(range(self.num_layers)):
             raise ValueError(f"probes must name each of the {self.num_layers} layers once, and name {sorted(layers)}")
-        if self.layer is not None and self.layer not in layers:
-            raise ValueError(f"the verdict names layer {self.layer} of a model with {self.num_layers} layers")
+        for layer in (self.layer, *(e.layer for e in self.evidence)):
+            if layer is not None and layer not in layers:
+                raise ValueError(f"the verdict names layer {layer} of a model with {self.num_layers} layers")
         return self
 
     @property
-    def fault_layer(self) -> int | None:
-        """The layer that a verdict of FAULT names."""
-        return self.layer if self.verdict == "FAULT" else None
+    def located(self) -> dict[int, str | None]:
+        """The layers that a verdict of FAULT has evidence of, with the class of each one's fault."""
+        if self.verdict != "FAULT":
+            return {}
+        others = {e.layer: e.fault_class for e in reversed(self.evidence) if e.layer is not None}
+        found = others if self.layer is None else {**others, self.layer: self.fault_class}
+        return dict(sorted(found.items()))
 
     def statistic(self, field: str) -> list[float | None]:
         """One statistic of every layer, in order."""
-        probes = sorted((p for p in self.probes if p.layer is not None), key=lambda p: p.layer or 0)
-        return [_statistic(p, field) for p in probes]
+        found = []
+        for probe in sorted((p for p in self.probes if p.layer is not None), key=lambda p: p.layer or 0):
+            if not probe.statistics:
+                why = f"the diagnosis was made without statistics (layer {probe.layer} has none)"
+                raise ShaketableError(f"{why}; guidance needs them")
+            if field not in probe.statistics:
+                raise ShaketableError(f"layer {probe.layer} has no statistic {field!r}; {nearest(field, probe.statistics)}")
+            found.append(probe.statistics[field])
+        return found
+
+
+def as_diagnosis(data: object, name: str) -> object:
+    """The origin's scans as a diagnosis; anything else as it is. `name` is how an error calls it."""
+    if not isinstance(data, Mapping) or "kind" in data or not any(scan in data for scan in SCANS):
+        return data
+    if missing := [scan for scan in SCANS if scan not in data]:
+        lacking = " and no ".join(missing)
+        raise ShaketableError(f"{name} has no {lacking}; scans are {', '.join(SCANS)}, each of layers to numbers")
+    columns = {scan: _by_layer(data[scan], f"{scan} of {name}") for scan in SCANS}
+    count = data.get("num_layers", max(max(column) for column in columns.values()) + 1)
+    if not isinstance(count, int) or not 1 <= count < 10**6:
+        raise ShaketableError(f"{name}: num_layers is {count!r}; write the number of decoder layers, or leave it out")
+    for scan, column in columns.items():
+        if set(column) != set(range(count)):
+            odd = min(set(column) ^ set(range(count)))
+            raise ShaketableError(
+                f"{name}: {scan} and the {count} layers differ at layer {odd}; every scan needs each layer once"
+            )
+    layer = data.get("detected_layer")
+    return {
+        "schema": SCHEMA,
+        "kind": "diagnosis",
+        "num_layers": count,
+        "probes": [{"layer": i, "statistics": {scan: columns[scan][i] for scan in SCANS}} for i in range(count)],
+        "model": str(data.get("model", data.get("model_path", "a model that its scans do not name"))),
+        "device": str(data.get("device", "a device that is not named")),
+        "date": str(data.get("date", data.get("analysis_date", "no date"))),
+        "verdict": "INCONCLUSIVE" if layer is None else "FAULT",
+        "layer": layer,
+        "fault_class": None if layer is None else data.get("fault_type", "not classified"),
+    }
+
+
+def _by_layer(column: object, name: str) -> dict[int, float | None]:
+    """Layers to numbers, from a mapping (whose keys JSON makes text) or a list."""
+    pairs = enumerate(column) if isinstance(column, list) else column.items() if isinstance(column, Mapping) else ()
+    found: dict[int, float | None] = {}
+    for key, value in pairs:
+        is_layer = str(key).isdecimal() and len(str(key)) < 7
+        is_value = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        if not is_layer or not is_value or int(key) in found:
+            raise ShaketableError(f"{name}: {key!r}: {value!r} is not a layer with its number, each once")
+        found[int(key)] = None if value is None else float(value)
+    if not found:
+        raise ShaketableError(f"{name} must hold a mapping of layers to numbers, such as {{'0': 1.02}}")
+    return found
+
+
+def averaged(diagnoses: Sequence[object], names: Sequence[str]) -> object:
+    """One diagnosis with the mean statistics of several of the same model; a single one as it is.
+
+    The verdict is that of all of them if they agree, and INCONCLUSIVE if they do not.
+    """
+    if len(diagnoses) == 1:
+        return diagnoses[0]
+    read = [_raw(data, name) for data, name in zip(diagnoses, names, strict=True)]
+    first, tables = read[0], [_statistics(data, name) for data, name in zip(read, names, strict=True)]
+    for other, table, name in zip(read, tables, names, strict=True):
+        for key in ("schema", "model", "num_layers"):
+            if other.get(key) != first.get(key):
+                found = f"{key} {other.get(key)!r} in {name} and {first.get(key)!r} in {names[0]}"
+                raise ShaketableError(f"diagnoses of different models are not averaged: {found}")
+        if {layer: set(row) for layer, row in table.items()} != {layer: set(row) for layer, row in tables[0].items()}:
+            raise ShaketableError(f"{name} has other layers or statistics than {names[0]}; make all diagnoses with one version")
+    probes = [
+        {"layer": layer, "statistics": {field: _mean([table[layer][field] for table in tables]) for field in row}}
+        for layer, row in tables[0].items()
+    ]
+    said = [(d.get("verdict"), d.get("layer"), d.get("fault_class")) for d in read]
+    agreed = said[0] if all(other == said[0] for other in said) else ("INCONCLUSIVE", None, None)
+    evidence = [place for d in read for place in d.get("evidence", ())]
+    return {
+        **first,
+        **dict(zip(("verdict", "layer", "fault_class"), agreed, strict=True)),
+        "probes": probes,
+        "evidence": evidence,
+    }
+
+
+def _raw(data: object, name: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping) or data.get("kind") != "diagnosis" or not isinstance(data.get("probes"), list):
+        raise ShaketableError(f"{name} is no diagnosis; expected what `shaketable locate --json FILE` writes")
+    return data
+
+
+def _statistics(data: Mapping[str, Any], name: str) -> dict[int, Mapping[str, Any]]:
+    probes = [p for p in data["probes"] if isinstance(p, Mapping) and isinstance(p.get("layer"), int)]
+    if lacking := next((p for p in probes if not isinstance(p.get("statistics"), Mapping)), None):
+        raise ShaketableError(f"{name} was made without statistics (layer {lacking['layer']} has none); guidance needs them")
+    found = {p["layer"]: p["statistics"] for p in probes}
+    if len(found) < len(probes):
+        raise ShaketableError(f"{name} names a layer twice; make it anew with `shaketable locate --json FILE`")
+    return found
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return fmean(numbers) if len(numbers) == len(values) else None
+
+
+# ---- guidance
 
 
 @dataclass(frozen=True)
@@ -116,54 +329,60 @@ class Guidance:
         """Guidance from a diagnosis, given as the object that its JSON holds.
 
         Args:
-            diagnosis: What `shaketable locate --json` writes.
-            base_sigma: σ of a layer that meets no rule.
-            schedule: The name of the schedule that σ decays by in training.
-            target: `all` layers, the located `fault` layer alone, or the `healthy` ones: all but it.
-            mapping: Rules, clamp and labels; the origin's by default.
+            diagnosis: What `shaketable locate --json` writes. base_sigma: σ of a layer that meets no rule. schedule: The name
+            of the schedule that σ decays by in training. target: `all` layers, the located ones alone (`fault`), all but
+            those (`healthy`), or those that are labelled `high`. mapping: Rules, clamp and labels; the origin's by default.
         """
-        _one_of("schedule", schedule, SCHEDULES)
+        _one_of("schedule", schedule, NAMED)
         _one_of("target", target, TARGETS)
         if not (math.isfinite(base_sigma) and base_sigma > 0):
             raise ShaketableError(f"base sigma must be a positive number, not {base_sigma}")
-        read, rules = _read(diagnosis), mapping or SigmaMapping.load()
-        values = {r.field: read.statistic(r.field) for r in rules.rules}
-        medians = {r.field: _median(values[r.field]) for r in rules.rules if r.unit == "median"}
-        layers = []
-        for layer in _targeted(read, target):
-            own = {field: column[layer] for field, column in values.items()}
-            met = [r for r in rules.rules if _meets(r, own, medians)]
-            steps = [*_steps(own, medians, met), *_located(read, layer, rules.located, {r.field for r in met})]
-            layers.append(_layer(layer, float(base_sigma), steps, rules))
-        metadata, notes = _metadata(read, target, rules.name), _notes(rules.rules, medians)
-        return cls(metadata, rules, float(base_sigma), schedule, tuple(layers), medians, notes)
+        read, rules, base = _read(diagnosis), mapping or SigmaMapping.load(), float(base_sigma)
+        values = {r.field: read.statistic(r.field) for r in rules.rules if r.field is not None}
+        medians = {r.field: _median(values[r.field]) for r in rules.rules if r.field is not None and r.unit == "median"}
+        every = [
+            _layer(layer, base, {f: column[layer] for f, column in values.items()}, medians, read.located.get(layer), rules)
+            for layer in range(read.num_layers)
+        ]
+        metadata = {
+            "num_layers": read.num_layers,
+            "analysis_date": read.date,
+            "model": read.model,
+            "device": read.device,
+            "verdict": read.verdict,
+            "fault_layers": read.located,
+            "target": target,
+            "mapping": rules.name,
+        }
+        return cls(metadata, rules, base, schedule, _targeted(every, read, target), medians, _notes(rules.rules, medians))
 
     @property
     def high_priority_layers(self) -> list[int]:
-        """The layers labelled HIGH."""
+        """The layers labelled HIGH; `target="high"` keeps these alone."""
         return [x.layer for x in self.layers if x.label == "HIGH"]
 
     def config(self) -> dict[str, Any]:
-        """The AQN file, as data: the origin's shape. A layer that `layer_sigmas` does not name gets no noise."""
+        """The AQN file, as data, in the origin's shape. `layers` names all layers with noise: every reader means the same."""
         aqn = {
             "enabled": True,
             "layer_specific": True,
             "base_sigma": self.base_sigma,
+            "layers": [x.layer for x in self.layers],
             "layer_sigmas": {x.layer: x.sigma for x in self.layers},
             "schedule": self.schedule,
             "high_priority_layers": self.high_priority_layers,
         }
-        return {"aqn": aqn, "metadata": dict(self.metadata)}
+        return {"aqn": aqn, "srdd_metadata": dict(self.metadata)}
 
     def aqn(self, **more: Any) -> AQN:
         """The noise itself; `more` are fields that guidance leaves open, such as `form` and `where`."""
-        from shaketable.aqn.text import from_guidance
+        from shaketable.aqn.spec import from_guidance
 
         return from_guidance({"aqn": {**self.config()["aqn"], **more}}, "the guidance")
 
     def to_yaml(self) -> str:
         """The AQN file. It loads back to the same numbers, bit for bit."""
-        head = "# Written by shaketable guide. A layer that layer_sigmas does not name gets no noise.\n"
+        head = "# Written by shaketable guide. Layers that `layers` does not name have no noise.\n"
         return head + yaml.safe_dump(self.config(), sort_keys=False, allow_unicode=True)
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,7 +390,8 @@ class Guidance:
         rows = [
             {"layer": x.layer, "sigma": x.sigma, "ratio": x.ratio, "label": x.label, "why": list(x.why)} for x in self.layers
         ]
-        made_from = {"medians": dict(self.medians), "notes": list(self.notes), "mapping": self.mapping.model_dump(mode="json")}
+        rules = self.mapping.model_dump(mode="json", exclude_none=True)
+        made_from = {"medians": dict(self.medians), "notes": list(self.notes), "mapping": rules}
         return {"schema": SCHEMA, "kind": "guidance", **self.config(), "layers": rows, **made_from}
 
 
@@ -183,82 +403,63 @@ def _read(diagnosis: object) -> _Diagnosis:
     return checked(_Diagnosis, diagnosis, "the diagnosis")
 
 
-def _statistic(probe: _Probe, field: str) -> float | None:
-    if not probe.statistics:
-        raise ShaketableError(f"the diagnosis was made without statistics (layer {probe.layer} has none); guidance needs them")
-    if field not in probe.statistics:
-        raise ShaketableError(f"layer {probe.layer} has no statistic {field!r}; {nearest(field, probe.statistics)}")
-    return probe.statistics[field]
-
-
-def _targeted(read: _Diagnosis, target: str) -> list[int]:
-    every = list(range(read.num_layers))
-    if target == "all":
-        return every
-    if read.fault_layer is None:
-        named = "outside of the decoder layers" if read.verdict == "FAULT" else "at no layer"
-        raise ShaketableError(
-            f"--target {target} needs a located layer; the verdict is {read.verdict} {named}; use --target all"
-        )
-    if target == "healthy" and read.num_layers == 1:
-        raise ShaketableError("--target healthy leaves no layer: the model has one, and the fault is there")
-    return [layer for layer in every if (layer == read.fault_layer) == (target == "fault")]
-
-
 def _median(values: Sequence[float | None]) -> float | None:
     finite = [v for v in values if v is not None and math.isfinite(v)]
     return median(finite) if finite else None
 
 
-def _meets(rule: Rule, own: Mapping[str, float | None], medians: Mapping[str, float | None]) -> bool:
-    value, bound = own[rule.field], rule.bound(medians)
-    return value is not None and bound is not None and rule.met(value, bound)
-
-
-def _steps(
-    own: Mapping[str, float | None], medians: Mapping[str, float | None], met: Sequence[Rule]
-) -> list[tuple[float, str]]:
-    """Factor and reason of every rule on statistics that a layer meets; 1 for a statistic that is no number."""
-    steps = [(1.0, f"{f} is not a number: its rules are left out") for f, v in own.items() if v is None or math.isnan(v)]
-    return [*steps, *((rule.factor, rule.text(own[rule.field] or 0.0, medians)) for rule in met)]
-
-
-def _located(read: _Diagnosis, layer: int, rules: Sequence[LocatedRule], met: Set[str]) -> list[tuple[float, str]]:
-    if layer != read.fault_layer:
-        return []
-    found = [r for r in rules if r.fault_class == read.fault_class and r.instead_of not in met]
-    return [(r.factor, f"{r.why} (×{r.factor:g})") for r in found]
-
-
-def _layer(layer: int, base: float, steps: Sequence[tuple[float, str]], mapping: SigmaMapping) -> LayerSigma:
-    product = base
-    for factor, _ in steps:
-        product *= factor
-    clamp, why = mapping.clamp, [text for _, text in steps]
-    sigma = max(clamp.low, min(product, clamp.high))
+def _layer(
+    layer: int,
+    base: float,
+    own: Mapping[str, float | None],
+    medians: Mapping[str, float | None],
+    fault: str | None,
+    mapping: SigmaMapping,
+) -> LayerSigma:
+    """σ of one layer: every rule that it meets, then the clamp."""
+    why = [f"{f} is not a number: its rules are left out" for f, v in own.items() if v is None or math.isnan(v)]
+    product, met = base, set[str]()
+    for rule in mapping.rules:
+        if rule.field is None:
+            if fault is None or rule.fault_class != fault or rule.instead_of in met:
+                continue
+        elif rule.met(own[rule.field], medians):
+            met.add(rule.field)
+        else:
+            continue
+        product *= rule.factor
+        why.append(rule.text(own[rule.field] if rule.field is not None else None, medians))
+    sigma = max(mapping.clamp.low, min(product, mapping.clamp.high))
     if sigma != product:
         why.append(f"{product:.4g} is held at the {'lower' if product < sigma else 'upper'} bound {sigma:g}")
-    return LayerSigma(layer, sigma, sigma / base, _label(sigma, base, mapping.labels), tuple(why))
+    high, low = sigma > base * mapping.labels.high, sigma < base * mapping.labels.low
+    return LayerSigma(layer, sigma, sigma / base, "HIGH" if high else "LOW" if low else "BASE", tuple(why))
 
 
-def _label(sigma: float, base: float, labels: Labels) -> Literal["HIGH", "LOW", "BASE"]:
-    if sigma > base * labels.high:
-        return "HIGH"
-    return "LOW" if sigma < base * labels.low else "BASE"
-
-
-def _metadata(read: _Diagnosis, target: str, mapping: str) -> dict[str, Any]:
-    facts = {"layers": read.num_layers, "date": read.date, "model": read.model, "device": read.device, "verdict": read.verdict}
-    fault = {"fault_layer": read.fault_layer, "fault_class": read.fault_class}
-    return {**facts, **fault, "target": target, "mapping": mapping}
+def _targeted(every: Sequence[LayerSigma], read: _Diagnosis, target: str) -> tuple[LayerSigma, ...]:
+    if target == "all":
+        return tuple(every)
+    if target == "high":
+        if not (found := tuple(x for x in every if x.label == "HIGH")):
+            raise ShaketableError("--target high leaves no layer: none is labelled HIGH; use --target all")
+        return found
+    if not read.located:
+        named = "outside of the decoder layers" if read.verdict == "FAULT" else "at no layer"
+        raise ShaketableError(
+            f"--target {target} needs a located layer; the verdict is {read.verdict} {named}; use --target all"
+        )
+    found = tuple(x for x in every if (x.layer in read.located) == (target == "fault"))
+    if not found:
+        raise ShaketableError(f"--target healthy leaves no layer: the fault is in each of the {read.num_layers}")
+    return found
 
 
 def _notes(rules: Sequence[Rule], medians: Mapping[str, float | None]) -> tuple[str, ...]:
-    off = {r.field: medians[r.field] for r in rules if r.bound(medians) is None}
+    off = {r.field: medians[r.field] for r in rules if r.field is not None and r.bound(medians) is None}
     shown = {f: "none, for no value is finite" if m is None else f"{m:.4g}" for f, m in off.items()}
     return tuple(f"the median of {f} is {m}: it gives no scale, and the rules on it are left out" for f, m in shown.items())
 
 
-def _one_of(what: str, value: str, valid: tuple[str, ...]) -> None:
+def _one_of(what: str, value: str, valid: Sequence[str]) -> None:
     if value not in valid:
         raise ShaketableError(f"unknown {what} {value!r}; {nearest(value, valid)}")

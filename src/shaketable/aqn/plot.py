@@ -1,8 +1,6 @@
-"""σ over the steps of a run, before the run: as a table for the terminal and as a PNG.
+"""σ over the steps of a run, before the run: a table for the terminal, and a PNG.
 
-Both are made from the groups that the injection itself is made from. A table has a row for every step at which some σ
-changes by itself (a stage begins, a zone changes); a schedule that changes at every step is shown at evenly spaced steps. It
-ends with the last step, so that nobody has to guess where the run stops.
+The table has a row for every step at which some σ changes, or evenly spaced ones where it changes at every step, and the last.
 """
 
 from __future__ import annotations

@@ -4,30 +4,27 @@ With T steps in all:
 
     global_decay   K stages; stage = ⌊step·K/T⌋. Stage 0 is silent; the i-th after it has σ = start·(end/start)^(i/(K−2)),
                    i = 0 … K−2. This is QeRL's schedule (0.05 to 0.0005, K = 10).
+    linear_decay   σ = start + (end − start)·step/T: a straight line over the whole run.
     epoch_aware    E epochs of T/E steps, each with its own start and end: σ = start·(end/start)^p, p the part of the epoch
                    that is over. No epoch runs nearly noise-free, as the later ones do under global_decay.
     constant       σ.
 
 Step T and those after it have the σ that the schedule ends with. Steps are counted in integers (step·K against T), so that no
-stage begins a step early or late by rounding.
-
-A schedule is asked with the real step and the real total. The study we come from asked its epoch-aware schedule, from inside of
-each epoch, for "step 0 of 1" of a schedule whose first stage is silent: σ was 0 throughout, and nobody noticed. So epoch-aware
-has no silent stage here, and `check` refuses a run in which no step has noise.
-
-Rejected: stages inside an epoch. The origin's description has none, and they would bring back a silent one.
+stage begins a step early or late by rounding. A schedule is asked with the real step and the real total, epoch_aware has no
+silent stage, and `check` refuses a run in which no step has noise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shaketable.errors import ShaketableError, first_problem, nearest
 
+T = TypeVar("T", bound=BaseModel)
 Sigma = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -46,6 +43,14 @@ class Described(BaseModel):
             super().__init__(**dict(zip(names, values, strict=False)), **fields)
         except ValidationError as error:
             raise ShaketableError(f"{type(self).__name__}: {first_problem(error)}") from None
+
+
+def checked(model: type[T], data: object, name: str) -> T:
+    """Validated data, or one line that says where it is wrong."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ShaketableError(f"{name}: {first_problem(error)}") from None
 
 
 class ScheduleBase(Described):
@@ -115,6 +120,34 @@ class GlobalDecay(ScheduleBase):
         return f"{self.kind}:{number(self.start)}-{number(self.end)},stages={self.stages}"
 
 
+class LinearDecay(ScheduleBase):
+    """A straight line from start to end over the whole run."""
+
+    kind: Literal["linear_decay"] = "linear_decay"
+    start: Sigma
+    """σ of the first step."""
+    end: float = Field(ge=0, allow_inf_nan=False)
+    """σ after the last step; may be 0."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, start: float, end: float) -> None: ...
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        _check_falls(self.start, self.end)
+        return self
+
+    def _at(self, step: int, total: int) -> float:
+        return self.end if step == total else self.start + (self.end - self.start) * (step / total)
+
+    def peak(self) -> float:
+        return self.start
+
+    def text(self) -> str:
+        return f"{self.kind}:{number(self.start)}-{number(self.end)}"
+
+
 class EpochAware(ScheduleBase):
     """Each epoch has its own decay."""
 
@@ -175,15 +208,18 @@ class Constant(ScheduleBase):
         return f"{self.kind}:{number(self.value)}"
 
 
-AnySchedule = GlobalDecay | EpochAware | Constant
+AnySchedule = GlobalDecay | LinearDecay | EpochAware | Constant
 Schedule = Annotated[AnySchedule, Field(discriminator="kind")]
 SCHEDULES: dict[str, type[AnySchedule]] = {c.model_fields["kind"].default: c for c in get_args(AnySchedule)}
+
+NAMED = ("epoch_aware", "global_decay", "linear_decay")
+"""Schedules that a guided file may just name."""
 
 
 def like_the_origin(kind: str, base: float) -> AnySchedule:
     """The origin's schedules, which it ran at 0.05, from another base σ: a decay by 100 in all."""
-    if kind == "global_decay":
-        return GlobalDecay(base, base / 100)
+    if kind != "epoch_aware":
+        return (GlobalDecay if kind == "global_decay" else LinearDecay)(base, base / 100)
     return EpochAware(((base, base / 5), (base / 5, base / 100)))
 
 

@@ -30,7 +30,7 @@ def models(incomplete: str) -> list[str]:
 
 def tasks(incomplete: str) -> list[str]:
     """Built-in tasks, and files of problems."""
-    from shaketable.evaluate.tasks.load import BUILT_IN
+    from shaketable.evaluate.tasks import BUILT_IN
 
     return [*_starting(BUILT_IN, incomplete), *_paths(incomplete, (".jsonl", ".parquet"))]
 

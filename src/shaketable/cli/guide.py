@@ -33,9 +33,14 @@ def guide(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The AQN file to write, YAML.")],
     base_sigma: Annotated[float, typer.Option(help="σ of a layer that meets no rule.")] = 0.05,
-    schedule: Annotated[str, typer.Option(help="How σ decays in training: epoch_aware or global_decay.")] = "epoch_aware",
+    schedule: Annotated[
+        str, typer.Option(help="How σ decays in training: epoch_aware, global_decay or linear_decay.")
+    ] = "epoch_aware",
     target: Annotated[
-        str, typer.Option(help="all layers, the located fault layer alone (fault), or all but it (healthy).")
+        str,
+        typer.Option(
+            help="all layers, the located ones alone (fault), all but those (healthy), or those labelled HIGH (high)."
+        ),
     ] = "all",
     mapping: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Rules from this file in place of the origin study's.")
@@ -49,9 +54,7 @@ def guide(
 
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
-    from shaketable.aqn.diagnoses import as_diagnosis, averaged
-    from shaketable.aqn.guidance import Guidance
-    from shaketable.aqn.sigma_rules import SigmaMapping
+    from shaketable.aqn.guidance import Guidance, SigmaMapping, as_diagnosis, averaged
 
     outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=[*diagnoses, mapping], force=force)
     rules = SigmaMapping.load(mapping) if mapping is not None else None
@@ -92,9 +95,10 @@ def _print(found: Guidance, files: list[Path]) -> None:
 def _head(found: Guidance) -> list[str]:
     facts = found.metadata
     mean = f" (the mean of {facts['diagnoses']} diagnoses)" if "diagnoses" in facts else ""
-    where = f" at layer {facts['fault_layer']} ({facts['fault_class']})" if facts["fault_layer"] is not None else ""
+    where = " and".join(f" at layer {layer} ({kind})" for layer, kind in facts["fault_layers"].items())
+    model = f"{facts['model']} on {facts['device']}, {facts['num_layers']} layers, {facts['analysis_date']}"
     return [
-        f"{facts['model']} on {facts['device']}, {facts['layers']} layers, {facts['date']}: {facts['verdict']}{where}{mean}",
+        f"{model}: {facts['verdict']}{where}{mean}",
         f"base σ {found.base_sigma:g}, schedule {found.schedule}, target {facts['target']}, mapping {facts['mapping']}",
     ]
 

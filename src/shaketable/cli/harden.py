@@ -40,9 +40,9 @@ def harden(
     rungs: Annotated[
         str,
         typer.Option(
-            "--stages", metavar="NAMES", help="Of calibrate, regauge, distil, supervise and reinforce, joined by commas."
+            "--stages", metavar="NAMES", help="Of calibrate, rescale, distil, supervise and reinforce, joined by commas."
         ),
-    ] = "calibrate,regauge,distil",
+    ] = "calibrate,rescale,distil",
     answers: Annotated[bool, typer.Option("--answers", help="After distil, train on the task's own answers too.")] = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="DIR", help="Run folder; the model is in DIR/model.")
@@ -55,12 +55,12 @@ def harden(
     force: ForceOption = False,
     **fields: Any,
 ) -> None:
-    """Repair a model so that it stands a fault: what the fault takes, what comes back, and at what cost.
+    """Repair a model so that it is robust to a fault: how much the fault takes, how much comes back, and at what cost.
 
-    The ladder, cheapest first: **calibrate** folds gains and offsets into the weights (closed form), **regauge** scales
-    channels by powers of two (the same bits on healthy hardware), **distil** trains the model under the fault towards its
-    own clean self (no answers needed), **supervise** on the task's answers, **reinforce** by a short GRPO. It stops when the
-    target share is back. The result is an ordinary model folder, with the numbers in its README.
+    **distil**, the repair that gives most back, trains the model under the fault towards its own clean self (no answers
+    needed). Two cheaper ones are tried first: **calibrate** folds gains and offsets into the weights, **rescale** scales
+    channels by powers of two (the same bits on healthy hardware). On request: **supervise** on the task's answers,
+    **reinforce** by a short GRPO. It stops when the target share is back. The result is an ordinary model folder.
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
@@ -80,6 +80,8 @@ def harden(
     for name in ("plans", "eval_plans"):
         fields[name] = tuple(dict.fromkeys(Plan.load(p).text() for p in fields[name]))
     named = tuple(r.strip() for r in rungs.split(",") if r.strip())
+    if "regauge" in named:
+        raise ShaketableError("regauge is called rescale now: --stages calibrate,rescale,distil")
     fields["rungs"] = (*named, "supervise") if answers else _fitting(named, fields["lora"], is_given(context, "rungs"))
     fields["device"] = chosen_device(fields["device"])
     fields["dtype"] = fields["dtype"] or ("float32" if fields["device"] == "cpu" else "bfloat16")
@@ -93,7 +95,7 @@ def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
 
 
 def _start(config: HardenConfig, out: Path | None, outputs: OutputFiles) -> None:
-    from shaketable.harden.dry_run import rehearse
+    from shaketable.harden.scoring import rehearse
 
     _runs().start(config, rehearse, f"harden-{Path(config.model).name}", out, outputs)
 
@@ -138,7 +140,7 @@ def _live() -> Iterator[Tell]:
 def _line(facts: dict[str, Any]) -> str:
     scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
     back = "  ".join(f"{s['share']:.0%} back" for s in facts.get("shares", {}).values())
-    from shaketable.harden.summary import named
+    from shaketable.harden.results import named
 
     what = named(facts) if "rung" in facts else "before"
     return f"{what:>21}: {scores}  {back}"
@@ -149,7 +151,7 @@ def _show(record: RunRecord, outputs: OutputFiles) -> None:
     from rich.console import Console
 
     from shaketable.cli.tables.harden import page_of, print_outcome
-    from shaketable.harden.summary import outcome
+    from shaketable.harden.results import outcome
 
     found = outcome(record)
     outputs.save(lambda: found, lambda: page_of(found))

@@ -152,10 +152,9 @@ def _arguments(text: str) -> dict[str, Any]:
 
 def _prompts(own: Trainer, name: str, n: int, limit: int | None, sampling: Sampling) -> tuple[list[list[int]], Sampling]:
     """The prompts of a task, and the sampling with its limit and its stop tokens."""
-    from shaketable.evaluate.decoding.dynamic import Decoder
-    from shaketable.evaluate.evaluation import prompt_tokens
-    from shaketable.evaluate.tasks.load import load_task
-    from shaketable.evaluate.tasks.task import sample
+    from shaketable.evaluate.decoding import Decoder
+    from shaketable.evaluate.score import prompt_tokens
+    from shaketable.evaluate.tasks import load_task, sample
 
     task = load_task(name)
     prompts = [prompt_tokens(own.tokenizer, task, problem) for problem in sample(task, "test", n, sampling.seed)]

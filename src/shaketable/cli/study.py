@@ -114,7 +114,7 @@ def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:
 
 
 def _code_of(asked: StudyConfig) -> str | None:
-    from shaketable.evaluate.tasks.load import code_in
+    from shaketable.evaluate.tasks import code_in
 
     tasks = [asked.task, *(arm.task for arm in asked.arms.values() if arm.task is not None)]
     return next((code for task in tasks if (code := code_in(task)) is not None), None)

@@ -73,8 +73,8 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
         given["device"] = chosen_device(given.get("device"))
     config = SweepConfig.checked(**{"n": 1} | given, plan=plan, magnitudes=scale)
 
-    from shaketable.evaluate.sweep.run import check, default_n
-    from shaketable.evaluate.tasks import load_task
+    from shaketable.evaluate.sweep.run import check
+    from shaketable.evaluate.tasks import default_n, load_task
 
     config = config.model_copy(update={"n": given.get("n") or default_n(load_task(config.task))})
     check(config)
@@ -85,7 +85,7 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
 
 
 def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) -> RunRecord:
-    from shaketable.evaluate.sweep.plot import short_names
+    from shaketable.evaluate.sweep.results import short_names
     from shaketable.records.record import RunRecord, unique_folder
 
     folder = out or unique_folder(Path("runs"), f"sweep-{short_names([config.models[0]])[0]}")
@@ -132,7 +132,7 @@ def _finish(record: RunRecord, outputs: OutputFiles, png_file: Path | None) -> N
     outputs.subject = " ".join(found["config"]["models"])
     outputs.save(lambda: found, lambda: page_of(found))
     if png_file is not None:
-        from shaketable.evaluate.sweep.plot import plot
+        from shaketable.evaluate.sweep.results import plot
 
         try:
             plot(found, png_file)

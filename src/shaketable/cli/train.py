@@ -115,7 +115,7 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
 
     from shaketable.aqn.plot import plot, sigmas
     from shaketable.models import quieten
-    from shaketable.train.dry_run import rehearse
+    from shaketable.train.plans import rehearse
 
     picture = Path("aqn-sigma.png") if out is None else out.with_name(f"{out.name}-aqn-sigma.png")
     if config.aqn is not None:
@@ -135,7 +135,7 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
 
 
 def _start(config: TrainConfig, out: Path | None, outputs: OutputFiles) -> None:
-    from shaketable.train.dry_run import rehearse
+    from shaketable.train.plans import rehearse
 
     name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
     _runs().start(config, rehearse, name, out, outputs)

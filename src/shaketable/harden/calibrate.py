@@ -1,39 +1,31 @@
-"""Calibrate: what is systematically off in a layer, channel by channel, is measured and folded into its weights. No gradients.
+"""Calibrate: fold the systematic part of a fault, channel by channel, into the weights of a layer. No gradients.
 
-The clean model's layer and the student's, under the fault and with its own hidden states, are called on the same tokens. For
-each channel of each matrix product, the faulty value is regressed on the clean one,
+The sequences pass through the clean model and through the student once, whole; from then on a layer is called by itself, so a
+candidate costs the n-th part of a pass. For each channel of each matrix product the faulty value is regressed on the clean
+one,
 
     f = g·c + o + noise          so the product is given     W ← W/g,   b ← (b − o)/g
 
-The noise is in f and not in c, so noise alone gives g = 1 and o = 0: dividing by the slope of c on f would instead shrink
-every channel by its signal-to-noise ratio. Only what lies beyond three standard errors is corrected (HC3, which knows that
-the noise of large values is larger; a token that has most of a channel's variance is left out of it), and only slopes that
-are not near 0: a dead channel stays dead. Products are corrected in the order of computation, those with the same input
-together, each after those before it, so that none makes up for what was put right already. At last the mean error of the
-layer's output goes into the bias of the product that comes last.
+Noise alone gives g = 1 and o = 0. Only what lies beyond three standard errors (HC3) is corrected, and only slopes that are
+not near 0. Products are corrected in the order of computation, each after those before it; at last the mean error of the
+layer's output goes into the bias of its last product. Gains with offsets and offsets alone are tried; the better one on the
+sequences that were fitted is kept if it leaves less than `LOWER` of the error on those that were not.
 
-Two things are tried: gains and offsets, and offsets alone (a format rounds a scaled weight to other values, so that its gain is
-another one then). The better one on the sequences that were fitted is kept if it leaves less than `LOWER` of the error of
-the layer's output on those that were not.
+The error of a token is |found − expected|² / |expected|², relative by token because a few first tokens are a thousand times
+larger than all others. The noise of a batch is the same at every call of a layer, and another in every other batch.
 
-Offsets need a bias. Where a product has none, one is added only if the config has a flag that gives it one wherever the folder
-is loaded (Llama's attention_bias and mlp_bias); then all products of that flag have one, and one addition per channel and token
-is what it costs.
+Where a product has no bias, one is added only if a config flag (`attention_bias`, `mlp_bias`) gives it one wherever the
+folder is loaded; the products that a flag concerns are read from the model's class built with the flag set.
 
-The fault is made up for, so hardware without the fault now sees the inverse of it: calibrate fits a model to a device, and what
-that costs without the fault has to be measured.
-
-Rejected: the offset that a fault has at zero input (it is not the mean one: think of clipping); correcting all layers from one
-recording (later layers would make up for earlier ones twice); comparing with the clean layer at the student's own hidden states
-(one run each on nano, KL that is left: 0.18 in place of 0.58 under a saturation, but 0.0036 in place of 0.0031 under MXFP4 and
-0.43 in place of 0.15 under a systematic bias; without the fault it was no better); layers that the fault does not touch, which
-could make up for errors of those before them (on nano, behind a dead zone, that took a fifth off the last layer's error and
-raised the KL by half).
+Hardware without the fault now sees the inverse of it: what that costs has to be measured.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,12 +33,18 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.capture.recorder import watched
-from shaketable.harden.config_biases import add_biases, keep_biases
-from shaketable.harden.layer_error import LOWER, Stream, error_of, mean_error, reading, record
-from shaketable.harden.sequences import Pair
-from shaketable.harden.students import Students
+from shaketable.capture.reference import rebuilt
+from shaketable.evaluate.decoding import batches, padded, positions
+from shaketable.evaluate.reading import Pair
+from shaketable.harden.students import Students, shaken
 from shaketable.inject import Injection
+from shaketable.sites.nested_tensors import tensors_of
+from shaketable.sites.structure import find_layers
 
+BATCH = 16
+"""Sequences that pass through a layer together."""
+LOWER = 0.98
+"""A change is kept when what is left of the error is less than this, on sequences that it was not chosen by."""
 SURE = 3.0
 """Standard errors."""
 SMALLEST = 1e-3
@@ -55,6 +53,8 @@ SLOPES = (0.1, 10.0)
 """Slopes that can be divided by."""
 LONELY = 0.5
 """Share of a channel's variance that one token may have."""
+FLAGS = ("attention_bias", "mlp_bias")
+"""Settings of a config that give products a bias."""
 
 
 def calibrate(
@@ -272,3 +272,160 @@ def fold(product: nn.Module, slope: Tensor, offset: Tensor) -> None:
     if product._parameters.get("bias") is not None:
         bias = product.get_parameter("bias")
         bias.sub_(offset.to(bias)).mul_(gain)
+
+
+# ---- one layer at a time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences on their way through the layers."""
+
+    number: int
+    """Keys the noise."""
+    fits: bool
+    """Whether repairs are fitted to these sequences; to the others they are held up."""
+    real: Tensor
+    """Which tokens are no padding."""
+    state: Tensor
+    """The hidden state that the next layer is given."""
+    beside: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    """What each layer is given besides."""
+
+
+@dataclass
+class Stream:
+    """All sequences on their way through one model, under one plan or under none."""
+
+    students: Students
+    layers: list[nn.Module]
+    injection: Injection | None
+    batches: list[Batch]
+
+    def run(self, index: int, batch: Batch, *, clean: bool = False) -> Tensor:
+        """What a layer makes of a batch, all of it; `clean` leaves the plan out."""
+        args, kwargs = batch.beside[index]
+        with self.students.arithmetic(), same_noise(None if clean else self.injection, batch.number):
+            return next(tensors_of(self.layers[index](batch.state, *args, **kwargs)))
+
+    def is_touched(self, index: int) -> bool:
+        """Whether the plan changes anything of what a layer makes."""
+        return any(not torch.equal(self.run(index, b)[b.real], self.run(index, b, clean=True)[b.real]) for b in self.batches)
+
+    def advance(self, index: int) -> None:
+        """Every batch goes through a layer."""
+        self.batches = [replace(b, state=self.run(index, b)) for b in self.batches]
+
+
+def record(students: Students, model: Any, pairs: Sequence[Pair], injection: Injection | None) -> Stream:
+    """Sequences in front of the first layer: every second one is fitted to, the others are held out."""
+    found: list[Batch] = []
+    for fits in (True, False):
+        chosen = [[*p, *c] for p, c in pairs[0 if fits else 1 :: 2]]
+        for indices in batches(chosen, BATCH):
+            found.append(_recorded(students, model, [chosen[i] for i in indices], injection, len(found), fits))
+    return Stream(students, find_layers(model)[0], injection, found)
+
+
+def _recorded(
+    students: Students, model: Any, rows: list[list[int]], injection: Injection | None, number: int, fits: bool
+) -> Batch:
+    first: list[Tensor] = []
+    beside: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(kwargs)
+        state, *rest = args or (given.pop("hidden_states"),)
+        if not beside:
+            first.append(state)
+        beside.append((tuple(rest), given))
+
+    ids, mask = padded(rows, students.pad, model.get_input_embeddings().weight.device)
+    masked = {} if mask is None else {"attention_mask": mask, "position_ids": positions(mask)}
+    with students.arithmetic(), same_noise(injection, number), ExitStack() as hooks:
+        for layer in find_layers(model)[0]:
+            hooks.callback(layer.register_forward_pre_hook(note, prepend=True, with_kwargs=True).remove)
+        model(input_ids=ids, use_cache=False, logits_to_keep=1, **masked)
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    return Batch(number, fits, real, first[0], beside)
+
+
+@contextmanager
+def same_noise(injection: Injection | None, number: int) -> Iterator[None]:
+    """A plan on, with noise that depends on the number and the module alone."""
+    with shaken(injection):
+        if injection is not None:
+            injection.step = number
+        yield
+
+
+@contextmanager
+def reading(students: Students, injections: Sequence[Injection]) -> Iterator[None]:
+    """Nothing is trained in here; the plans are at their own steps again afterwards."""
+    steps, was_training = [i.step for i in injections], students.model.training
+    students.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        students.model.train(was_training)
+        for injection, step in zip(injections, steps, strict=True):
+            injection.step = step
+
+
+def error_of(found: Tensor, expected: Tensor, real: Tensor) -> tuple[float, int]:
+    """Summed over the tokens of a batch, and their number; infinite where a value is not finite."""
+    f, e = found[real].float(), expected[real].float()
+    share = (f - e).square().sum(-1) / e.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(share.nan_to_num(nan=float("inf")).sum()), len(share)
+
+
+def mean_error(parts: Sequence[tuple[float, int]]) -> float:
+    """Over all tokens."""
+    return sum(e for e, _ in parts) / max(1, sum(n for _, n in parts))
+
+
+# ---- biases that config flags enable
+
+
+def flags(model: Any) -> dict[str, bool]:
+    """The values of these settings, for models that have them."""
+    config = model.config.get_text_config()
+    return {name: getattr(config, name) for name in FLAGS if hasattr(config, name)}
+
+
+def set_flags(model: Any, values: dict[str, bool]) -> None:
+    """Restore these settings."""
+    for name, value in values.items():
+        setattr(model.config.get_text_config(), name, value)
+
+
+def add_biases(model: Any) -> dict[str, list[nn.Linear]]:
+    """Biases of 0 for products that a flag of the config can give one, by flag."""
+    config = model.config.get_text_config()
+    found: dict[str, list[nn.Linear]] = {}
+    for flag in FLAGS:
+        if getattr(config, flag, None) is not False:
+            continue
+        other = copy.deepcopy(model.config)
+        setattr(other.get_text_config(), flag, True)
+        skeleton = rebuilt(model, other)
+        assert skeleton is not None
+        with_bias = [n for n, m in skeleton.named_modules() if isinstance(m, nn.Linear) and m.bias is not None]
+        found[flag] = [m for m in map(model.get_submodule, with_bias) if m.bias is None]
+    for module in (m for modules in found.values() for m in modules):
+        module.bias = nn.Parameter(module.weight.new_zeros(module.out_features))
+    return found
+
+
+def keep_biases(model: Any, added: dict[str, list[nn.Linear]]) -> list[nn.Linear]:
+    """Switch on the flags whose biases are of use, and take the others off again; those that stayed."""
+    kept: list[nn.Linear] = []
+    for flag, modules in added.items():
+        if any(bool(m.bias.any()) for m in modules):
+            setattr(model.config.get_text_config(), flag, True)
+            kept += modules
+        else:
+            for module in modules:
+                module.register_parameter("bias", None)
+    return kept

@@ -5,14 +5,14 @@ A frozen model, like that of `train`: resolved once, written into the run record
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from shaketable.errors import nearest
 from shaketable.io.config_model import ConfigModel
 
-RUNGS = ("calibrate", "regauge", "distil", "supervise", "reinforce")
+RUNGS = ("calibrate", "rescale", "distil", "supervise", "reinforce")
 """In the order in which they are climbed."""
 TRAINED = ("distil", "supervise")
 """Those that take optimizer steps."""
@@ -32,8 +32,8 @@ class HardenConfig(ConfigModel):
     """Without a task: a text, or a .jsonl file with a prompt on each line; scored by agreement with the clean model."""
     plans: tuple[str, ...] = ()
     """What the model must stand: a plan, or its YAML; several are drawn in turns. A study may give none, as a control."""
-    rungs: tuple[str, ...] = ("calibrate", "regauge", "distil")
-    """Which of calibrate, regauge, distil, supervise and reinforce are tried, cheapest first."""
+    rungs: tuple[str, ...] = ("calibrate", "rescale", "distil")
+    """Which of calibrate, rescale, distil, supervise and reinforce are tried, cheapest first."""
     target: float | None = Field(default=0.8, ge=0, le=1)
     """Stop when this share of the loss is back under every plan, 0 to 1; a study tries all rungs."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -60,7 +60,7 @@ class HardenConfig(ConfigModel):
     """Less memory: activations are computed again in the backward pass."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     clean_loss: float = Field(default=0.02, ge=0, le=1)
-    """What calibrate, regauge and reinforce may cost without the fault; more is undone. 1 allows all."""
+    """What calibrate, rescale and reinforce may cost without the fault; more is undone. 1 allows all."""
     reinforce_steps: int = Field(default=30, ge=1)
     """GRPO steps of the rung reinforce."""
     reinforce_beta: float = Field(default=0.04, ge=0)
@@ -85,13 +85,19 @@ class HardenConfig(ConfigModel):
     mechanism: bool = False
     """Read gradient norms and activations per layer, under every condition, before the first rung and after the last."""
     calibrate_n: int = Field(default=64, ge=4)
-    """Sequences that calibrate and regauge look at."""
+    """Sequences that calibrate and rescale look at."""
     save_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 is a quarter."""
     device: str = "cpu"
     """cpu, cuda, npu, …; what this machine has by default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32 or bfloat16 (default on an accelerator): arithmetic of the run; weights and optimizer are float32 either way."""
+
+    @field_validator("rungs", mode="before")
+    @classmethod
+    def _with_new_names(cls, rungs: Any) -> Any:
+        """Records and studies that were written before rescale had its name."""
+        return tuple("rescale" if rung == "regauge" else rung for rung in rungs) if isinstance(rungs, list | tuple) else rungs
 
     @model_validator(mode="after")
     def _fits_together(self) -> HardenConfig:
@@ -110,7 +116,7 @@ class HardenConfig(ConfigModel):
             raise ValueError(f"{clash[0]} changes the weights that LoRA leaves as they are; drop it from rungs, or drop lora")
         if self.lora and self.warm_start:
             raise ValueError("a warm start trains all weights, and lora leaves them as its base has them; drop one of the two")
-        if not self.plans and (idle := [r for r in ("calibrate", "regauge", "reinforce") if r in self.rungs]):
+        if not self.plans and (idle := [r for r in ("calibrate", "rescale", "reinforce") if r in self.rungs]):
             raise ValueError(f"{idle[0]} needs a plan; without one only distil and supervise have something to do")
         if not self.plans and not self.conditions:
             raise ValueError("name at least one plan to harden against")

@@ -4,11 +4,8 @@ Each step: sequences of its own, the plan that was drawn for it on in the forwar
 fault's own formula, AdamW at a rate that falls to 0 in a line. Every `clean_every`-th step is without the fault: on nano under
 a dead zone, all steps faulty end at 95 % under the fault and 92 % without it, every second one clean at 98 % and 99 %.
 
-A step depends on its number alone (sequences, plan, noise), and weights and moments are saved, without pickles: a run that was
-killed goes on to the same bits.
-
-Looked at first: TRL's DistillationTrainer. It lets the student sample, takes a second model as teacher, and multiplies hidden
-states by the head itself, so that faults at the head would be passed over; what is needed here is a loop of a page.
+A step depends on its number alone (sequences, plan, noise), and weights and moments are saved without pickles: a killed run
+goes on to the same bits.
 """
 
 from __future__ import annotations
@@ -24,10 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shaketable.errors import InertError, ShaketableError
+from shaketable.evaluate.reading import AT_A_TIME, Pair
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
-from shaketable.harden.divergence import forward_kl
-from shaketable.harden.sequences import Pair
 from shaketable.harden.students import Students, shaken
 from shaketable.inject import Injection
 from shaketable.sites.phases import phase
@@ -160,3 +156,43 @@ class TrainingSteps:
             moments = {n: tensors[f"{n}.{i}"].view_as(parameter).clone() for n in ("exp_avg", "exp_avg_sq")}
             step = tensors[f"step.{i}"].reshape(()).clone()
             self.optimizer.state[parameter] = {"step": step if self.optimizer.defaults["fused"] else step.cpu(), **moments}
+
+
+# ---- the loss
+
+
+def forward_kl(student: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
+    """Σ weights·KL(teacher‖student) over tokens, with gradient s − t by the student's logits.
+
+    Values and gradient are made together, some tokens at a time, in float32; only the gradient is kept, in the logits' own
+    dtype, since the softmaxes of a large vocabulary would not fit.
+
+    Args:
+        student: Logits (tokens, vocabulary), differentiable.
+        teacher: Logits of the clean model, of the same shape.
+        weights: One number for each token.
+    """
+    found: Tensor = _ForwardKL.apply(student, teacher, weights)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _ForwardKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
+        total = weights.new_zeros((), dtype=torch.float32)
+        gradient = torch.empty_like(student)
+        rows = max(1, AT_A_TIME // student.shape[-1])
+        for at in range(0, len(student), rows):
+            s = student[at : at + rows].float().log_softmax(-1)
+            t = teacher[at : at + rows].float().log_softmax(-1)
+            w = weights[at : at + rows].float()
+            p = t.exp()
+            total += ((p * (t - s)).where(p > 0, 0.0).sum(-1) * w).sum()
+            gradient[at : at + rows] = (s.exp() - p) * w[:, None]
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * g.to(gradient.dtype), None, None

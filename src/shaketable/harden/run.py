@@ -1,15 +1,19 @@
-"""From a model and a plan to a model that stands: the ladder, its scores, its record.
+"""One hardening run: repairs, cheapest first, each scored before the next one is tried; everything in the record.
 
     clean scores, scores under the plan --refused when nothing was lost-->
-       calibrate → scores → regauge → scores → distil → scores → …        until the target share of the loss is back
+       calibrate → scores → rescale → scores → distil → scores → …        until the target share of the loss is back
 
-A rung without gradients that leaves the model no closer to the clean one, by KL under the plans, and no better by score, or
-that costs more than `clean_loss` without the fault, is undone and said to be. Everything a rung does follows from the seed and
-the step; between steps the state is in checkpoints: a run that was killed goes on to the same weights, bit for bit.
+A repair without gradients that leaves the model no closer to the clean one, by KL under the plans, and no better by score, or
+that costs more than `clean_loss` without the fault, is undone. Everything follows from the seed and the step, and the state
+between steps is in checkpoints: a killed run goes on to the same weights, bit for bit. Checkpoints hold safetensors and are
+never unpickled; the file names biases and adapters that the model was given.
+
+`reinforce` is a short GRPO under the plan, with a KL that keeps the model near: a run of its own in a folder of its own.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,32 +21,37 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_model as load_into
+from safetensors.torch import save_model
+from torch import nn
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding.dynamic import Decoder
-from shaketable.evaluate.tasks.task import digest, examples
+from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.reading import Pair
+from shaketable.evaluate.tasks import digest, examples
 from shaketable.faults.rng import key_of
-from shaketable.harden import checkpoint
-from shaketable.harden.calibrate import calibrate
+from shaketable.harden.calibrate import calibrate, flags, set_flags
 from shaketable.harden.config import TRAINED, HardenConfig
-from shaketable.harden.config_biases import flags, set_flags
 from shaketable.harden.distil import TrainingSteps
-from shaketable.harden.model_card import write_card
-from shaketable.harden.regauge import regauge
-from shaketable.harden.reinforce import reinforce
+from shaketable.harden.rescale import rescale
+from shaketable.harden.results import short, write_card
 from shaketable.harden.scoring import Scoring, check_worth, forward_part, shares
-from shaketable.harden.sequences import Answers, OwnCompletions, Pair, Prompts, Source
-from shaketable.harden.students import Students
-from shaketable.harden.summary import short
+from shaketable.harden.students import Answers, OwnCompletions, Prompts, Source, Students
 from shaketable.inject import Injection, Ledger, inject
 from shaketable.models import load_model
-from shaketable.records.record import RunRecord
+from shaketable.records.environment import gather
+from shaketable.records.record import FILE, RunRecord
 from shaketable.records.weight_hash import weights_hash
 from shaketable.train import checkpoints
+from shaketable.train.config import TrainConfig
+from shaketable.train.run import Training
 from shaketable.train.warm_start import check_answers, warm_start
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Called with what happens: `stage`, `step`, `evaluation`, `warning`."""
+WEIGHTS = "model.safetensors"
+REINFORCED, START = "reinforce", "hardened"
 RATES = ((300_000_000, 3e-4), (1_000_000_000, 1e-4))
 """Learning rates by size; 1e-5 above the last."""
 
@@ -181,7 +190,7 @@ class Hardening:
         if rung == "reinforce":
             return reinforce(self.config, self.students, self.tokenizer, self.record.folder, self.tell)
         injections = self._injections()
-        done = {"calibrate": calibrate, "regauge": regauge}[rung]
+        done = {"calibrate": calibrate, "rescale": rescale}[rung]
 
         def tell(at: int, total: int) -> None:
             self.tell("stage", {"text": rung, "done": at, "total": total})
@@ -279,7 +288,7 @@ class Hardening:
             "ledgers": self._ledgers(injections) if injections else self.earlier,
             "flags": flags(self.students.model),
         }
-        checkpoint.save(self.record, step, self.students.model, training, facts)
+        save_checkpoint(self.record, step, self.students.model, training, facts)
 
     def _last_checkpoint(self) -> Path | None:
         """The newest whole state; the model is put into it."""
@@ -294,7 +303,7 @@ class Hardening:
         if self.config.lora and (facts["inside"] or any(e["rung"] in TRAINED for e in self.record.events("rung"))):
             self._adapt()
         set_flags(self.students.model, facts["flags"])
-        checkpoint.load_weights(folder, self.students.model)
+        load_weights(folder, self.students.model)
         self.record.resumed(checkpoints.step_of(folder))
         return folder
 
@@ -328,3 +337,67 @@ def _resolved(config: HardenConfig, model: Any) -> HardenConfig:
     size = sum(p.numel() for p in model.parameters())
     lr = config.lr or next((rate for limit, rate in RATES if size < limit), 1e-5) * (10 if config.lora else 1)
     return config.model_copy(update={"lr": lr})
+
+
+# ---- checkpoints
+
+
+def save_checkpoint(
+    record: RunRecord, step: int, model: nn.Module, training: TrainingSteps | None, facts: dict[str, Any]
+) -> None:
+    """Write what the run goes on from after `step`, and bind it to the record."""
+    folder = record.folder / f"checkpoint-{step}"
+    with checkpoints.writing(folder.name, record.folder):
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
+        save_model(model, str(folder / WEIGHTS))
+        if training is not None:
+            training.save(folder)
+        checkpoints.seal(folder, facts)
+        record.append("checkpoint", step=step, files=checkpoints.hashes(folder))
+        checkpoints.drop_old(record.folder)
+
+
+def load_weights(folder: Path, model: Any) -> None:
+    """Put saved weights into a model; Linears that were given a bias meanwhile get one."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        given = {name: file.get_slice(name).get_shape() for name in file.keys() if name.endswith(".bias")}  # noqa: SIM118
+    for name in given.keys() - {name for name, _ in model.named_parameters()}:
+        module = model.get_submodule(name.rpartition(".")[0])
+        module.register_parameter("bias", nn.Parameter(module.weight.new_zeros(given[name])))
+    load_into(model, folder / WEIGHTS, device=str(model.device))
+
+
+# ---- reinforcement
+
+
+def reinforce(config: HardenConfig, students: Students, tokenizer: Any, out: Path, tell: Any) -> dict[str, Any]:
+    """Train the student further; returns what it cost."""
+    if len(config.plans) != 1:
+        raise ShaketableError("reinforce takes one plan; harden against several without it")
+    start, folder = out / START, out / REINFORCED
+    begun = (folder / FILE).is_file()
+    if not begun:
+        students.model.save_pretrained(start)
+        tokenizer.save_pretrained(start)
+    asked = TrainConfig.checked(
+        model=str(start),
+        task=config.task,
+        steps=config.reinforce_steps,
+        seed=config.seed,
+        plan=config.plans[0],
+        beta=config.reinforce_beta,
+        eval_n=min(config.eval_n, 64),
+        device=config.device,
+        dtype=config.dtype,
+        report_to=(),
+    )
+    record = (
+        RunRecord.open(folder, "train") if begun else RunRecord.create(folder, "train", asked.model_dump(mode="json"), gather())
+    )
+    if not record.events("finished"):
+        Training(asked, record, tell).run(resume=begun)
+    trained, _ = load_model(str(folder / "model"), device=config.device, dtype=torch.float32)
+    students.model.load_state_dict(trained.state_dict())
+    return {"sequences": asked.steps * asked.batch, "record": REINFORCED}

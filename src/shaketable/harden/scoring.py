@@ -8,22 +8,22 @@ back) is the same for both.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.evaluate.decoding.dynamic import Decoder, batches, probe_batch_size
-from shaketable.evaluate.evaluation import Condition, Evaluator, in_phases, proof_of
-from shaketable.evaluate.score_layer_stats import readings
-from shaketable.evaluate.stats.recovered import Recovered, share_recovered
-from shaketable.evaluate.stats.tests import paired, paired_interval
+from shaketable.evaluate.decoding import Decoder, batches, probe_batch_size
+from shaketable.evaluate.layers import readings
+from shaketable.evaluate.reading import Pair, Reading
+from shaketable.evaluate.score import Condition, Evaluator, in_phases, injected, proof_of
+from shaketable.evaluate.statistics import Recovered, paired, paired_interval, share_recovered
 from shaketable.faults.rng import key_of
-from shaketable.harden.closeness import Closeness, closeness
 from shaketable.harden.config import HardenConfig
-from shaketable.harden.sequences import Pair, Source
-from shaketable.harden.students import Students
-from shaketable.inject import Ledger, inject
+from shaketable.harden.students import Source, Students
+from shaketable.inject import Injection, Ledger
+from shaketable.models import ADAPTER, load_skeleton
 from shaketable.plan import Plan
 
 PAIRS = 128
@@ -93,7 +93,8 @@ class Scoring:
             start = time.perf_counter()
             near, ledger = self._closeness(condition)
             facts = self._solved(condition) if self.by_task else self._agreed(condition, near, ledger, start)
-            found.append({**facts, "kl": near.mean_kl, "agreement": near.mean_agreement})
+            kl, agreement = sum(r.kl / r.tokens for r in near), sum(r.agree / r.tokens for r in near)
+            found.append({**facts, "kl": kl / len(near), "agreement": agreement / len(near)})
         return found
 
     def mechanism(self) -> list[dict[str, Any]]:
@@ -102,18 +103,11 @@ class Scoring:
         with self.students.arithmetic():
             return readings(evaluator, [evaluator.score(c) for c in self.conditions])
 
-    def _closeness(self, condition: Condition) -> tuple[Closeness, Ledger | None]:
+    def _closeness(self, condition: Condition) -> tuple[list[Reading], Ledger | None]:
         """On a few answers a rare fault may not hit; where these are all there is (`_agreed`), the ledger is checked."""
-        if condition.plan is None:
-            return closeness(self.students, self.pairs, None, self.batch_size), None
-        injection = inject(self.students.model, condition.plan, allow_inert=self.by_task)
-        try:
-            near = closeness(self.students, self.pairs, injection, self.batch_size)
-        except BaseException:
-            injection.close(check=False)
-            raise
-        injection.close()
-        return near, injection.ledger
+        with injected(self.students.model, condition.plan, on=False, allow_inert=self.by_task) as injection:
+            found = self.students.beside_clean(self.pairs, injection, self.batch_size)
+        return found, None if injection is None else injection.ledger
 
     def _evaluator(self) -> Evaluator:
         assert self.source.task is not None
@@ -130,22 +124,21 @@ class Scoring:
         with self.students.arithmetic():
             return {"measure": "accuracy", **self._evaluator().score(condition).to_dict()}
 
-    def _agreed(self, condition: Condition, near: Closeness, ledger: Ledger | None, start: float) -> dict[str, Any]:
-        scores = near.agreement
+    def _agreed(self, condition: Condition, near: list[Reading], ledger: Ledger | None, start: float) -> dict[str, Any]:
+        scores = [r.agree / r.tokens for r in near]
         ends = paired_interval(np.asarray(scores)) if condition.plan is not None else None
-        proof = {"injections": 0, "measured_error": 0.0} if ledger is None else proof_of(ledger)
         answers = [
             {"id": p.id, "text": "", "correct": s, "formatted": True} for p, s in zip(self.source.tests, scores, strict=True)
         ]
         return {
             "measure": "agreement",
             **condition.to_dict(),
-            "accuracy": near.mean_agreement,
+            "accuracy": sum(scores) / len(scores),
             "ci_low": 1.0 if ends is None else max(0.0, ends.low),
             "ci_high": 1.0 if ends is None else min(1.0, ends.high),
             "n": len(scores),
             "formatted": 1.0,
-            **proof,
+            **proof_of(ledger),
             "seconds": time.perf_counter() - start,
             "batch_size": self.batch_size,
             "answers": answers,
@@ -181,3 +174,13 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
             half = 100 * (lost.interval.high - lost.interval.low) / 2
             takes = f"{name}: the fault takes {100 * lost.difference:.1f} ± {half:.1f} points"
             raise ShaketableError(f"{takes}: there is nothing to harden against; a larger --limit would see smaller losses")
+
+
+def rehearse(config: HardenConfig) -> None:
+    """Read the task, match every plan on the model's skeleton; raises whatever would stop the run later."""
+    Source.of(config)
+    if (Path(config.model).expanduser() / ADAPTER).is_file():
+        raise ShaketableError(f"{config.model} is a LoRA adapter, which is not hardened; merge it into its base first")
+    skeleton = load_skeleton(config.model)
+    for plan in [forward_part(text, 0) for text in config.plans] + [c.plan for c in conditions_of(config) if c.plan]:
+        Injection(plan).attach(skeleton)

@@ -1,24 +1,38 @@
-"""The model that is repaired and the clean one it is measured by.
+"""Student and clean teacher, and the sequences they read: prompts, and completions that the clean model sampled itself.
 
-The clean model is a frozen copy, or, with LoRA, the same weights with the adapters off: no second copy. Either way it is asked
-while every injection is off, and in the arithmetic of the run.
+The teacher is a frozen copy, or, with LoRA, the same weights with the adapters off. All its completions are kept, right and
+wrong: the student is to become the clean model again, not a better one. They are sampled some steps ahead, keyed by seed and
+place, so a killed run samples the same ones again and no file is needed.
+
+Prompts without a task come from a file: a .jsonl with a "prompt", "question" or "text" on each line, or a text, a prompt a
+paragraph or a line. One in five, by a hash of its text, is kept apart to be scored on.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding.dynamic import Completion, Decoder, padded, positions
-from shaketable.evaluate.evaluation import arithmetic
-from shaketable.harden.sequences import Pair
+from shaketable.evaluate.decoding import Completion, Decoder, batches, tokens_of
+from shaketable.evaluate.reading import Pair, Reading, pair_logits, read_pairs
+from shaketable.evaluate.score import answer_tokens, arithmetic, prompt_tokens
+from shaketable.evaluate.tasks import Problem, Task, load_task, sample
+from shaketable.evaluate.tasks.files import parts_of, read_rows, require, side_of, text_at
+from shaketable.faults.rng import key_of
+from shaketable.harden.config import HardenConfig
 from shaketable.inject import Injection
+
+AHEAD = 1024
+"""About so many completions are sampled at a time."""
+KEYS = ("prompt", "question", "text")
 
 
 class Students:
@@ -52,17 +66,26 @@ class Students:
             return decoder.decode(model, prompts, generator=generator)
 
     def logits(self, model: Any, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """Logits (tokens, vocabulary) that predict the tokens of the completions, and those tokens, row after row.
+        """Logits that predict the tokens of the completions, and those tokens."""
+        return pair_logits(model, pairs, self.pad, left=True)
 
-        Rows are padded on the left and end together, so that only the last logits are made.
-        """
-        device = model.get_input_embeddings().weight.device
-        ids, mask = padded([[*p, *c] for p, c in pairs], self.pad, device)
-        answers, mine = padded([c for _, c in pairs], self.pad, device)
-        masked = {} if mask is None else {"attention_mask": mask, "position_ids": positions(mask)}
-        out = model(input_ids=ids, use_cache=False, logits_to_keep=answers.shape[1] + 1, **masked).logits[:, :-1]
-        own = torch.ones_like(answers, dtype=torch.bool) if mine is None else mine.bool()
-        return out[own], answers[own]
+    def beside_clean(self, pairs: Sequence[Pair], injection: Injection | None, batch_size: int) -> list[Reading]:
+        """The student, under a plan or without one, beside the clean model: KL and agreement of every pair."""
+        was_training = self.model.training
+
+        def clean(some: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+            with self.teacher() as model:
+                return self.logits(model, some)
+
+        def student(some: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+            with self.arithmetic(), shaken(injection):
+                return self.logits(self.model, some)
+
+        self.model.eval()
+        try:
+            return read_pairs(pairs, batch_size, student, clean)
+        finally:
+            self.model.train(was_training)
 
 
 def _frozen_copy(model: Any) -> Any:
@@ -93,3 +116,124 @@ def shaken(injection: Injection | None) -> Iterator[None]:
         yield
     finally:
         injection.disable()
+
+
+# ---- sequences
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where prompts come from."""
+
+    task: Task | None
+    learnt: Sequence[Problem]
+    """May be a million, made when they are asked for."""
+    tests: list[Problem]
+    limit: int
+    """The most tokens of a completion."""
+
+    @classmethod
+    def of(cls, config: HardenConfig) -> Source:
+        """Read the task or the file, and draw what is scored."""
+        if config.prompts is not None:
+            return _from_file(Path(config.prompts), config)
+        assert config.task is not None
+        task = load_task(config.task)
+        if task.kind != "generate":
+            raise ShaketableError(f"the task {task.name} has no problems to solve; give its file as --prompts instead")
+        learnt = task.problems("train")
+        if not learnt:
+            raise ShaketableError(f"the task {task.name} has no train problems")
+        return cls(task, learnt, sample(task, "test", config.eval_n, config.eval_seed), task.max_new_tokens)
+
+    def tokens(self, tokenizer: Any, problem: Problem) -> list[int]:
+        """A prompt as the model is given it."""
+        return tokens_of(tokenizer, problem.question) if self.task is None else prompt_tokens(tokenizer, self.task, problem)
+
+
+def _from_file(path: Path, config: HardenConfig) -> Source:
+    texts = _texts(path)
+    sides: dict[str, list[Problem]] = {"train": [], "test": []}
+    for number, text in enumerate(texts, 1):
+        sides[side_of(text)].append(Problem(f"prompt-{number}", text, ""))
+    if len(sides["test"]) < 2 or not sides["train"]:
+        raise ShaketableError(f"{path} has {len(texts)} prompts, too few to keep one in five apart; give at least twenty")
+    return Source(None, sides["train"], sides["test"][: config.eval_n], config.max_new_tokens)
+
+
+def _texts(path: Path) -> list[str]:
+    if path.suffix != ".jsonl":
+        return parts_of(path)
+    rows = read_rows(path)
+    key = next((k for k in KEYS if k in rows[0][1]), KEYS[0])
+    require(path, rows, key, "prompts")
+    return [text_at(path, number, row, key) for number, row in rows]
+
+
+class Prompts:
+    """The prompts that are learnt from, as tokens, each made when it is asked for and refused when it does not fit."""
+
+    def __init__(self, source: Source, tokenizer: Any, model: Any) -> None:
+        self.source, self.tokenizer = source, tokenizer
+        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+    def __len__(self) -> int:
+        return len(self.source.learnt)
+
+    def __getitem__(self, place: int) -> list[int]:
+        problem = self.source.learnt[place]
+        tokens = self.source.tokens(self.tokenizer, problem)
+        if self.context is not None and len(tokens) + self.source.limit > self.context:
+            parts = f"a prompt of {len(tokens)} tokens and a completion of {self.source.limit}"
+            raise ShaketableError(f"{problem.id}: {parts} do not fit into the model's context of {self.context}")
+        return tokens
+
+
+class OwnCompletions:
+    """The batches of all steps: prompts in random order, each completed by the clean model when its step is near."""
+
+    def __init__(self, config: HardenConfig, prompts: Prompts, decoder: Decoder, complete: Callable[..., Any]) -> None:
+        """`complete` decodes prompts with the clean model: (decoder, prompts, key) → completions."""
+        self.config, self.prompts, self.decoder, self.complete = config, prompts, decoder, complete
+        self.steps_ahead = max(1, min(config.steps, AHEAD // config.batch))
+        self._chunk, self._pairs = -1, list[Pair]()
+
+    def at(self, step: int) -> list[Pair]:
+        """The sequences of a step."""
+        chunk, inside = divmod(step, self.steps_ahead)
+        if chunk != self._chunk:
+            self._chunk, self._pairs = chunk, self._sampled(chunk)
+        return self._pairs[inside * self.config.batch : (inside + 1) * self.config.batch]
+
+    def _sampled(self, chunk: int) -> list[Pair]:
+        size = self.steps_ahead * self.config.batch
+        prompts = [self.prompts[self._drawn(chunk * size + i)] for i in range(size)]
+        found: dict[int, Completion] = {}
+        for n, indices in enumerate(batches(prompts, AHEAD)):
+            key = key_of(self.config.seed, "completions", chunk, n) >> 1
+            done = self.complete(self.decoder, [prompts[i] for i in indices], key)
+            found.update(zip(indices, done, strict=True))
+        return [(prompts[i], found[i].tokens) for i in range(size)]
+
+    def _drawn(self, place: int) -> int:
+        """The prompt at a place of an endless row: all of them in random order, then all in another order."""
+        epoch, inside = divmod(place, len(self.prompts))
+        if getattr(self, "_epoch", None) != epoch:
+            generator = torch.Generator().manual_seed(key_of(self.config.seed, "order", epoch) >> 1)
+            self._epoch, self._order = epoch, torch.randperm(len(self.prompts), generator=generator).tolist()
+        found: int = self._order[inside]
+        return found
+
+
+class Answers:
+    """The same prompts with the task's own answers, for supervised steps."""
+
+    def __init__(self, config: HardenConfig, source: Source, tokenizer: Any) -> None:
+        self.config, self.source, self.tokenizer = config, source, tokenizer
+
+    def at(self, step: int) -> list[Pair]:
+        """The sequences of a step."""
+        generator = torch.Generator().manual_seed(key_of(self.config.seed, "answers", step) >> 1)
+        chosen = torch.randint(len(self.source.learnt), (self.config.batch,), generator=generator).tolist()
+        problems = [self.source.learnt[i] for i in chosen]
+        return [(self.source.tokens(self.tokenizer, p), answer_tokens(self.tokenizer, p.answer)) for p in problems]

@@ -29,11 +29,10 @@ from typing import Any
 
 from shaketable.aqn.spec import AQN
 from shaketable.errors import ShaketableError, nearest
-from shaketable.evaluate.evaluation import in_phases
-from shaketable.evaluate.stats.tests import wilson
-from shaketable.evaluate.tasks import Problem
-from shaketable.evaluate.tasks.lines import Rows, read_rows, read_text
-from shaketable.evaluate.tasks.task import digest, examples
+from shaketable.evaluate.score import in_phases
+from shaketable.evaluate.statistics import wilson
+from shaketable.evaluate.tasks import Problem, digest, examples
+from shaketable.evaluate.tasks.files import Rows, read_rows, read_text
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.verl.settings import ORDERS
 from shaketable.integrations.verl.workers import LEDGER, STEPS

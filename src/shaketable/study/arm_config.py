@@ -29,7 +29,7 @@ class Guide(StudyPart):
     guide: Literal["fault", "healthy", "all"]
     """Noise at the located layer, at all but it, or at all layers with σ by their statistics."""
     sigma: float = Field(default=0.05, gt=0)
-    schedule: Literal["epoch_aware", "global_decay"] = "epoch_aware"
+    schedule: Literal["epoch_aware", "global_decay", "linear_decay"] = "epoch_aware"
     form: Literal["weight", "output"] = "weight"
     unit: Literal["relative", "absolute"] = "relative"
     where: Literal["rollout", "both"] = "rollout"

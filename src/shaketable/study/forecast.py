@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.tasks.load import code_in
+from shaketable.evaluate.tasks import code_in
 from shaketable.harden.config import TRAINED, HardenConfig
 from shaketable.study.analysis.comparisons import assumed_spread, planned
 from shaketable.study.cells import Cell, own_cells
@@ -97,9 +97,8 @@ def _solved(config: dict[str, Any]) -> tuple[int, int] | None:
     """How many of a few problems the model solves, and of how many; None for a task without answers."""
     import torch
 
-    from shaketable.evaluate.evaluation import Condition, Evaluator, arithmetic
-    from shaketable.evaluate.sweep.run import draw
-    from shaketable.evaluate.tasks import load_task
+    from shaketable.evaluate.score import Condition, Evaluator, arithmetic
+    from shaketable.evaluate.tasks import draw, load_task
     from shaketable.models import load_model
 
     task = load_task(config["task"])

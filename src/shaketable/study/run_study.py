@@ -49,11 +49,11 @@ def finished(folder: Path, cells: list[Cell]) -> set[str]:
 def check(study: StudyConfig) -> None:
     """Whatever can be known before the first run: the device, and every arm's model, task, plan and AQN, once."""
     from shaketable.harden.config import HardenConfig
-    from shaketable.harden.dry_run import rehearse as check_hardening
+    from shaketable.harden.scoring import rehearse as check_hardening
     from shaketable.models import check_device
     from shaketable.study.scoring import check_scoring
     from shaketable.train.config import TrainConfig
-    from shaketable.train.dry_run import rehearse
+    from shaketable.train.plans import rehearse
 
     if study.engine.kind == "local":
         check_device(study.device)

@@ -15,14 +15,10 @@ from typing import Any
 
 import torch
 
-from shaketable.aqn.sites import check_order, plan_of
-from shaketable.evaluate.evaluation import Condition, Evaluation, Evaluator, arithmetic
-from shaketable.evaluate.score_layer_stats import readings
-from shaketable.evaluate.skipped_layers import check_skipped, skip_layers, without
-from shaketable.evaluate.sweep.run import draw
-from shaketable.evaluate.tasks import Problem, Task, load_task
-from shaketable.evaluate.tasks.task import digest, examples
-from shaketable.evaluate.text_evaluation import TextEvaluator
+from shaketable.aqn.attach import check_order, plan_of
+from shaketable.evaluate.layers import check_skipped, readings, skip_layers, without
+from shaketable.evaluate.score import Condition, Evaluation, Evaluator, arithmetic
+from shaketable.evaluate.tasks import digest, draw, examples, load_task
 from shaketable.inject import Injection
 from shaketable.models import load_model, load_skeleton
 from shaketable.plan import Clause, Plan
@@ -47,7 +43,7 @@ def score(record: RunRecord, tell: Any) -> None:
     weights = weights_hash(model)
     if skipped := record.config.get("skip_layers", ()):
         skip_layers(model, skipped)
-    evaluator = _evaluator(config, task, tests, model, tokenizer)
+    evaluator = Evaluator(model, tokenizer, task, tests, config.eval_batch, loss=config.eval_loss)
     done: list[Evaluation] = []
     for condition in conditions(config, record.config, model):
         tell("stage", {"text": f"scoring {condition.name}"})
@@ -97,16 +93,10 @@ def joined(order: str, noise: Plan, faults: Plan) -> tuple[Clause, ...]:
     return (*noise.clauses, *faults.clauses) if order == "before" else (*faults.clauses, *noise.clauses)
 
 
-def _scored(evaluator: Evaluator | TextEvaluator, condition: Condition, done: list[Evaluation]) -> Evaluation:
+def _scored(evaluator: Evaluator, condition: Condition, done: list[Evaluation]) -> Evaluation:
     """A score; that of an arm with nothing on is the clean one, which is there already."""
     clean = next((e for e in done if e.condition.name == CLEAN), None)
     return replace(clean, condition=condition) if condition.plan is None and clean is not None else evaluator.score(condition)
-
-
-def _evaluator(config: TrainConfig, task: Task, tests: list[Problem], model: Any, tokenizer: Any) -> Evaluator | TextEvaluator:
-    if task.kind == "text":
-        return TextEvaluator(model, tokenizer, tests, config.eval_batch)
-    return Evaluator(model, tokenizer, task, tests, config.eval_batch, loss=config.eval_loss)
 
 
 def check_scoring(config: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ A plan, or AQN, that did nothing in the first step ends the run there, not after
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,19 +27,16 @@ from peft import LoraConfig
 from shaketable.aqn.attach import AttachedAQN
 from shaketable.aqn.schedules import Constant
 from shaketable.errors import InertError, ShaketableError
-from shaketable.evaluate.chat_template import chat_tokens
-from shaketable.evaluate.decoding.dynamic import Decoder, probe_batch_size
-from shaketable.evaluate.evaluation import Condition, Evaluation, Evaluator, arithmetic
-from shaketable.evaluate.score_layer_stats import readings
-from shaketable.evaluate.tasks import Problem, Task, load_task, sample
-from shaketable.evaluate.tasks.task import digest, examples, reward_of
+from shaketable.evaluate.decoding import Decoder, chat_tokens
+from shaketable.evaluate.layers import readings
+from shaketable.evaluate.score import Condition, Evaluation, Evaluator, arithmetic
+from shaketable.evaluate.tasks import Problem, Task, digest, examples, load_task, reward_of, sample
 from shaketable.faults.rng import key_of
 from shaketable.inject import Injection, Ledger, inject
 from shaketable.models import load_model
 from shaketable.records.record import RunRecord
 from shaketable.records.weight_hash import weights_hash
 from shaketable.train import checkpoints
-from shaketable.train.callbacks import Steps
 from shaketable.train.config import TrainConfig
 from shaketable.train.plans import aqn_of, conditions_of, train_plan
 from shaketable.train.trainer import ShakenGRPO, grpo_config
@@ -71,7 +69,9 @@ class Training:
         known = self._same_as_it_began()
         self.trainer = self._make_trainer()
         self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self.evaluator = self._make_evaluator(known["batch_size"] if known else self.config.eval_batch)
+        self.policy.eval()
+        size = known["batch_size"] if known else self.config.eval_batch
+        self.evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, size, loss=self.config.eval_loss)
         self.injection: Injection | None = None if plan is None else inject(self.policy, plan, allow_inert=True)
         self.noise: AttachedAQN | None = (
             None if aqn is None else aqn.attach(self.policy, self.config.steps, plan=self.injection)
@@ -129,12 +129,6 @@ class Training:
         for callback in (transformers.PrinterCallback, transformers.ProgressCallback):
             trainer.remove_callback(callback)
         return trainer
-
-    def _make_evaluator(self, batch_size: int) -> Evaluator:
-        evaluator = Evaluator(self.policy, self.tokenizer, self.task, self.tests, 1, loss=self.config.eval_loss)
-        self.policy.eval()
-        evaluator.batch_size = batch_size or probe_batch_size(evaluator.decoder, self.policy, evaluator.prompts)
-        return evaluator
 
     def _reward(self, prompts: Any, completions: list[Any], problem: list[int], **_: Any) -> list[float]:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
@@ -298,3 +292,67 @@ def _prompt(tokenizer: Any, task: Task, problem: Problem) -> Any:
     text = task.prompt(problem, chat=True)
     chat_tokens(tokenizer, text)  # the trainer renders it again, and would wait for a template that does not end
     return [{"role": "user", "content": text}]
+
+
+class Steps(transformers.TrainerCallback):  # type: ignore[misc]
+    """What happens around each step: randomness is set, meters are read, scores taken, checkpoints sealed."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.started = 0.0
+        self.facts: dict[str, float] = {}
+        self.is_checked = False
+        """Whether the first step of this process is over and has proven that the plan acts."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Everything random follows the step."""
+        run = self.training
+        run.trainer.begin_step()
+        if run.injection is not None:
+            run.injection.step = state.global_step
+        if run.noise is not None:
+            run.noise.step = state.global_step
+        self.spent = run.seconds()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Read the meters, then evaluate if it is time."""
+        run, trainer = self.training, self.training.trainer
+        seconds, spent = time.perf_counter() - self.started, run.seconds()
+        run.check_weights(state.global_step)
+        if not self.is_checked:
+            self.is_checked = True
+            run.check_first_step()
+        self.facts = {
+            "sigma": run.noise.sigma if run.noise is not None else 0.0,
+            "seconds": seconds,
+            "sampling_seconds": trainer.sampling_seconds,
+            "tokens_per_second": trainer.sampled_tokens / max(trainer.sampling_seconds, 1e-9),
+            "injection_seconds": spent[0] - self.spent[0],
+            "aqn_seconds": spent[1] - self.spent[1],
+            **trainer.mismatch.summary(),
+        }
+        metrics = trainer._metrics["train"]
+        for name, value in self.facts.items():
+            metrics[f"shaketable/{name}"].append(value)
+        if run.config.evaluates_at(state.global_step):
+            for found in run.evaluate(state.global_step):
+                metrics[f"shaketable/accuracy/{found.condition.name}"].append(found.accuracy)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """One line of the record per step."""
+        if not logs or "reward" not in logs:
+            return
+        shown = {"loss": "loss", "reward": "reward", "entropy": "entropy", "zero_variance": "frac_reward_zero_std"}
+        facts = {name: logs[key] for name, key in (shown | {"grad_norm": "grad_norm"}).items() if key in logs}
+        event = {"step": state.global_step, **facts, **self.facts}
+        self.training.record.append("step", **event)
+        self.training.tell("step", event)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The checkpoint is written: declare it whole, and let older ones go."""
+        out, name = self.training.record.folder, f"checkpoint-{state.global_step}"
+        with checkpoints.writing(name, out):
+            checkpoints.seal(out / name, {**self.training.ledgers(), "counted": self.training.counted()})
+            self.training.record.append("checkpoint", step=state.global_step, files=checkpoints.hashes(out / name))
+            checkpoints.drop_old(out)

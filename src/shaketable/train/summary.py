@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shaketable.evaluate.stats.tests import Comparison, corrected, paired
+from shaketable.evaluate.statistics import Comparison, corrected, paired
 from shaketable.records.record import RunRecord
 
 SCHEMA = 1

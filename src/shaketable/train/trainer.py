@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.evaluate.decoding import Decoder
 from shaketable.faults.rng import key_of
 from shaketable.sites.phases import phase
 from shaketable.train.checkpoints import writing

@@ -29,14 +29,13 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_model, save_model
-from torch import Tensor
 
 from shaketable.capture.reference import device_name
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding.dynamic import Decoder, padded, positions
-from shaketable.evaluate.evaluation import arithmetic, prompt_tokens
-from shaketable.evaluate.tasks import Problem, Task, sample
-from shaketable.evaluate.tasks.task import digest, score_of
+from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.reading import pair_logits
+from shaketable.evaluate.score import answer_tokens, arithmetic, prompt_tokens
+from shaketable.evaluate.tasks import Problem, Task, digest, sample, score_of
 from shaketable.faults.rng import key_of
 from shaketable.io.cache_folder import cache_folder
 from shaketable.io.locks import take
@@ -128,11 +127,9 @@ def _made_of(config: Warming, task: Task, model: Any, rows: list[Problem]) -> di
 
 def _batches(task: Task, tokenizer: Any, rows: list[Problem]) -> Iterator[list[tuple[list[int], list[int]]]]:
     """Prompts and answers as tokens; an answer ends with the end token."""
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     for at in range(0, len(rows), BATCH):
-        answers = tokenizer([p.answer for p in rows[at : at + BATCH]], add_special_tokens=False)["input_ids"]
-        prompts = [prompt_tokens(tokenizer, task, p) for p in rows[at : at + BATCH]]
-        yield [(prompt, [*answer, *end]) for prompt, answer in zip(prompts, answers, strict=True)]
+        some = rows[at : at + BATCH]
+        yield [(prompt_tokens(tokenizer, task, p), answer_tokens(tokenizer, p.answer)) for p in some]
 
 
 def _train(config: Warming, model: Any, tokenizer: Any, batches: Any, lr: float, tell: Tell) -> list[float]:
@@ -147,7 +144,8 @@ def _train(config: Warming, model: Any, tokenizer: Any, batches: Any, lr: float,
             tell("stage", {"text": "warm start", "done": step, "total": config.warm_start})
             optimizer.param_groups[0]["lr"] = lr * (1 - step / config.warm_start)
             with arithmetic(config.device, config.dtype):
-                loss = _loss(model, batch, pad)
+                logits, targets = pair_logits(model, batch, pad, left=True)
+                loss = torch.nn.functional.cross_entropy(logits.float(), targets)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -158,17 +156,6 @@ def _train(config: Warming, model: Any, tokenizer: Any, batches: Any, lr: float,
     if not all(torch.isfinite(torch.tensor(found)).tolist()):
         raise ShaketableError(f"the warm start of {config.warm_start} steps does not end in numbers")
     return found
-
-
-def _loss(model: Any, batch: list[tuple[list[int], list[int]]], pad: int) -> Tensor:
-    """Mean over the tokens of the answers. Rows end together, so that only the last logits are made."""
-    ids, mask = padded([[*p, *a] for p, a in batch], pad, model.device)
-    answers, mine = padded([a for _, a in batch], pad, model.device)
-    masked = {} if mask is None else {"attention_mask": mask, "position_ids": positions(mask)}
-    width = answers.shape[1]
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=width + 1, **masked).logits[:, :-1].float()
-    targets = answers if mine is None else answers.masked_fill(mine == 0, -100)
-    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from hypothesis import strategies as some
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from shaketable.errors import ShaketableError
-from shaketable.evaluate.stats.tests import bootstrap, paired
+from shaketable.evaluate.statistics import bootstrap
 
 SCORES = arrays(np.float64, 30, elements=some.integers(0, 4).map(lambda k: k / 4))
 
@@ -36,30 +35,7 @@ def test_problems_are_drawn_with_all_their_seeds():
     assert one.high - one.low > 0.2
 
 
-def test_many_problems_agree_with_the_t():
-    rng = np.random.default_rng(1)
-    a, b = (rng.random((2, 400)) < [[0.5], [0.6]]) * 1.0
-    t, resampled = paired(a, b).interval, bootstrap(a, b)
-    assert (resampled.low, resampled.high) == pytest.approx((t.low, t.high), abs=0.01)
-
-
 @pytest.mark.parametrize(("a", "b", "value"), [([1], [0], -1.0), ([0, 1, 1], [0, 1, 1], 0.0), ([0, 0], [1, 1], 1.0)])
 def test_no_spread_has_no_width(a, b, value):
     found = bootstrap(a, b)
     assert (found.low, found.high) == (value, value)
-
-
-def test_level_and_seed_are_heard():
-    rng = np.random.default_rng(2)
-    a, b = rng.random((2, 50))
-    narrow, wide = bootstrap(a, b, level=0.5), bootstrap(a, b, level=0.99)
-    assert wide.low < narrow.low < narrow.high < wide.high
-    assert bootstrap(a, b, seed=1, resamples=99) != bootstrap(a, b, seed=2, resamples=99)
-    assert bootstrap(a, b, seed=1) == bootstrap(a, b, seed=1)
-
-
-def test_other_problems_are_refused():
-    with pytest.raises(ShaketableError, match="the same problems"):
-        bootstrap([0, 1], [0, 1, 1])
-    with pytest.raises(ShaketableError, match="confidence level"):
-        bootstrap([0, 1], [1, 1], level=1.5)

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.stats.recovered import share_recovered
+from shaketable.evaluate.statistics import share_recovered
 
 
 def drawn(rng, seeds, n, *, clean=0.9, before=0.5, after=0.8):

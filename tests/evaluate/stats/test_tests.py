@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.stats.tests import mcnemar, over_seeds, paired, paired_interval, sign_flip, wilson
+from shaketable.evaluate.statistics import mcnemar, over_seeds, paired, paired_interval, sign_flip, wilson
 
 BITS = some.integers(0, 1)
 
@@ -52,12 +52,6 @@ def test_wilson_is_that_of_scipy(n, share, level):
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-def test_wilson_takes_a_mean_over_seeds():
-    low, middle, high = wilson(0.50, 10), wilson(0.55, 10), wilson(0.60, 10)
-    assert low.low < middle.low < high.low
-    assert low.high < middle.high < high.high
-
-
 @pytest.mark.parametrize(
     ("n", "rates", "least"), [(20, (0.1, 0.9), 0.925), (200, (0.05, 0.95), 0.935), (1319, (0.05, 0.95), 0.945)]
 )
@@ -66,13 +60,6 @@ def test_wilson_covers(n, rates, least):
     ends = [wilson(x / n, n) for x in k]
     for rate in np.linspace(*rates, 33):
         assert stats.binom.pmf(k, n, rate)[[rate in e for e in ends]].sum() >= least
-
-
-def test_wilson_over_problems_is_cautious_when_each_was_scored_under_several_seeds():
-    rng = np.random.default_rng(0)
-    chance = rng.beta(1, 1, (1500, 40))
-    rates = rng.binomial(4, chance).mean(1) / 4
-    assert np.mean([0.5 in wilson(r, 40) for r in rates]) >= 0.97
 
 
 # --- two conditions -----------------------------------------------------------------------------------------------------
@@ -90,17 +77,6 @@ def test_mcnemar_is_the_binomial_test_of_discordant_pairs(scores):
 def test_the_sign_flip_test_of_single_scores_is_mcnemar(d):
     a, b = [max(-x, 0.0) for x in d], [max(x, 0.0) for x in d]
     assert sign_flip(d) == pytest.approx(mcnemar(a, b))
-
-
-def test_drawn_sign_flips_agree_with_mcnemar():
-    d = np.repeat([1.0, -1.0, 0.0], [38, 22, 100])
-    assert sign_flip(d, resamples=19999) == pytest.approx(mcnemar(np.maximum(-d, 0), np.maximum(d, 0)), abs=0.006)
-
-
-def test_the_sign_flip_test_is_that_of_scipy_on_pairs():
-    a, b = (x.mean(1) for x in two_arms(11, np.random.default_rng(1), seeds=4, shift=1.0))
-    pairs = stats.permutation_test((a, b), lambda x, y: np.mean(x - y), permutation_type="samples")
-    assert paired(a, b).p == pytest.approx(pairs.pvalue)
 
 
 def test_the_test_is_chosen_by_the_scores():
@@ -127,14 +103,6 @@ def test_swapping_the_arms_turns_the_comparison_round():
     assert there.difference == -back.difference
     assert (there.interval.low, there.interval.high) == pytest.approx((-back.interval.high, -back.interval.low))
     assert there.p == back.p
-
-
-def test_with_many_problems_the_interval_is_that_of_the_bootstrap():
-    a, b = two_arms(600, np.random.default_rng(5), seeds=2, shift=0.4)
-    options = {"rng": np.random.default_rng(0), "vectorized": True, "batch": 500}
-    clustered = stats.bootstrap((b.mean(1) - a.mean(1),), np.mean, **options).confidence_interval
-    found = paired(a, b).interval
-    assert (found.low, found.high) == pytest.approx((clustered.low, clustered.high), abs=0.003)
 
 
 @given(arrays(np.float64, some.tuples(some.integers(1, 8), some.integers(1, 3)), elements=some.sampled_from([0.0, 0.5, 1.0])))
@@ -165,13 +133,6 @@ def test_the_paired_interval_covers(problems, discordance, difference):
                 total, covered = total + chance, covered + chance * (difference in paired_interval(d))
     assert total > 0.97
     assert covered / total >= 0.94
-
-
-@pytest.mark.parametrize("problems", [15, 50])
-def test_the_paired_interval_covers_over_noise_seeds(problems):
-    rng = np.random.default_rng(6)
-    studies = [two_arms(problems, rng, seeds=4) for _ in range(800)]
-    assert np.mean([0.0 in paired_interval(b.mean(1) - a.mean(1)) for a, b in studies]) >= 0.935
 
 
 def test_the_sign_flip_test_keeps_its_level():
@@ -227,18 +188,6 @@ def test_arms_that_agree_everywhere_do_not_differ(shape):
     assert found.interval.low < 0 < found.interval.high
 
 
-def test_without_spread_the_fallback_is_named():
-    found = over_seeds(np.zeros((3, 30)), np.ones((3, 30)))
-    assert 0 < found.p < 0.001
-    assert "no spread between the training seeds, so over problems" in found.method
-    means = over_seeds([[0.1], [0.2], [0.4]], [[0.2], [0.3], [0.5]])
-    assert means.p == pytest.approx(0.25)
-    assert "so over training seeds" in means.method
-    unequal = over_seeds([[0.1], [0.1]], [[0.2], [0.2], [0.2]])
-    assert unequal.p == 1
-    assert "no spread" in unequal.method
-
-
 @given(some.data())
 def test_no_scores_make_trained_arms_fail(data):
     rows, other, problems = (data.draw(some.integers(1, 4)) for _ in range(3))
@@ -261,12 +210,6 @@ def test_over_seeds_covers_and_keeps_its_level(seeds, by_seed, own, least):
     found = [over_seeds(*trained(seeds, 150, rng, by_seed=by_seed, own=own)) for _ in range(800)]
     assert np.mean([0.0 in f.interval for f in found]) >= least
     assert np.mean([f.p > 0.05 for f in found]) == np.mean([0.0 in f.interval for f in found])
-
-
-def test_a_t_test_over_seeds_alone_would_not_keep_it():
-    rng = np.random.default_rng(13)
-    means = [[x.mean(1, keepdims=True) for x in trained(8, 150, rng, by_seed=0.1, own=0.8)] for _ in range(500)]
-    assert np.mean([over_seeds(a, b).p > 0.05 for a, b in means]) < 0.92
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
@@ -298,5 +241,5 @@ def test_wrong_scores_are_refused_in_one_line(call, message):
 
 
 def test_statistics_need_no_torch():
-    code = "import sys, shaketable.evaluate.stats.tests, shaketable.evaluate.stats.power; sys.exit('torch' in sys.modules)"
+    code = "import sys, shaketable.evaluate.statistics, shaketable.evaluate.statistics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

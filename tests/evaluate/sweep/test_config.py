@@ -4,11 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as some
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.sweep.config import SweepConfig, magnitude_name, parse_magnitudes, resolve_plan
+from shaketable.evaluate.sweep.config import SweepConfig, magnitude_name, resolve_plan
 
 NOISE = "relative_gaussian@op.matmul"
 
@@ -33,17 +31,6 @@ def test_clean_comes_first_though_nobody_asked_for_it():
     assert [s.is_first for s in config(seeds=2, seed=5).settings()] == [True, True, False]
 
 
-def test_clean_is_measured_once_when_it_is_asked_for():
-    assert runs(config(magnitudes=(0.0, 0.1), seeds=1)) == runs(config(magnitudes=(0.1,), seeds=1))
-
-
-@given(some.lists(some.floats(0, 10), min_size=1, unique=True))
-def test_magnitudes_are_ascending(values):
-    made = config(magnitudes=tuple(values))
-    assert list(made.magnitudes) == sorted(values)
-    assert made.faulty_magnitudes == sorted(v for v in values if v > 0)
-
-
 @pytest.mark.parametrize(
     ("plan", "magnitudes", "count"),
     [
@@ -57,11 +44,6 @@ def test_magnitudes_are_ascending(values):
 )
 def test_a_plan_that_no_seed_changes_runs_once(plan, magnitudes, count):
     assert len(config(plan=plan, magnitudes=magnitudes, seeds=3).settings()) == 1 + count
-
-
-def test_only_open_clauses_take_the_magnitude():
-    made = config(plan="gain@layer.0;gain:0.5@layer.1;mxfp4@module.linear", magnitudes=(0.2,))
-    assert made.plan_at(0.2, 0).text() == "gain:0.2@layer.0;gain:0.5@layer.1;mxfp4@module.linear"
 
 
 def test_a_format_is_a_point_without_a_magnitude():
@@ -105,13 +87,6 @@ def test_the_recorded_configuration_is_the_same_configuration():
 def test_a_file_is_written_out(tmp_path):
     (tmp_path / "p.yaml").write_text("plan:\n  - fault: gain\n    magnitude: 0.1\n    site: layer.1\n    phase: rollout\n")
     assert resolve_plan(str(tmp_path / "p.yaml"), None) == "gain:0.1@layer.1,phase=rollout"
-
-
-def test_numbers_are_read():
-    assert parse_magnitudes("0, 5e-2,.1") == (0.0, 0.05, 0.1)
-    for bad in ("", "0,,1", "0;1", "a"):
-        with pytest.raises(ShaketableError, match="list of numbers"):
-            parse_magnitudes(bad)
 
 
 def test_it_imports_no_torch():

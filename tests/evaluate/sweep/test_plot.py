@@ -3,7 +3,7 @@
 import pytest
 from matplotlib import figure
 
-from shaketable.evaluate.sweep.plot import plot, short_names
+from shaketable.evaluate.sweep.results import plot, short_names
 
 
 def point(model, magnitude, accuracy):
@@ -54,16 +54,6 @@ def test_every_model_has_a_line_with_its_bars(drawn):
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["x", "y"]
     low, high = axes.get_ylim()
     assert low == 0 and high > 0.85
-
-
-def test_a_plan_without_a_magnitude_has_its_place(drawn):
-    axes = drawn(found(point("m", 0.0, 0.8), point("m", None, 0.5)))
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["clean", "plan"]
-
-
-def test_nothing_was_right(drawn):
-    axes = drawn(found({**point("m", 0.0, 0.0), "ci_low": 0.0, "ci_high": 0.0}))
-    assert axes.get_ylim()[1] > 0
 
 
 def test_names_are_short_where_they_differ():

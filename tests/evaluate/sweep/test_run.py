@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from shaketable.errors import InertError, ModelError, ShaketableError
-from shaketable.evaluate.decoding.dynamic import Decoder
-from shaketable.evaluate.evaluation import drift
+from shaketable.evaluate.decoding import Decoder
 from shaketable.evaluate.sweep.config import SweepConfig
 from shaketable.evaluate.sweep.results import results
-from shaketable.evaluate.sweep.run import Sweep, check, default_n, draw
-from shaketable.evaluate.tasks import load_task
+from shaketable.evaluate.sweep.run import Sweep, check
+from shaketable.evaluate.tasks import default_n, draw, load_task
 from shaketable.models import NANO, load_model
-from shaketable.plan import Plan
 from shaketable.records.record import FILE, SEAL, RunRecord
 
 NOISE = "relative_gaussian@op.matmul"
@@ -79,12 +77,6 @@ def test_the_measured_error_is_the_one_asked_for(done):
         assert (point["injections"] > 0) == (point["magnitude"] > 0)
 
 
-def test_more_noise_takes_the_model_further_from_itself(done):
-    clean, weak, strong = results(done)["points"]
-    assert clean["kl"] == 0 < weak["kl"] < strong["kl"]
-    assert clean["agreement"] == 1 >= weak["agreement"] > strong["agreement"]
-
-
 def test_clean_answers_are_those_of_transformers(done):
     model, tokenizer = load_model("nano")
     problems = {p.id: p for p in draw(load_task("arithmetic,level=2"), 12, 3)}
@@ -96,11 +88,6 @@ def test_clean_answers_are_those_of_transformers(done):
 
 def test_the_same_sweep_gives_the_same_numbers(done, tmp_path):
     assert numbers(swept(tmp_path / "again")) == numbers(done)
-
-
-def test_another_seed_draws_other_noise(done):
-    first, second = (p["answers"] for p in done.events("point")[3:])
-    assert [a["text"] for a in first] != [a["text"] for a in second]
 
 
 def test_models_are_swept_alike_and_compared_with_their_own_clean(done, tmp_path):
@@ -167,7 +154,7 @@ def test_a_resumed_sweep_keeps_its_batch_size(tmp_path, monkeypatch):
         Sweep(config(), record).run()
     assert len(record.events("point")) == 2
     monkeypatch.setattr(Decoder, "decode", decode)
-    monkeypatch.setattr("shaketable.evaluate.sweep.solve.probe_batch_size", lambda *_: 1)
+    monkeypatch.setattr("shaketable.evaluate.score.probe_batch_size", lambda *_: 1)
     assert numbers(resumed(tmp_path / "run")) == numbers(whole)
 
 
@@ -216,18 +203,7 @@ def test_a_plan_that_does_nothing_is_an_error_and_no_point(tmp_path, task, plan,
     assert not results(record)["complete"]
 
 
-def test_a_plan_for_rollouts_acts_in_a_sweep(tmp_path):
-    record = swept(tmp_path / "run", plan="gain@module.linear,phase=rollout", magnitudes=(0.5,), n=4)
-    assert results(record)["points"][1]["injections"] > 0
-
-
 # --- what is looked at before anything runs -------------------------------------------------------------------------------
-
-
-def test_a_sound_sweep_passes():
-    check(config())
-    check(config(plan="mxfp4@module.linear", magnitudes=None))
-    check(config(task="text", n=53))
 
 
 @pytest.mark.parametrize(
@@ -260,15 +236,6 @@ def test_texts_are_drawn_like_problems():
     drawn = draw(task, 10, 1)
     assert len({p.id for p in drawn}) == 10 and drawn == draw(task, 10, 1) != draw(task, 10, 2)
     assert all(task.texts()[int(p.id.removeprefix("text ")) - 1] == p.question for p in drawn)
-
-
-def test_a_rare_fault_may_spare_the_few_tokens_that_are_read():
-    model, _ = load_model("nano")
-    nothing = Plan.parse("relative_gaussian:1e-12@op.matmul")
-    found, _ = drift(model, [([1, 2], [3, 4])], nothing, 1, 0, check=False)
-    assert (found.kl, found.agreement, found.tokens) == (0.0, 1.0, 2)
-    with pytest.raises(InertError):
-        drift(model, [([1, 2], [3, 4])], nothing, 1, 0)
 
 
 @pytest.mark.parametrize("seeds", [1, 2])

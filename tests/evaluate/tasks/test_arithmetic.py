@@ -1,10 +1,9 @@
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shaketable.evaluate.tasks import Arithmetic, Problem, arithmetic, sample
-from shaketable.evaluate.tasks.arithmetic import LEVELS, _mixed
+from shaketable.evaluate.tasks.arithmetic import LEVELS
 
 SMALL = (1, 2, 5)
 SIZES = {1: 100 * 100, 2: 2 * 90 * 90, 3: 2 * 900 * 900, 4: 100**3, 5: 90 * 9 + 90 * 90}
@@ -39,24 +38,11 @@ def test_a_commuted_problem_is_on_the_same_side(level):
     assert all(side_of[a] == side_of[b] for a, b in both)
 
 
-def test_sums_of_three_are_on_one_side_in_any_order():
-    test = {tuple(sorted(map(int, p.id.split("+")))) for p in sample(Arithmetic(level=4), "test", 3000, seed=0)}
-    train = {tuple(sorted(map(int, p.id.split("+")))) for p in sample(Arithmetic(level=4), "train", 3000, seed=0)}
-    assert not test & train
-
-
 def test_a_problem_is_on_one_side_at_every_level():
     first, second = sides(1), sides(2)
     shared = set(first["train"] + first["test"]) & set(second["train"] + second["test"])
     assert len(shared) == 90 * 90
     assert shared & set(first["test"]) == shared & set(second["test"])
-
-
-def test_sides_do_not_follow_the_operator_or_the_last_digit():
-    test = Arithmetic(level=2).problems("test")
-    assert sum("-" in p.id for p in test) / len(test) == pytest.approx(0.5, abs=0.03)
-    for digit in "0123456789":
-        assert sum(p.id.endswith(digit) for p in test) / len(test) == pytest.approx(0.1, abs=0.03)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -76,28 +62,11 @@ def test_answers_are_right_and_terms_are_of_the_level(level):
     assert met == set(operators)
 
 
-def test_the_hash_is_splitmix64():
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # the first outputs from seed 0
-    assert list(_mixed(np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))) == published
-
-
-def test_differences_may_be_negative():
-    assert any(p.answer.startswith("-") for p in sample(Arithmetic(level=2), "test", 100, seed=0))
-
-
 def test_a_million_problems_are_not_made_to_draw_ten(monkeypatch):
     made = []
     monkeypatch.setattr(arithmetic, "_problem", lambda level, index: made.append(index))
     sample(Arithmetic(level=3), "train", 10, seed=0)
     assert len(made) == 10
-
-
-def test_a_side_is_a_sequence():
-    side = Arithmetic(level=1).problems("test")
-    assert side[-1] == list(side)[-1] == side[len(side) - 1]
-    assert list(side[2:4]) == [side[2], side[3]]
-    with pytest.raises(IndexError):
-        side[len(side)]
 
 
 def test_prompts():

@@ -2,9 +2,8 @@
 
 import pytest
 
-from shaketable.evaluate.evaluation import Condition, Evaluator
-from shaketable.evaluate.tasks import load_task, sample
-from shaketable.evaluate.tasks.task import Score, reward_of, score_of
+from shaketable.evaluate.score import Condition, Evaluator
+from shaketable.evaluate.tasks import Score, load_task, reward_of, sample, score_of
 from shaketable.models import load_model
 from tests import ROOT
 

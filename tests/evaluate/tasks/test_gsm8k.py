@@ -1,12 +1,11 @@
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.tasks import GSM8K, sample
+from shaketable.evaluate.tasks import GSM8K
 
 FOLDER = Path(__file__).parent / "data" / "gsm8k"
 
@@ -66,21 +65,6 @@ def test_the_prompt_asks_for_the_form_that_is_scored(task):
     assert task.prompt(problem, chat=False).endswith("Answer:")
 
 
-def test_one_file_is_one_side(tmp_path):
-    shutil.copy(FOLDER / "test.jsonl", tmp_path)
-    task = GSM8K(path=tmp_path / "test.jsonl")
-    assert len(problems(task, "test")) == 3
-    with pytest.raises(ShaketableError, match=r"cannot read .*train\.jsonl"):
-        task.problems("train")
-
-
-def test_a_full_file_gets_no_warning(tmp_path, recwarn):
-    line = (FOLDER / "test.jsonl").read_text().splitlines()[0]
-    (tmp_path / "test.jsonl").write_text((line + "\n") * 1319)
-    assert len(sample(GSM8K(path=tmp_path), "test", 1319, seed=0)) == 1319
-    assert not recwarn.list
-
-
 def test_a_path_without_gsm8k_is_refused_when_the_task_is_made(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ShaketableError, match=r"holds no GSM8K; expected a folder with train\.jsonl and test\.jsonl"):
@@ -118,12 +102,6 @@ def test_the_hub_is_asked_once_for_the_set(monkeypatch):
     assert task.problems("test")[1318].answer == "1,080"
     task.problems("test")
     assert asked == [("openai/gsm8k", "main", "test")]
-
-
-def test_another_number_of_problems_on_the_hub_is_refused(monkeypatch):
-    hub(monkeypatch, [{"question": "q", "answer": "#### 1"}] * 1318)
-    with pytest.raises(ShaketableError, match="has 1318 test problems now, expected 1319"):
-        GSM8K().problems("test")
 
 
 def test_without_a_hub_both_ways_are_named(monkeypatch):

@@ -34,12 +34,6 @@ def test_without_a_split_a_fifth_is_test_whatever_the_order(tmp_path):
     assert {p.question for p in after.problems("test")} - {"new"} == test
 
 
-def test_a_question_that_occurs_twice_is_on_one_side(tmp_path):
-    rows = asked(50) + [{"question": f" {i}? ", "answer": "again"} for i in range(50)]
-    task = JsonlTask(path=written(tmp_path, rows))
-    assert not {p.question for p in task.problems("train")} & {p.question for p in task.problems("test")}
-
-
 def test_blank_lines_marks_and_line_separators_do_no_harm(tmp_path):
     path = tmp_path / "riddles.jsonl"
     path.write_bytes('\ufeff\r\n{"question": "a\u2028b", "answer": "é", "split": "test"}\r\n\r\n'.encode())
@@ -110,10 +104,3 @@ def test_what_is_not_json_lines_is_named_by_its_line(tmp_path, data, message):
     (tmp_path / "bad.jsonl").write_bytes(data)
     with pytest.raises(ShaketableError, match=message):
         JsonlTask(path=tmp_path / "bad.jsonl")
-
-
-def test_a_missing_file_and_an_empty_side(tmp_path):
-    with pytest.raises(ShaketableError, match=r"cannot read .*nowhere"):
-        JsonlTask(path=tmp_path / "nowhere.jsonl")
-    with pytest.raises(ShaketableError, match="has no test problems"):
-        JsonlTask(path=written(tmp_path, asked(2, split="train"))).problems("test")

@@ -77,14 +77,6 @@ def test_a_class_of_ones_own_from_a_file_and_from_a_module(monkeypatch, tmp_path
     assert load_task("own_tasks_module:Riddles").describe()["mood"] == "kind"
 
 
-def test_a_file_named_like_a_module_does_not_hide_it(tmp_path):
-    (tmp_path / "json.py").write_text(OWN)
-    load_task("json.py:Riddles")
-    import json as after
-
-    assert after is json
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -127,9 +119,3 @@ def test_a_file_that_does_not_import_is_one_line_with_its_cause(tmp_path, code):
         load_task("broken.py:Riddles")
     assert "\n" not in str(raised.value)
     assert raised.value.__cause__ is not None
-
-
-def test_a_file_without_tasks_says_so(tmp_path):
-    (tmp_path / "empty.py").write_text("")
-    with pytest.raises(ShaketableError, match="nor is there any other task"):
-        load_task("empty.py:Riddles")

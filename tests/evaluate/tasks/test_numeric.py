@@ -1,6 +1,3 @@
-import subprocess
-import sys
-import threading
 from fractions import Fraction
 
 import pytest
@@ -18,11 +15,6 @@ def test_an_integer_is_one_literal_however_it_is_written(n):
         assert is_number(text)
         assert plain(text.strip()) == str(n)
     assert NUMBER.findall(f"about {n:,}, or so") == [f"{n:,}"]
-
-
-@given(integers)
-def test_zeros_and_currency_do_not_change_a_literal(n):
-    assert plain(f"{'-' * (n < 0)}$000{abs(n)}") == str(n)
 
 
 @given(integers, integers)
@@ -102,19 +94,3 @@ def test_no_answer_is_no_answer(completion):
 @pytest.mark.timeout(120)
 def test_an_endless_calculation_is_a_wrong_answer(bomb):
     assert not same_number("18", final_answer(bomb))
-
-
-def test_scores_are_the_same_in_a_thread(caplog):
-    cases = [("18", r"\boxed{\frac{36}{2}}"), ("18", "#### 19"), ("1,080", "1080"), ("5", "#### The answer is 5")] * 10
-    found = []
-    work = threading.Thread(target=lambda: found.extend(same_number(g, final_answer(c)) for g, c in cases))
-    work.start()
-    work.join()
-    assert found == [same_number(g, final_answer(c)) for g, c in cases] == [True, False, True, True] * 10
-    assert not caplog.records
-
-
-def test_scoring_writes_nothing_to_the_terminal():
-    code = "from shaketable.evaluate.tasks.numeric import same_number; assert same_number('18', '18.0')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == done.stderr == ""

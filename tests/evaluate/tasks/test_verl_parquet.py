@@ -8,8 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.tasks import GSM8K, load_task, sample
-from shaketable.evaluate.tasks.load import code_in
+from shaketable.evaluate.tasks import GSM8K, code_in, load_task, sample
 
 LINES = Path(__file__).parent / "data" / "gsm8k"
 ASK = 'Let\'s think step by step and output the final answer after "####".'

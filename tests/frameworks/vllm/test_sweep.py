@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shaketable.evaluate.stats.tests import mcnemar
+from shaketable.evaluate.statistics import mcnemar
 from shaketable.records.record import RunRecord
 from tests.frameworks.vllm.vllm_programs import printed, run
 

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from shaketable.aqn.spec import AQN
-from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.statistics import wilson
 from shaketable.study.analysis import arms
 from shaketable.study.analysis.arms import mean_interval, roughness
 from shaketable.study.analysis.runs import Run

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shaketable.evaluate.stats.comparison import Interval
-from shaketable.evaluate.stats.crossed_effects import MeanSquares
-from shaketable.evaluate.stats.tests import over_seeds
+from shaketable.evaluate.statistics import Interval, MeanSquares, over_seeds
 from shaketable.study.analysis import arms as arms_of
 from shaketable.study.analysis import comparisons
 from shaketable.study.analysis.arms import plain_interval

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from shaketable.evaluate.stats.tests import over_seeds, wilson
+from shaketable.evaluate.statistics import over_seeds, wilson
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis import findings as found_of
 from shaketable.study.analysis.arms import magnitudes, mean_interval, proof

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.stats.power import detectable
+from shaketable.evaluate.statistics import detectable
 from shaketable.records.record import FILE, RunRecord
 from shaketable.study.analysis import findings as found_of
 from shaketable.study.analysis.findings import OWN_PLAN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shaketable.harden.summary import named
+from shaketable.harden.results import named
 from shaketable.report.wording import share_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shaketable.evaluate.stats.comparison import points
+from shaketable.evaluate.statistics import points
 from shaketable.evaluate.sweep.config import magnitude_name
 
 if TYPE_CHECKING:

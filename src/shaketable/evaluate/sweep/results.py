@@ -1,31 +1,32 @@
-"""What a sweep found, from its record alone: points with intervals, and paired differences to the clean model.
+"""A sweep's results, computed from its record alone: points, paired differences to the clean model, and the figure.
 
-The unit is the problem, as everywhere (`stats/tests.py`): a problem counts once, by its mean over noise seeds. Accuracy has
-Wilson's interval; the difference to clean has the t interval and p of `paired`, the bootstrap over problems beside it, and
-the exact McNemar p of each seed. Holm's correction runs over all faulty points of all models: they are one family of questions.
+A problem counts once, by its mean over noise seeds. Accuracy has Wilson's interval; the difference to clean has the t
+interval and p of `paired`, the bootstrap beside it, and the exact McNemar p of each seed. Holm's correction runs over all
+faulty points of all models. Of texts the unit is the text, and the interval of its share of foreseen tokens is Student's t
+over texts.
 
-In a text task a text takes the place of a problem, and its score is the share of its tokens that were foreseen. Tokens of one
-text are not independent, so the interval of the mean is Student's t over texts (Wilson's over texts where all score alike).
-
-A point is here when all its seeds and its clean point are recorded; `complete` says whether all are. Law of the house: nothing
-here looks at anything but the record, so a report made years later is the same.
+A point appears when all its seeds and its clean point are recorded; `complete` says whether all are.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from shaketable.evaluate.stats.comparison import Comparison, Interval, corrected
-from shaketable.evaluate.stats.tests import bootstrap, mcnemar, paired, wilson
-from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed
+from shaketable.evaluate.statistics import Comparison, Interval, bootstrap, corrected, mcnemar, paired, wilson
+from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed, magnitude_name
 from shaketable.records.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SCHEMA = "shaketable.sweep/1"
 Event = dict[str, Any]
@@ -238,3 +239,73 @@ def _notes(config: SweepConfig, points: list[dict[str, Any]]) -> list[str]:
     for point in points:
         found += [f"{point['model']}, {s['fault']}@{s['site']}: {s['remark']}" for s in point["ledger"] if s["remark"]]
     return found
+
+
+# ---- the figure
+
+COLOURS = ("#0b6e99", "#d1495b", "#3b8c5a", "#8e5ea2", "#e08e26", "#5b6770", "#12a4a4", "#a03e99")
+APART = 0.09
+"""Between two models at one magnitude, in units of the distance of two magnitudes."""
+
+
+def plot(results: dict[str, Any], path: str | Path) -> None:
+    """Draw what `results` gave into a PNG: accuracy with intervals over the magnitudes, one line per model.
+
+    Magnitudes stand at equal distances and are named, since they span decades and 0 has no place on a logarithm. Models are
+    set a little apart, so that bars do not hide each other; the clean score goes through as a dotted line.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    magnitudes = list(dict.fromkeys(p["magnitude"] for p in results["points"]))
+    models = list(dict.fromkeys(p["model"] for p in results["points"]))
+    figure = Figure(figsize=(max(6.4, 2.2 + 0.9 * len(magnitudes)), 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (model, name) in enumerate(zip(models, short_names(models), strict=True)):
+        shift = APART * (i - (len(models) - 1) / 2)
+        _line(axes, [p for p in results["points"] if p["model"] == model], magnitudes, shift, COLOURS[i % len(COLOURS)], name)
+    axes.set_xticks(range(len(magnitudes)), [magnitude_name(m) for m in magnitudes])
+    axes.set(xlim=(-0.5, len(magnitudes) - 0.5), ylim=_limits(results["points"]), xlabel="magnitude (not to scale)")
+    axes.set_ylabel("next tokens foreseen" if "loss" in results["points"][0] else "accuracy")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _frame(axes, results)
+    figure.savefig(path, dpi=150, format="png")
+
+
+def short_names(models: list[str]) -> list[str]:
+    """Last parts of paths, where these tell the models apart."""
+    names = [m.rstrip("/").rpartition("/")[2] for m in models]
+    return names if len(set(names)) == len(names) else list(models)
+
+
+def _line(axes: Axes, points: list[dict[str, Any]], magnitudes: list[Any], shift: float, colour: str, name: str) -> None:
+    x = [magnitudes.index(p["magnitude"]) + shift for p in points]
+    y = [p["accuracy"] for p in points]
+    below = [max(0.0, p["accuracy"] - p["ci_low"]) for p in points]
+    above = [max(0.0, p["ci_high"] - p["accuracy"]) for p in points]
+    axes.axhline(y[0], color=colour, linestyle=(0, (1, 3)), linewidth=1.2, zorder=1)
+    axes.errorbar(x, y, yerr=[below, above], color=colour, linewidth=1.8, elinewidth=1.3, capsize=3.5, zorder=2, label=name)
+    axes.scatter(x[1:], y[1:], s=34, color=colour, zorder=3)
+    axes.scatter(x[:1], y[:1], s=62, facecolor="white", edgecolor=colour, linewidth=1.8, zorder=3)
+
+
+def _limits(points: list[dict[str, Any]]) -> tuple[float, float]:
+    """From 0, so that a fall looks as deep as it is, to a little above the highest bar."""
+    return 0.0, min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in points)))
+
+
+def _frame(axes: Axes, results: dict[str, Any]) -> None:
+    config = results["config"]
+    axes.set_title(
+        textwrap.fill(config["plan"], 70, break_on_hyphens=False), fontsize=11, loc="left", fontweight="bold", pad=22
+    )
+    unit, runs = ("texts" if "loss" in results["points"][0] else "problems"), max(len(p["seeds"]) for p in results["points"])
+    head = f"{config['task']}, {results['points'][0]['n']} {unit}, {runs} noise seed{'s' * (runs > 1)}, 95 % intervals"
+    axes.annotate(head, (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9, color="#555555")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#999999")
+    axes.legend(frameon=False, fontsize=9, loc="best")

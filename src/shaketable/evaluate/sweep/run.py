@@ -2,20 +2,16 @@
 
     for each model: load once → clean → every magnitude × seed → one `point` event each
 
-A point event is a whole run with its answers and its ledger; it is written in one piece, so a kill loses at most the run that
-was under way. What a resumed sweep must not decide anew is in the record: the configuration, the batch size of each model
-(noise is keyed by the call, so another batch size draws other noise), the clean answers, and hashes of the weights and
-problems, which refuse a model or a file that has changed in the meantime. So a resumed sweep ends in the same numbers.
+A point event is a whole run with its answers and its ledger, so a kill loses at most the run that was under way. The record
+fixes everything a resumed sweep must not decide anew: configuration, batch size of each model (noise is keyed by the call),
+clean answers, and hashes of weights and problems, which refuse a model or a file that has changed.
 
-Numbers for people are made from the record alone, by `sweep_results.results`.
-
-Rejected: running all models at once (memory), and skipping a point whose plan did nothing. Such a plan is an error, and no
-point is written for it.
+KL(clean‖faulty) and top-1 agreement are read on the clean answers to the first 64 problems, under the first seed; of texts, on
+all of them. A plan that did nothing is an error, and no point is written for it.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shaketable.errors import InertError, ModelError, ShaketableError
+from shaketable.evaluate.score import LONGEST_TEXT, Condition, Evaluation, Evaluator, finite, proof_of
 from shaketable.evaluate.sweep.config import Setting, SweepConfig
-from shaketable.evaluate.sweep.solve import Solving
-from shaketable.evaluate.sweep.text_loss import TextReading
-from shaketable.evaluate.tasks import Problem, Task, load_task, sample
-from shaketable.evaluate.tasks.task import digest
-from shaketable.evaluate.tasks.text import TextTask
+from shaketable.evaluate.tasks import digest, draw, load_task
 from shaketable.fsdp_checkpoint import sharded_folder
 from shaketable.inject import inject
 from shaketable.models import load_model, load_skeleton
@@ -36,31 +29,14 @@ from shaketable.records.record import RunRecord
 from shaketable.records.weight_hash import weights_hash
 
 if TYPE_CHECKING:
-    from shaketable.evaluate.sweep.vllm import VllmSolving
-
-    Subject = Solving | TextReading | VllmSolving
+    from shaketable.evaluate.vllm import VllmEvaluator
 
 Load = Callable[[str], tuple[Any, Any]]
 """A model and its tokenizer, by name."""
 Tell = Callable[[int, int, str], None]
 """Called with problems done, problems in all, and what is running."""
-DEFAULT_N = 200
-
-
-def default_n(task: Task) -> int:
-    """How many problems when nobody says: 200, or all texts of a text task."""
-    return len(task.texts()) if isinstance(task, TextTask) else DEFAULT_N
-
-
-def draw(task: Task, n: int, seed: int) -> list[Problem]:
-    """The problems of a sweep: a sample of the test side, or of the texts."""
-    if not isinstance(task, TextTask):
-        return sample(task, "test", n, seed)
-    texts = task.texts()
-    if not 2 <= n <= len(texts):
-        raise ShaketableError(f"cannot draw {n} texts: there are {len(texts)}, and an interval needs two at least")
-    chosen = random.Random(f"{task.name}/test/{seed}").sample(range(len(texts)), n)
-    return [Problem(f"text {i + 1}", texts[i], "") for i in chosen]
+READ = 64
+"""Answers that KL and agreement are read on."""
 
 
 def check(config: SweepConfig) -> None:
@@ -93,73 +69,90 @@ class Sweep:
         self.problems = draw(self.task, config.n, config.seed)
         self.settings = config.settings()
         self.done = {(e["model"], e["magnitude"], e["seed"]) for e in record.events("point")}
-        self._same_problems()
+        known, content = self._recorded("sample"), digest(self.problems)
+        if not known:
+            record.append("sample", task=self.task.describe(), n=len(self.problems), sha256=content)
+        elif known["sha256"] != content:
+            raise ShaketableError(f"the problems of {config.task} are not those that this sweep began with; begin anew")
 
     def run(self) -> None:
         """Measure every point that is not recorded yet."""
         for name in self.config.models:
             left = [s for s in self.settings if (name, s.magnitude, s.seed) not in self.done]
-            if left:
-                self._measure(name, left)
+            if not left:
+                continue
+            self._told(0, f"loading {name}")
+            evaluator = self._evaluator(name)
+            for setting in left:
+                facts = self._point(name, setting, evaluator)
+                self.record.append("point", model=name, magnitude=setting.magnitude, seed=setting.seed, **facts)
+                self.done.add((name, setting.magnitude, setting.seed))
         if not self.record.events("finished"):
             self.record.append("finished")
 
-    def _measure(self, name: str, left: list[Setting]) -> None:
-        self._told(0, f"loading {name}")
-        subject = self._in_vllm(name) if self.config.engine == "vllm" else self._subject(name, *self.load(name))
-        if left[0].plan is not None:
-            subject.remember(self._recorded("point", model=name, magnitude=0.0))
-        for setting in left:
-            text = f"{name} {setting.name}"
-            facts = self._point(name, setting, subject, lambda done, _, text=text: self._told(done, text))
-            self.record.append("point", model=name, magnitude=setting.magnitude, seed=setting.seed, **facts)
-            self.done.add((name, setting.magnitude, setting.seed))
+    def _evaluator(self, name: str) -> Evaluator | VllmEvaluator:
+        """The model on its problems, in batches of the recorded size when there is one."""
+        known, config = self._recorded("model", model=name), self.config
+        size = known.get("batch_size") or config.batch_size or 0
+        evaluator: Evaluator | VllmEvaluator
+        if config.engine == "vllm":
+            from shaketable.evaluate.vllm import VllmEvaluator
 
-    def _point(self, name: str, setting: Setting, subject: Subject, progress: Any) -> dict[str, Any]:
+            plan = next(s.plan for s in self.settings if s.plan is not None)
+            evaluator = VllmEvaluator(
+                name,
+                self.task,
+                self.problems,
+                plan,
+                batch_size=size,
+                dtype=config.dtype,
+                engine_args=config.engine_args,
+            )
+            facts = evaluator.facts()
+        else:
+            model, tokenizer = self.load(name)
+            evaluator = Evaluator(model, tokenizer, self.task, self.problems, size)
+            weight = next(model.parameters())
+            facts = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+            facts |= {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
+            facts["weights"] = weights_hash(model)
+        if not known:
+            self.record.append("model", model=name, **facts, batch_size=evaluator.batch_size)
+        elif known["weights"] != facts["weights"]:
+            raise ShaketableError(f"the weights of {name} are not those that this sweep began with; begin anew")
+        return evaluator
+
+    def _point(self, name: str, setting: Setting, evaluator: Evaluator | VllmEvaluator) -> dict[str, Any]:
+        condition, text = Condition.of(setting.name, setting.plan), f"{name} {setting.name}"
+
+        def tell(done: int, _: int) -> None:
+            self._told(done, text)
+
         try:
-            return subject.measure(setting, progress)
+            if self.task.kind == "text":
+                assert isinstance(evaluator, Evaluator)
+                return _of_texts(evaluator, evaluator.score(condition, tell, beside=True))
+            found = evaluator.score(condition, tell)
+            facts = {**found.to_dict(), "tokens": found.tokens}
+            if setting.plan is None:
+                return {**facts, "completions": [c.tokens for c in found.completions[:READ]]}
+            return {**facts, "drift": self._drift(name, setting, evaluator) if setting.is_first else None}
         except InertError as error:
             why = str(error).removesuffix(" (allow_inert=True accepts this)")
             raise InertError(f"{name} at {setting.name}: {why}; no point is written, earlier ones are kept") from None
         except torch.OutOfMemoryError as error:
-            hint = f"a batch of {subject.batch_size} does not fit; begin anew with a smaller --batch-size"
+            hint = f"a batch of {evaluator.batch_size} does not fit; begin anew with a smaller --batch-size"
             raise ShaketableError(f"{name} at {setting.name}: {hint}") from error
 
-    def _subject(self, name: str, model: Any, tokenizer: Any) -> Solving | TextReading:
-        """The model at its problems, in batches of the recorded size when there is one."""
-        known = self._recorded("model", model=name)
-        kind = TextReading if isinstance(self.task, TextTask) else Solving
-        size = known["batch_size"] if known else self.config.batch_size
-        subject: Solving | TextReading = kind(model, tokenizer, self.task, self.problems, size)
-        weight, digest = next(model.parameters()), weights_hash(model)
-        if not known:
-            facts = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
-            place = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
-            self.record.append("model", model=name, **facts, **place, weights=digest, batch_size=subject.batch_size)
-        elif known["weights"] != digest:
-            raise ShaketableError(f"the weights of {name} are not those that this sweep began with; begin anew")
-        return subject
-
-    def _in_vllm(self, name: str) -> VllmSolving:
-        """The model at its problems inside of vLLM."""
-        from shaketable.evaluate.sweep.vllm import VllmSolving
-
-        known = self._recorded("model", model=name)
-        size = known["batch_size"] if known else self.config.batch_size
-        subject = VllmSolving(name, self.task, self.problems, self.config, size)
-        facts = subject.facts()
-        if not known:
-            self.record.append("model", model=name, **facts)
-        elif known["weights"] != facts["weights"]:
-            raise ShaketableError(f"the weights of {name} are not those that this sweep began with; begin anew")
-        return subject
-
-    def _same_problems(self) -> None:
-        known, content = self._recorded("sample"), digest(self.problems)
-        if not known:
-            self.record.append("sample", task=self.task.describe(), n=len(self.problems), sha256=content)
-        elif known["sha256"] != content:
-            raise ShaketableError(f"the problems of {self.config.task} are not those that this sweep began with; begin anew")
+    def _drift(self, name: str, setting: Setting, evaluator: Evaluator | VllmEvaluator) -> dict[str, Any]:
+        """The answers' ledger is the proof; on these few tokens a rare fault may do nothing, and that is KL 0."""
+        clean = self._recorded("point", model=name, magnitude=0.0)["completions"]
+        if not isinstance(evaluator, Evaluator):
+            agreement, tokens = evaluator.agreement(clean)
+            return {"kl": None, "agreement": agreement, "tokens": tokens}
+        assert setting.plan is not None
+        found, _ = evaluator.drift(clean, setting.plan, check=False)
+        return {"kl": finite(found.kl), "agreement": found.agreement, "tokens": found.tokens}
 
     def _recorded(self, kind: str, **facts: Any) -> dict[str, Any]:
         """The first event that says this; empty when there is none."""
@@ -173,3 +166,15 @@ class Sweep:
     def _load(self, name: str) -> tuple[Any, Any]:
         dtype = None if self.config.dtype is None else getattr(torch, self.config.dtype)
         return load_model(name, device=self.config.device, dtype=dtype)
+
+
+def _of_texts(evaluator: Evaluator, found: Evaluation) -> dict[str, Any]:
+    """A run over texts, as sums per text: perplexity is exp(total loss / total tokens)."""
+    rows = [
+        {"id": a.id, "tokens": r.tokens, "correct": r.foreseen, "agree": r.agree, "loss": finite(r.loss), "kl": finite(r.kl)}
+        for a, r in zip(found.answers, found.readings, strict=True)
+    ]
+    sizes = {"n": found.n, "tokens": found.tokens, "cut": evaluator.cut, "limit": evaluator.context or LONGEST_TEXT}
+    proof = {**proof_of(found.ledger), "ledger": found.ledger and found.ledger.to_dict()}
+    spent = {"seconds": found.seconds, "batch_size": found.batch_size}
+    return {**found.condition.to_dict(), **sizes, **proof, **spent, "texts": rows}

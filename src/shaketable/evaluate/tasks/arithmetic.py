@@ -23,10 +23,9 @@ import numpy.typing as npt
 from pydantic import Field
 
 from shaketable.evaluate.tasks.numeric import NUMBER, is_number, plain
-from shaketable.evaluate.tasks.task import Problem, Score, Split, Task, checked_split
+from shaketable.evaluate.tasks.task import TEST_SHARE, Problem, Score, Split, Task, checked_split
 
 SUM, DIFFERENCE, PRODUCT = "+", "-", "*"
-TEST_SHARE = 5  # one problem in five
 
 
 @dataclass(frozen=True)

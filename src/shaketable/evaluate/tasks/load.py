@@ -31,10 +31,8 @@ from typing_extensions import TypeIs
 
 from shaketable.errors import ShaketableError, first_problem, nearest
 from shaketable.evaluate.tasks.arithmetic import Arithmetic
-from shaketable.evaluate.tasks.gsm8k import GSM8K
-from shaketable.evaluate.tasks.jsonl import JsonlTask
+from shaketable.evaluate.tasks.files import GSM8K, JsonlTask, TextTask
 from shaketable.evaluate.tasks.task import Task
-from shaketable.evaluate.tasks.text import TextTask
 
 BUILT_IN: dict[str, type[Task]] = {c.name: c for c in (Arithmetic, GSM8K, TextTask, JsonlTask)}
 

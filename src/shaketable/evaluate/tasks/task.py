@@ -27,6 +27,7 @@ from shaketable.errors import ShaketableError, nearest
 
 Split = Literal["train", "test"]
 SPLITS: tuple[Split, ...] = ("train", "test")
+TEST_SHARE = 5  # one problem in five
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding.dynamic import padded
+from shaketable.evaluate.decoding import padded
 from shaketable.integrations.common.mismatch import ROLLOUTS, Budget, floor_and_share, gap, named, refuse_stale, weight_counts
 from shaketable.integrations.hf.vllm_sampler import samples_with_vllm
 from shaketable.mismatch.engine import Rollout, RolloutEngine, Sampling

@@ -35,9 +35,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shaketable.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay
-from shaketable.aqn.spec import AQN, NORMS, ROLES
-from shaketable.aqn.text import from_guidance
+from shaketable.aqn.schedules import AnySchedule, Constant, EpochAware, GlobalDecay, LinearDecay
+from shaketable.aqn.spec import AQN, NORMS, ROLES, from_guidance
 from shaketable.errors import ShaketableError
 from shaketable.integrations.origin_configs.keys import LEFT_OUT, Found, OriginKeys, as_number, naming
 from shaketable.io.yaml_file import read_yaml
@@ -47,10 +46,10 @@ OUTPUTS = "aqn"
 WEIGHT_KEYS = ("enabled", "sigma_start", "sigma_end", "num_stages", "epoch_aware", "stages_per_epoch", "target_modules")
 WEIGHT_MORE = ("exclude_patterns", "layer_types", "layer_sigma_config")
 OUTPUT_KEYS = ("enabled", "target_layers", "sigma", "schedule", "where", "config")
-GUIDED_KEYS = ("layer_specific", "base_sigma", "layer_sigmas", "high_priority_layers")
+GUIDED_KEYS = ("layer_specific", "base_sigma", "layers", "layer_sigmas", "high_priority_layers")
 LAYER_KEYS = ("enabled", "default_multiplier", "layer_multipliers", "zone_schedule")
 ALL_NORMS = ("rmsnorm", "norm")
-SCHEDULES = ("epoch_aware", "global_decay", "constant")
+SCHEDULES = ("epoch_aware", "global_decay", "linear_decay", "constant")
 
 
 def weights(config: Mapping[str, Any]) -> Found | None:
@@ -87,7 +86,8 @@ def outputs(config: Mapping[str, Any]) -> Found | None:
         return Found(OUTPUTS, "off: sigma is 0")
     with naming(OUTPUTS):
         schedule, note = _schedule(kind, sigma, sigma / 100, 10, config)
-        aqn = AQN(schedule, form="output", layers=keys.layers("target_layers"), multipliers=multipliers, where=where)
+        layers = keys.layers("layers" if "layers" in keys.values else "target_layers")
+        aqn = AQN(schedule, form="output", layers=layers, multipliers=multipliers, where=where)
     fall = "" if kind == "constant" else "σ falls by 100 in all, as the origin's did"
     return Found(OUTPUTS, "; ".join(part for part in (fall, note, unused) if part), aqn=aqn)
 
@@ -164,6 +164,8 @@ def _schedule(kind: str, start: float, end: float, stages: int, config: Mapping[
         return Constant(start), ""
     if kind == "global_decay":
         return GlobalDecay(start, end, stages), ""
+    if kind == "linear_decay":
+        return LinearDecay(start, end), ""
     epochs, note = _epochs(config)
     if epochs == 2 and _short(start / 100) == _short(end):
         return EpochAware([(_short(a), _short(b)) for a, b in ((start, start / 5), (start / 5, end))]), note

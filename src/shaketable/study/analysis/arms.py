@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from shaketable.evaluate.stats.comparison import Interval
-from shaketable.evaluate.stats.crossed_effects import MeanSquares
-from shaketable.evaluate.stats.tests import wilson
+from shaketable.evaluate.statistics import Interval, MeanSquares, wilson
 from shaketable.evaluate.sweep.results import merged_sites
 from shaketable.plan import Plan
 from shaketable.study.analysis.results import (

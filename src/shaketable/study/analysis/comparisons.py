@@ -19,10 +19,18 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from shaketable.evaluate.stats.comparison import Comparison, Interval, corrected
-from shaketable.evaluate.stats.crossed_effects import MeanSquares
-from shaketable.evaluate.stats.power import detectable, expected_discordance, t_detectable
-from shaketable.evaluate.stats.tests import mcnemar, over_seeds, sign_flip
+from shaketable.evaluate.statistics import (
+    Comparison,
+    Interval,
+    MeanSquares,
+    corrected,
+    detectable,
+    expected_discordance,
+    mcnemar,
+    over_seeds,
+    sign_flip,
+    t_detectable,
+)
 from shaketable.study.analysis.results import (
     ComparisonResult,
     SeedValue,

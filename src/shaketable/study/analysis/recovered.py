@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from shaketable.evaluate.stats.recovered import share_recovered
+from shaketable.evaluate.statistics import share_recovered
 from shaketable.study.analysis.results import RecoveredResult
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import CLEAN, Comparing

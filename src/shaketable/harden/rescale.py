@@ -1,24 +1,17 @@
-"""Re-gauge: the same function with numbers that the fault likes better. Powers of two along the exact symmetries of a layer.
+"""Rescale: the same function with numbers that the fault harms less. Powers of two along the exact symmetries of a layer.
 
-The spaces inside of a layer (a norm's output, the values, the keys, the hidden channels of the MLP) may be scaled channel by
-channel if what writes them is multiplied and what reads them is divided (`locate/gauge.py`). With powers of two nothing
-is rounded otherwise, so healthy hardware returns the same bits, and nothing is added to the work. What a fault does to
-the numbers may be very different: a value leaves a saturation or a dead zone, an outlier no longer sets the scale of its block.
+The spaces inside a layer (a norm's output, the values, the keys, the hidden channels of the MLP) may be scaled channel by
+channel if what writes them is multiplied and what reads them is divided (`locate/twins.py`). Powers of two change no
+rounding, so healthy hardware returns the same bits and nothing is added to the work; under a fault a value leaves a
+saturation or a dead zone, an outlier no longer sets the scale of its block.
 
-Candidates of a space, channel by channel, after SmoothQuant (Xiao et al. 2023): the activation is divided by 2^e with
+Candidates of a space, after SmoothQuant (Xiao et al. 2023): the activation is divided by 2^e with
 
     e = α·log2(largest activation) − (1 − α)·log2(largest weight that reads it),     α = 1/4, 1/2, 3/4, 1
 
-rounded, and centred by its median; and one power of two for all channels, for faults that know an absolute size. Space by
-space, in the order of computation, the candidate with the lowest error is taken, if it leaves less than `LOWER` of the error on
-sequences that it was not chosen by, and if the layer without the fault returns the same bits as before.
-
-The error is that of the layer alone: with the fault against without, both from the hidden state of the faulty model. A gauge
-changes nothing else, and what earlier layers did wrong would only hide it.
-
-Rejected: rotations (Hadamard), which balance blocks better and are not exact; a gauge of the stream, which all layers, the
-embedding and the head share; any factor that is no power of two; an exhaustive search over channels, which fits noise.
-What cannot be helped: noise and thresholds that are relative to the very tensor that is scaled, and faults of the stream.
+rounded and centred by its median; and one power of two for all channels. Space by space, the candidate with the lowest error
+of the layer (with the fault against without, from the same hidden state) is taken, if it leaves less than `LOWER` of the
+error on sequences that it was not chosen by, and if the layer without the fault returns the same bits.
 """
 
 from __future__ import annotations
@@ -32,13 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from shaketable.capture.recorder import watched
-from shaketable.evaluate.decoding.dynamic import batches
-from shaketable.harden.circuits import circuits_of
-from shaketable.harden.layer_error import BATCH, LOWER, Stream, error_of, mean_error, reading, record
-from shaketable.harden.sequences import Pair
+from shaketable.capture.reference import rebuilt
+from shaketable.evaluate.reading import Pair
+from shaketable.harden.calibrate import LOWER, Stream, error_of, mean_error, reading, record
 from shaketable.harden.students import Students
 from shaketable.inject import Injection
-from shaketable.locate.twins import Circuit, Gauge, Map, free_spaces, gauge_of, gauged, rescaled
+from shaketable.locate.twins import Circuit, Gauge, Map, circuit_of, free_spaces, gauge_of, gauged, rescaled
+from shaketable.sites.structure import find_layers
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 UNIFORM = (2, 4, 6)
@@ -49,7 +42,7 @@ READ_AS = {"v": "mixed", "up": "hidden", "shared up": "shared hidden"}
 """Under which name modules read a space; the others have one name."""
 
 
-def regauge(
+def rescale(
     students: Students, injections: Sequence[Injection], pairs: Sequence[Pair], tell: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Scale the model's layers by powers of two so that the plans do less harm, without a change on healthy hardware.
@@ -61,13 +54,12 @@ def regauge(
         tell: Called with how many layers are done, of how many.
 
     Returns:
-        What was done: how many layers were changed, the mean error of a layer before and after, whether the logits without a
-        fault are the same bits as before, and one sentence.
+        What was done: how many layers were changed, the mean error of a layer before and after, and one sentence.
     """
     circuits = circuits_of(students.model)
     known = [c for c in circuits if isinstance(c, Circuit)]
     if not known:
-        return _facts([], circuits, True, 0.0)
+        return _facts([], circuits)
     met: list[_Done] = []
     with reading(students, injections):
         plain = record(students, students.model, pairs, None)
@@ -79,8 +71,15 @@ def regauge(
             for stream in (plain, *streams):
                 stream.advance(index)
             tell(index + 1, len(circuits))
-        same, difference = _compared(students, [d for d in met if d.spaces], pairs)
-    return _facts(met, circuits, same, difference)
+    return _facts(met, circuits)
+
+
+def circuits_of(model: Any) -> list[Circuit | str]:
+    """The wiring of every layer, from the model's class built anew, which no plan has touched; or why there is none."""
+    plain = rebuilt(model)
+    if plain is None:
+        return [f"no rescaling is known for a {type(model).__name__}"]
+    return [circuit_of(layer, model.config) for layer in find_layers(plain)[0]]
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,10 @@ class _Done:
     def spaces(self) -> list[str]:
         return list(self.exponents)
 
-    def apply(self, *, back: bool = False) -> None:
-        """Write the gauge into the weights, or take it out again."""
-        gauge = _gauge(self.circuit, {s: -e for s, e in self.exponents.items()} if back else self.exponents)
+    def apply(self) -> None:
+        """Write the gauge into the weights."""
         if self.exponents:
-            for path, value in rescaled(self.layer, self.circuit, gauge).items():
+            for path, value in rescaled(self.layer, self.circuit, _gauge(self.circuit, self.exponents)).items():
                 self.layer.get_parameter(path).copy_(value)
 
 
@@ -168,7 +166,7 @@ class _Search:
         """By channel, the largest number that the activation is multiplied with: a weight, or a query for a key."""
         if name == "k":
             return self.active["q"]
-        maps = [m for m in self.circuit.maps if m.reads == name and "lora_" not in m.parameter]
+        maps = [m for m in self.circuit.maps if m.reads == name]
         return torch.stack([_columns(self.layer.get_parameter(m.parameter), m) for m in maps]).amax(0)
 
     def _by_channel(self, space: str, largest: Tensor) -> Tensor:
@@ -209,7 +207,7 @@ class _Search:
             top = rows[real.flatten()].abs().amax(0).float().cpu()
             largest[space] = torch.maximum(largest[space], top) if space in largest else top
 
-        maps = {m.module: m for m in self.circuit.maps if m.layout != "expert,out,in" and "lora_" not in m.parameter}
+        maps = {m.module: m for m in self.circuit.maps if m.layout != "expert,out,in"}
 
         def look(path: str, x: Tensor, y: Tensor) -> None:
             note(maps[path].reads, x)
@@ -238,23 +236,7 @@ def _columns(weight: Tensor, m: Map) -> Tensor:
     return size.amax(1) if m.layout == "in,out" else size.flatten(0, -2).amax(0)
 
 
-def _compared(students: Students, changed: list[_Done], pairs: Sequence[Pair]) -> tuple[bool, float]:
-    """Whether the logits without a fault are the bits that they were, and the largest difference."""
-    usable = [pair for pair in pairs if pair[1]]
-    same, largest = True, 0.0
-    for indices in batches([[*p, *c] for p, c in usable], BATCH) if changed else ():
-        found = []
-        for back in (True, False):
-            for done in changed:
-                done.apply(back=back)
-            with students.arithmetic():
-                found.append(students.logits(students.model, [usable[i] for i in indices])[0])
-        same &= torch.equal(*found)
-        largest = max(largest, float((found[0].float() - found[1].float()).abs().max()))
-    return same, largest
-
-
-def _facts(met: list[_Done], circuits: list[Circuit | str], same: bool, difference: float) -> dict[str, Any]:
+def _facts(met: list[_Done], circuits: list[Circuit | str]) -> dict[str, Any]:
     changed = [done for done in met if done.spaces]
     before, after = (sum(getattr(d, which) for d in met) / max(1, len(met)) for which in ("before", "after"))
     return {
@@ -263,22 +245,19 @@ def _facts(met: list[_Done], circuits: list[Circuit | str], same: bool, differen
         "flops_added": 0.0,
         "error_before": before,
         "error_after": after,
-        "bit_identical": same,
-        "largest_difference": difference,
         "spaces": dict(Counter(space for done in changed for space in done.spaces)),
-        "sentence": _sentence(met, changed, circuits, same, difference),
+        "sentence": _sentence(met, changed, circuits),
     }
 
 
-def _sentence(met: list[_Done], changed: list[_Done], circuits: list[Circuit | str], same: bool, difference: float) -> str:
+def _sentence(met: list[_Done], changed: list[_Done], circuits: list[Circuit | str]) -> str:
     reasons = [c for c in circuits if isinstance(c, str)]
     if len(reasons) == len(circuits):
         return reasons[0] if reasons else "the model has no decoder layers"
     if not met:
-        return "no layer is touched by the fault: nothing to re-gauge"
+        return "no layer is touched by the fault: nothing to rescale"
     if not changed:
         return "no scaling by powers of two lowers the error of a layer: the weights are as they were"
     left = sum(d.after for d in met) / sum(d.before for d in met)
-    healthy = "the same bits come out" if same else f"logits differ by up to {difference:.2g}"
     what = f"{len(changed)} of {len(circuits)} layers scaled by powers of two"
-    return f"{what}: {left:.0%} of a layer's error is left under the fault, and without it {healthy}"
+    return f"{what}: {left:.0%} of a layer's error is left under the fault, and without it the same bits come out"

@@ -1,15 +1,11 @@
-"""Decoding in batches: greedy for scores, sampled for rollouts, with the log-probability of every token that was chosen.
+"""Decoding in batches: greedy for scores, sampled for rollouts, with the log-probability of every chosen token.
 
-One loop over `model.forward` with the model's own cache. Three things make it faster than `model.generate`, and none of
-them changes a token: a prompt is read once for all its samples (as servers with a prefix cache do), rows that have ended
-leave the batch, and there is no machinery per step for features that are not used. The log-probabilities come for free;
-training needs them to tell how far a shaken sampler is from its trainer.
+One loop over `model.forward` with the model's own cache. Each prompt is read once for all its samples, rows that have ended
+leave the batch, and nothing runs per step for features that are not used.
 
-Rows are padded on the left and masked, and results come back in the order of the prompts: at float32 they do not depend on
-how the prompts were batched. A fault that draws noise is keyed by the call it happens in and not by the row, so under such
-a plan another batch size draws other noise of the same law; the batch size is part of a condition and is recorded.
-
-Rejected: `model.generate`. It reads every copy of a prompt, and keeps all logits when asked for log-probabilities.
+Rows are padded on the left and masked; results keep the order of the prompts. In float32 they do not depend on how prompts were
+batched. Noise is keyed by the call and not by the row, so under a random fault another batch size draws other noise of the same
+law: the batch size is part of a condition and is recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaketable.errors import ShaketableError
+from shaketable.errors import ModelError, ShaketableError
 
 Progress = Callable[[int, int], None]
 LARGEST_BATCH = 512
@@ -72,8 +68,9 @@ class Decoder:
             samples: Completions of each prompt.
             generator: Draws the tokens when the temperature is not 0, on the device of the model.
         """
-        check_prompts(prompts)
-        rows = _DynamicRows(self, model, prompts, samples, generator)
+        if not all(prompts):
+            raise ShaketableError("a prompt has no tokens: there is nothing to continue")
+        rows = _Rows(self, model, prompts, samples, generator)
         with _unplanned_attention():
             for _ in range(self.limit):
                 rows.advance()
@@ -108,7 +105,7 @@ def _unplanned_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was)
 
 
-class _DynamicRows:
+class _Rows:
     """The rows that are still being written."""
 
     def __init__(
@@ -176,20 +173,29 @@ class _DynamicRows:
             self.cache.batch_select_indices(keep)
 
     def completions(self) -> list[Completion]:
-        """What was written, per row."""
-        return completions_of(self.tokens, self.logprobs, self.lengths)
+        """Completed rows without padding."""
+        rows = zip(self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist(), strict=True)
+
+        return [Completion(t[:n], p[:n]) for t, p, n in rows]
 
 
-def completions_of(tokens: Tensor, logprobs: Tensor, lengths: Tensor) -> list[Completion]:
-    """What was written, per row, without the padding."""
-    rows = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
-    return [Completion(t[:n], p[:n]) for t, p, n in rows]
+def chat_tokens(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of one user turn and the beginning of the answer. A template is a program and may raise anything."""
+    messages = [{"role": "user", "content": text}]
+    try:
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ModelError(f"the model's chat template cannot be used: {what}") from error
+    return list(rendered["input_ids"])
 
 
-def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse a prompt without tokens."""
-    if not all(prompts):
-        raise ShaketableError("a prompt has no tokens: there is nothing to continue")
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """A prompt as the model is given it: a chat turn if its tokenizer has a template, else plain text."""
+    if tokenizer.chat_template is None:
+        found: list[int] = tokenizer(text)["input_ids"]
+        return found
+    return chat_tokens(tokenizer, text)
 
 
 def padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor | None]:

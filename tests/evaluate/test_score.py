@@ -9,8 +9,9 @@ from torch.nn.functional import kl_div
 
 import shaketable as st
 from shaketable.errors import InertError, NoMatchError, ShaketableError
-from shaketable.evaluate.evaluation import Condition, Evaluator, drift, in_phases, prompt_tokens
-from shaketable.evaluate.tasks import load_task, sample
+from shaketable.evaluate.reading import pair_logits, read_pairs
+from shaketable.evaluate.score import Condition, Evaluator, answer_tokens, in_phases, prompt_tokens
+from shaketable.evaluate.tasks import Problem, load_task, sample
 from shaketable.models import load_model
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase
@@ -138,11 +139,6 @@ def test_the_training_flag_is_left_as_it_was_on_every_way_out(evaluator, nano, t
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "and no hook is left"
 
 
-def test_a_task_without_problems_is_refused(nano):
-    with pytest.raises(ShaketableError, match="sweeps only"):
-        Evaluator(*nano, load_task("text"), [], 1)
-
-
 def test_a_chat_model_gets_a_chat_turn(nano):
     class Chat:
         chat_template = "…"
@@ -155,12 +151,6 @@ def test_a_chat_model_gets_a_chat_turn(nano):
     problem = sample(task, "test", 1, 0)[0]
     assert prompt_tokens(Chat(), task, problem) == [len(task.prompt(problem, chat=True)), "user"]
     assert nano[1].decode(prompt_tokens(nano[1], task, problem)) == problem.question
-
-
-@pytest.fixture
-def texts(evaluator):
-    done = evaluator.score(Condition("clean")).completions
-    return [(p, c.tokens) for p, c in zip(evaluator.prompts, done, strict=True)][:12]
 
 
 def oracle(model, texts, plan):
@@ -180,33 +170,91 @@ def oracle(model, texts, plan):
 
 @pytest.mark.parametrize("text", ["truncation:2@module.linear", "gain:0.3@layer.2,phase=rollout", "gain:1e-3@layer.2"])
 @pytest.mark.parametrize("size", [1, 16])
-def test_drift_is_kl_and_agreement_with_the_clean_model_on_the_completions(nano, texts, text, size):
-    model, tokenizer = nano
-    found, ledger = drift(model, texts, Plan.parse(text), size, tokenizer.pad_token_id)
-    kl, agreement, tokens = oracle(model, texts, text.partition(",phase")[0])
+def test_drift_is_kl_and_agreement_with_the_clean_model_on_the_completions(nano, evaluator, text, size):
+    done = [c.tokens for c in evaluator.score(Condition("clean")).completions[:12]]
+    evaluator.batch_size = size
+    found, ledger = evaluator.drift(done, Plan.parse(text))
+    texts = list(zip(evaluator.prompts, done, strict=False))
+    kl, agreement, tokens = oracle(nano[0], texts, text.partition(",phase")[0])
     assert found.kl == pytest.approx(kl, rel=2e-3, abs=1e-6) and kl > 0
-    assert (found.agreement, found.tokens) == (agreement, tokens)
+    assert (found.agreement, found.tokens) == (pytest.approx(agreement), tokens)
     assert ledger.forward > 0
 
 
-def test_drift_of_a_tiny_fault_is_next_to_nothing_and_grows_with_it(nano, texts):
-    model, tokenizer = nano
-    plans = [Plan.parse(f"relative_gaussian:{m}@module.linear") for m in (1e-6, 0.02, 0.3)]
-    small, middle, large = (drift(model, texts, plan, 16, tokenizer.pad_token_id)[0] for plan in plans)
-    assert abs(small.kl) < 1e-6 and small.agreement == 1
-    assert 1e-6 < middle.kl < large.kl
-    assert large.agreement < 1
-
-
-def test_drift_leaves_no_hook_and_refuses_what_changes_nothing(nano, texts, monkeypatch):
-    model, tokenizer = nano
+def test_drift_leaves_no_hook_and_refuses_what_changes_nothing(nano, evaluator):
+    model, done = nano[0], [c.tokens for c in evaluator.score(Condition("clean")).completions[:12]]
     inert = Plan.parse("saturation:1e9,scope=absolute@layer.3")
     with pytest.raises(InertError):
-        drift(model, texts, inert, 16, tokenizer.pad_token_id)
-    found, _ = drift(model, texts, inert, 16, tokenizer.pad_token_id, check=False)
+        evaluator.drift(done, inert)
+    found, _ = evaluator.drift(done, inert, check=False)
     assert (found.kl, found.agreement) == (0, 1)
-    readings = iter([lambda: torch.zeros(1, 2), stop])
-    monkeypatch.setattr("shaketable.evaluate.evaluation.log_probs", lambda *_: next(readings)())
+    passes = []
+    handle = model.register_forward_hook(lambda *_: passes.append(1) or (stop() if len(passes) == 2 else None))
     with pytest.raises(StopError):
-        drift(model, texts, Plan.parse(f"{NOISE};{NOISE.replace('module.linear', 'op.matmul')}"), 16, tokenizer.pad_token_id)
+        evaluator.drift(done, Plan.parse(f"{NOISE};{NOISE.replace('module.linear', 'op.matmul')}"))
+    handle.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# ---- the loss of given tokens, and texts
+
+ZONE = "dead_zone:0.6,scope=token@layer.3"
+TEXTS = [Problem(f"t{i}", text, "") for i, text in enumerate(["12+34=46", "7-3=4 5", "100+200=300 and so on", "1+1=2"])]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_loss_is_the_mean_over_the_tokens_after_the_prompt(nano, left):
+    model, tokenizer = nano
+    pairs = [(tokenizer("512+134=")["input_ids"], answer_tokens(tokenizer, "646")), ([1, 2, 3], [4])]
+    found = read_pairs(pairs, 8, lambda some: pair_logits(model, some, 0, left=left))
+    for (prompt, rest), reading in zip(pairs, found, strict=True):
+        ids = torch.tensor([[*prompt, *rest]])
+        labels = ids.clone()
+        labels[:, : len(prompt)] = -100
+        with torch.no_grad():
+            expected = model(ids, labels=labels).loss
+        assert reading.loss / reading.tokens == pytest.approx(float(expected), rel=1e-5)
+    assert pairs[0][1][-1] == tokenizer.eos_token_id
+
+
+def test_a_score_reads_the_loss_of_the_right_answers_under_its_plan(nano):
+    task = load_task("arithmetic,level=3")
+    problems = sample(task, "test", 24, 0)
+    plain, reading = (Evaluator(*nano, task, problems, 24, loss=loss) for loss in (False, True))
+    clean, faulty = reading.score(Condition("clean")), reading.score(under(ZONE))
+    assert 0 < clean.loss < faulty.loss
+    assert [a["loss"] for a in faulty.to_dict()["answers"]] == [a.loss for a in faulty.answers]
+    without = plain.score(Condition("clean")).to_dict()
+    assert "loss" not in without and "loss" not in without["answers"][0]
+    assert [a["text"] for a in without["answers"]] == [a.text for a in clean.answers]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_texts_are_read_clean_and_under_a_fault_beside_it(nano, size):
+    model, tokenizer = nano
+    evaluator = Evaluator(model, tokenizer, load_task("text"), TEXTS, size)
+    clean = evaluator.score(Condition("clean"), beside=True)
+    faulty = evaluator.score(under("gain:0.2@module.linear"), beside=True)
+    assert evaluator.score(under("gain:0.2@module.linear")).loss == pytest.approx(faulty.loss), "alone or beside the clean one"
+    for text, before, after, row in zip(TEXTS, clean.answers, faulty.answers, faulty.readings, strict=True):
+        ids = torch.tensor([tokenizer(text.question)["input_ids"]])
+        with torch.no_grad():
+            out = model(ids, labels=ids)
+        assert before.loss == pytest.approx(float(out.loss), rel=1e-4)
+        assert before.correct == pytest.approx(float((out.logits[0, :-1].argmax(-1) == ids[0, 1:]).double().mean()))
+        kl, agreement, tokens = oracle(model, [(ids[0, :1].tolist(), ids[0, 1:].tolist())], "gain:0.2@module.linear")
+        assert (row.kl / tokens, row.agree / tokens) == (pytest.approx(kl, rel=1e-3, abs=1e-5), pytest.approx(agreement))
+        assert after.loss != before.loss
+    assert clean.readings[0].kl == 0 and evaluator.score(Condition("clean")).loss == pytest.approx(clean.loss)
+
+
+def test_long_texts_are_cut_and_counted_and_short_ones_refused(nano):
+    evaluator = Evaluator(*nano, load_task("text"), [*TEXTS, Problem("long", "1+" * 400, "")])
+    assert (len(evaluator.rest[-1]), evaluator.cut) == (255, 1)
+    with pytest.raises(ShaketableError, match="t is shorter than two tokens"):
+        Evaluator(*nano, load_task("text"), [Problem("t", "1", "")])
+
+
+def test_a_loss_that_is_no_number_is_none_in_json(nano):
+    found = Evaluator(*nano, load_task("text"), TEXTS).score(under("gain:1e38@module.linear"), beside=True).to_dict()
+    assert {a["loss"] for a in found["answers"]} == {None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shaketable.evaluate.decoding.dynamic import Decoder
+from shaketable.evaluate.decoding import Decoder
 from shaketable.harden.students import Students
 from shaketable.inject import inject
 from shaketable.models import load_model
@@ -111,3 +111,9 @@ def same_bits(one, other):
 
 def quiet(done, total):
     assert 0 < done <= total
+
+
+def kl(students, pairs, injection):
+    """Mean KL to the clean model, with the noise of step 0."""
+    injection.step = 0
+    return sum(r.kl / r.tokens for r in students.beside_clean(pairs, injection, 16)) / len(pairs)

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shaketable as st
-from shaketable.errors import InertError, ModelError, NoMatchError, ShaketableError
-from shaketable.evaluate import layer_stats as mechanism_module
-from shaketable.evaluate.layer_stats import mechanism
-from shaketable.locate.srdd import layer_statistics
-from shaketable.models import load_model
+from shaketable.errors import InertError, NoMatchError, ShaketableError
+from shaketable.evaluate.decoding import Decoder
+from shaketable.evaluate.layers import mechanism, skip_layers, without
+from shaketable.models import load_model, load_skeleton
 from shaketable.plan import Plan
 from shaketable.sites.phases import current_phase, phase
+from tests.study.small_studies import FAULTY
 
 PAD = 0
 LENGTHS = [(3, 4), (1, 1), (6, 2), (2, 9), (4, 0), (5, 5), (1, 3), (8, 1), (2, 2)]
@@ -132,36 +132,6 @@ def test_activations_are_those_an_independent_hook_sees_without_padding(any_mode
         assert (reading.zeros, reading.survival, reading.survival_inside) == (0, 1, None)
 
 
-def test_kurtosis_is_what_locate_means_by_it(tiny_llama):
-    found = read(tiny_llama, sequences=PAIRS[3:4])
-    for reading, seen in zip(found.layers, outputs(tiny_llama, tiny_llama.model.layers, PAIRS[3:4]), strict=True):
-        y = torch.tensor(seen[0])
-        assert reading.kurtosis == pytest.approx(layer_statistics(y, [y], y, y, y, y).kurtosis, rel=1e-6)
-
-
-def test_moments_are_merged_exactly_when_batches_are_far_apart(tiny_llama):
-    """Batches with means a thousand times their spread apart: a merge that is wrong, or cancels, shows."""
-    far = torch.zeros(64, 1)
-    far[32:] = 1000.0
-
-    def shift(module, args, out):
-        return out * 1e-1 + far[ids[-1]].expand_as(out)
-
-    ids = []
-    hooks = [
-        tiny_llama.register_forward_pre_hook(lambda m, a, k: ids.append(k["input_ids"]), with_kwargs=True),
-        tiny_llama.model.layers[-1].register_forward_hook(shift),
-    ]
-    low, high = [([1, 2, 3], [4, 5, 6, 7])] * 3, [([40, 41, 42], [43, 44, 45, 46])]
-    found = read(tiny_llama, sequences=low + high, size=1).layers[-1]
-    seen = outputs(tiny_llama, [tiny_llama.model.layers[-1]], low + high)[0]
-    for hook in hooks:
-        hook.remove()
-    y = np.concatenate(seen).ravel()
-    assert y.max() > 900 and found.kurtosis == pytest.approx(kurtosis(y), rel=1e-6)
-    assert found.rms == pytest.approx(np.sqrt(np.mean(y**2)), rel=1e-6)
-
-
 def numbers(found):
     """Everything but the ledger, in one row."""
     every = [found.loss, found.tokens, found.outside_grad_norm]
@@ -173,14 +143,6 @@ def test_the_batch_size_changes_nothing(any_model):
     whole = numbers(read(model, size=99))
     for size in (2, 7):
         assert numbers(read(model, size=size)) == pytest.approx(whole, rel=1e-4)
-
-
-def test_batches_of_a_low_precision_are_summed_in_a_higher_one(tiny_llama):
-    """Thirty-two equal batches: each has exactly a thirty-second of the gradient, which bfloat16 cannot add up."""
-    model = tiny_llama.to(torch.bfloat16)
-    one, many = read(model, sequences=PAIRS[:1]), read(model, sequences=PAIRS[:1] * 32, size=1)
-    assert [r.grad_norm for r in many.layers] == pytest.approx([r.grad_norm for r in one.layers], rel=1e-6)
-    assert many.outside_grad_norm == pytest.approx(one.outside_grad_norm, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -206,17 +168,6 @@ def test_a_dead_zone_leaves_the_zeros_that_its_formula_says(nano):
         assert (before.rms == after.rms) is (i < 3)
         assert before.grad_norm != after.grad_norm
     assert found.loss != clean.loss and found.ledger["sites"][0]["forward"] == 3
-
-
-def test_what_dies_inside_of_a_layer_shows_inside(tiny_llama):
-    """The residual sum fills up what a dead zone took from a product; the plan's own ledger has it."""
-    plan = "dead_zone:0.3,scope=token@module.down_proj,layers=1-2"
-    found = read(tiny_llama, plan, size=99)
-    assert [r.survival for r in found.layers] == [1, 1, 1, 1]
-    spots = {s["layer"]: s["measured"]["forward"] for s in found.ledger["sites"][0]["spots"].values()}
-    expected = [spots[i]["survived"] / spots[i]["alive"] if i in spots else None for i in range(4)]
-    assert [r.survival_inside for r in found.layers] == expected
-    assert expected[0] is None and 0 < expected[1] < 1 and 0 < expected[2] < 1
 
 
 @pytest.mark.parametrize(
@@ -287,20 +238,6 @@ def test_the_model_is_left_as_it_was_on_every_way_out(tiny_llama, training):
         assert state(model) == before
 
 
-def test_a_compiled_model_is_read_though_it_has_run_before_and_forgets_the_reading(monkeypatch):
-    """It runs with exactly what it is read with, so that no guard on shapes makes a new graph."""
-    model, one = Plain(1, checkpointed=False).eval(), PAIRS[:1]
-    plain, compiled = read(model, sequences=one), torch.compile(model, backend="eager")
-    ids = torch.tensor([[*one[0][0], *one[0][1]]])
-    compiled(input_ids=ids, attention_mask=torch.ones_like(ids))
-    looked, real = [], mechanism_module._row
-    monkeypatch.setattr(mechanism_module, "_row", lambda *pair: looked.append(pair) or real(*pair))
-    assert numbers(read(compiled, sequences=one)) == pytest.approx(numbers(plain), rel=1e-5)
-    assert len(looked) == 1
-    compiled(input_ids=ids, attention_mask=torch.ones_like(ids))
-    assert len(looked) == 1, "no graph keeps our hooks"
-
-
 def test_only_trained_parameters_have_gradients(tiny_llama):
     from peft import LoraConfig, get_peft_model
 
@@ -321,32 +258,9 @@ def test_only_trained_parameters_have_gradients(tiny_llama):
     assert found.outside_grad_norm is None and found.layers[0].rms > 0
 
 
-def test_a_model_with_nothing_to_train_has_activations_only(tiny_llama):
-    found = read(tiny_llama.requires_grad_(False), ZONE)
-    assert {r.grad_norm for r in found.layers} == {None} and found.outside_grad_norm is None
-    assert 0 < found.layers[3].survival < 1
-    with pytest.raises(InertError, match="never fired"):
-        read(tiny_llama, "relative_gaussian:0.1@op.matmul,direction=backward")
-
-
-def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zero():
-    model, spare = Plain(2), nn.Parameter(torch.ones(3))
-    model.layers[1].register_parameter("spare", spare)
-    assert read(model) == read(Plain(2))
-    for p in model.layers.parameters():
-        p.requires_grad_(p is spare)
-    assert [r.grad_norm for r in read(model).layers] == [None, 0]
-
-
 def test_a_model_without_decoder_layers_has_no_layers():
     found = read(Plain(0), "gain:0.5@module.embedding")
     assert found.layers == [] and found.outside_grad_norm > 0 and found.loss > 0
-
-
-def test_a_layer_that_is_not_called_is_an_error_and_no_reading(tiny_llama):
-    tiny_llama.config.num_hidden_layers = 3
-    with pytest.raises(ModelError, match="decoder layer 3 was not called"):
-        read(tiny_llama)
 
 
 def test_what_is_not_finite_is_none_in_json_and_left_out_of_the_kurtosis(tiny_llama):
@@ -365,27 +279,47 @@ def test_what_is_not_finite_is_none_in_json_and_left_out_of_the_kurtosis(tiny_ll
     assert told["layers"][0]["rms"] == found.layers[0].rms and one["zeros"] == 0
 
 
-@pytest.mark.parametrize(("value", "zeros", "survival"), [(0.0, 1, None), (0.1, 0, 1)])
-def test_a_layer_that_always_returns_the_same_has_no_kurtosis_and_zeros_have_nothing_to_survive(
-    tiny_llama, value, zeros, survival
-):
-    tiny_llama.model.layers[2].register_forward_hook(lambda module, args, out: torch.full_like(out, value))
-    found = read(tiny_llama.double()).to_dict()["layers"][2]
-    assert (found["zeros"], found["kurtosis"], found["survival"]) == (zeros, None, survival)
-    assert found["rms"] == pytest.approx(value)
-
-
-def test_the_record_is_json_with_its_proof(tiny_llama):
-    found = json.loads(json.dumps(read(tiny_llama, ZONE).to_dict(), allow_nan=False))
-    assert set(found) == {"loss", "tokens", "layers", "outside_grad_norm", "ledger"}
-    names = {"layer", "rms", "kurtosis", "zeros", "survival", "survival_inside", "grad_norm"}
-    assert [set(row) for row in found["layers"]] == [names] * 4
-    assert st.inject.Ledger.from_dict(found["ledger"]).forward == 3
-
-
 def test_pairs_without_anything_to_read_are_refused(tiny_llama):
     with pytest.raises(ShaketableError, match="a prompt has no tokens"):
         read(tiny_llama, sequences=[([1], [2]), ([], [3])])
     for nothing in ([], [([1, 2], [])]):
         with pytest.raises(ShaketableError, match="no completion has a token"):
             read(tiny_llama, sequences=nothing)
+
+
+# ---- skipped layers
+
+
+def test_a_skipped_layer_hands_on_what_it_is_given():
+    model, tokenizer = load_model("nano")
+    ids = torch.tensor([tokenizer("512+134=")["input_ids"]])
+    skip_layers(model, [3])
+    with torch.no_grad():
+        seen = model(ids, output_hidden_states=True).hidden_states
+        found = Decoder.of(model, tokenizer, 4).decode(model, ids.tolist())[0].tokens
+        assert torch.equal(seen[3], seen[4]) and not torch.equal(seen[4], seen[5])
+        for token in found:  # without a cache
+            assert int(model(ids).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "left"),
+    [
+        (FAULTY, None),
+        ("gain:0.1@layer.2-4", "gain:0.1@layer.2+4"),
+        ("gain:0.1@module.linear", "gain:0.1@module.linear"),
+        ("gain:0.1@module.linear,layers=3", None),
+        ("gain:0.1@op.matmul,layers=3", None),
+        (f"{FAULTY};gain:0.1@op.matmul", "gain:0.1@op.matmul"),
+    ],
+)
+def test_faults_of_a_layer_that_is_not_run_are_not_there(plan, left):
+    found = without(Plan.parse(plan), [3], load_skeleton("nano"))
+    assert (found and found.text()) == left
+
+
+@pytest.mark.parametrize(("layers", "words"), [([8], "has layers 0-7"), ([0], "layer 0 cannot be skipped")])
+def test_what_cannot_be_skipped_is_refused(layers, words):
+    with pytest.raises(ShaketableError, match=words):
+        skip_layers(load_model("nano")[0], layers)

@@ -1,37 +1,30 @@
-"""What a fault does inside of a model: activations and gradients, decoder layer by decoder layer.
+"""Decoder layer by decoder layer: activations and gradients under a fault, and a model that skips some of its layers.
 
-A score says that a model fell, not where. Here it reads (prompt, completion) pairs with teacher forcing, forward and backward,
-in eval mode and in the phase `eval`, clean or under a plan that acts whatever phases its clauses name. The loss is the mean
-cross entropy of the completions' tokens. Per decoder layer, over every token that is not padding:
+`mechanism` reads (prompt, completion) pairs with teacher forcing, forward and backward, clean or under a plan. Per layer,
+over every token that is not padding:
 
-    rms          of the layer's output as the next layer sees it, after the plan has hit. Of all values: one that is not
-                 finite shows, for an overflow is news.
-    kurtosis     m4 / m2² − 3 of the same output without what is not finite, as `locate` has it.
+    rms          of the layer's output as the next layer sees it. Of all values: one that is not finite shows.
+    kurtosis     m4 / m2² − 3 of the finite values of that output.
     zeros        share of that output which is exactly 0.
-    survival     of the values that were not 0 when the layer had computed them, the share that is not 0 when the next layer
-                 reads them. 1 without a plan.
-    survival_inside   the same share over all that the plan hit going forward in this layer: inputs, weights, operators,
-                 outputs. None where it fired nowhere.
-    grad_norm    L2 norm of the mean loss's gradient by the parameters of the layer that are trained; None if none is.
+    survival     of the values not 0 when the layer had computed them, the share that is not 0 when the next layer reads them.
+    survival_inside   the same over all that the plan hit going forward in this layer, from the ledger; None without a fire.
+    grad_norm    L2 norm of the mean loss's gradient by the layer's trained parameters; None if none is.
 
-Two kinds of survival, because one would lie. What a layer returns is a residual stream: what a dead zone takes out of a
-product inside of the layer is filled up by the sum that follows, so `survival` is 1 unless the output itself is hit. It is
-exact: hooks before and after the plan's own see the same tensor in the same pass. `survival_inside` is the ledger's, from
-the fires it measured (the 1st, 2nd, 4th, … of a spot), padding included. Both mean what the ledger's `survival_rate` means.
-Rejected: comparing with a clean pass, which costs a forward and blames a layer for what came from those before it; and
-`changed_fraction`, to which noise is death.
+Two kinds of survival, because a layer returns a residual stream: the sum fills up what a dead zone takes out of a product
+inside the layer, so `survival` is 1 unless the output itself is hit.
 
 Every number is that of one large batch, however the pairs are batched: gradients are summed before their norm is taken, and
-each batch leaves moments about its own mean, which are moved to the common one at the end. (A fault that draws noise, or has
-one maximum for a whole tensor, is itself not the same in other batches.) Gradients come from `torch.autograd.grad`, which
-writes to nobody's `.grad`; their sum costs a second copy of the trained weights.
+moments are moved to a common mean. Gradients come from `torch.autograd.grad`, which writes to nobody's `.grad`.
+
+A skipped layer hands on its input: of h + f(h) the h is left. It stays in the list, so that all others keep their numbers and
+a plan means the same layers; faults of layers that are not run are dropped (`without`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,25 +32,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from shaketable.capture.recorder import watched
-from shaketable.errors import ModelError, ShaketableError
-from shaketable.evaluate.decoding.dynamic import batches
-from shaketable.evaluate.evaluation import in_phases
+from shaketable.errors import InertError, ModelError, NoMatchError, ShaketableError
+from shaketable.evaluate.decoding import batches
+from shaketable.evaluate.reading import Pair, pair_logits
+from shaketable.evaluate.score import Evaluation, Evaluator, in_phases
 from shaketable.faults.noise import wide
 from shaketable.faults.sums import with_float64
 from shaketable.inject import Ledger, inject
 from shaketable.inject.attach import forget_compiled
 from shaketable.ledger.ledger import Measured
-from shaketable.plan import Plan
+from shaketable.plan import Clause, Plan
+from shaketable.sites.match import targets
 from shaketable.sites.phases import phase
-from shaketable.sites.structure import find_layers
+from shaketable.sites.structure import Anatomy, find_layers
 
-Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
-_UNREAD = -100
+PAIRS = 32
+"""Answers that `readings` reads: enough for stable means, little beside the scores themselves."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Mechanism:
         return strict
 
 
-def mechanism(model: Any, sequences: Pairs, plan: Plan | None, *, batch_size: int, pad: int) -> Mechanism:
+def mechanism(model: Any, sequences: Sequence[Pair], plan: Plan | None, *, batch_size: int, pad: int) -> Mechanism:
     """Read (prompt, completion) pairs of tokens, forward and backward, and leave the model as it was.
 
     Raises:
@@ -108,10 +101,10 @@ def mechanism(model: Any, sequences: Pairs, plan: Plan | None, *, batch_size: in
     shaken = nullcontext() if plan is None else inject(model, in_phases(plan, ()))
     with _in_eval(model), phase("eval"), torch.enable_grad(), before, shaken as ledger, after:
         for indices in batches(whole, batch_size):
-            ids, mask, labels = _padded([sequences[i] for i in indices], pad, model.get_input_embeddings().weight.device)
-            watch.mask = mask.bool()
-            logits = model(input_ids=ids, attention_mask=mask).logits
-            share = F.cross_entropy(wide(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / tokens
+            chosen = [sequences[i] for i in indices]
+            watch.mask = _real([whole[i] for i in indices])
+            logits, wanted = pair_logits(model, chosen, pad)
+            share = torch.nn.functional.cross_entropy(wide(logits), wanted, reduction="sum") / tokens
             gradients.add(share)
             loss += share.item()
     readings = [_reading(i, watch.rows[i], gradients.norm(layer.parameters()), ledger) for i, layer in enumerate(layers)]
@@ -120,7 +113,7 @@ def mechanism(model: Any, sequences: Pairs, plan: Plan | None, *, batch_size: in
     return Mechanism(loss, tokens, readings, outside, None if ledger is None else ledger.to_dict())
 
 
-def _check(sequences: Pairs) -> int:
+def _check(sequences: Sequence[Pair]) -> int:
     """The number of tokens that are predicted."""
     if not all(len(prompt) for prompt, _ in sequences):
         raise ShaketableError("a prompt has no tokens: there is nothing to continue")
@@ -130,16 +123,9 @@ def _check(sequences: Pairs) -> int:
     return tokens
 
 
-def _padded(rows: list[tuple[Sequence[int], Sequence[int]]], pad: int, device: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, which of them are no padding, and which are to be predicted."""
-    ids = _stacked([[*prompt, *completion] for prompt, completion in rows], pad)
-    mask = _stacked([[1] * (len(prompt) + len(completion)) for prompt, completion in rows], 0)
-    labels = _stacked([[_UNREAD] * len(prompt) + [*completion] for prompt, completion in rows], _UNREAD)
-    return ids.to(device), mask.to(device), labels.to(device)
-
-
-def _stacked(rows: list[list[int]], fill: int) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
+def _real(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Tokens that are no padding, of rows padded on the right."""
+    return torch.arange(max(map(len, rows))) < torch.tensor([[len(row)] for row in rows])
 
 
 @contextmanager
@@ -254,3 +240,75 @@ def _survival_inside(layer: int, ledger: Ledger) -> float | None:
     for spot in (spot for site in ledger.sites for spot in site.spots.values() if spot.layer == layer):
         sums.add(spot.forward)
     return sums.survived / sums.alive if sums.alive else None
+
+
+def readings(evaluator: Evaluator, done: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """One reading per condition, on the first answers that the clean model gave; the first of `done` is clean."""
+    clean = done[0].completions
+    pairs = [(p, c.tokens) for p, c in zip(evaluator.prompts, clean, strict=True) if c.tokens][:PAIRS]
+    if not pairs:
+        return []
+    found = []
+    for evaluation in done:
+        plan = evaluation.condition.plan
+        try:
+            read = mechanism(evaluator.model, pairs, plan, batch_size=PAIRS, pad=evaluator.decoder.pad).to_dict()
+        except InertError as error:  # a rare fault that hit in the scores, which prove it, and not in these few answers
+            read = {"loss": None, "layers": [], "note": str(error)}
+        found.append({"condition": evaluation.condition.name, **read})
+    return found
+
+
+# ---- skipped layers
+
+
+def check_skipped(model: nn.Module, skipped: Collection[int]) -> list[nn.Module]:
+    """The decoder layers of a model from which these may be skipped; raises when they may not."""
+    layers, _ = find_layers(model)
+    if not layers or max(skipped) >= len(layers):
+        raise NoMatchError(f"cannot skip layer {max(skipped)}: this model has layers 0-{len(layers) - 1}")
+    if 0 in skipped:
+        raise ShaketableError("layer 0 cannot be skipped: the length of a cache is read from it")
+    return layers
+
+
+@torch.no_grad()
+def skip_layers(model: Any, skipped: Sequence[int]) -> None:
+    """Have these decoder layers hand on what they are given, for as long as the model lives."""
+    layers, returned = check_skipped(model, skipped), dict[int, Any]()
+    hooks = [layers[i].register_forward_hook(lambda m, a, y, i=i: returned.update({i: y})) for i in skipped]
+    model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.get_input_embeddings().weight.device))
+    for hook in hooks:
+        hook.remove()
+    for i in skipped:
+        layers[i].forward = _HandOn(len(returned[i]) if isinstance(returned[i], tuple) else None)
+
+
+class _HandOn:
+    """In place of a layer's forward."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        """Of the tuple that the layer returned; None where it returned a tensor."""
+
+    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states if self.size is None else (hidden_states, *[None] * (self.size - 1))
+
+
+def without(plan: Plan, skipped: Collection[int], model: nn.Module) -> Plan | None:
+    """What is left of a plan on a model that does without some layers; None when nothing is."""
+    anatomy = Anatomy.of(model)
+    clauses = tuple(kept for clause in plan.clauses if (kept := _elsewhere(clause, skipped, anatomy)) is not None)
+    return plan.model_copy(update={"clauses": clauses}) if clauses else None
+
+
+def _elsewhere(clause: Clause, skipped: Collection[int], anatomy: Anatomy) -> Clause | None:
+    if clause.site.level == "op":
+        return None if clause.site.layers is not None and set(clause.site.layers.indices()) <= set(skipped) else clause
+    hit = {target.part.layer for target in targets(clause, anatomy)}
+    if hit <= set(skipped):
+        return None
+    if clause.site.level != "layer" or not hit & set(skipped):
+        return clause
+    names = tuple(str(layer) for layer in sorted(layer for layer in hit if layer is not None) if layer not in skipped)
+    return clause.model_copy(update={"site": clause.site.model_copy(update={"names": names})})

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shaketable.harden import divergence
-from shaketable.harden.divergence import forward_kl
+from shaketable.harden import distil
+from shaketable.harden.distil import forward_kl
 
 
 def expected(student, teacher, weights):
@@ -21,7 +21,7 @@ def logits(tokens=13, vocabulary=50, dtype=torch.float32):
 
 @pytest.mark.parametrize("at_a_time", [1, 200, 1 << 24])
 def test_value_and_gradient_whatever_the_chunks(monkeypatch, at_a_time):
-    monkeypatch.setattr(divergence, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(distil, "AT_A_TIME", at_a_time)
     s, t, w = logits()
     forward_kl(s, t, w).backward()
     found, s.grad = s.grad, None

@@ -1,1 +1,0 @@
-"""Decoding: one batch, which rows leave when they have ended."""

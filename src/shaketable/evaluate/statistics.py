@@ -1,0 +1,588 @@
+"""Intervals, tests, power and recovered shares for scores on problems and seeds.
+
+Scores are fractions from 0 to 1 and the unit is the problem; a problem scored under several noise seeds counts once, by its
+mean.
+
+| scores | test | interval |
+|---|---|---|
+| one rate | none | Wilson |
+| two conditions, one seed, 0/1 | exact McNemar | t on the differences, two pseudo-problems |
+| two conditions, several noise seeds | sign-flip permutation over problems | the same |
+| two trained arms, several training seeds | t on seeds × problems, crossed (`MeanSquares`) | the same t |
+| a recovered share | Fieller's set: the test of the difference, inverted | the same |
+
+`docs/statistics.md` says what each assumes and how well it covers in simulations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import optimize, stats
+
+from shaketable.errors import ShaketableError
+
+Array = NDArray[np.float64]
+ONE_RUN = "this speaks of one training run only"
+POWER = 0.8
+FARTHEST = 64.0
+"""Shares beyond this are told as infinite."""
+
+
+# ---- results
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval by its ends."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def to_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return {"low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arm b against arm a, on the same problems. Scores and differences are fractions."""
+
+    difference: float
+    """mean(b) − mean(a)."""
+    interval: Interval
+    p: float
+    """Two-sided, of no difference."""
+    method: str
+    """The test and the interval, by name, with any fallback that was taken."""
+    over: str
+    """What the difference was averaged over, in words."""
+    detectable: float | None
+    """Smallest true difference that this design sees with 80 % power; None when there is none."""
+    problems: int
+    seeds: tuple[int, int]
+    """Seeds in arm a and in arm b."""
+    level: float = 0.95
+    note: str = ""
+    """What the comparison does not speak of."""
+    adjusted: float | None = None
+    """p after Holm's correction, when it was one of several comparisons."""
+
+    @property
+    def distinguishable(self) -> bool:
+        """Whether the (corrected) p-value is at or below 1 − level."""
+        p = self.p if self.adjusted is None else self.adjusted
+        return p <= 1 - self.level + 1e-12
+
+    def sentence(self) -> str:
+        """All of it for people, in one sentence."""
+        low, high = points(self.interval.low), points(self.interval.high)
+        p = _p(self.p) if self.adjusted is None else f"{_p(self.p)}, after Holm {_p(self.adjusted)}"
+        facts = f"{points(self.difference)} points ({100 * self.level:g} % CI {low} to {high}, {p}, {self.over})"
+        verdict = "distinguishable from none" if self.distinguishable else f"not distinguishable; {self._reach()}"
+        return f"{facts}: {verdict}" + (f"; {self.note}" if self.note else "")
+
+    def _reach(self) -> str:
+        design = "this n and these seeds" if max(self.seeds) > 1 else "this n"
+        if self.detectable is None:
+            return f"with {design} no difference can be seen"
+        return f"with {design} a difference of {100 * self.detectable:.1f} points can be seen"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return {
+            "difference": self.difference,
+            "interval": self.interval.to_dict(),
+            "level": self.level,
+            "p": self.p,
+            "adjusted": self.adjusted,
+            "distinguishable": self.distinguishable,
+            "method": self.method,
+            "over": self.over,
+            "problems": self.problems,
+            "seeds": list(self.seeds),
+            "detectable": self.detectable,
+            "note": self.note,
+            "sentence": self.sentence(),
+        }
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the order given: the k-th smallest of m times m − k + 1, never decreasing, at most 1."""
+    if bad := next((p for p in ps if not 0 <= p <= 1), None):
+        raise ShaketableError(f"a p-value lies between 0 and 1, not {bad}")
+    adjusted, largest = [0.0] * len(ps), 0.0
+    for rank, at in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[at]))
+        adjusted[at] = largest
+    return adjusted
+
+
+def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The same comparisons as one family: each with its p after Holm's correction."""
+    adjusted = holm([c.p for c in comparisons])
+    return [replace(c, adjusted=p) for c, p in zip(comparisons, adjusted, strict=True)]
+
+
+def points(fraction: float) -> str:
+    """A difference of shares in percentage points, with its sign."""
+    text = f"{100 * fraction:+.1f}"
+    return "0.0" if float(text) == 0 else text.replace("-", "−")
+
+
+def _p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+
+
+# ---- one sample, and two conditions
+
+
+def wilson(rate: float, n: int, level: float = 0.95) -> Interval:
+    """Wilson's score interval of a rate over n problems.
+
+    `rate` may be a mean over noise seeds; n is the number of problems all the same, which is never too narrow.
+    """
+    if not (0 <= rate <= 1 and n >= 1):
+        raise ShaketableError(f"a rate lies in 0 to 1 and needs a problem or more, not {rate} of {n}")
+    z = float(stats.norm.ppf((1 + _level(level)) / 2))
+    centre, half = rate + z * z / (2 * n), z * math.sqrt(rate * (1 - rate) / n + (z / (2 * n)) ** 2)
+    low, high = (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+    return Interval(low if rate > 0 else 0.0, high if rate < 1 else 1.0)
+
+
+def mcnemar(a: ArrayLike, b: ArrayLike) -> float:
+    """Exact two-sided p of two 0/1 vectors over the same problems: a sign test of those on which they disagree."""
+    first, second = _per_problem(a, b)
+    if not _binary(first, second):
+        raise ShaketableError("McNemar's test takes one 0/1 score a problem and arm; use paired() for means")
+    lost, won = int(((first - second) > 0).sum()), int(((second - first) > 0).sum())
+    return float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
+
+
+def paired(a: ArrayLike, b: ArrayLike, *, seed: int = 0, level: float = 0.95, resamples: int = 9999) -> Comparison:
+    """Two conditions on the same problems.
+
+    Args:
+        a: Scores (problems,) or (problems, noise seeds), from 0 to 1.
+        b: The same problems in the same order; the number of seeds may differ.
+        seed: Of the sign flips, where there are too many to try all.
+        level: Of the interval, and of the verdict.
+        resamples: Sign flips drawn when more than this many are possible. McNemar's test needs none.
+    """
+    _level(level)
+    first, second = _per_problem(a, b)
+    d = _rounded(second.mean(1) - first.mean(1))
+    if _binary(first, second):
+        p, test = mcnemar(first, second), "exact McNemar"
+        reach = mcnemar_detectable(len(d), float(np.mean(d != 0)), level=level)
+    else:
+        p, test = sign_flip(d, seed=seed, resamples=resamples), "sign-flip permutation"
+        reach = sign_flip_detectable(d, level=level)
+    seeds = first.shape[1], second.shape[1]
+    method = f"{test}; t interval with two pseudo-problems"
+    return Comparison(float(d.mean()), paired_interval(d, level), p, method, _over(len(d), seeds), reach, len(d), seeds, level)
+
+
+def paired_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
+    """Of a mean difference per problem: Student's t, with one pseudo-win for either side."""
+    d = np.asarray(differences, dtype=np.float64)
+    moved = d[d != 0]
+    win = math.sqrt(float(np.mean(moved**2))) if len(moved) else 1.0
+    more = np.concatenate([d, [win, -win]])
+    low, high = stats.t.interval(_level(level), len(more) - 1, more.mean(), stats.sem(more))
+    return Interval(max(float(low), -1.0), min(float(high), 1.0))
+
+
+def bootstrap(a: ArrayLike, b: ArrayLike, *, seed: int = 0, resamples: int = 9999, level: float = 0.95) -> Interval:
+    """Percentile bootstrap of the difference that `paired` gives; whole problems are drawn, with all their seeds.
+
+    Too narrow with fewer than some 50 problems, or when one side wins all that differ; the t of `paired` holds there too.
+
+    Args:
+        a: Scores (problems,) or (problems, noise seeds), from 0 to 1.
+        b: The same problems in the same order; the number of seeds may differ.
+        seed: Of the resampling.
+        resamples: How many samples are drawn.
+        level: Of the interval.
+    """
+    first, second = _per_problem(a, b)
+    d = _rounded(second.mean(1) - first.mean(1))
+    if np.ptp(d) == 0:
+        return Interval(float(d[0]), float(d[0]))
+    options = {"confidence_level": _level(level), "method": "percentile", "n_resamples": resamples, "batch": 500}
+    found = stats.bootstrap((d,), np.mean, rng=np.random.default_rng(seed), **options).confidence_interval
+    return Interval(float(found.low), float(found.high))
+
+
+def sign_flip(differences: ArrayLike, *, seed: int = 0, resamples: int = 9999) -> float:
+    """Two-sided p of a mean of 0, when each difference could as well have had the other sign. Exact McNemar for −1, 0 and 1."""
+    d = np.asarray(differences, dtype=np.float64)
+    d = d[d != 0]
+    if len(d) < 2:
+        return 1.0
+    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": resamples, "batch": 500}
+    return float(stats.permutation_test((d,), np.mean, rng=np.random.default_rng(seed), **options).pvalue)
+
+
+def over_seeds(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Comparison:
+    """Two trained arms, each trained with several seeds.
+
+    Tables of equal height are paired by row (training seed). Of unequal height: Welch's test on the means of the runs, which
+    takes these problems as given; so does one column of means, (seeds, 1). One run in either arm: `paired` over problems.
+
+    Args:
+        a: Scores (training seeds, problems), from 0 to 1.
+        b: The same problems in the same order.
+        level: Of the interval, and of the verdict.
+    """
+    _level(level)
+    first, second = _table(a), _table(b)
+    if first.shape[1] != second.shape[1]:
+        raise ShaketableError(f"the arms answer different problems: {first.shape[1]} and {second.shape[1]} columns")
+    if min(len(first), len(second)) == 1:
+        return replace(paired(first.T, second.T, level=level), note=ONE_RUN)
+    if len(first) != len(second):
+        return _welch(first, second, level)
+    return _crossed(first, second, level)
+
+
+def _crossed(a: Array, b: Array, level: float) -> Comparison:
+    d = _rounded(b - a)
+    seeds, n = d.shape
+    if np.ptp(d) == 0:
+        return _no_spread(a, b, level)
+    if n == 1:
+        se, freedom = float(d.std(ddof=1)) / math.sqrt(seeds), float(seeds - 1)
+        method, over = "paired t over training seeds; these problems taken as given", f"paired over {seeds} training seeds"
+    else:
+        squares = MeanSquares.of(d)
+        se, freedom = math.sqrt(squares.variance), squares.freedom
+        method = f"crossed random effects of seeds and problems, t with {freedom:.3g} degrees of freedom"
+        over = f"paired over {seeds} training seeds × {n} problems"
+    return _by_t(float(d.mean()), se, freedom, method, over, n, (seeds, seeds), level)
+
+
+def _welch(a: Array, b: Array, level: float) -> Comparison:
+    runs = _rounded(a.mean(1)), _rounded(b.mean(1))
+    if all(np.ptp(r) == 0 for r in runs):
+        return _no_spread(a, b, level)
+    parts = [float(r.var(ddof=1)) / len(r) for r in runs]
+    freedom = sum(parts) ** 2 / sum(v**2 / (len(r) - 1) for v, r in zip(parts, runs, strict=True))
+    seeds = len(a), len(b)
+    over = f"unpaired over {seeds[0]} and {seeds[1]} training seeds"
+    method = f"Welch's t over the means of the runs, {freedom:.3g} degrees of freedom; these problems taken as given"
+    difference = float(runs[1].mean() - runs[0].mean())
+    return _by_t(difference, math.sqrt(sum(parts)), freedom, method, over, a.shape[1], seeds, level)
+
+
+def _by_t(
+    difference: float, se: float, freedom: float, method: str, over: str, n: int, seeds: tuple[int, int], level: float
+) -> Comparison:
+    p = 2 * float(stats.t.sf(abs(difference) / se, freedom))
+    half = se * float(stats.t.ppf((1 + level) / 2, freedom))
+    interval = Interval(max(difference - half, -1.0), min(difference + half, 1.0))
+    return Comparison(difference, interval, p, method, over, t_detectable(se, freedom, level=level), n, seeds, level)
+
+
+def _no_spread(a: Array, b: Array, level: float) -> Comparison:
+    """No spread to divide by. The units are the problems, or, where there is one column of means, the training seeds."""
+    by_seed = a.shape == b.shape and a.shape[1] == 1
+    found = paired(a[:, 0], b[:, 0], level=level) if by_seed else paired(a.T, b.T, level=level)
+    unit, over = ("training seeds", f"paired over {len(a)} training seeds") if by_seed else ("problems", found.over)
+    method = f"no spread between the training seeds, so over {unit}: {found.method}"
+    return replace(found, method=method, over=over, problems=a.shape[1], seeds=(len(a), len(b)))
+
+
+def _over(n: int, seeds: tuple[int, int]) -> str:
+    runs = f"{seeds[0]}" if seeds[0] == seeds[1] else f"{seeds[0]} and {seeds[1]}"
+    return f"paired over {n} problem{'s' * (n > 1)}" + (f", {runs} seeds each" if max(seeds) > 1 else "")
+
+
+def _per_problem(a: ArrayLike, b: ArrayLike) -> tuple[Array, Array]:
+    """Both as (problems, noise seeds)."""
+    first, second = (x[:, None] if x.ndim == 1 else x for x in (_scores(a), _scores(b)))
+    if len(first) != len(second):
+        raise ShaketableError(f"a paired comparison needs the same problems in both: got {len(first)} and {len(second)}")
+    return first, second
+
+
+def _table(scores: ArrayLike) -> Array:
+    found = _scores(scores)
+    if found.ndim != 2:
+        raise ShaketableError(f"trained arms need scores of shape (seeds, problems), not {found.shape}; means are (seeds, 1)")
+    return found
+
+
+def _scores(scores: ArrayLike) -> Array:
+    try:
+        found = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ShaketableError("scores must be numbers in rows of one length") from None
+    if found.ndim not in (1, 2) or not found.size:
+        raise ShaketableError(f"scores must have one or two sides and not be empty, not the shape {found.shape}")
+    if not bool(((found >= 0) & (found <= 1)).all()):
+        raise ShaketableError("scores must be numbers from 0 to 1")
+    return found
+
+
+def _binary(*scores: Array) -> bool:
+    return all(s.shape[1] == 1 and bool(np.isin(s, (0, 1)).all()) for s in scores)
+
+
+def _rounded(values: Array) -> Array:
+    """Differences of means that are equal in truth are equal in bits."""
+    return np.round(values, 12)
+
+
+def _level(level: float) -> float:
+    if not 0 < level < 1:
+        raise ShaketableError(f"a confidence level lies between 0 and 1, not {level}")
+    return level
+
+
+# ---- crossed effects of seeds and problems
+
+
+@dataclass(frozen=True)
+class MeanSquares:
+    """Mean squares of a table d[seed, problem] = μ + α_s + β_i + ε_si, each side with two rows or more."""
+
+    by_seed: float
+    by_problem: float
+    rest: float
+    seeds: int
+    problems: int
+
+    @classmethod
+    def of(cls, table: Array) -> MeanSquares:
+        """From a table (seeds, problems)."""
+        seeds, problems = table.shape
+        mean, rows, columns = table.mean(), table.mean(1, keepdims=True), table.mean(0, keepdims=True)
+        by_seed = problems * ((rows - mean) ** 2).sum() / (seeds - 1)
+        by_problem = seeds * ((columns - mean) ** 2).sum() / (problems - 1)
+        rest = ((table - rows - columns + mean) ** 2).sum() / ((seeds - 1) * (problems - 1))
+        return cls(float(by_seed), float(by_problem), float(rest), seeds, problems)
+
+    @classmethod
+    def expected(cls, seeds: int, problems: int, *, seed: float, problem: float, rest: float) -> MeanSquares:
+        """From the variances of the three effects: what a study would find on average."""
+        return cls(problems * seed + rest, seeds * problem + rest, rest, seeds, problems)
+
+    @property
+    def variance(self) -> float:
+        """Of the grand mean, negative components set to 0."""
+        a, b = max(self.by_seed, self.rest), max(self.by_problem, self.rest)
+        return (a + b - self.rest) / (self.seeds * self.problems)
+
+    @property
+    def freedom(self) -> float:
+        """Satterthwaite's degrees of freedom of `variance`, which must not be 0."""
+        s, n = self.seeds - 1, self.problems - 1
+        a, b = max(self.by_seed, self.rest), max(self.by_problem, self.rest)
+        spread = a**2 / s + b**2 / n + self.rest**2 / (s * n)
+        return max((a + b - self.rest) ** 2 / spread, float(min(s, n)))
+
+    @property
+    def seed_sd(self) -> float:
+        """Standard deviation of the true difference over training seeds."""
+        return math.sqrt(max(self.by_seed - self.rest, 0.0) / self.problems)
+
+
+# ---- power
+
+
+def detectable(
+    problems: int,
+    *,
+    discordance: float | None = None,
+    seeds: int = 1,
+    seed_sd: float = 0.0,
+    shared: float = 0.5,
+    level: float = 0.95,
+    power: float = POWER,
+) -> float | None:
+    """The smallest difference a planned comparison would see; None when there is none.
+
+    Args:
+        problems: How many problems both arms answer.
+        discordance: Share of problems on which two runs disagree; `expected_discordance()` when not given.
+        seeds: Training seeds of each arm. One speaks of that one run only, and `seed_sd` does not enter.
+        seed_sd: Standard deviation, over training seeds, of the true difference (0.01 is one point).
+        shared: How much of the disagreement is on the same problems under every seed, and is not averaged away by more of
+            them. With four seeds or more, 1 is the cautious end; 0 means that each seed disagrees anew.
+        level: Of confidence.
+        power: Wanted probability of seeing the difference.
+    """
+    share = expected_discordance() if discordance is None else discordance
+    _check_design(problems, seeds, share=share, shared=shared, level=level, power=power)
+    if seeds == 1:
+        return mcnemar_detectable(problems, share, level=level, power=power)
+    if problems == 1:
+        return t_detectable(seed_sd / math.sqrt(seeds), seeds - 1, level=level, power=power)
+    parts = {"seed": seed_sd**2, "problem": shared * share, "rest": (1 - shared) * share}
+    squares = MeanSquares.expected(seeds, problems, **parts)
+    if squares.variance == 0:
+        raise ShaketableError("with no discordance and no spread between seeds any difference is seen; give one of them")
+    return t_detectable(math.sqrt(squares.variance), squares.freedom, level=level, power=power)
+
+
+def expected_discordance(rate: float = 0.5, correlation: float = 0.5) -> float:
+    """Share of problems on which two arms of one score disagree, from that score and their correlation over problems."""
+    if not (0 <= rate <= 1 and -1 <= correlation <= 1):
+        raise ShaketableError(f"rate must be in 0 to 1 and correlation in −1 to 1, not {rate} and {correlation}")
+    return min(2 * rate * (1 - rate) * (1 - correlation), 1.0)
+
+
+def mcnemar_detectable(problems: int, discordance: float, *, level: float = 0.95, power: float = POWER) -> float | None:
+    """The smallest difference that the exact McNemar test sees. None with fewer than six problems at 5 %."""
+
+    def short(difference: float) -> float:
+        return mcnemar_power(problems, max(discordance, difference), difference, level=level) - power
+
+    return float(optimize.brentq(short, 0.0, 1.0, xtol=1e-6)) if short(1.0) >= 0 else None
+
+
+def mcnemar_power(problems: int, discordance: float, difference: float, *, level: float = 0.95) -> float:
+    """Probability that the exact two-sided McNemar test rejects."""
+    if discordance < 1e-12:
+        return 0.0
+    m = np.arange(problems + 1)
+    tail = (1 - level) / 2
+    fewest = stats.binom.ppf(tail, m, 0.5)
+    fewest = np.where(stats.binom.cdf(fewest, m, 0.5) > tail + 1e-12, fewest - 1, fewest)
+    wins = (1 + difference / discordance) / 2
+    rejects = stats.binom.cdf(fewest, m, 1 - wins) + stats.binom.cdf(fewest, m, wins)
+    return float(np.sum(stats.binom.pmf(m, problems, discordance) * rejects))
+
+
+def t_detectable(se: float, freedom: float, *, level: float = 0.95, power: float = POWER) -> float | None:
+    """The smallest difference that a two-sided t-test of that standard error sees; None when it is beyond 100 points."""
+    edge = stats.t.isf((1 - level) / 2, freedom)
+
+    def short(noncentrality: float) -> float:
+        return float(stats.nct.sf(edge, freedom, noncentrality)) - power
+
+    found = se * float(optimize.brentq(short, 0.0, 10 * edge + 10, xtol=1e-6))
+    return found if found <= 1 else None
+
+
+def sign_flip_detectable(differences: Array, *, level: float = 0.95, power: float = POWER) -> float | None:
+    """The smallest mean difference that a sign-flip test sees, given the spread of the differences per problem.
+
+    Student's t approximates it, too hopefully when few problems differ: a test of signs needs enough of them to reject at all.
+    """
+    n, moved = len(differences), np.abs(differences[differences != 0])
+    floor = mcnemar_detectable(n, 0.0, level=level, power=power)
+    if floor is None:
+        return None
+    floor *= float(moved.mean()) if len(moved) else 1.0
+    smooth = t_detectable(float(differences.std(ddof=1)) / math.sqrt(n), n - 1, level=level, power=power)
+    return None if smooth is None else max(floor, smooth)
+
+
+def _check_design(problems: int, seeds: int, **fractions: float) -> None:
+    if problems < 1 or seeds < 1:
+        raise ShaketableError(f"a comparison needs a problem and a seed, not {problems} and {seeds}")
+    if bad := next((name for name, value in fractions.items() if not 0 <= value <= 1), None):
+        raise ShaketableError(f"{bad} must be between 0 and 1, not {fractions[bad]}")
+    if not 0 < 1 - fractions["level"] < fractions["power"] < 1:
+        raise ShaketableError(f"power must be between 1 − level and 1, not {fractions['power']}")
+
+
+# ---- recovered shares
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """How much of what a fault took came back."""
+
+    share: float
+    interval: Interval
+    taken: float
+    """What the fault took: clean − before."""
+    returned: float
+    """after − before."""
+    seeds: int
+    problems: int
+    level: float = 0.95
+
+    def sentence(self) -> str:
+        """For people."""
+        low, high = (_percent(end) for end in (self.interval.low, self.interval.high))
+        came = f"of the {100 * self.taken:.1f} points that the fault takes, {_points(self.returned)} came back"
+        return f"{came}: {_percent(self.share)} ({100 * self.level:g} % CI {low} to {high})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        numbers = {"share": self.share, "interval": self.interval.to_dict(), "taken": self.taken, "returned": self.returned}
+        return {**numbers, "seeds": self.seeds, "problems": self.problems, "sentence": self.sentence()}
+
+
+def share_recovered(before: ArrayLike, after: ArrayLike, clean: ArrayLike, *, level: float = 0.95) -> Recovered:
+    """The share of the loss that came back.
+
+    Args:
+        before: Scores under the fault before the repair, (problems) or (training seeds, problems), from 0 to 1.
+        after: The same after it.
+        clean: Without the fault, before the repair.
+        level: Of the interval.
+    """
+    b, a, c = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (before, after, clean))
+    if not b.shape == a.shape == c.shape or not b.size:
+        raise ShaketableError(f"a share needs the same problems three times, not {b.shape}, {a.shape} and {c.shape}")
+    taken, returned = float((c - b).mean()), float((a - b).mean())
+    if taken == 0:
+        raise ShaketableError("the fault takes nothing: there is no share of it")
+
+    def excess(share: float) -> float:
+        """Below 0 inside of the interval."""
+        d = np.round((a - b) - share * (c - b), 12)
+        variance, freedom = _uncertainty(d)
+        return float(d.mean()) ** 2 - float(stats.t.ppf((1 + level) / 2, freedom)) ** 2 * variance
+
+    share = returned / taken
+    seeds, problems = b.shape
+    low, high = (_end(excess, share, side) for side in (-1.0, 1.0))
+    return Recovered(share, Interval(low, high), taken, returned, seeds, problems, level)
+
+
+def _uncertainty(d: Array) -> tuple[float, float]:
+    """Variance of the mean and its degrees of freedom."""
+    seeds, n = d.shape
+    if seeds > 1 and n > 1 and np.ptp(d) > 0:
+        squares = MeanSquares.of(d)
+        return squares.variance, squares.freedom
+    values = d.mean(0)
+    wins = values[values != 0]
+    size = math.sqrt(float((wins**2).mean())) if len(wins) else 1.0
+    more = np.concatenate([values, [size, -size]])
+    return float(more.var(ddof=1)) / len(more), len(more) - 1
+
+
+def _end(excess: Callable[[float], float], inside: float, side: float) -> float:
+    """Where the interval ends on one side."""
+    step, last = 0.05, inside
+    while step < FARTHEST:
+        at = inside + side * step
+        if excess(at) > 0:
+            return float(optimize.brentq(excess, *sorted((last, at)), xtol=1e-6))
+        step, last = 2 * step, at
+    return side * math.inf
+
+
+def _percent(share: float) -> str:
+    if math.isinf(share):
+        return "∞" if share > 0 else "−∞"
+    return f"{round(100 * share)} %".replace("-", "−")
+
+
+def _points(fraction: float) -> str:
+    return f"{100 * fraction:.1f}".replace("-", "−")

@@ -1,1 +1,0 @@
-"""Intervals, tests and power for scores on problems and seeds."""
