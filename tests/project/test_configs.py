@@ -16,6 +16,8 @@ import shaketable
 
 FILE = Path(__file__).with_name("configs.txt")
 FRAMEWORKS = ("vllm", "verl", "ray", "gpu", "startup", "__main__")
+RESULTS = ("results",)
+"""Modules of what was found; nobody sets it."""
 READ_FROM_OTHERS = {"aqn.guidance._Place", "aqn.guidance._Diagnosis", "aqn.spec._Scanned"}
 """Parts of files of others, which have more in them than we need."""
 
@@ -30,7 +32,7 @@ def configs():
         kinds = left.pop().__subclasses__()
         left += kinds
         found |= {_name(kind): kind for kind in kinds if kind.__module__.startswith("shaketable.")}
-    return {name: kind for name, kind in sorted(found.items()) if not set(name.split(".")) & set(FRAMEWORKS)}
+    return {name: kind for name, kind in sorted(found.items()) if not set(name.split(".")) & {*FRAMEWORKS, *RESULTS}}
 
 
 def _name(kind):
