@@ -174,7 +174,7 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Fit:
+class HypothesisFit:
     """How well one hypothesis of stage 4 fits."""
 
     name: str
@@ -196,11 +196,11 @@ class Semantics:
 
     mean_abs: float
     tokens: int
-    best: Fit | None
-    rows: list[Fit]
+    best: HypothesisFit | None
+    rows: list[HypothesisFit]
 
     @property
-    def named(self) -> Fit | None:
+    def named(self) -> HypothesisFit | None:
         """The hypothesis that explains the gap."""
         return self.best if self.best is not None and self.best.names_the_gap else None
 

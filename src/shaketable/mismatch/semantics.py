@@ -25,7 +25,7 @@ from torch import Tensor
 from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.gap import DRAWS, FEWEST, blocks, differences, resample
 from shaketable.mismatch.logprobs import expected, prefixes, processed
-from shaketable.mismatch.results import LARGEST, Fit, Semantics
+from shaketable.mismatch.results import LARGEST, HypothesisFit, Semantics
 from shaketable.mismatch.rounding import FEW, SMALLEST, Rounding, judge
 from shaketable.mismatch.trainer import Trainer
 
@@ -103,15 +103,15 @@ def try_hypotheses(
     base = case.against(sampling)
     before = found if np.isfinite(found := _mean_abs(base)) else IMPOSSIBLE
     base_loss, declared_fits = case.loss(base), _is_rounding(base, case.scale)
-    rows: list[Fit] = []
-    best: Fit | None = None
+    rows: list[HypothesisFit] = []
+    best: HypothesisFit | None = None
     best_loss: Differences = []
     for hypothesis in case.hypotheses(with_prompts=engine_logits is None):
         name, says, d = hypothesis.name, hypothesis.says, hypothesis.differences()
         if not d or all(np.isnan(x).all() for x in d):
             continue
         if not np.isfinite(left := _mean_abs(d)):
-            rows.append(Fit(name, says, None))
+            rows.append(HypothesisFit(name, says, None))
             continue
         loss = case.loss(d)
         low, high = gain(base_loss, loss)
@@ -119,7 +119,9 @@ def try_hypotheses(
         settles = at_floor and not declared_fits and not hypothesis.is_fitted
         enough = before > SMALLEST and sum(len(x) for x in d) >= (FITTED if hypothesis.is_fitted else ENOUGH)
         wins = bool((low > 0 or settles) and left <= LEAVES * before and enough)
-        rows.append(Fit(name, says, left, (low, high), wins, at_floor, wins and (at_floor or left <= EXPLAINS * before)))
+        rows.append(
+            HypothesisFit(name, says, left, (low, high), wins, at_floor, wins and (at_floor or left <= EXPLAINS * before))
+        )
         if high > 0 and (best is None or gain(best_loss, loss)[0] > 0 or (wins and not best.wins)):
             best, best_loss = rows[-1], loss
     return Semantics(before, sum(len(r.completion) for r in some), best, rows)
