@@ -15,7 +15,7 @@ from shaketable.report.figures import Line, Scale, curves, schedule
 from shaketable.report.strips import axis_of, families, forest_row, proof_rows, scale_of, seed_strip
 from shaketable.report.study_html import link
 from shaketable.report.wording import METHOD, amount, chance, duration, percent, signed
-from shaketable.study.analysis.results import Findings, Point, Sigma, visible
+from shaketable.study.analysis.results import CurvePoint, Findings, Sigma, visible
 from tests.report import html_reader
 from tests.report.findings_sample import NOISE, SAMPLES, one_run, partial, study
 
@@ -244,9 +244,9 @@ def test_a_measured_magnitude_as_asked_lies_on_the_middle_line():
 
 
 def test_missing_values_break_a_curve_and_log_scales_are_named():
-    points = [Point(step=n, mean=v) for n, v in enumerate([1.0, 2.0, None, math.nan, 3.0])]
+    points = [CurvePoint(step=n, mean=v) for n, v in enumerate([1.0, 2.0, None, math.nan, 3.0])]
     assert curves("reward", [Line(0, "a", points)]).svg.count("<polyline") == 2
-    steep = [Point(step=n, mean=10.0**-n) for n in range(4)]
+    steep = [CurvePoint(step=n, mean=10.0**-n) for n in range(4)]
     drawing = curves("KL", [Line(0, "a", steep)])
     heights = [float(y) for y in re.findall(r"translate\([\d.]+ ([\d.]+)\)", drawing.svg)]
     assert drawing.log and heights[1] - heights[0] == pytest.approx(heights[3] - heights[2], abs=0.11)
@@ -254,7 +254,7 @@ def test_missing_values_break_a_curve_and_log_scales_are_named():
 
 
 def test_long_runs_are_binned_without_losing_their_extremes():
-    points = [Point(step=n, mean=100.0 if n == 777 else 1.0 + n % 2) for n in range(1000)]
+    points = [CurvePoint(step=n, mean=100.0 if n == 777 else 1.0 + n % 2) for n in range(1000)]
     drawing = curves("reward", [Line(0, "a", points)])
     assert drawing.per_bin == 9 and drawing.svg.count('class="hit"') == 112
     assert "to 100)" in drawing.svg

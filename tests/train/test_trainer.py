@@ -8,7 +8,7 @@ from scipy.stats import norm
 
 import shaketable as st
 from shaketable.sites.phases import current_phase
-from shaketable.train.trainer import Mismatch
+from shaketable.train.trainer import SamplerMismatch
 from tests.train.training_runs import prepared
 
 TEMPERATURE = 2.0
@@ -85,12 +85,12 @@ def test_kl_is_estimated_without_bias():
     """Sampler N(0, 1), trainer N(0.3, 1): their KL is 0.3²/2, known exactly."""
     x = torch.randn(200_000, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     logs = torch.tensor(norm.logpdf(x.numpy(), 0.3) - norm.logpdf(x.numpy(), 0))
-    found = Mismatch([logs[:1000], logs[1000:]]).summary()
+    found = SamplerMismatch([logs[:1000], logs[1000:]]).summary()
     assert found["kl_sampler_trainer"] == pytest.approx(0.045, rel=0.03)
     edge = (math.log(2) + 0.045) / 0.3
     assert found["ratio_tail"] == pytest.approx(norm.sf(edge), rel=0.1)
     assert found["ratio_p99"] == pytest.approx(math.exp(0.3 * norm.ppf(0.99) - 0.045), rel=0.02)
-    assert Mismatch().summary() == {}
+    assert SamplerMismatch().summary() == {}
 
 
 def test_sampling_is_a_rollout_in_eval_mode_and_the_flag_comes_back(trainer):

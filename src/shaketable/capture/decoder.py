@@ -76,15 +76,15 @@ class RowSpan:
 
 
 @contextmanager
-def observed(decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None] = (RowSpan(),)) -> Iterator[Observer]:
+def observed(decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None] = (RowSpan(),)) -> Iterator[DecoderObserver]:
     """Calls of the model with every operator shown to `visit`; a span for each row of the batch, None to pass it over."""
-    observer = Observer(decoder, visit, spans)
+    observer = DecoderObserver(decoder, visit, spans)
     modules = {path: decoder.model.get_submodule(path) for path in {*observer.modules, *observer.before, *observer.after}}
     with torch.no_grad(), watched(modules, observer.leave, observer.enter), observer.rotations():
         yield observer
 
 
-class Observer:
+class DecoderObserver:
     """The operators of one model; `made` has the last result of every one by its name."""
 
     def __init__(self, decoder: DecoderParts, visit: Visit, spans: Sequence[RowSpan | None]) -> None:

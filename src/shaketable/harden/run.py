@@ -37,7 +37,7 @@ from shaketable.harden.distil import TrainingSteps
 from shaketable.harden.rescale import rescale
 from shaketable.harden.results import short, write_card
 from shaketable.harden.scoring import Scoring, check_worth, forward_part, shares
-from shaketable.harden.students import Answers, OwnCompletions, Prompts, Source, Students
+from shaketable.harden.students import Answers, OwnCompletions, Prompts, SequenceSource, Students
 from shaketable.inject import Injection, Ledger, inject
 from shaketable.models import load_model
 from shaketable.records.environment import gather
@@ -62,7 +62,7 @@ class Hardening:
     def __init__(self, config: HardenConfig, record: RunRecord, tell: Tell | None = None, *, loaded: Any = None) -> None:
         """`loaded` is the model, in float32, and its tokenizer, when they are there already."""
         self.record, self.tell = record, tell or (lambda kind, facts: None)
-        self.source = Source.of(config)
+        self.source = SequenceSource.of(config)
         if "supervise" in config.climbed and self.source.task is not None:
             check_answers(self.source.task)
         self.tell("stage", {"text": f"loading {config.model}"})

@@ -21,7 +21,7 @@ from shaketable.evaluate.score import Condition, Evaluator, in_phases, injected,
 from shaketable.evaluate.statistics import Recovered, paired, paired_interval, share_recovered
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
-from shaketable.harden.students import Source, Students
+from shaketable.harden.students import SequenceSource, Students
 from shaketable.inject import Injection, Ledger
 from shaketable.models import ADAPTER, load_skeleton
 from shaketable.plan import Plan
@@ -63,7 +63,9 @@ def stood_for(config: HardenConfig, conditions: list[Condition]) -> list[str]:
 class Scoring:
     """Scores one student on fixed problems."""
 
-    def __init__(self, config: HardenConfig, source: Source, students: Students, tokenizer: Any, batch_size: int = 0) -> None:
+    def __init__(
+        self, config: HardenConfig, source: SequenceSource, students: Students, tokenizer: Any, batch_size: int = 0
+    ) -> None:
         self.config, self.source, self.students = config, source, students
         self.by_task = source.task is not None and config.score != "agreement"
         self.conditions = conditions_of(config)
@@ -178,7 +180,7 @@ def check_worth(before: list[dict[str, Any]], names: list[str]) -> None:
 
 def rehearse(config: HardenConfig) -> None:
     """Read the task, match every plan on the model's skeleton; raises whatever would stop the run later."""
-    Source.of(config)
+    SequenceSource.of(config)
     if (Path(config.model).expanduser() / ADAPTER).is_file():
         raise ShaketableError(f"{config.model} is a LoRA adapter, which is not hardened; merge it into its base first")
     skeleton = load_skeleton(config.model)

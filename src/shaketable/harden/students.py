@@ -122,7 +122,7 @@ def shaken(injection: Injection | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Source:
+class SequenceSource:
     """Where prompts come from."""
 
     task: Task | None
@@ -133,7 +133,7 @@ class Source:
     """The most tokens of a completion."""
 
     @classmethod
-    def of(cls, config: HardenConfig) -> Source:
+    def of(cls, config: HardenConfig) -> SequenceSource:
         """Read the task or the file, and draw what is scored."""
         if config.prompts is not None:
             return _from_file(Path(config.prompts), config)
@@ -151,14 +151,14 @@ class Source:
         return tokens_of(tokenizer, problem.question) if self.task is None else prompt_tokens(tokenizer, self.task, problem)
 
 
-def _from_file(path: Path, config: HardenConfig) -> Source:
+def _from_file(path: Path, config: HardenConfig) -> SequenceSource:
     texts = _texts(path)
     sides: dict[str, list[Problem]] = {"train": [], "test": []}
     for number, text in enumerate(texts, 1):
         sides[side_of(text)].append(Problem(f"prompt-{number}", text, ""))
     if len(sides["test"]) < 2 or not sides["train"]:
         raise ShaketableError(f"{path} has {len(texts)} prompts, too few to keep one in five apart; give at least twenty")
-    return Source(None, sides["train"], sides["test"][: config.eval_n], config.max_new_tokens)
+    return SequenceSource(None, sides["train"], sides["test"][: config.eval_n], config.max_new_tokens)
 
 
 def _texts(path: Path) -> list[str]:
@@ -173,7 +173,7 @@ def _texts(path: Path) -> list[str]:
 class Prompts:
     """The prompts that are learnt from, as tokens, each made when it is asked for and refused when it does not fit."""
 
-    def __init__(self, source: Source, tokenizer: Any, model: Any) -> None:
+    def __init__(self, source: SequenceSource, tokenizer: Any, model: Any) -> None:
         self.source, self.tokenizer = source, tokenizer
         self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
@@ -228,7 +228,7 @@ class OwnCompletions:
 class Answers:
     """The same prompts with the task's own answers, for supervised steps."""
 
-    def __init__(self, config: HardenConfig, source: Source, tokenizer: Any) -> None:
+    def __init__(self, config: HardenConfig, source: SequenceSource, tokenizer: Any) -> None:
         self.config, self.source, self.tokenizer = config, source, tokenizer
 
     def at(self, step: int) -> list[Pair]:

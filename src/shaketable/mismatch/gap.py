@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from shaketable.mismatch.engine import Rollout
-from shaketable.mismatch.results import Bucket, Deviation, Distance, Gap, Interval, WorstToken
+from shaketable.mismatch.results import Bucket, Deviation, Distance, Gap, MismatchInterval, WorstToken
 
 LOW, HIGH = 0.9, 1.1
 DRAWS = 1000
@@ -66,16 +66,16 @@ def blocks(d: Sequence[np.ndarray]) -> list[np.ndarray]:
     return list(d) if len(d) >= FEWEST else [np.array([x]) for x in np.concatenate(list(d))]
 
 
-def interval(d: Sequence[np.ndarray]) -> Interval:
+def interval(d: Sequence[np.ndarray]) -> MismatchInterval:
     """95 % of mean k1 and k3."""
     over = "rollouts" if len(d) >= FEWEST else "tokens"
     kept = [finite for x in d if len(finite := x[np.isfinite(x)])]
     if not kept:
-        return Interval("tokens")
+        return MismatchInterval("tokens")
     parts = kept if over == "rollouts" else [np.array([x]) for x in np.concatenate(kept)]
     means = resample(parts, np.array([[p.sum(), k3_of(p).sum()] for p in parts]), DRAWS)
     (low1, low3), (high1, high3) = np.quantile(means, (0.025, 0.975), axis=0).tolist()
-    return Interval(over, (low1, high1), (low3, high3))  # type: ignore[arg-type]
+    return MismatchInterval(over, (low1, high1), (low3, high3))  # type: ignore[arg-type]
 
 
 def measure_gap(

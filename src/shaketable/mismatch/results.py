@@ -96,7 +96,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Interval:
+class MismatchInterval:
     """95 % of mean k1 and k3, by a bootstrap over rollouts, or over tokens where there are few rollouts."""
 
     over: Literal["rollouts", "tokens"]
@@ -130,7 +130,7 @@ class Gap(Distance):
     """Stage 1: the returned log-probabilities against the trainer's."""
 
     rollouts: int
-    interval: Interval
+    interval: MismatchInterval
     worst: list[WorstToken]
     by_position: list[Bucket]
     by_length: list[Bucket]
@@ -273,7 +273,7 @@ class KindCount:
 
 
 @dataclass(frozen=True)
-class Operators:
+class OperatorResults:
     """Stage 7: every operator against its rounding interval."""
 
     phases: list[str]
@@ -452,7 +452,7 @@ class Mismatch:
     """Hypotheses about the engine's own logits."""
     weights: Weights | None = None
     routing: list[LayerRouting] | None = None
-    operators: Operators | None = None
+    operators: OperatorResults | None = None
     shares: Shares | None = None
     exact: Exact | None = None
     """Of `--exact`; the verdict does not depend on it."""

@@ -33,7 +33,7 @@ from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import measure_gap
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.operators import Judge, layers_of
-from shaketable.mismatch.results import LARGEST, MEAN, LayerRouting, Mismatch, Operators
+from shaketable.mismatch.results import LARGEST, MEAN, LayerRouting, Mismatch, OperatorResults
 from shaketable.mismatch.returned import OwnNumbers, doubt, own_numbers, rounded_to
 from shaketable.mismatch.rounding import MORE_DRAWS, SAME_PROGRAM, Rounding, judge_returned, measure_rounding
 from shaketable.mismatch.routing import compare_routing, routing
@@ -186,7 +186,7 @@ def _operators(
     found: Mismatch,
     progress: Progress,
     other_source: dict[str, Any],
-) -> Operators:
+) -> OperatorResults:
     """Operators of some rollouts, and their shares on the way, since records are too large to be kept."""
     model, rollouts, unchecked = question.trainer.model, question.rollouts, found.unchecked
     if engine.together == 1:
@@ -244,7 +244,7 @@ def _operators(
         unchecked.append("log_softmax, from logits to the log-probability that is returned: the engine does not record it")
     absent = sorted({name for present in seen.values() for name in names - present})
     tokens = sum(len(rollouts[i].tokens) for i in chosen)
-    return Operators(list(phases), len(chosen), tokens, kinds, judge.wrong(), absent, layers_of(absent, names))
+    return OperatorResults(list(phases), len(chosen), tokens, kinds, judge.wrong(), absent, layers_of(absent, names))
 
 
 def _rest_alike(

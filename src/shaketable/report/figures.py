@@ -22,7 +22,7 @@ from typing import Any
 from markupsafe import Markup
 
 from shaketable.report.wording import amount, finite, known, number, ranges
-from shaketable.study.analysis.results import Point, RobustnessPoint, Sigma
+from shaketable.study.analysis.results import CurvePoint, RobustnessPoint, Sigma
 
 # ---- scales
 
@@ -142,7 +142,7 @@ class Line:
 
     arm: int
     name: str
-    points: Sequence[Point]
+    points: Sequence[CurvePoint]
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _line(line: Line, x: Scale, y: Scale) -> Markup:
     return Markup("<g {}>{}</g>").format(look(line.arm), body)
 
 
-def _band(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
+def _band(points: Sequence[CurvePoint], x: Scale, y: Scale) -> Markup:
     ends = [(p.step, p.low, p.high) for p in points]
     shapes = []
     for drawn, run in groupby(ends, key=lambda end: y.draws(end[1]) and y.draws(end[2])):
@@ -239,18 +239,18 @@ def _binned(lines: Sequence[Line]) -> tuple[list[Line], int]:
     return [Line(line.arm, line.name, _bins(line.points, size)) for line in lines], size
 
 
-def _bins(points: Sequence[Point], size: int) -> Sequence[Point]:
+def _bins(points: Sequence[CurvePoint], size: int) -> Sequence[CurvePoint]:
     if size == 1:
         return points
     return [_bin(points[i : i + size]) for i in range(0, len(points), size)]
 
 
-def _bin(points: Sequence[Point]) -> Point:
+def _bin(points: Sequence[CurvePoint]) -> CurvePoint:
     means = known(p.mean for p in points)
     lows = known(v for p in points for v in (p.low, p.mean))
     highs = known(v for p in points for v in (p.high, p.mean))
     mean = sum(means) / len(means) if means else None
-    return Point(step=points[-1].step, mean=mean, low=min(lows, default=None), high=max(highs, default=None))
+    return CurvePoint(step=points[-1].step, mean=mean, low=min(lows, default=None), high=max(highs, default=None))
 
 
 def _columns(lines: Sequence[Line], steps: Sequence[int], unit: str) -> list[str]:
@@ -263,7 +263,7 @@ def _columns(lines: Sequence[Line], steps: Sequence[int], unit: str) -> list[str
     return told
 
 
-def _value(point: Point, unit: str, wide: bool) -> str:
+def _value(point: CurvePoint, unit: str, wide: bool) -> str:
     text = amount(point.mean, unit)
     low, high = point.low, point.high
     banded = wide and finite(low) and finite(high) and low < high

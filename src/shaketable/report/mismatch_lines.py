@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shaketable.mismatch.results import Deviation, Floor, Gap, Mismatch, Operators, Semantics, Shares, Weights
+from shaketable.mismatch.results import Deviation, Floor, Gap, Mismatch, OperatorResults, Semantics, Shares, Weights
 
 STAGES = ("gap", "returned", "floor", "semantics", "weights", "routing", "operators", "shares")
 
@@ -89,7 +89,7 @@ def _routing(found: Mismatch) -> str:
     return f"tokens whose experts differ: {rows}{apart}"
 
 
-def _operators(found: Operators | None) -> str:
+def _operators(found: OperatorResults | None) -> str:
     if found is None:
         return "not looked at"
     wrong = f"{len(found.wrong)} are wrong" if found.wrong else "all inside of their rounding intervals"

@@ -26,7 +26,7 @@ from markupsafe import Markup
 
 from shaketable.report.figures import Scale, joined, look, needs_log, tick
 from shaketable.report.wording import MARKS, amount, finite, known, number, ranges, signed, spans
-from shaketable.study.analysis.results import ComparisonResult, Proof, Score
+from shaketable.study.analysis.results import ArmScore, ComparisonResult, Proof
 
 # ---- forest rows
 
@@ -348,13 +348,13 @@ def total(counts: Iterable[int | None]) -> int | None:
 # ---- seeds
 
 
-def scale_of(scores: Iterable[Score]) -> Scale:
+def scale_of(scores: Iterable[ArmScore]) -> Scale:
     """One scale for all scores of an endpoint."""
     ends = [getattr(s, k) for s in scores for k in ("mean", "ci_low", "ci_high", "first")]
     return Scale.over([*ends, *(p.value for s in scores for p in s.per_seed)], 3.0, 97.0)
 
 
-def seed_strip(score: Score, arm: int, x: Scale) -> Markup:
+def seed_strip(score: ArmScore, arm: int, x: Scale) -> Markup:
     """One cell's strip."""
     unit = score.unit
     values = [amount(p.value, unit) for p in score.per_seed]
@@ -367,7 +367,7 @@ def seed_strip(score: Score, arm: int, x: Scale) -> Markup:
     return Markup(frame).format(label, look(arm), body)
 
 
-def _spread(score: Score, x: Scale) -> Markup:
+def _spread(score: ArmScore, x: Scale) -> Markup:
     parts = [Markup('<line class="base" x1="3%" x2="97%" y1="19" y2="19"/>')]
     if finite(score.ci_low) and finite(score.ci_high):
         box = '<line class="ci" x1="{:.1f}%" x2="{:.1f}%" y1="19" y2="19"/>'
@@ -379,7 +379,7 @@ def _spread(score: Score, x: Scale) -> Markup:
     return joined(parts)
 
 
-def _dots(score: Score, x: Scale) -> Markup:
+def _dots(score: ArmScore, x: Scale) -> Markup:
     piled: Counter[int] = Counter()
     dots = []
     for point in score.per_seed:

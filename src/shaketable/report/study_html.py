@@ -71,14 +71,14 @@ from shaketable.report.wording import (
 from shaketable.study.analysis.results import (
     SCHEMA,
     ArmResult,
+    ArmScore,
     ComparisonResult,
     DiagnosisResult,
     Findings,
-    Mechanism,
+    MechanismResult,
     RecoveredResult,
     Robustness,
     Sample,
-    Score,
     StepComparison,
 )
 
@@ -99,7 +99,7 @@ SAMPLES = 240
 STATUSES = {"done": "pass", "running": "inconclusive", "partial": "suspect", "missing": "suspect"}
 ProofTable = tuple[ArmResult, list[ProofRow]]
 Answers = tuple[int, str, dict[str, list[Sample]]]
-Read = tuple[int, str, Mechanism]
+Read = tuple[int, str, MechanismResult]
 """Number and name of an arm, and what was read in it."""
 
 
@@ -198,21 +198,21 @@ class ScoreTable:
     endpoint: str
     unit: str
     conditions: list[str]
-    rows: dict[str, dict[str, Score]]
+    rows: dict[str, dict[str, ArmScore]]
     ends: list[str]
-    strip: Callable[[Score, int], Markup]
+    strip: Callable[[ArmScore, int], Markup]
 
 
 def score_tables(arms: Sequence[ArmResult], order: Sequence[str]) -> list[ScoreTable]:
     """A table per endpoint, conditions in the order of the study."""
-    found: dict[tuple[str, str], dict[str, dict[str, Score]]] = {}
+    found: dict[tuple[str, str], dict[str, dict[str, ArmScore]]] = {}
     for arm in arms:
         for score in arm.scores:
             found.setdefault((score.endpoint, score.unit), {}).setdefault(arm.name, {})[score.condition] = score
     return [_score_table(endpoint, unit, rows, order) for (endpoint, unit), rows in found.items()]
 
 
-def _score_table(endpoint: str, unit: str, rows: dict[str, dict[str, Score]], order: Sequence[str]) -> ScoreTable:
+def _score_table(endpoint: str, unit: str, rows: dict[str, dict[str, ArmScore]], order: Sequence[str]) -> ScoreTable:
     used = dict.fromkeys([*order, *(name for row in rows.values() for name in row)])
     scores = [score for row in rows.values() for score in row.values()]
     x = scale_of(scores)

@@ -35,7 +35,7 @@ from shaketable.report.wording import (
     strength_unit,
     unit_of,
 )
-from shaketable.study.analysis.results import ComparisonResult, Findings, RunFacts, Score
+from shaketable.study.analysis.results import ArmScore, ComparisonResult, Findings, RunFacts
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$])")
 
@@ -127,7 +127,7 @@ def _scores(f: Findings) -> list[str]:
     return ["## Scores", made] if made else []
 
 
-def _score(arm: str, s: Score) -> list[str]:
+def _score(arm: str, s: ArmScore) -> list[str]:
     seeds = ", ".join(amount(p.value, s.unit) for p in s.per_seed) or "–"
     values = [amount(getattr(s, key), s.unit) for key in ("mean", "ci_low", "ci_high", "first")]
     endpoint = f"{s.endpoint}, {s.unit}".rstrip(", ")

@@ -56,7 +56,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """How a run ended."""
 
     ending: Literal["done", "busy", "failed"]
@@ -84,10 +84,10 @@ class Places(Protocol):
     name: str
     most: int
 
-    def submit(self, request: Request) -> Future[Answer]:
+    def submit(self, request: Request) -> Future[WorkerAnswer]:
         """Begin a run; there are never more than `most`."""
 
-    def death(self, future: Future[Answer], error: BaseException) -> tuple[str, int]:
+    def death(self, future: Future[WorkerAnswer], error: BaseException) -> tuple[str, int]:
         """Why the process of a run is gone, and its exit status."""
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class _Loop:
     def __post_init__(self) -> None:
         self.runs = self.folder / "runs"
         self.crashes: dict[str, int] = {}
-        self.under_way: dict[Future[Answer], tuple[Cell, _Tail]] = {}
+        self.under_way: dict[Future[WorkerAnswer], tuple[Cell, _Tail]] = {}
 
     def run(self) -> None:
         self.runs.mkdir(parents=True, exist_ok=True)
@@ -163,13 +163,13 @@ class _Loop:
         request = Request(asdict(cell), self.study.study, str(runs), self.places.name, str(tail.path.absolute()))
         self.under_way[self.places.submit(request)] = (cell, tail)
 
-    def _note(self, future: Future[Answer], cell: Cell) -> None:
+    def _note(self, future: Future[WorkerAnswer], cell: Cell) -> None:
         try:
             answer = future.result()
         except Exception as error:  # not of the run, which answers with its errors: of its process
             text, code = self.places.death(future, error)
             note_death(self.runs / cell.name, text, code)
-            answer = Answer("failed", text)
+            answer = WorkerAnswer("failed", text)
         if answer.ending != "failed":
             state: State = "done" if answer.ending == "done" else "elsewhere"
             self.ended.states[cell.name] = state
@@ -223,7 +223,7 @@ def note_death(folder: Path, text: str, code: int) -> None:
 # ---- within the process of a run
 
 
-def answer(request: Request) -> Answer:
+def answer(request: Request) -> WorkerAnswer:
     """Do a run; errors are part of the answer."""
     import gc
 
@@ -236,12 +236,12 @@ def answer(request: Request) -> Answer:
     torch.set_num_threads(cell.threads)
     quieten()
     try:
-        return Answer(do(cell, request.study, Path(request.runs), request.by, _teller(Path(request.progress))))
+        return WorkerAnswer(do(cell, request.study, Path(request.runs), request.by, _teller(Path(request.progress))))
     except ShaketableError as error:
-        return Answer("failed", str(error), final=True)
+        return WorkerAnswer("failed", str(error), final=True)
     except Exception as error:
         traceback.print_exc()
-        return Answer("failed", f"{type(error).__name__}: {error}")
+        return WorkerAnswer("failed", f"{type(error).__name__}: {error}")
     finally:
         gc.collect()
         if torch.accelerator.is_available():
@@ -297,9 +297,9 @@ class LocalPlaces:
     def __init__(self, environments: list[dict[str, str]], folder: Path) -> None:
         self.most = len(environments)
         self.workers = [_Worker(environment, folder / f"worker-{n}.log") for n, environment in enumerate(environments)]
-        self.at: dict[Future[Answer], _Worker] = {}
+        self.at: dict[Future[WorkerAnswer], _Worker] = {}
 
-    def submit(self, request: Request) -> Future[Answer]:
+    def submit(self, request: Request) -> Future[WorkerAnswer]:
         """Begin a run where no other is."""
         busy = [worker for future, worker in self.at.items() if not future.done()]
         worker = next(worker for worker in self.workers if worker not in busy)
@@ -307,7 +307,7 @@ class LocalPlaces:
         self.at[future] = worker
         return future
 
-    def death(self, future: Future[Answer], error: BaseException) -> tuple[str, int]:
+    def death(self, future: Future[WorkerAnswer], error: BaseException) -> tuple[str, int]:
         """The exit status of the process."""
         if not isinstance(error, BrokenProcessPool):
             return f"{type(error).__name__}: {error}", -1
@@ -328,7 +328,7 @@ class _Worker:
         self.pool: ProcessPoolExecutor | None = None
         self.process: BaseProcess | None = None
 
-    def submit(self, request: Request) -> Future[Answer]:
+    def submit(self, request: Request) -> Future[WorkerAnswer]:
         if self.pool is not None:
             return self.pool.submit(answer, request)
         words = (self.environment, str(self.log.absolute()), os.getpid())
@@ -417,12 +417,12 @@ class RayPlaces:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ShaketableError(f"cannot reach the Ray cluster {address or '(local)'}: {error}") from None
 
-    def submit(self, request: Request) -> Future[Answer]:
+    def submit(self, request: Request) -> Future[WorkerAnswer]:
         """Begin a run wherever Ray has room."""
-        future: Future[Answer] = self.task.remote(request).future()
+        future: Future[WorkerAnswer] = self.task.remote(request).future()
         return future
 
-    def death(self, future: Future[Answer], error: BaseException) -> tuple[str, int]:
+    def death(self, future: Future[WorkerAnswer], error: BaseException) -> tuple[str, int]:
         """What Ray says."""
         return f"its Ray worker died: {str(error).splitlines()[0]}", -1
 

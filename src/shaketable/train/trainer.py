@@ -44,7 +44,7 @@ TAIL = 2.0
 
 
 @dataclass
-class Mismatch:
+class SamplerMismatch:
     """How far sampler and trainer are apart, over the tokens of one step."""
 
     log_ratios: list[Tensor] = field(default_factory=list)
@@ -73,14 +73,14 @@ class ShakenGRPO(GRPOTrainer):  # type: ignore[misc]
         self.key = key
         self.cap = cap
         self.cast = cast
-        self.mismatch = Mismatch()
+        self.mismatch = SamplerMismatch()
         self.sampling_seconds = 0.0
         self.sampled_tokens = 0
         self._batch: dict[str, Any] | None = None
 
     def begin_step(self) -> None:
         """Empty the meters, and make all randomness of the step a function of its number."""
-        self.mismatch = Mismatch()
+        self.mismatch = SamplerMismatch()
         self.sampling_seconds, self.sampled_tokens = 0.0, 0
         torch.manual_seed(key_of(self.key, "step", self.state.global_step))
 

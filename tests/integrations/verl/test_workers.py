@@ -14,7 +14,7 @@ import shaketable as st
 from shaketable.errors import InertError, ShaketableError
 from shaketable.inject.injection import Injection
 from shaketable.integrations.common.instructions import Instructions
-from shaketable.integrations.common.worker_report import Report, read_reports
+from shaketable.integrations.common.worker_report import WorkerReport, read_reports
 from shaketable.integrations.verl.workers import VerlWorkers
 
 ORDERS = Instructions(plan="gain:0.1@module.linear,phase=rollout+train", seed=1)
@@ -53,7 +53,7 @@ class Worker:
             "written": 0,
             "updates": 0,
         }
-        self.file = Report(folder, role, self.report)
+        self.file = WorkerReport(folder, role, self.report)
 
     def report(self):
         ledgers = {"plan": self.injection, "aqn": self.noise}

@@ -12,7 +12,7 @@ from rich.table import Table
 from shaketable.cli.text import plain
 from shaketable.io.yaml_file import read_yaml
 from shaketable.report.wording import amount
-from shaketable.study.analysis.results import Findings, Score
+from shaketable.study.analysis.results import ArmScore, Findings
 
 STYLES = {
     "done": "green",
@@ -62,7 +62,7 @@ def _scores(found: Findings, endpoint: str) -> Table:
     return table
 
 
-def _score(score: Score) -> str:
+def _score(score: ArmScore) -> str:
     mean, low, high = (amount(value, score.unit) for value in (score.mean, score.ci_low, score.ci_high))
     return f"{mean} ({low}–{high})"
 

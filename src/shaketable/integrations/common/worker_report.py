@@ -26,7 +26,7 @@ from shaketable.ledger.ledger import Ledger
 SCHEMA = "shaketable.worker/1"
 
 
-class Report:
+class WorkerReport:
     """The file of one worker."""
 
     def __init__(self, folder: Path, role: str, ask: Callable[[], dict[str, Any]]) -> None:

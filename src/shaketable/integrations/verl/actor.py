@@ -20,7 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from shaketable.aqn.spec import AQN
 from shaketable.inject.injection import Injection, this_rank
 from shaketable.integrations.common.instructions import Instructions
-from shaketable.integrations.common.worker_report import Report
+from shaketable.integrations.common.worker_report import WorkerReport
 from shaketable.integrations.names import check, check_object
 from shaketable.plan import Plan
 from shaketable.sites.phases import phase
@@ -48,7 +48,7 @@ class ActorFaults:
         if instructions.aqn is not None:
             aqn = AQN.load(instructions.aqn)
             self.noise = aqn.attach(model, instructions.total_steps, allow_inert=True, plan=self.plan)
-        self.file = Report(Path(instructions.ledger or "."), "actor", self.report)
+        self.file = WorkerReport(Path(instructions.ledger or "."), "actor", self.report)
 
     @property
     def injections(self) -> list[Injection]:

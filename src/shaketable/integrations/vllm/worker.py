@@ -35,7 +35,7 @@ from shaketable.faults import MagnitudeFault
 from shaketable.inject import op
 from shaketable.inject.injection import Injection, exchange
 from shaketable.integrations.common.instructions import Instructions
-from shaketable.integrations.common.worker_report import Report
+from shaketable.integrations.common.worker_report import WorkerReport
 from shaketable.integrations.names import check_object
 from shaketable.integrations.vllm.entry_points import (
     follow_instructions,
@@ -85,7 +85,7 @@ class Shaker:
         """What was attached last; its ledger stays when it has been cleared."""
         self.is_stale = False
         """Whether new weights have come since faults were last written into them."""
-        self.file: Report | None = None
+        self.file: WorkerReport | None = None
         if (instructions := self.instructions or prepared()) is not None:
             check_object("vllm worker", worker)
             follow_instructions(self, instructions)
@@ -166,7 +166,7 @@ class Shaker:
             if self.plan is not None:
                 file.engines.append((type(self.model).__name__, self.plan, self.plan.ledger))
         if instructions.ledger is not None:
-            self.file = Report(Path(instructions.ledger), "sampler", self.report)
+            self.file = WorkerReport(Path(instructions.ledger), "sampler", self.report)
 
     def _attach_plan(self, plan: Plan) -> None:
         """Put a plan in place of the one there is, which stays when this one does not fit."""

@@ -13,16 +13,16 @@ from shaketable.evaluate.statistics import Interval, MeanSquares, wilson
 from shaketable.evaluate.sweep.results import merged_sites
 from shaketable.plan import Plan
 from shaketable.study.analysis.results import (
+    ArmScore,
     Cost,
     Curve,
-    LayerReading,
-    Mechanism,
-    Point,
+    CurvePoint,
+    LayerResult,
+    MechanismResult,
     Proof,
     Robustness,
     RobustnessPoint,
     Sample,
-    Score,
     SeedValue,
     Sigma,
 )
@@ -38,7 +38,7 @@ CURVES = {
 SHARES = ("accuracy", "formatted")
 """Endpoints that lie between 0 and 1 and are read in points; the loss is read in nats."""
 BAND = "least to greatest over seeds"
-READ = tuple(name for name in LayerReading.model_fields if name != "layer")
+READ = tuple(name for name in LayerResult.model_fields if name != "layer")
 
 
 def measured(runs: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def measured(runs: Sequence[Run], conditions: Mapping[str, Any]) -> dict[str, An
 # ---- scores
 
 
-def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accuracy") -> list[Score]:
+def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accuracy") -> list[ArmScore]:
     """Per condition the mean over seeds with its interval, and every seed."""
     found = []
     for name in conditions:
@@ -68,7 +68,7 @@ def scores(runs: Sequence[Run], conditions: Iterable[str], endpoint: str = "accu
         interval, method = mean_interval(table) if endpoint in SHARES else plain_interval(table)
         first = [f for _, _, r in rows if (f := _first(r, name, endpoint)) is not None]
         found.append(
-            Score(
+            ArmScore(
                 condition=name,
                 endpoint=endpoint,
                 unit="points" if endpoint in SHARES else "nats",
@@ -173,11 +173,11 @@ def _accuracies(run: Run, condition: str) -> Row:
     return [(e["step"], c["accuracy"]) for e in run.of_kind("evaluation") for c in e["conditions"] if c["name"] == condition]
 
 
-def _points(rows: Iterable[Row]) -> tuple[Point, ...]:
+def _points(rows: Iterable[Row]) -> tuple[CurvePoint, ...]:
     by_step: dict[int, list[float]] = {}
     for step, value in (pair for row in rows for pair in row):
         by_step.setdefault(step, []).append(value)
-    return tuple(Point(step=s, mean=_mean(v), low=min(v), high=max(v)) for s, v in sorted(by_step.items()))
+    return tuple(CurvePoint(step=s, mean=_mean(v), low=min(v), high=max(v)) for s, v in sorted(by_step.items()))
 
 
 def roughness(row: Row) -> float | None:
@@ -272,18 +272,18 @@ def _proof(where: str, site: Event) -> Proof:
 # ---- mechanism, cost, examples
 
 
-def mechanism(runs: Sequence[Run]) -> list[Mechanism]:
+def mechanism(runs: Sequence[Run]) -> list[MechanismResult]:
     """Per condition and layer the mean over seeds, after the last step."""
     read = [e["conditions"] for r in runs if (e := r.last("mechanism")) is not None and e["conditions"]]
     found = []
     for i, first in enumerate(read[0] if read else ()):
         same = [conditions[i] for conditions in read]
         layers = [
-            LayerReading(layer=at["layer"], **{name: _mean(c["layers"][n].get(name) for c in same) for name in READ})
+            LayerResult(layer=at["layer"], **{name: _mean(c["layers"][n].get(name) for c in same) for name in READ})
             for n, at in enumerate(first["layers"])
         ]
         loss = _mean(c.get("loss") for c in same)
-        found.append(Mechanism(condition=first["condition"], loss=loss, layers=tuple(layers)))
+        found.append(MechanismResult(condition=first["condition"], loss=loss, layers=tuple(layers)))
     return found
 
 

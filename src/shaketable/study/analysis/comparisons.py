@@ -37,7 +37,7 @@ from shaketable.study.analysis.results import (
     Spread,
     StepComparison,
     StepDifference,
-    Verdict,
+    StudyVerdict,
 )
 from shaketable.study.analysis.runs import Run
 from shaketable.study.config import OWN, PER_PROBLEM, Comparing, StudyConfig
@@ -284,17 +284,17 @@ def _step_difference(what: Comparing, runs: Sequence[Run], step: int) -> StepDif
 # ---- the verdict
 
 
-def verdict(compared: Sequence[ComparisonResult], runs: Sequence[Run], unlike: Sequence[str]) -> Verdict:
+def verdict(compared: Sequence[ComparisonResult], runs: Sequence[Run], unlike: Sequence[str]) -> StudyVerdict:
     """Kind, headline, and the sentence of the primary comparison; `unlike` says why runs cannot be compared."""
     primary = next((c for c in compared if c.primary), None)
     if primary is None:
-        return Verdict(kind="nothing", headline="No comparison was named", sentence="There is nothing to decide.")
+        return StudyVerdict(kind="nothing", headline="No comparison was named", sentence="There is nothing to decide.")
     if unlike:
-        return Verdict(kind="nothing", headline=f"Nothing can be concluded: {unlike[0]}", sentence=primary.sentence)
+        return StudyVerdict(kind="nothing", headline=f"Nothing can be concluded: {unlike[0]}", sentence=primary.sentence)
     missing = sum(not run.is_done for run in runs)
     so_far = f"So far ({missing} of {len(runs)} runs are missing): " if missing else ""
     headline = so_far + _headline(primary)
-    return Verdict(kind=primary.verdict, headline=headline[:1].upper() + headline[1:], sentence=primary.sentence)
+    return StudyVerdict(kind=primary.verdict, headline=headline[:1].upper() + headline[1:], sentence=primary.sentence)
 
 
 def _headline(primary: ComparisonResult) -> str:

@@ -25,7 +25,7 @@ from shaketable.study.analysis.results import (
     Primary,
     RunFacts,
     StudyFacts,
-    Verdict,
+    StudyVerdict,
 )
 from shaketable.study.analysis.runs import Run
 from shaketable.study.arm_config import Arm, Guide
@@ -87,7 +87,7 @@ def run_findings(folder: Path) -> Findings:
         ),
         complete=run.is_done,
         runs=(run_facts(run).model_copy(update={"folder": "."}),),
-        verdict=Verdict(headline="One training run", sentence=sentence),
+        verdict=StudyVerdict(headline="One training run", sentence=sentence),
         arms=(
             ArmResult(
                 name=name,

@@ -21,20 +21,20 @@ _UNSEEN = re.compile(
 """Controls but tab and line break, marks of writing direction, lone surrogates, and tags, which spell text that nobody sees."""
 
 
-class Part(BaseModel):
+class PartResult(BaseModel):
     """A part of the findings."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="null", coerce_numbers_to_str=True)
 
 
-class SeedValue(Part):
+class SeedValue(PartResult):
     """One seed's number."""
 
     seed: int
     value: float | None = None
 
 
-class Score(Part):
+class ArmScore(PartResult):
     """An endpoint of an arm under a condition: mean over seeds with its 95 % interval."""
 
     condition: str
@@ -50,7 +50,7 @@ class Score(Part):
     """Before training."""
 
 
-class Point(Part):
+class CurvePoint(PartResult):
     """Mean, least and greatest over the seeds at a step."""
 
     step: int
@@ -59,24 +59,24 @@ class Point(Part):
     high: float | None = None
 
 
-class Curve(Part):
+class Curve(PartResult):
     """One number over the steps."""
 
     name: str
-    points: tuple[Point, ...] = ()
+    points: tuple[CurvePoint, ...] = ()
     band: str = ""
     roughness: float | None = None
     """Mean distance of a point from the straight line between its neighbours, by run, averaged over runs."""
 
 
-class Sigma(Part):
+class Sigma(PartResult):
     """σ over the steps of layers that share it."""
 
     label: str
     points: tuple[tuple[int, float], ...] = ()
 
 
-class Proof(Part):
+class Proof(PartResult):
     """What a ledger measured of a fault at a place, beside what was asked."""
 
     where: str
@@ -94,7 +94,7 @@ class Proof(Part):
     remark: str | None = None
 
 
-class LayerReading(Part):
+class LayerResult(PartResult):
     """Inside of a layer, mean over seeds."""
 
     layer: int
@@ -106,15 +106,15 @@ class LayerReading(Part):
     grad_norm: float | None = None
 
 
-class Mechanism(Part):
+class MechanismResult(PartResult):
     """Readings under a condition after the last step."""
 
     condition: str
     loss: float | None = None
-    layers: tuple[LayerReading, ...] = ()
+    layers: tuple[LayerResult, ...] = ()
 
 
-class Cost(Part):
+class Cost(PartResult):
     """Seconds per step, and the shares of a step."""
 
     seconds_per_step: float | None = None
@@ -129,7 +129,7 @@ class Cost(Part):
         return any(value is not None for _, value in self)
 
 
-class Sample(Part):
+class Sample(PartResult):
     """An answer of the model."""
 
     condition: str
@@ -140,7 +140,7 @@ class Sample(Part):
     correct: bool | float | None = None
 
 
-class ArmResult(Part):
+class ArmResult(PartResult):
     """What an arm was and what it came to."""
 
     name: str
@@ -154,16 +154,16 @@ class ArmResult(Part):
     guided: str | None = None
     settings: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
-    scores: tuple[Score, ...] = ()
+    scores: tuple[ArmScore, ...] = ()
     curves: tuple[Curve, ...] = ()
     sigma: tuple[Sigma, ...] = ()
     proof: tuple[Proof, ...] = ()
-    mechanism: tuple[Mechanism, ...] = ()
+    mechanism: tuple[MechanismResult, ...] = ()
     cost: Cost = Cost()
     samples: tuple[Sample, ...] = ()
 
 
-class Spread(Part):
+class Spread(PartResult):
     """What the smallest detectable difference rests on."""
 
     disagreement: float
@@ -172,7 +172,7 @@ class Spread(Part):
     """Of the true difference, from one training seed to the next."""
 
 
-class ComparisonResult(Part):
+class ComparisonResult(PartResult):
     """A difference a − b."""
 
     a: str
@@ -201,7 +201,7 @@ class ComparisonResult(Part):
     sentence: str = ""
 
 
-class StepDifference(Part):
+class StepDifference(PartResult):
     """A difference between two arms at one step; its interval is of this step alone."""
 
     step: int
@@ -211,7 +211,7 @@ class StepDifference(Part):
     seeds: int
 
 
-class StepComparison(Part):
+class StepComparison(PartResult):
     """An arm against the baseline, step by step."""
 
     a: str
@@ -222,14 +222,14 @@ class StepComparison(Part):
     points: tuple[StepDifference, ...] = ()
 
 
-class Ends(Part):
+class Ends(PartResult):
     """An interval by its ends; an end that is infinite is None in JSON."""
 
     low: float | None = None
     high: float | None = None
 
 
-class RecoveredResult(Part):
+class RecoveredResult(PartResult):
     """The share of what a fault takes that came back in an arm."""
 
     arm: str
@@ -248,7 +248,7 @@ class RecoveredResult(Part):
     sentence: str = ""
 
 
-class RobustnessPoint(Part):
+class RobustnessPoint(PartResult):
     """A score at a strength of the fault; `x` where conditions differ in one magnitude alone."""
 
     label: str
@@ -259,14 +259,14 @@ class RobustnessPoint(Part):
     high: float | None = None
 
 
-class Robustness(Part):
+class Robustness(PartResult):
     """Scores of an arm over the conditions."""
 
     arm: str
     points: tuple[RobustnessPoint, ...] = ()
 
 
-class LayerProbes(Part):
+class LayerProbes(PartResult):
     """Results of the probes at a layer, by probe, and its statistics."""
 
     layer: int
@@ -274,7 +274,7 @@ class LayerProbes(Part):
     statistics: dict[str, Any] = {}
 
 
-class LayerSigmaResult(Part):
+class LayerSigmaResult(PartResult):
     """The σ that the rules of guidance gave a layer, and why."""
 
     layer: int
@@ -283,7 +283,7 @@ class LayerSigmaResult(Part):
     why: tuple[str, ...] = ()
 
 
-class DiagnosisResult(Part):
+class DiagnosisResult(PartResult):
     """A diagnosis of the study."""
 
     plan: str | None = None
@@ -296,7 +296,7 @@ class DiagnosisResult(Part):
     folder: str = ""
 
 
-class RunFacts(Part):
+class RunFacts(PartResult):
     """One line of the table of runs."""
 
     name: str
@@ -314,7 +314,7 @@ class RunFacts(Part):
     warnings: tuple[str, ...] = ()
 
 
-class Verdict(Part):
+class StudyVerdict(PartResult):
     """The first thing that a report says."""
 
     kind: Literal["shown", "not shown", "nothing"] = "nothing"
@@ -322,21 +322,21 @@ class Verdict(Part):
     sentence: str = ""
 
 
-class ConditionFacts(Part):
+class ConditionFacts(PartResult):
     """A condition by its name."""
 
     name: str
     plan: str | None = None
 
 
-class Environment(Part):
+class Environment(PartResult):
     """Machine and versions, and how many runs were done with them."""
 
     runs: int | None = None
     facts: dict[str, Any] = {}
 
 
-class Primary(Part):
+class Primary(PartResult):
     """The comparison that decides."""
 
     a: str
@@ -345,7 +345,7 @@ class Primary(Part):
     endpoint: str = "accuracy"
 
 
-class StudyFacts(Part):
+class StudyFacts(PartResult):
     """What was asked."""
 
     name: str = ""
@@ -366,14 +366,14 @@ class StudyFacts(Part):
     digest: str = ""
 
 
-class Findings(Part):
+class Findings(PartResult):
     """All that a report says."""
 
     kind: Literal["study", "run"] = "study"
     study: StudyFacts = StudyFacts()
     complete: bool = False
     runs: tuple[RunFacts, ...] = ()
-    verdict: Verdict = Verdict()
+    verdict: StudyVerdict = StudyVerdict()
     arms: tuple[ArmResult, ...] = ()
     comparisons: tuple[ComparisonResult, ...] = ()
     at_steps: tuple[StepComparison, ...] = ()
