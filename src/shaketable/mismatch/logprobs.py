@@ -124,7 +124,7 @@ def expected(logits: Tensor, rollout: Rollout, sampling: Sampling) -> list[float
 
 
 @dataclass(frozen=True)
-class Reading:
+class LogprobReading:
     """The log-probabilities of a model for all rollouts."""
 
     raw: list[list[float]]
@@ -135,9 +135,9 @@ class Reading:
     """Tokens just outside of a nucleus, where rounding may put them inside."""
 
 
-def read(logits: Iterable[Tensor], rollouts: Sequence[Rollout], sampling: Sampling) -> Reading:
+def read(logits: Iterable[Tensor], rollouts: Sequence[Rollout], sampling: Sampling) -> LogprobReading:
     """Log-probabilities of the rollouts under a model's logits."""
-    found = Reading([], [], [])
+    found = LogprobReading([], [], [])
     for x, rollout in zip(logits, rollouts, strict=True):
         found.raw.append(chosen(x, rollout.completion))
         found.meant.append(found.raw[-1] if sampling.logprobs_mode == "raw" else in_terms_of(x, rollout, sampling))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shaketable.errors import UnavailableError
 from shaketable.mismatch.engine import DECODE, Rollout, RolloutEngine, Sampling
-from shaketable.mismatch.logprobs import Reading, read
+from shaketable.mismatch.logprobs import LogprobReading, read
 from shaketable.mismatch.results import LARGEST, Semantics
 from shaketable.mismatch.rounding import Rounding, judge_returned
 from shaketable.mismatch.semantics import examined, keep_examined
@@ -35,7 +35,7 @@ NEAR = 3.0
 class OwnNumbers:
     """The engine's own log-probabilities of the tokens that it returned."""
 
-    reading: Reading
+    reading: LogprobReading
     logits: list[Tensor]
     """Of the first rollouts, for hypotheses; empty where the engine gives none."""
 
@@ -52,7 +52,7 @@ def own_numbers(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sa
     raw = engine.logprobs(rollouts, DECODE if DECODE in engine.variants() else None)  # logits would be of one rollout each
     with suppress(UnavailableError):
         kept = list(engine.logits(examined(rollouts)))
-    return OwnNumbers(Reading(raw, raw, [[False] * len(x) for x in raw]), kept)
+    return OwnNumbers(LogprobReading(raw, raw, [[False] * len(x) for x in raw]), kept)
 
 
 def doubt(own: OwnNumbers, rollouts: Sequence[Rollout], narrow: Rounding, semantics: Semantics | None) -> str:

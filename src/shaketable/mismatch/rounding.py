@@ -22,7 +22,7 @@ import torch
 
 from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.gap import differences
-from shaketable.mismatch.logprobs import Reading, expected
+from shaketable.mismatch.logprobs import LogprobReading, expected
 from shaketable.mismatch.results import Deviation, RoundingSize
 from shaketable.mismatch.trainer import Trainer
 from shaketable.numerics.random_rounding import RandomRounding
@@ -82,7 +82,12 @@ class Rounding:
 
 
 def measure_rounding(
-    trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling, dtype: torch.dtype, reading: Reading, draws: int = DRAWS
+    trainer: Trainer,
+    rollouts: Sequence[Rollout],
+    sampling: Sampling,
+    dtype: torch.dtype,
+    reading: LogprobReading,
+    draws: int = DRAWS,
 ) -> Rounding:
     """Read the rollouts with random rounding.
 
