@@ -45,7 +45,7 @@ CONSTANTS = {
     "numerics.decoder_operators.SIGMAS": 6.0,
     "numerics.decoder_operators.EXCESS": 4.0,
     # a claim
-    "evaluate.stats.power.POWER": 0.8,
+    "evaluate.statistics.POWER": 0.8,
     "launch.run.NOTHING_INJECTED": 3,
     "study.analysis.runs.LAST": 0.1,
 }  # fmt: skip

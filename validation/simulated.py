@@ -34,7 +34,7 @@ CASES = {
     "better by half a logit, 3 seeds": (3, 0.2, 0.4, 0.5, 1),
 }
 MOST_FALSE, LEAST_COVERED = 0.06, 0.925
-"""What the page promises of five seeds or more; three are worth a little less (`stats/crossed_effects.py`)."""
+"""What the page promises of five seeds or more; three are worth a little less (`evaluate/statistics.py`)."""
 
 
 def simulate(studies: int = STUDIES, seed: int = 0) -> list[dict[str, Any]]:

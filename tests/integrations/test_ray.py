@@ -20,7 +20,7 @@ ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_AUTH
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, env=os.environ | ENVIRONMENT)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=800, env=os.environ | ENVIRONMENT)
 
 
 def shaken(folder: Path, plan: str, *program: str) -> dict:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_statistics_that_do_not_hold_are_a_failure(monkeypatch):
 
     monkeypatch.setitem(simulated.CASES, "equal arms, 5 seeds", (5, 0.2, 0.4, 0.0, 1))
     monkeypatch.setattr(
-        simulated, "compare", lambda asked, *_: [{"verdict": "shown", "ci_low": 1.0, "ci_high": 1.0}] * len(asked)
+        simulated, "compare", lambda asked, *_: [SimpleNamespace(verdict="shown", ci_low=1.0, ci_high=1.0)] * len(asked)
     )
     row = next(row for row in simulated.simulate(studies=20) if row["name"] == "equal arms, 5 seeds")
     assert row["fails"] == ["20 false positives in 20", "covered in 0 of 20"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 
 ADDRESS, FOLDER = sys.argv[1], Path(sys.argv[2])
-faulthandler.dump_traceback_later(240)  # should Ray hang: the test ends this program after 300 seconds, and prints what it said
+faulthandler.dump_traceback_later(600)  # should Ray hang: the test ends this program after 800 seconds, and prints what it said
 
 
 def errors(passes: int) -> list[list[float]]:

@@ -1,6 +1,6 @@
 """The differences that a study asked for, each with all that a statistician wants to see beside it, and the verdict.
 
-The difference is a − b. Scores and losses per problem are compared over seeds × problems, crossed (`evaluate.stats.tests`);
+The difference is a − b. Scores and losses per problem are compared over seeds × problems, crossed (`evaluate.statistics`);
 numbers per run, such as seconds per step, by a paired t over seeds. Two exact p stand beside the p that decides and assume
 less: the sign-flip test over the seeds' differences (five seeds cannot reach 5 % with it), and McNemar's for each seed.
 
