@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -374,7 +373,6 @@ def _begin(environment: dict[str, str], log: str, parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=die_with_parent, daemon=True).start()
-    assert "torch" not in sys.modules, "threads and GPUs are chosen before torch is imported"
 
 
 # ---- places of a Ray cluster
