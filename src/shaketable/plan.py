@@ -247,7 +247,7 @@ def _clause(text: str, magnitude: float | None) -> Clause:
     kind, colon, number = head.strip().partition(":")
     place, *keys = right.split(",")
     if absent := " and ".join(f"no {what}" for what, word in (("fault", kind), ("site", place)) if not word.strip()):
-        raise PlanError(f"{text.strip()!r} names {absent}; write FAULT[:MAGNITUDE]@SITE, e.g. gain:0.1@module.linear")
+        raise PlanError(f"{text.strip()!r} names {absent}; a clause needs FAULT[:MAGNITUDE]@SITE, e.g. gain:0.1@module.linear")
     given: dict[str, Any] = _pairs([*params, *keys], text)
     if twice := given.keys() & {"fault", "site", *(["magnitude"] if colon else [])}:
         raise PlanError(f"{min(twice)} is given twice in {text.strip()!r}")

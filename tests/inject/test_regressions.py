@@ -216,38 +216,6 @@ def test_a_weight_that_is_read_between_the_graphs_of_a_compiled_model_is_faulty(
     torch._dynamo.reset()
 
 
-class HeadByHand(nn.Module):
-    """Multiplies by the weight of its head itself, as trainers do that never hold all logits."""
-
-    def __init__(self, product):
-        super().__init__()
-        self.body, self.lm_head, self.product = nn.Linear(4, 4), nn.Linear(4, 6, bias=False), product
-
-    def forward(self, x):
-        return self.product(self.body(x), self.lm_head.weight)
-
-
-PRODUCTS = {
-    "transposed": lambda h, w: h @ w.t(),
-    "attribute": lambda h, w: torch.matmul(h, w.T),
-    "cast": lambda h, w: torch.nn.functional.linear(h.bfloat16(), w.to(torch.bfloat16)),
-    "cast and transposed": lambda h, w: h.bfloat16() @ w.bfloat16().T,
-    "in pieces": lambda h, w: torch.cat([h @ part.t() for part in w.split(4)], -1),
-}
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_a_head_that_is_multiplied_by_hand_is_left_alone_compiled_as_in_eager_code(product, fresh_graphs):
-    found = []
-    for backend in (None, "eager"):
-        model = HeadByHand(PRODUCTS[product])
-        with st.inject(model, "gain:1@op.matmul") as ledger:
-            call = model if backend is None else torch.compile(model, backend=backend)
-            call(X).float().sum().backward()
-        found.append((ledger.forward, ledger.backward))
-    assert found == [(1, 2), (1, 2)]
-
-
 def test_ranks_of_a_launcher_that_makes_no_process_group_have_noise_of_their_own(monkeypatch):
     found = []
     for rank in ("0", "1"):

@@ -10,7 +10,7 @@ from shaketable.errors import ShaketableError
 from shaketable.plan import Plan
 from shaketable.report.study_html import page
 from shaketable.report.study_markdown import markdown
-from shaketable.study.analysis.comparisons import Asked
+from shaketable.study.analysis.comparisons import Paired
 from shaketable.study.analysis.results import Findings
 from shaketable.study.cells import cells_of
 from shaketable.study.config import Comparing
@@ -110,7 +110,7 @@ def test_losses_are_compared_over_seeds_and_problems(found):
 def test_a_paired_test_of_losses_is_the_t_test_where_only_problems_differ():
     """Two seeds that agree to the bit: what is left is Student's t over problems."""
     a, b = np.array([3.1, 12.0, 7.5, 9.0]), np.array([2.0, 11.5, 7.9, 6.0])
-    asked = Asked(Comparing(a="a", b="b", **LOSS), [0, 1], [[*a]] * 2, [[*b]] * 2)
+    asked = Paired(Comparing(a="a", b="b", **LOSS), [0, 1], [[*a]] * 2, [[*b]] * 2)
     found, expected = asked.compared(), stats.ttest_rel(a, b)
     assert found.difference == pytest.approx((a - b).mean())
     assert found.p == pytest.approx(expected.pvalue)

@@ -1,7 +1,7 @@
 """The files that a verb writes beside what it prints: `--json` and `--html` of every verb.
 
-All are checked before any work is done. They say which verb wrote them, and for which model or study, so that the same command
-may be given twice. Anything else that exists needs `--force`.
+All are checked before any work is done. They say which verb wrote them, for which model or study, and under which options, so
+that the same command may be given twice. Anything else that exists needs `--force`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,25 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from hashlib import sha256
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
 from shaketable.io.output_files import check_free, write
 
+QUESTION: ContextVar[str] = ContextVar("question", default="")
+"""A digest of the options of the verb that runs, without those that say where results go."""
+TARGETS = ("json_file", "html_file", "png_file", "force", "config_file", "show_config")
 HEAD = 4000
 """Characters of a page in which its generator stands."""
+
+
+def digest(options: dict[str, Any]) -> str:
+    """Tells two calls of a verb apart."""
+    asked = sorted((name, str(value)) for name, value in options.items() if name not in TARGETS)
+    return sha256(repr(asked).encode()).hexdigest()[:8]
 
 
 class OutputFiles:
@@ -65,7 +77,8 @@ class OutputFiles:
     @property
     def generator(self) -> str:
         """What the files are marked with."""
-        return f"shaketable {self.verb} {self.subject or ''}".rstrip()
+        of_a_study = self.verb.startswith("study")  # `study report` may replace what `study run` wrote
+        return " ".join(["shaketable", self.verb, self.subject or "", "" if of_a_study else QUESTION.get()]).rstrip()
 
     def _wrote(self, file: Path) -> bool:
         found = generator_of(file) or ""
@@ -96,8 +109,6 @@ def write_report(path: Path, text: str, generator: str) -> None:
 
 def write_page(path: Path, page: str, generator: str) -> None:
     """A page of HTML or Markdown with the name of what made it."""
-    from html import escape
-
     if page.startswith("<!doctype html>"):
         mark = f'<meta name="generator" content="{escape(generator)}">'
         write(path, page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{mark}', 1))
@@ -107,8 +118,6 @@ def write_page(path: Path, page: str, generator: str) -> None:
 
 def generator_of(path: Path) -> str | None:
     """What made a JSON file or a page; None for anything that we did not write."""
-    from html import unescape
-
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 import yaml
 
+from shaketable.cli.outputs import QUESTION, digest
 from shaketable.errors import ShaketableError, nearest
 
 Command = Callable[..., None]
@@ -52,6 +53,7 @@ def as_verb(
         if given.get("show_config"):
             typer.echo(_shown(shared_context), nl=False)
             return
+        QUESTION.set(digest(given))
         command(**{name: given[name] for name in names})
 
     verb.__name__, verb.__doc__ = command.__name__, command.__doc__

@@ -85,13 +85,13 @@ def read_pairs(
         logits, targets = model(chosen)
         top = logits.argmax(-1)
         columns = [
-            torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").double(),
-            (top == targets).double(),
-            torch.zeros(len(targets)) if expected is None else token_kl(expected, logits).double(),
-            torch.ones(len(targets)) if expected is None else (top == expected.argmax(-1)).double(),
+            torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none"),
+            top == targets,
+            torch.zeros(len(targets)) if expected is None else token_kl(expected, logits),
+            torch.ones(len(targets)) if expected is None else top == expected.argmax(-1),
         ]
         sizes = [len(c) for _, c in chosen]
-        rows = zip(*(column.split(sizes) for column in columns), strict=True)
+        rows = zip(*(column.cpu().double().split(sizes) for column in columns), strict=True)  # not every device has float64
         for i, size, row in zip(indices, sizes, rows, strict=True):
             loss, foreseen, kl, agree = (float(part.sum()) for part in row)
             found[i] = Reading(size, loss, round(foreseen), kl, round(agree))

@@ -303,8 +303,6 @@ class GraphTrace:
         """A pass begins; it is packed when it is needed."""
         self.known: Tensor | None = None
         self.counts: dict[str, int] = {}
-        self.casts: list[Tensor] = []
-        """What has been cast of the weights of heads."""
         self.frame: Frame | None = None
         """The frame of what runs between the graphs of the pass."""
 

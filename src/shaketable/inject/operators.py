@@ -38,7 +38,7 @@ from shaketable.sites.structure import Part
 
 if TYPE_CHECKING:
     from shaketable.inject.injection import Injection
-    from shaketable.inject.op import GraphTrace, Tap
+    from shaketable.inject.op import Tap
     from shaketable.inject.passes import Entry, Frame
 
 
@@ -83,16 +83,6 @@ class OperatorTaps:
         """Who calls an operator of the graph that is being compiled."""
         entries = op.traces[self.injection.handle].entries
         return entries[-1] if entries else self.loose
-
-    def cast(self, x: Any, result: Any) -> Any:
-        """What was cast: of a weight that is left out it is left out too."""
-        if not torch.compiler.is_compiling():
-            return self.weights.cast(x, result)
-        if op.present[self.injection.handle]:
-            trace = op.traces[self.injection.handle]
-            if self.weights.is_traced_head(x, trace):
-                trace.casts.append(result)
-        return result
 
 
 class Here:
@@ -153,10 +143,7 @@ class Traced:
     def at(self, family: str, tensors: list[Any]) -> list[Tap]:
         """The taps of an operator that is given these."""
         entry, weights = self.entry, self.taps.weights
-        excluded = entry.excluded
-        for x in tensors:
-            if weights.is_traced_head(x, self.trace):
-                excluded = "lm_head"
+        excluded = entry.excluded or weights.traced_owner(tensors)
         if excluded is None and entry.is_root and weights.has_head and self._is_by_hand():
             excluded = "lm_head"
         return self.taps.tapped(family, entry.owner, entry.layer, excluded)
@@ -261,19 +248,13 @@ class ExcludedWeights:
         """Whether there is a head among them."""
         return len(self._heads) > 0
 
-    def is_traced_head(self, x: Any, trace: GraphTrace) -> bool:
-        """Whether something is the weight of a head, or cast of one, or a view of either, while a graph is traced.
-
-        Memory has no address there, but dynamo knows the object that a tensor is a view of. It leaves a dead node in the graph
-        for each that is asked, so views are looked for outside of layers alone.
-        """
-        if not isinstance(x, Tensor) or not self._heads:
-            return False
-        heads = [module.weight for module in self._heads] + trace.casts
-        if trace.entries and trace.entries[-1].layer is not None:
-            return any(x is head for head in heads)
-        base = x._base
-        return any(x is head or base is head for head in heads)
+    def traced_owner(self, tensors: list[Any]) -> str | None:
+        """The same while a graph is traced, where memory has no address: a head is known as the object that it is."""
+        for module in self._heads:
+            for x in tensors:
+                if x is module.weight:
+                    return "lm_head"
+        return None
 
 
 def _function_by_hand() -> str | None:
@@ -519,12 +500,12 @@ class Operators(TorchFunctionMode):
         if operator is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if operator == _CAST:  # dynamo does not know one tuple by its identity
-            return self.taps.cast(args[0], func(*args, **kwargs))
+        if operator is _CAST:
+            return self.taps.weights.cast(args[0], func(*args, **kwargs))
         where = self._where(operator[0], kwargs)
         if where is None:
             return func(*args, **kwargs)
-        if operator == _WHOLE:
+        if operator is _WHOLE:
             with self:
                 return open_multi_head()(*args, **kwargs)
         return self._meet(where, func, operator, args, kwargs)

@@ -72,7 +72,10 @@ class Cell:
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     """What a run's numbers depend on."""
     apart = ("report_to", "save_every")
-    return {k: v for k, v in options.items() if k not in apart and not (k in NEWER and NEWER[k] == v)}
+    known = {k: v for k, v in options.items() if k not in apart and not (k in NEWER and NEWER[k] == v)}
+    if "rungs" in known:  # the name that it had when published records were made
+        known["rungs"] = ["regauge" if rung == "rescale" else rung for rung in known["rungs"]]
+    return known
 
 
 def cells_of(study: StudyConfig) -> list[Cell]:
