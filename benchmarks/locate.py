@@ -307,8 +307,7 @@ class Bench:
 
 def _effect(clean: Recording, layer: nn.Module, case: Case) -> float:
     """How much another eps changes an exact norm: sqrt((var + eps) / (var + other)) − 1, for the token it changes most."""
-    record = clean.leaf(case.site)
-    assert record is not None
+    record = next(r for r in clean.records if r.func is None and r.path == case.site)
     variance = next(tensors_of((record.args, record.kwargs))).double().square().mean(-1)
     eps = float(layer.get_submodule(case.site).variance_epsilon)
     other = eps * float(case.magnitude)
