@@ -64,7 +64,7 @@ def harden(
 
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
-    outputs = OutputFiles("harden", model or None, json_file, html_file, force=force)
+    outputs = OutputFiles("harden", model, json_file, html_file, of_run=True, force=force)
     if resume is not None:
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:

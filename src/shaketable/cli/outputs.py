@@ -37,29 +37,32 @@ class OutputFiles:
     def __init__(
         self,
         verb: str,
-        subject: str | None,
+        subject: str,
         json_file: Path | None = None,
         html_file: Path | None = None,
         *,
         others: Iterable[Path | None] = (),
         reads: Iterable[Path | None] = (),
+        of_run: bool = False,
         force: bool = False,
     ) -> None:
         """Check every file, before the work.
 
         Args:
             verb: Which one writes, e.g. `locate`.
-            subject: The model or study; None when a run goes on, and only the verb is known.
+            subject: The model or study.
             json_file: Where the result goes as JSON.
             html_file: Where it goes as a page.
             others: Files that the verb writes besides, which are never replaced without `force`.
             reads: Files that it reads, which may not be written to.
+            of_run: The verb has a folder for every run. Two calls with the same options are two runs, so nothing is replaced.
             force: Replace whatever exists.
         """
         self.verb, self.subject, self.json, self.html = verb, subject, json_file, html_file
+        self.question = "" if of_run or verb.startswith("study") else QUESTION.get()  # two verbs write a study's report
         given = [f for f in (json_file, html_file) if f is not None]
         inputs = [f for f in reads if f is not None]
-        check_free(given, inputs, force, is_own=self._wrote)
+        check_free(given, inputs, force, is_own=lambda file: not of_run and generator_of(file) == self.generator)
         check_free([f for f in others if f is not None], [*inputs, *given], force)
 
     def save(self, data: Callable[[], dict[str, Any]], page: Callable[[], str] | None = None) -> None:
@@ -77,12 +80,7 @@ class OutputFiles:
     @property
     def generator(self) -> str:
         """What the files are marked with."""
-        of_a_study = self.verb.startswith("study")  # `study report` may replace what `study run` wrote
-        return " ".join(["shaketable", self.verb, self.subject or "", "" if of_a_study else QUESTION.get()]).rstrip()
-
-    def _wrote(self, file: Path) -> bool:
-        found = generator_of(file) or ""
-        return found == self.generator or (self.subject is None and found.startswith(f"shaketable {self.verb} "))
+        return f"shaketable {self.verb} {self.subject} {self.question}".rstrip()
 
 
 def write_json(path: Path, data: dict[str, Any], generator: str) -> None:

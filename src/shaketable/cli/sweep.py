@@ -51,7 +51,7 @@ def sweep(
     """
     asked = {"models": tuple(models or ()), **fields}
     given = {key: value for key, value in asked.items() if value not in (None, (), "auto")}
-    outputs = OutputFiles("sweep", " ".join(models) if models else None, json_file, html_file, others=[png_file], force=force)
+    outputs = OutputFiles("sweep", " ".join(models or ()), json_file, html_file, others=[png_file], of_run=True, force=force)
     config, record = _new(given, out) if resume is None else _old(given, out, resume)
     _run(config, record)
     _finish(record, outputs, png_file)

@@ -58,7 +58,7 @@ def train(
     Example: `shaketable train nano --task arithmetic --plan 'relative_gaussian:0.05@op.matmul' --aqn
     'global_decay:0.05-0.0005,stages=10' --steps 60`
     """
-    outputs = OutputFiles("train", model or None, json_file, force=force)
+    outputs = OutputFiles("train", model, json_file, of_run=True, force=force)
     if resume is not None:
         given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
         if given:
