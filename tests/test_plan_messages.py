@@ -17,7 +17,7 @@ KEYS = "direction, include, layers, magnitude, phase, point, sparsity"
 NOTHING = "names nothing; write e.g. module.linear, layer.3 or op.matmul"
 INDICES = "is not a list of indices and ranges such as 0+4-6+29"
 NO_POINT = "gain: operator sites take no point: the error is on what the operator computes"
-WRITE = "write FAULT[:MAGNITUDE]@SITE, e.g. gain:0.1@module.linear"
+WRITE = "a clause needs FAULT[:MAGNITUDE]@SITE, e.g. gain:0.1@module.linear"
 REFUSALS = {
     "": EMPTY,
     " ; ": EMPTY,
