@@ -85,7 +85,7 @@ def test_a_study_has_its_numbers_and_its_page_under_any_clock(tmp_path, monkeypa
     found = done(tmp_path)
     assert numbers(found) == steady
     assert all(run["seconds"] is None or run["seconds"] >= 0 for run in found["runs"])
-    assert [s.status for s in summaries(tmp_path) if not s.defines] == ["done", "done"]
+    assert [(s.defines, s.status) for s in summaries(tmp_path)] == [(True, "partial"), (False, "done"), (False, "done")]
     assert verify(tmp_path)["bad"] == 0
     assert "again" in page(Findings.from_json(found)) and "again" in markdown(Findings.from_json(found))
     listed = CliRunner().invoke(app, ["study", "list", "--store", str(tmp_path)])

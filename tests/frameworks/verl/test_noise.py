@@ -142,12 +142,16 @@ def test_sampler_and_trainer_do_not_agree_while_noise_is_on(run):
 def test_errors_are_those_of_a_step(run):
     """A ledger measures less and less often; a step in which it measured nothing has no error.
 
-    Which steps those are depends on how many passes vLLM makes of the requests of a step, and so on the machine.
+    An actor makes the same passes on every machine. A sampler makes as many as vLLM's batches happen to need, so nobody knows
+    in which of its steps something is measured; its ledger of the whole run says what was.
     """
-    for key, asked in (("sampler/measured_error", [0.3] * 4), ("actor/measured_error", [0.3] * 4)):
+    for key, least, asked in (("sampler/measured_error", set(), [0.3] * 4), ("actor/measured_error", {0, 1}, [0.3] * 4)):
         found = {i: step[f"shaketable/{key}"] for i, step in enumerate(run.steps[1:]) if f"shaketable/{key}" in step}
-        assert found, key
+        assert found and least <= found.keys(), key
         assert all(error == pytest.approx(asked[i], rel=0.1) for i, error in found.items())
+    whole = json.loads((run.folder / "ledger" / "ledger.json").read_text())["merged"]
+    for role in ("sampler", "actor"):
+        assert whole[f"{role}.plan"]["sites"][0]["measured_error"] == pytest.approx(0.3, rel=0.1)
     noise = [step["shaketable/sampler/aqn_error"] for step in run.steps[1:]]
     assert noise == pytest.approx([2 * sigma for sigma in SIGMAS], rel=0.15), "of layer 3, which has twice the σ of the others"
 
