@@ -14,7 +14,7 @@ Two kinds of survival, because a layer returns a residual stream: the sum fills 
 inside the layer, so `survival` is 1 unless the output itself is hit.
 
 Every number is that of one large batch, however the pairs are batched: gradients are summed before their norm is taken, and
-moments are moved to a common mean. Gradients come from `torch.autograd.grad`, which writes to nobody's `.grad`.
+moments are moved to a common mean. Gradients come from `torch.autograd.grad`, which leaves every `.grad` alone.
 
 A skipped layer hands on its input: of h + f(h) the h is left. It stays in the list, so that all others keep their numbers and
 a plan means the same layers; faults of layers that are not run are dropped (`without`).
