@@ -13,12 +13,15 @@ from hypothesis import strategies as some
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.integrations.origin_configs import aqn as origin_aqn
-from shaketable.integrations.origin_configs import faults as origin_faults
+from shaketable.integrations.origin_configs import translate as origin
 from shaketable.integrations.origin_configs.translate import Translation, translate
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "origin-configs.md"
+GROUPS = {
+    group.name: group
+    for group in (origin.HardwareKeys, origin.OperatorKeys, origin.DeadZoneKeys, origin.WeightNoiseKeys, origin.OutputNoiseKeys)
+}
 
 
 def rows(heading):
@@ -83,14 +86,8 @@ def test_the_page_says_what_is_an_error(old, message):
 def test_the_page_is_not_empty_and_shows_every_key_and_variable():
     assert [len(rows(heading)) for heading in ("Faults", "AQN", "What is an error")] == [24, 16, 21]
     text = " ".join(cell for heading in ("Faults", "AQN", "What is an error") for row in rows(heading) for cell in row)
-    faults = (
-        *origin_faults.HARDWARE_KEYS,
-        *origin_faults.HARDWARE_MORE,
-        *origin_faults.OPERATOR_KEYS,
-        *origin_faults.DEADZONE_KEYS,
-    )
-    noises = (*origin_aqn.WEIGHT_KEYS, *origin_aqn.WEIGHT_MORE, *origin_aqn.OUTPUT_KEYS, *origin_aqn.GUIDED_KEYS)
-    for key in (*faults, *noises, *origin_aqn.LAYER_KEYS, *origin_faults.VARIABLES):
+    groups = (*GROUPS.values(), origin.LayerKeys)
+    for key in {*(key for group in groups for key in group.model_fields), *origin.VARIABLES}:
         assert key == "config" or re.search(rf"\b{key}[:=]", text), key
 
 
@@ -160,7 +157,6 @@ def test_config_and_environment_that_agree_are_one_fault():
         ({"error_scale": 1e-4, "error_type": "absolute_gaussian"}, {"TYPE": "relative_gaussian"}),
         ({"error_scale": 1e-4, "all_ops_mode": False}, {"ALL_OPS": "1"}),
         ({"error_scale": 1e-4}, {"ENABLED": "0"}),
-        ({"error_scale": "fast"}, {"SCALE": "1e-4"}),
     ],
 )
 def test_config_and_environment_that_disagree_are_refused(keys, environ):
@@ -201,11 +197,11 @@ def test_a_key_that_nobody_reads_is_refused_in_a_group_that_is_off_too(group):
 @pytest.mark.parametrize(
     ("group", "key", "value", "accepted"),
     [
-        ("trainer.hw_error_injection", "enabled", "true", "true or false"),
-        ("trainer.hw_error_injection", "error_scale", "1e-4x", "number of 0 or more"),
-        ("trainer.hw_error_injection", "error_scale", -1, "number of 0 or more"),
-        ("trainer.hw_error_injection", "error_scale", True, "number of 0 or more"),
-        ("trainer.hw_error_injection", "error_scale", float("nan"), "number of 0 or more"),
+        ("trainer.hw_error_injection", "enabled", "true", "valid boolean"),
+        ("trainer.hw_error_injection", "error_scale", "1e-4x", "write a number"),
+        ("trainer.hw_error_injection", "error_scale", -1, "greater than or equal to 0"),
+        ("trainer.hw_error_injection", "error_scale", True, "write a number"),
+        ("trainer.hw_error_injection", "error_scale", float("nan"), "write a number"),
         ("trainer.hw_error_injection", "error_type", "gausian", "valid: "),
         ("trainer.hw_error_injection", "injection_point", "outptu", "did you mean 'output'"),
         ("trainer.hw_error_injection", "target_modules", {"linear": 1}, "list of names"),
@@ -215,17 +211,17 @@ def test_a_key_that_nobody_reads_is_refused_in_a_group_that_is_off_too(group):
         ("trainer.hw_error_injection", "target_layers", [1, -2], "layer indices"),
         ("trainer.hw_error_injection", "target_layers", [], "layer indices"),
         ("deadzone", "layer", "last", "layer indices"),
-        ("deadzone", "threshold", 1.5, "at most 1"),
-        ("deadzone", "sparsity", 0, "above 0, at most 1"),
+        ("deadzone", "threshold", 1.5, "less than or equal to 1"),
+        ("deadzone", "sparsity", 0, "greater than 0"),
         ("deadzone", "scope", "row", "valid: block, tensor, token"),
         ("trainer.noise_injection", "sigma_start", 1e-9, "sigma_end"),
-        ("trainer.noise_injection", "sigma_end", 0, "above 0"),
+        ("trainer.noise_injection", "sigma_end", 0, "greater than 0"),
         ("trainer.noise_injection", "sigma_end", 0.1, "at or below sigma_start, which is 0.05"),
-        ("trainer.noise_injection", "num_stages", 2, "from 3"),
-        ("trainer.noise_injection", "num_stages", 4.5, "whole number"),
-        ("trainer.noise_injection", "epoch_aware", 1, "true or false"),
+        ("trainer.noise_injection", "num_stages", 2, "greater than or equal to 3"),
+        ("trainer.noise_injection", "num_stages", 4.5, "valid integer"),
+        ("trainer.noise_injection", "epoch_aware", 1, "valid boolean"),
         ("trainer.noise_injection", "layer_sigma_config", 3, "mapping with enabled"),
-        ("trainer.noise_injection", "layer_sigma_config", {"default_multiplier": -1}, "number of 0 or more"),
+        ("trainer.noise_injection", "layer_sigma_config", {"default_multiplier": -1}, "greater than or equal to 0"),
         ("trainer.noise_injection", "layer_sigma_config", {"default_multiplier": 0}, "there would be no noise"),
         ("trainer.noise_injection", "layer_sigma_config", {"layer_multipliers": {"x": 1}}, "index of a layer"),
         ("trainer.noise_injection", "layer_sigma_config", {"layer_multipliers": {1: 1, "1": 2}}, "given twice"),
@@ -504,20 +500,13 @@ junk = some.recursive(
     lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=4) | index, inner, max_size=3),
     max_leaves=6,
 )
-GROUPS = {
-    "trainer.hw_error_injection": origin_faults.HARDWARE_KEYS + origin_faults.HARDWARE_MORE,
-    "trainer.noisy_ops": origin_faults.OPERATOR_KEYS,
-    "deadzone": origin_faults.DEADZONE_KEYS,
-    "trainer.noise_injection": origin_aqn.WEIGHT_KEYS + origin_aqn.WEIGHT_MORE,
-    "trainer.noise_injection.layer_sigma_config": origin_aqn.LAYER_KEYS,
-    "aqn": origin_aqn.OUTPUT_KEYS,
-}
 
 
 @given(some.data())
 def test_whatever_a_key_holds_it_is_translated_or_refused_in_one_line(data):
-    group = data.draw(some.sampled_from(sorted(GROUPS)))
-    keys = data.draw(some.dictionaries(some.sampled_from(GROUPS[group]), junk, max_size=4))
+    groups = GROUPS | {origin.LayerKeys.name: origin.LayerKeys}
+    group = data.draw(some.sampled_from(sorted(groups)))
+    keys = data.draw(some.dictionaries(some.sampled_from(list(groups[group].model_fields)), junk, max_size=4))
     config = nested(on("trainer.noise_injection"), group, {**keys, "enabled": True})
     config = nested(config, "trainer.total_epochs", 2)
     found = translated_or_message(config)

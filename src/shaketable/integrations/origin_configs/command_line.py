@@ -1,16 +1,11 @@
 """The origin's command lines: its keys without `+` accepted, its scripts answered with the command to use. Imports no torch.
 
 **Keys without `+`.** The origin had put its keys into verl's own config, so its commands write
-`trainer.hw_error_injection.enabled=True`. Hydra refuses a key that the config does not have, before anybody of us is asked. But
-verl loads its plugins before Hydra reads the arguments, so `accepted` can put `++` in front of such keys, which Hydra takes
-whether or not a config has them. What was done is printed; only keys that the translation reads are touched.
+`trainer.hw_error_injection.enabled=True`. Hydra refuses a key that the config does not have. verl loads its plugins before
+Hydra reads the arguments, so `accepted` puts `++` in front of such keys, and the driver prints that it did.
 
 **Scripts.** `answer` knows the scripts that the origin's documents call, from `documents.yaml`, and prints the commands that do
-the same here. It runs nothing: a script of that name in somebody's checkout may do something else. The recipes
-of `examples/verl` ship with the package; outside of a checkout they are named by their full path.
-
-Rejected: a search path or a config store of ours that gives Hydra the keys. It would have to be named in verl's config, or
-shadow that config by one of the same name, which then misses what the next release adds.
+the same here. It runs nothing: a script of that name in somebody's checkout may do something else.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from shaketable.errors import ShaketableError
-from shaketable.integrations.origin_configs.keys import as_number, dotted
+from shaketable.integrations.origin_configs.translate import as_number, dotted, translate
 from shaketable.io.yaml_file import read_yaml
 
 DOCUMENTS = Path(__file__).with_name("documents.yaml")
@@ -33,7 +28,6 @@ BFLOAT16_SCALE = 2e-3
 """Relative noise below it is rounded away in bfloat16, so a recipe computes in float32."""
 TRAIN_PPO = "train_ppo.py"
 EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
-VERL = "verl.trainer"
 
 
 class NotTheirsError(ShaketableError):
@@ -42,18 +36,14 @@ class NotTheirsError(ShaketableError):
 
 def accepted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Arguments of verl with `++` in front of the origin's keys that have no prefix, and the keys that were given one."""
-    changed = [argument for argument in arguments if _is_bare(argument)]
-    found = [f"++{_path(argument)}={argument.partition('=')[2]}" if _is_bare(argument) else argument for argument in arguments]
-    return found, [argument.partition("=")[0] for argument in changed]
-
-
-def _is_bare(argument: str) -> bool:
-    key, equals, _ = argument.partition("=")
-    return bool(equals) and key.replace(".", "").isidentifier() and dotted(key) is not None
-
-
-def _path(argument: str) -> str:
-    return dotted(argument.partition("=")[0]) or ""
+    found, changed = [], []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key.replace(".", "").isidentifier() and (path := dotted(key)) is not None:
+            changed.append(key)
+            argument = f"++{path}={value}"
+        found.append(argument)
+    return found, changed
 
 
 def answer(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
@@ -66,39 +56,54 @@ def answer(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
     Raises:
         ShaketableError: The command is the origin's, and a value in it cannot be read.
     """
-    words, variables = _without_assignments(command, environ)
+    words, variables = list(command), dict(environ)
+    while words and (words[0] == "env" or (words[0].partition("=")[0].isidentifier() and "=" in words[0])):
+        name, equals, value = words.pop(0).partition("=")
+        variables |= {name: value} if equals else {}
     if (at := _script(words)) is not None:
         name = PurePath(words[at]).name
         try:
-            use = [reachable(line) for line in instead(words[at:], variables)]
-            head = f"{name} is a script of the origin study, and needs its verl; here:"
-            return f"{head} {use[0]}" if len(use) == 1 else "\n  ".join([head, *use])
+            use = [_reachable(line) for line in instead(words[at:], variables)]
         except NotTheirsError:
             return None
-    if words and not any(VERL in word for word in words):
-        return variables_answer(variables, f" -- {_shown(words)}")
+        head = f"{name} is a script of the origin study, and needs its verl; here:"
+        return f"{head} {use[0]}" if len(use) == 1 else "\n  ".join([head, *use])
+    if words and not any("verl.trainer" in word for word in words):
+        text = shlex.join(words)
+        return variables_answer(variables, f" -- {text if len(text) <= 80 else f'{text[:77]}…'}")
     return None
 
 
-def variables_answer(environ: Mapping[str, str], command: str = " …") -> str | None:
-    """What to write in place of `VERL_NOISY_OPS_*`, which verl reads and nobody else; None where they ask for nothing."""
-    if not any(name.startswith("VERL_NOISY_OPS_") for name in environ):
-        return None
-    from shaketable.integrations.origin_configs.translate import translate
-
-    plan = translate({}, environ).plan
-    if plan is None:
-        return None
-    text = plan.text().replace(",phase=rollout+train", "")
-    use = f"unset them and write --plan {_quoted(text)}{command}"
-    return f"VERL_NOISY_OPS_* are read in a job of verl and nowhere else; {use}"
+def _script(words: Sequence[str]) -> int | None:
+    """The place of the name of one of the origin's scripts: the program, or what an interpreter is given."""
+    names = {entry["script"] for entry in _scripts()} | {TRAIN_PPO}
+    for at, word in enumerate(words[:3]):
+        if PurePath(word).name in names:
+            return at
+        if at and not word.startswith("-"):
+            return None
+    return None
 
 
-def reachable(command: str) -> str:
+def _scripts() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = read_yaml(DOCUMENTS, "the origin's documents")["scripts"]
+    return found
+
+
+def _reachable(command: str) -> str:
     """A command whose recipes can be started from here: by their path in the package, outside of a checkout."""
     if Path(SHOWN).is_dir():
         return command
-    return re.sub(rf"{SHOWN}([\w.]+)", lambda found: _quoted(str(RECIPES / found[1])), command)
+    return re.sub(rf"{SHOWN}([\w.]+)", lambda found: shlex.quote(str(RECIPES / found[1])), command)
+
+
+def variables_answer(environ: Mapping[str, str], command: str = " …") -> str | None:
+    """What to write in place of `VERL_NOISY_OPS_*`, which only verl reads; None where they ask for nothing."""
+    if (plan := translate({}, environ).plan) is None:
+        return None
+    text = plan.text().replace(",phase=rollout+train", "")
+    use = f"unset them and write --plan {shlex.quote(text)}{command}"
+    return f"VERL_NOISY_OPS_* are read in a job of verl and nowhere else; {use}"
 
 
 def instead(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -108,11 +113,11 @@ def instead(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         options = _options(given, name)
         environ = {**environ, "MODEL_PATH": options.pop("model_path", environ.get("MODEL_PATH", ""))}
         return [" ".join([*_recipe_variables(environ), _train_ppo(options)])]
+    is_shell = name.endswith(".sh")
+    plain = [word for word in given if not word.startswith("-")] if is_shell else []
+    options = {} if is_shell else _options(given, name)
     entries = [entry for entry in _scripts() if entry["script"] == name]
-    plain = [word for word in given if not word.startswith("-")] if name.endswith(".sh") else []
-    options = {} if plain or name.endswith(".sh") else _options(given, name)
-    entry = next((e for e in entries if _fits(e, plain, options)), entries[-1])
-    return _filled(entry, plain, options, environ)
+    return _filled(next((e for e in entries if _fits(e, plain, options)), entries[-1]), plain, options, environ)
 
 
 def _fits(entry: Mapping[str, Any], plain: Sequence[str], options: Mapping[str, str]) -> bool:
@@ -125,64 +130,47 @@ def _filled(
 ) -> list[str]:
     """An entry's commands with the values of the arguments, and of the variables that the script read."""
     usual = {key: str(value) for key, value in (entry.get("arguments") or {}).items()}
-    if len(plain) > len(usual) and "first" not in entry:
-        raise NotTheirsError(f"{entry['script']} takes {len(usual)} arguments ({', '.join(usual)}), not {len(plain)}")
-    if unknown := next((key for key in options if key not in usual), None):
-        raise NotTheirsError(f"{entry['script']} has no option --{unknown}; it has {', '.join(f'--{key}' for key in usual)}")
+    if (len(plain) > len(usual) and "first" not in entry) or not options.keys() <= usual.keys():
+        raise NotTheirsError(f"{entry['script']} takes other arguments: {', '.join(usual)}")
     values = {**usual, **dict(zip(usual, plain, strict=False)), **options}
     for key, words in (entry.get("words") or {}).items():
         if values[key] not in words:
             raise ShaketableError(f"{entry['script']}: {key} is {values[key]!r}; valid: {', '.join(words)}")
         values[key] = words[values[key]]
-    dtype = []
+    before = _recipe_variables(environ)
     if "scale" in values:
-        values["scale"], is_small = _scale(values["scale"], entry["script"])
-        dtype = ["DTYPE=float32"] if is_small else []
-    values |= {"model": _quoted(environ.get("MODEL_PATH") or "Qwen/Qwen2.5-1.5B-Instruct")}
+        scale = as_number(values["scale"])
+        if scale is None or scale <= 0:
+            raise ShaketableError(f"{entry['script']}: the scale is {values['scale']!r}; write a number above 0 such as 1e-4")
+        values["scale"] = f"{scale:g}"
+        before += ["DTYPE=float32"] if scale < BFLOAT16_SCALE else []
+    values |= {"model": shlex.quote(environ.get("MODEL_PATH") or "Qwen/Qwen2.5-1.5B-Instruct")}
     commands = [entry["command"]] if isinstance(entry["command"], str) else entry["command"]
-    return [_one(command.format(**values), dtype, environ) for command in commands]
-
-
-def _one(command: str, dtype: list[str], environ: Mapping[str, str]) -> str:
-    return " ".join([*_recipe_variables(environ), *dtype, command]) if ".sh" in command else command
-
-
-def _scale(text: str, script: str) -> tuple[str, bool]:
-    """A scale as plans write it, and whether bfloat16 rounds it away."""
-    number = as_number(text)
-    if number is None or number <= 0:
-        raise ShaketableError(f"{script}: the scale is {text!r}; write a number above 0 such as 1e-4")
-    return f"{number:g}", number < BFLOAT16_SCALE
+    return [" ".join([*(before if ".sh" in command else []), command.format(**values)]) for command in commands]
 
 
 def _recipe_variables(environ: Mapping[str, str]) -> list[str]:
     """`MODEL_PATH` and `TRAIN_DATA`, which the origin's scripts read, as the recipes call them."""
-    model = [f"MODEL={_quoted(environ['MODEL_PATH'])}"] if environ.get("MODEL_PATH") else []
+    model = [f"MODEL={shlex.quote(environ['MODEL_PATH'])}"] if environ.get("MODEL_PATH") else []
     files = environ.get("TRAIN_DATA") or environ.get("VAL_DATA") or environ.get("TEST_DATA")
-    return model + ([f"DATA={_quoted(str(PurePath(files).parent))}"] if files else [])
+    return model + ([f"DATA={shlex.quote(str(PurePath(files).parent))}"] if files else [])
 
 
 def _train_ppo(options: dict[str, str]) -> str:
     """`train_ppo.py` of the experiment design: its flat options are the groups `deadzone` and `aqn`; by epochs, as it says."""
-    from shaketable.integrations.origin_configs.translate import translate
-
     if unknown := next((key for key in options if dotted(key) is None), None):
         raise NotTheirsError(f"{TRAIN_PPO} has no option --{unknown}; it has --model_path, --deadzone_… and --aqn_…")
     if "aqn_config" in options:
-        keys = [_quoted(f"+{dotted(key)}={value}") for key, value in options.items()]
+        keys = [shlex.quote(f"+{dotted(key)}={value}") for key, value in options.items()]
         return " ".join(["NAME=aqn-config bash examples/verl/baseline.sh", EAGER, *keys])
-    config = {key: _value(text) for key, text in options.items()}
-    found = translate(config | {"trainer": {"total_epochs": 2}})
+    truth = {"true": True, "false": False}
+    found = translate({key: truth.get(text.lower(), text) for key, text in options.items()} | {"trainer": {"total_epochs": 2}})
     plan = "" if found.plan is None else found.plan.text().replace(",phase=rollout+train", "")
     aqn = "" if found.aqn is None else found.aqn.text()
     if not plan:
         return " ".join(["bash examples/verl/baseline.sh", *([EAGER, f"\"+shaketable.aqn='{aqn}'\""] if aqn else [])])
-    asked = [f"{name}={_quoted(value)}" for name, value in (("PLAN", plan), ("AQN", aqn)) if value]
+    asked = [f"{name}={shlex.quote(value)}" for name, value in (("PLAN", plan), ("AQN", aqn)) if value]
     return " ".join([*asked, f"bash examples/verl/{'aqn_epoch_aware' if aqn else 'operator_noise'}.sh"])
-
-
-def _value(text: str) -> bool | str:
-    return text.lower() == "true" if text.lower() in ("true", "false") else text
 
 
 def _options(words: Sequence[str], name: str) -> dict[str, str]:
@@ -195,37 +183,3 @@ def _options(words: Sequence[str], name: str) -> dict[str, str]:
             raise NotTheirsError(f"{name}: {key} is not --option VALUE, each option once")
         found[key[2:].replace("-", "_")] = value if equals else rest.pop(0)
     return found
-
-
-def _script(words: Sequence[str]) -> int | None:
-    """Where the name of one of the origin's scripts stands: as the program, or as what an interpreter is given."""
-    names = {entry["script"] for entry in _scripts()} | {TRAIN_PPO}
-    for at, word in enumerate(words[:3]):
-        if PurePath(word).name in names:
-            return at
-        if at and not word.startswith("-"):
-            return None
-    return None
-
-
-def _without_assignments(command: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The command after `env NAME=value …`, and the environment with those values."""
-    words, variables = list(command), dict(environ)
-    while words and (words[0] == "env" or (words[0].partition("=")[0].isidentifier() and "=" in words[0])):
-        name, _, value = words.pop(0).partition("=")
-        variables |= {name: value} if name != "env" else {}
-    return words, variables
-
-
-def _scripts() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = read_yaml(DOCUMENTS, "the origin's documents")["scripts"]
-    return found
-
-
-def _quoted(text: str) -> str:
-    return shlex.quote(text)
-
-
-def _shown(words: Sequence[str]) -> str:
-    text = shlex.join(words)
-    return text if len(text) <= 80 else f"{text[:77]}…"
