@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shaketable.aqn.guidance import ORIGIN, Guidance, SigmaMapping, as_diagnosis, averaged
+from shaketable.aqn.guidance import ORIGIN, Diagnosis, Guidance, SigmaMapping, averaged
 from shaketable.errors import ShaketableError
 
 
@@ -239,8 +239,8 @@ def with_probe(index, **fields):
 @pytest.mark.parametrize(
     ("diagnosis", "words"),
     [
-        ([], "this is no diagnosis"),
-        ({"schema": 1, "kind": "ledger"}, "this is no diagnosis"),
+        ([], "the diagnosis: expected what"),
+        ({"schema": 1, "kind": "ledger"}, "the diagnosis: expected what"),
         (plain() | {"schema": 2}, "has schema 2; this version reads schema 1"),
         (without(plain(), "schema"), "has schema None"),
         (without(plain(), "probes"), "the diagnosis: probes: Field required"),
@@ -347,7 +347,7 @@ def formula(found, base=0.05):
 
 
 def guided(data, **options):
-    return {row.layer: row.sigma for row in Guidance.of(as_diagnosis(data, "scans.json"), **options).layers}
+    return {row.layer: row.sigma for row in Guidance.of(Diagnosis.read(data), **options).layers}
 
 
 def test_the_origins_scans_give_the_sigmas_of_its_formula():
@@ -358,7 +358,7 @@ def test_the_origins_scans_give_the_sigmas_of_its_formula():
 
 
 def test_scans_alone_decide_nothing_and_a_detected_layer_is_a_fault():
-    open_ = Guidance.of(as_diagnosis(scans(analysis_date="2026-01-07", model_path="Qwen"), "s"))
+    open_ = Guidance.of(scans(analysis_date="2026-01-07", model_path="Qwen"))
     assert (open_.metadata["verdict"], open_.metadata["analysis_date"], open_.metadata["model"]) == (
         "INCONCLUSIVE",
         "2026-01-07",
@@ -382,10 +382,10 @@ def test_scans_alone_decide_nothing_and_a_detected_layer_is_a_fault():
 )
 def test_scans_that_lack_something_are_refused(change, message):
     with pytest.raises(ShaketableError, match=message):
-        as_diagnosis(scans() | change, "s.json")
+        Diagnosis.read(scans() | change, "s.json")
     without = {key: value for key, value in scans().items() if key != "instability"}
     with pytest.raises(ShaketableError, match=r"s\.json has no instability; scans are"):
-        as_diagnosis(without, "s.json")
+        Diagnosis.read(without, "s.json")
 
 
 def diagnosis(gains, **changes):
@@ -395,24 +395,22 @@ def diagnosis(gains, **changes):
 
 
 def mean(*several):
-    return averaged(several, [f"{i}.json" for i in range(len(several))])
+    return averaged({f"{i}.json": Diagnosis.read(data, f"{i}.json") for i, data in enumerate(several)})
 
 
-def test_the_mean_is_taken_layer_by_layer_and_one_is_left_as_it_is():
+def test_the_mean_is_taken_layer_by_layer():
     one, other = diagnosis([1.0, 0.5, 1.0]), diagnosis([2.0, 1.5, math.inf])
-    assert mean(one) is one
-    found = [probe["statistics"]["gain"] for probe in mean(one, other)["probes"]]
-    assert found == [1.5, 1.0, math.inf]
-    lost = mean(one, diagnosis([None, 1.5, 1.0]))["probes"]
-    assert [probe["statistics"]["gain"] for probe in lost] == [None, 1.0, 1.0], "no mean of what is not there"
+    assert mean(one) == Diagnosis.read(one)
+    assert mean(one, other).statistic("gain") == [1.5, 1.0, math.inf]
+    assert mean(one, diagnosis([None, 1.5, 1.0])).statistic("gain") == [None, 1.0, 1.0], "no mean of what is not there"
 
 
 def test_a_verdict_is_kept_when_all_agree():
     fault = {"verdict": "FAULT", "layer": 1, "fault_class": "dead_zone"}
     agreed = mean(diagnosis([1.0, 0.5], **fault), diagnosis([1.0, 0.6], **fault))
-    assert (agreed["verdict"], agreed["layer"]) == ("FAULT", 1)
+    assert (agreed.verdict, agreed.layer) == ("FAULT", 1)
     apart = mean(diagnosis([1.0, 0.5], **fault), diagnosis([1.0, 0.6], **(fault | {"layer": 0})))
-    assert (apart["verdict"], apart["layer"], apart["fault_class"]) == ("INCONCLUSIVE", None, None)
+    assert (apart.verdict, apart.layer, apart.fault_class) == ("INCONCLUSIVE", None, None)
 
 
 @pytest.mark.parametrize(
@@ -420,10 +418,8 @@ def test_a_verdict_is_kept_when_all_agree():
     [
         (diagnosis([1.0, 1.0], model="n"), "different models are not averaged: model 'n' in 1.json and 'm' in 0.json"),
         (diagnosis([1.0, 1.0, 1.0]), "num_layers 3 in 1.json and 2 in 0.json"),
-        ({"kind": "fingerprint"}, "1.json is no diagnosis"),
-        (diagnosis([1.0, 1.0], probes=[{"layer": 0}, {"layer": 1}]), "1.json was made without statistics"),
-        (diagnosis([1.0, 1.0], probes=[{"layer": 0, "statistics": {"gain": 1.0}}]), "1.json has other layers or statistics"),
-        (diagnosis([1.0, 1.0], probes=[{"layer": 0, "statistics": {}}] * 2), "1.json names a layer twice"),
+        ({"kind": "fingerprint"}, "1.json: expected what"),
+        (diagnosis([1.0, 1.0], probes=[{"layer": i, "statistics": {"gain": 1.0}} for i in (0, 1)]), "1.json has other statistics"),
     ],
 )
 def test_what_cannot_be_averaged_is_named(other, message):

@@ -175,7 +175,7 @@ HEALTHY = json.dumps(DIAGNOSIS | {"verdict": "HEALTHY", "layer": None, "fault_cl
         ("{", (), "the diagnosis d.json is not JSON"),
         ("[" * 100_000, (), "the diagnosis d.json is not JSON"),
         ("\ud800".encode("utf-8", "surrogatepass"), (), "the diagnosis d.json is not JSON"),
-        ("[1]", (), "this is no diagnosis"),
+        ("[1]", (), "d.json: expected what `shaketable locate --json FILE` writes"),
         (json.dumps(DIAGNOSIS | {"schema": 9}), (), "has schema 9; this version reads schema 1"),
         (json.dumps(DIAGNOSIS | {"probes": [{"layer": i} for i in range(5)]}), (), "was made without statistics"),
         (HEALTHY, ("--target", "fault"), "--target fault needs a located layer"),

@@ -144,7 +144,7 @@ class _Place(BaseModel):
     fault_class: str | None = None
 
 
-class _Diagnosis(BaseModel):
+class Diagnosis(BaseModel):
     """The part of a diagnosis that guidance reads; the rest is left alone."""
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -160,14 +160,27 @@ class _Diagnosis(BaseModel):
     evidence: tuple[_Place, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
-    def _covers_every_layer(self) -> _Diagnosis:
+    def _covers_every_layer(self) -> Diagnosis:
         layers = [p.layer for p in self.probes if p.layer is not None]
         if len(layers) != self.num_layers or set(layers) != set(range(self.num_layers)):
             raise ValueError(f"probes must name each of the {self.num_layers} layers once, and name {sorted(layers)}")
         for layer in (self.layer, *(e.layer for e in self.evidence)):
             if layer is not None and layer not in layers:
                 raise ValueError(f"the verdict names layer {layer} of a model with {self.num_layers} layers")
+        if (lacking := next((p.layer for p in self.probes if p.layer is not None and not p.statistics), None)) is not None:
+            raise ValueError(f"it was made without statistics (layer {lacking} has none); guidance needs them")
         return self
+
+    @classmethod
+    def read(cls, data: object, name: str = "the diagnosis") -> Diagnosis:
+        """From what the JSON of `shaketable locate`, or of the origin's scans, holds. `name` is how an error calls it."""
+        if isinstance(data, Mapping) and "kind" not in data and any(scan in data for scan in SCANS):
+            return _of_scans(data, name)
+        if not isinstance(data, Mapping) or data.get("kind") != "diagnosis":
+            raise ShaketableError(f"{name}: expected what `shaketable locate --json FILE` writes")
+        if data.get("schema") != SCHEMA:
+            raise ShaketableError(f"{name} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}")
+        return checked(cls, data, name)
 
     @property
     def located(self) -> dict[int, str | None]:
@@ -178,23 +191,22 @@ class _Diagnosis(BaseModel):
         found = others if self.layer is None else {**others, self.layer: self.fault_class}
         return dict(sorted(found.items()))
 
+    @property
+    def statistics(self) -> dict[int, dict[str, float | None]]:
+        """Of every layer, in order."""
+        found = {p.layer: p.statistics or {} for p in self.probes if p.layer is not None}
+        return dict(sorted(found.items()))
+
     def statistic(self, field: str) -> list[float | None]:
         """One statistic of every layer, in order."""
-        found = []
-        for probe in sorted((p for p in self.probes if p.layer is not None), key=lambda p: p.layer or 0):
-            if not probe.statistics:
-                why = f"the diagnosis was made without statistics (layer {probe.layer} has none)"
-                raise ShaketableError(f"{why}; guidance needs them")
-            if field not in probe.statistics:
-                raise ShaketableError(f"layer {probe.layer} has no statistic {field!r}; {nearest(field, probe.statistics)}")
-            found.append(probe.statistics[field])
-        return found
+        for layer, known in self.statistics.items():
+            if field not in known:
+                raise ShaketableError(f"layer {layer} has no statistic {field!r}; {nearest(field, known)}")
+        return [known[field] for known in self.statistics.values()]
 
 
-def as_diagnosis(data: object, name: str) -> object:
-    """The origin's scans as a diagnosis; anything else as it is. `name` is how an error calls it."""
-    if not isinstance(data, Mapping) or "kind" in data or not any(scan in data for scan in SCANS):
-        return data
+def _of_scans(data: Mapping[Any, Any], name: str) -> Diagnosis:
+    """The origin's scans as a diagnosis."""
     if missing := [scan for scan in SCANS if scan not in data]:
         lacking = " and no ".join(missing)
         raise ShaketableError(f"{name} has no {lacking}; scans are {', '.join(SCANS)}, each of layers to numbers")
@@ -203,15 +215,11 @@ def as_diagnosis(data: object, name: str) -> object:
     if not isinstance(count, int) or not 1 <= count < 10**6:
         raise ShaketableError(f"{name}: num_layers is {count!r}; write the number of decoder layers, or leave it out")
     for scan, column in columns.items():
-        if set(column) != set(range(count)):
-            odd = min(set(column) ^ set(range(count)))
-            raise ShaketableError(
-                f"{name}: {scan} and the {count} layers differ at layer {odd}; every scan needs each layer once"
-            )
+        if odd := set(column) ^ set(range(count)):
+            what = f"{scan} and the {count} layers differ at layer {min(odd)}"
+            raise ShaketableError(f"{name}: {what}; every scan needs each layer once")
     layer = data.get("detected_layer")
-    return {
-        "schema": SCHEMA,
-        "kind": "diagnosis",
+    read = {
         "num_layers": count,
         "probes": [{"layer": i, "statistics": {scan: columns[scan][i] for scan in SCANS}} for i in range(count)],
         "model": str(data.get("model", data.get("model_path", "a model that its scans do not name"))),
@@ -221,6 +229,7 @@ def as_diagnosis(data: object, name: str) -> object:
         "layer": layer,
         "fault_class": None if layer is None else data.get("fault_type", "not classified"),
     }
+    return checked(Diagnosis, read, name)
 
 
 def _by_layer(column: object, name: str) -> dict[int, float | None]:
@@ -238,55 +247,32 @@ def _by_layer(column: object, name: str) -> dict[int, float | None]:
     return found
 
 
-def averaged(diagnoses: Sequence[object], names: Sequence[str]) -> object:
-    """One diagnosis with the mean statistics of several of the same model; a single one as it is.
+def averaged(diagnoses: Mapping[str, Diagnosis]) -> Diagnosis:
+    """One diagnosis with the mean statistics of several of the same model, by their names.
 
     The verdict is that of all of them if they agree, and INCONCLUSIVE if they do not.
     """
-    if len(diagnoses) == 1:
-        return diagnoses[0]
-    read = [_raw(data, name) for data, name in zip(diagnoses, names, strict=True)]
-    first, tables = read[0], [_statistics(data, name) for data, name in zip(read, names, strict=True)]
-    for other, table, name in zip(read, tables, names, strict=True):
-        for key in ("schema", "model", "num_layers"):
-            if other.get(key) != first.get(key):
-                found = f"{key} {other.get(key)!r} in {name} and {first.get(key)!r} in {names[0]}"
+    (first_name, first), *_ = diagnoses.items()
+    for name, other in diagnoses.items():
+        for key in ("model", "num_layers"):
+            mine, theirs = getattr(first, key), getattr(other, key)
+            if mine != theirs:
+                found = f"{key} {theirs!r} in {name} and {mine!r} in {first_name}"
                 raise ShaketableError(f"diagnoses of different models are not averaged: {found}")
-        if {layer: set(row) for layer, row in table.items()} != {layer: set(row) for layer, row in tables[0].items()}:
-            raise ShaketableError(f"{name} has other layers or statistics than {names[0]}; make all diagnoses with one version")
-    probes = [
-        {"layer": layer, "statistics": {field: _mean([table[layer][field] for table in tables]) for field in row}}
-        for layer, row in tables[0].items()
-    ]
-    said = [(d.get("verdict"), d.get("layer"), d.get("fault_class")) for d in read]
-    agreed = said[0] if all(other == said[0] for other in said) else ("INCONCLUSIVE", None, None)
-    evidence = [place for d in read for place in d.get("evidence", ())]
-    return {
-        **first,
-        **dict(zip(("verdict", "layer", "fault_class"), agreed, strict=True)),
-        "probes": probes,
-        "evidence": evidence,
-    }
+        if {i: set(row) for i, row in other.statistics.items()} != {i: set(row) for i, row in first.statistics.items()}:
+            raise ShaketableError(f"{name} has other statistics than {first_name}; make all diagnoses with one version")
+    every = list(diagnoses.values())
+    probes = tuple(
+        _Place(layer=i, statistics={field: _mean([d.statistics[i][field] for d in every]) for field in row})
+        for i, row in first.statistics.items()
+    )
+    agree = len({(d.verdict, d.layer, d.fault_class) for d in every}) == 1
+    verdict = {} if agree else {"verdict": "INCONCLUSIVE", "layer": None, "fault_class": None}
+    return first.model_copy(update={"probes": probes, "evidence": tuple(e for d in every for e in d.evidence), **verdict})
 
 
-def _raw(data: object, name: str) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping) or data.get("kind") != "diagnosis" or not isinstance(data.get("probes"), list):
-        raise ShaketableError(f"{name} is no diagnosis; expected what `shaketable locate --json FILE` writes")
-    return data
-
-
-def _statistics(data: Mapping[str, Any], name: str) -> dict[int, Mapping[str, Any]]:
-    probes = [p for p in data["probes"] if isinstance(p, Mapping) and isinstance(p.get("layer"), int)]
-    if lacking := next((p for p in probes if not isinstance(p.get("statistics"), Mapping)), None):
-        raise ShaketableError(f"{name} was made without statistics (layer {lacking['layer']} has none); guidance needs them")
-    found = {p["layer"]: p["statistics"] for p in probes}
-    if len(found) < len(probes):
-        raise ShaketableError(f"{name} names a layer twice; make it anew with `shaketable locate --json FILE`")
-    return found
-
-
-def _mean(values: Sequence[Any]) -> float | None:
-    numbers = [value for value in values if isinstance(value, int | float)]
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
     return fmean(numbers) if len(numbers) == len(values) else None
 
 
@@ -326,18 +312,21 @@ class Guidance:
         target: str = "all",
         mapping: SigmaMapping | None = None,
     ) -> Guidance:
-        """Guidance from a diagnosis, given as the object that its JSON holds.
+        """Guidance from a diagnosis.
 
         Args:
-            diagnosis: What `shaketable locate --json` writes. base_sigma: σ of a layer that meets no rule. schedule: The name
-            of the schedule that σ decays by in training. target: `all` layers, the located ones alone (`fault`), all but
-            those (`healthy`), or those that are labelled `high`. mapping: Rules, clamp and labels; the origin's by default.
+            diagnosis: As `Diagnosis.read` returns it, or the object that its JSON holds.
+            base_sigma: σ of a layer that meets no rule.
+            schedule: Name of the schedule that σ decays by in training.
+            target: `all` layers, the located ones alone (`fault`), all but those (`healthy`), or those labelled `high`.
+            mapping: Rules, clamp and labels; the origin's by default.
         """
         _one_of("schedule", schedule, NAMED)
         _one_of("target", target, TARGETS)
         if not (math.isfinite(base_sigma) and base_sigma > 0):
             raise ShaketableError(f"base sigma must be a positive number, not {base_sigma}")
-        read, rules, base = _read(diagnosis), mapping or SigmaMapping.load(), float(base_sigma)
+        read = diagnosis if isinstance(diagnosis, Diagnosis) else Diagnosis.read(diagnosis)
+        rules, base = mapping or SigmaMapping.load(), float(base_sigma)
         values = {r.field: read.statistic(r.field) for r in rules.rules if r.field is not None}
         medians = {r.field: _median(values[r.field]) for r in rules.rules if r.field is not None and r.unit == "median"}
         every = [
@@ -395,14 +384,6 @@ class Guidance:
         return {"schema": SCHEMA, "kind": "guidance", **self.config(), "layers": rows, **made_from}
 
 
-def _read(diagnosis: object) -> _Diagnosis:
-    if not isinstance(diagnosis, Mapping) or diagnosis.get("kind") != "diagnosis":
-        raise ShaketableError("this is no diagnosis; expected what `shaketable locate --json FILE` writes")
-    if diagnosis.get("schema") != SCHEMA:
-        raise ShaketableError(f"the diagnosis has schema {diagnosis.get('schema')!r}; this version reads schema {SCHEMA}")
-    return checked(_Diagnosis, diagnosis, "the diagnosis")
-
-
 def _median(values: Sequence[float | None]) -> float | None:
     finite = [v for v in values if v is not None and math.isfinite(v)]
     return median(finite) if finite else None
@@ -436,7 +417,7 @@ def _layer(
     return LayerSigma(layer, sigma, sigma / base, "HIGH" if high else "LOW" if low else "BASE", tuple(why))
 
 
-def _targeted(every: Sequence[LayerSigma], read: _Diagnosis, target: str) -> tuple[LayerSigma, ...]:
+def _targeted(every: Sequence[LayerSigma], read: Diagnosis, target: str) -> tuple[LayerSigma, ...]:
     if target == "all":
         return tuple(every)
     if target == "high":

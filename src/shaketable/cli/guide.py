@@ -54,11 +54,12 @@ def guide(
 
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
-    from shaketable.aqn.guidance import Guidance, SigmaMapping, as_diagnosis, averaged
+    from shaketable.aqn.guidance import Diagnosis, Guidance, SigmaMapping, averaged
 
     outputs = OutputFiles("guide", str(out), json_file, others=[out], reads=[*diagnoses, mapping], force=force)
     rules = SigmaMapping.load(mapping) if mapping is not None else None
-    one = averaged([as_diagnosis(_read(path), str(path)) for path in diagnoses], [str(path) for path in diagnoses])
+    read = [Diagnosis.read(_json(path), str(path)) for path in diagnoses]
+    one = averaged({str(path): diagnosis for path, diagnosis in zip(diagnoses, read, strict=True)})
     found = Guidance.of(one, base_sigma=base_sigma, schedule=schedule, target=target, mapping=rules)
     if len(diagnoses) > 1:
         found = replace(found, metadata={**found.metadata, "diagnoses": len(diagnoses)})
@@ -67,7 +68,7 @@ def guide(
     _print(found, [out, *outputs.files])
 
 
-def _read(path: Path) -> object:
+def _json(path: Path) -> object:
     try:
         data: object = json.loads(path.read_bytes())
     except OSError as error:
