@@ -419,7 +419,10 @@ def test_a_verdict_is_kept_when_all_agree():
         (diagnosis([1.0, 1.0], model="n"), "different models are not averaged: model 'n' in 1.json and 'm' in 0.json"),
         (diagnosis([1.0, 1.0, 1.0]), "num_layers 3 in 1.json and 2 in 0.json"),
         ({"kind": "fingerprint"}, "1.json: expected what"),
-        (diagnosis([1.0, 1.0], probes=[{"layer": i, "statistics": {"gain": 1.0}} for i in (0, 1)]), "1.json has other statistics"),
+        (
+            diagnosis([1.0, 1.0], probes=[{"layer": i, "statistics": {"gain": 1.0}} for i in (0, 1)]),
+            "1.json has other statistics",
+        ),
     ],
 )
 def test_what_cannot_be_averaged_is_named(other, message):

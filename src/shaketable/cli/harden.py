@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,17 +9,13 @@ import typer
 
 from shaketable.cli.config_options import options_of
 from shaketable.cli.outputs import OutputFiles
-from shaketable.cli.recorded_runs import RecordedRuns
-from shaketable.cli.train import is_given
+from shaketable.cli.recorded_runs import RecordedRuns, is_given, live
 from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption
 from shaketable.errors import ShaketableError
 from shaketable.harden.config import HardenConfig
 
 if TYPE_CHECKING:
-    from shaketable.harden.run import Tell
     from shaketable.records.record import RunRecord
-
-RESUME_TAKES = ("resume", "json_file", "html_file", "force")
 
 
 @options_of(
@@ -65,11 +59,9 @@ def harden(
     Example: `shaketable harden nano --task arithmetic --plan 'dead_zone:0.6,scope=token@layer.3' -o hardened`
     """
     outputs = OutputFiles("harden", model, json_file, html_file, of_run=True, force=force)
+    runs = RecordedRuns("harden", HardenConfig, _run, _show)
     if resume is not None:
-        given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
-        if given:
-            raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
-        _runs().go_on(resume, outputs)
+        runs.resume(context, resume, outputs)
         return
     if not model or not fields["plans"]:
         example = "shaketable harden nano --task arithmetic --plan 'relative_gaussian:0.2@module.linear'"
@@ -86,58 +78,33 @@ def harden(
     fields["device"] = chosen_device(fields["device"])
     fields["dtype"] = fields["dtype"] or ("float32" if fields["device"] == "cpu" else "bfloat16")
     hush()
-    _start(HardenConfig.checked(model=model, **fields), out, outputs)
+    from shaketable.harden.scoring import rehearse
+
+    runs.start(HardenConfig.checked(model=model, **fields), rehearse, f"harden-{Path(model).name}", out, outputs)
 
 
 def _fitting(rungs: tuple[str, ...], lora: int, asked: bool) -> tuple[str, ...]:
-    """The default rungs; without calibrate where adapters are trained, since it changes the weights that they lie on."""
+    """The default stages; without calibrate where adapters are trained, since it changes the weights that they lie on."""
     return tuple(r for r in rungs if r != "calibrate") if lora and not asked else rungs
-
-
-def _start(config: HardenConfig, out: Path | None, outputs: OutputFiles) -> None:
-    from shaketable.harden.scoring import rehearse
-
-    _runs().start(config, rehearse, f"harden-{Path(config.model).name}", out, outputs)
 
 
 def _run(config: HardenConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
     from shaketable.harden.run import Hardening
 
-    with _live() as tell:
+    with live(_step, _line) as tell:
         Hardening(config, record, tell, loaded=loaded).run(resume=resume)
 
 
-def _runs() -> RecordedRuns:
-    return RecordedRuns("harden", HardenConfig, _run, _show)
+def _step(facts: dict[str, Any]) -> dict[str, Any]:
+    if "done" not in facts:  # a step of the stage reinforce, which is a run of `train`
+        return {}
+    shown = f"loss {facts['loss']:.3g}" + ("" if facts["plan"] is not None else " (clean step)")
+    return {"description": facts["rung"], "completed": facts["done"], "total": facts["total"], "shown": shown}
 
 
-@contextmanager
-def _live() -> Iterator[Tell]:
-    """A bar with the time that is left; the scores after every rung stay on the screen above it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True, highlight=False)
-    text, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
-    columns = (text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), numbers)
-    with Progress(*columns, console=console, transient=True) as bar:
-        row = bar.add_task("starting", total=None, shown="")
-
-        def tell(kind: str, facts: dict[str, Any]) -> None:
-            if kind == "stage":
-                bar.update(row, description=facts["text"], completed=facts.get("done", 0), total=facts.get("total"), shown="")
-            elif kind == "step" and "done" in facts:
-                shown = f"loss {facts['loss']:.3g}" + ("" if facts["plan"] is not None else " (clean step)")
-                bar.update(row, description=facts["rung"], completed=facts["done"], total=facts["total"], shown=shown)
-            elif kind == "warning":
-                console.print(f"[bold yellow]warning:[/] {facts['text']}")
-            elif kind == "evaluation" and "measure" in facts["conditions"][0]:  # not those of the rung reinforce
-                console.print(_line(facts), markup=False)
-
-        yield tell
-
-
-def _line(facts: dict[str, Any]) -> str:
+def _line(facts: dict[str, Any]) -> str | None:
+    if "measure" not in facts["conditions"][0]:  # scores of the stage reinforce
+        return None
     scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
     back = "  ".join(f"{s['share']:.0%} back" for s in facts.get("shares", {}).values())
     from shaketable.harden.results import named

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +10,7 @@ import typer
 
 from shaketable.cli.config_options import options_of
 from shaketable.cli.outputs import OutputFiles
-from shaketable.cli.recorded_runs import RecordedRuns
+from shaketable.cli.recorded_runs import RecordedRuns, live
 from shaketable.cli.tables.train import show
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
@@ -21,9 +19,6 @@ from shaketable.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from shaketable.records.record import RunRecord
-    from shaketable.train.run import Tell
-
-RESUME_TAKES = ("resume", "json_file", "force")
 
 
 @options_of(
@@ -59,11 +54,9 @@ def train(
     'global_decay:0.05-0.0005,stages=10' --steps 60`
     """
     outputs = OutputFiles("train", model, json_file, of_run=True, force=force)
+    runs = RecordedRuns("train", TrainConfig, _run, show)
     if resume is not None:
-        given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
-        if given:
-            raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
-        _runs().go_on(resume, outputs)
+        runs.resume(context, resume, outputs)
         return
     if not model or not fields["task"]:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
@@ -75,13 +68,9 @@ def train(
     if dry_run:
         _show_plan_of(config, out, force)
         return
-    _start(config, out, outputs)
+    from shaketable.train.plans import rehearse
 
-
-def is_given(context: typer.Context, name: str | None) -> bool:
-    """Whether an option stands on the command line, or in the file of --config."""
-    source = context.get_parameter_source(name or "")
-    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    runs.start(config, rehearse, f"train-{Path(model).name}-{Path(config.task.partition(',')[0]).stem}", out, outputs)
 
 
 def _read(
@@ -134,52 +123,19 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
         console.print(f"σ over the steps is drawn in {picture}", markup=False)
 
 
-def _start(config: TrainConfig, out: Path | None, outputs: OutputFiles) -> None:
-    from shaketable.train.plans import rehearse
-
-    name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
-    _runs().start(config, rehearse, name, out, outputs)
-
-
 def _run(config: TrainConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
     from shaketable.train.run import Training
 
-    with _live(config.steps) as tell:
+    with live(_step, _scores, config.steps) as tell:
         Training(config, record, tell, loaded=loaded).run(resume=resume)
 
 
-def _runs() -> RecordedRuns:
-    return RecordedRuns("train", TrainConfig, _run, show)
+def _scores(facts: dict[str, Any]) -> str:
+    return f"step {facts['step']:>5}: " + "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
 
 
-@contextmanager
-def _live(steps: int) -> Iterator[Tell]:
-    """A bar with the numbers that matter; scores and warnings stay on the screen above it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True, highlight=False)
-    text, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
-    columns = (text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), numbers)
-    with Progress(*columns, console=console, transient=True) as bar:
-        row = bar.add_task("starting", total=steps, shown="")
-
-        def tell(kind: str, facts: dict[str, Any]) -> None:
-            if kind == "stage":
-                counted = {"completed": facts["done"], "total": facts["total"]} if "total" in facts else {}
-                bar.update(row, description=facts["text"], **counted)
-            elif kind == "step":
-                bar.update(row, completed=facts["step"], total=steps, description="training", shown=_numbers(facts))
-            elif kind == "evaluation":
-                scores = "  ".join(f"{c['name']} {c['accuracy']:.1%}" for c in facts["conditions"])
-                console.print(f"step {facts['step']:>5}: {scores}", markup=False)
-            else:
-                console.print(f"[bold yellow]warning:[/] {facts['text']}")
-
-        yield tell
-
-
-def _numbers(facts: dict[str, Any]) -> str:
+def _step(facts: dict[str, Any]) -> dict[str, Any]:
     shown = f"reward {facts['reward']:.2f}  entropy {facts.get('entropy', 0):.2f}"
     shown += f"  KL {facts.get('kl_sampler_trainer', 0):.1e}"
-    return shown + (f"  σ {facts['sigma']:.2g}" if facts["sigma"] else "")
+    shown += f"  σ {facts['sigma']:.2g}" if facts["sigma"] else ""
+    return {"completed": facts["step"], "description": "training", "shown": shown}

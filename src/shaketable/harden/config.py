@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shaketable.errors import nearest
-from shaketable.io.config_model import ConfigModel
+from shaketable.train.config import RunConfig
 
 RUNGS = ("calibrate", "rescale", "distil", "supervise", "reinforce")
 """In the order in which they are climbed."""
@@ -18,13 +18,9 @@ TRAINED = ("distil", "supervise")
 """Those that take optimizer steps."""
 
 
-class HardenConfig(ConfigModel):
+class HardenConfig(RunConfig):
     """One run of the ladder."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    model: str
-    """nano, smollm2-135m, a folder with safetensors, or a hub id."""
     task: str | None = None
     """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class, whose code is run: its train side is learnt
     from, its test side scored."""
@@ -36,8 +32,6 @@ class HardenConfig(ConfigModel):
     """Which of calibrate, rescale, distil, supervise and reinforce are tried, cheapest first."""
     target: float | None = Field(default=0.8, ge=0, le=1)
     """Stop when this share of the loss is back under every plan, 0 to 1; a study tries all rungs."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    """Keys the prompts, the clean model's completions and all noise."""
 
     steps: int = Field(default=200, ge=1, le=10_000_000)
     """Optimizer steps of distil, and of supervise."""
@@ -50,48 +44,25 @@ class HardenConfig(ConfigModel):
     times that with LoRA."""
     clean_every: int = Field(default=2, ge=0)
     """Every so many steps one without the fault, so that the model stays good on healthy hardware; 0 is never."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Of the clean model's completions."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Length of the completions of --prompts; a task has its own."""
-    lora: int = Field(default=0, ge=0, le=1024)
-    """Train LoRA adapters of this rank and merge them, without a second copy as teacher; 0 is all weights."""
     checkpointing: bool = False
     """Less memory: activations are computed again in the backward pass."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
     clean_loss: float = Field(default=0.02, ge=0, le=1)
     """What calibrate, rescale and reinforce may cost without the fault; more is undone. 1 allows all."""
     reinforce_steps: int = Field(default=30, ge=1)
     """GRPO steps of the rung reinforce."""
     reinforce_beta: float = Field(default=0.04, ge=0)
     """Weight of the KL to the hardened model in GRPO."""
-    warm_start: int = Field(default=0, ge=0, le=100_000)
-    """Supervised steps on the task's answers first, as in train; the clean model is the one after them; 0 is off."""
 
     score: Literal["auto", "accuracy", "agreement"] = "auto"
     """accuracy, or agreement of the most likely tokens with the clean model's; auto is accuracy where there is a task."""
     eval_n: int = Field(default=256, ge=2)
     """Test problems, drawn at random."""
-    eval_seed: int = Field(default=0, ge=0)
-    """Draws them, and keys the noise they are scored under."""
-    eval_batch: int = Field(default=0, ge=0)
-    """Problems at a time; what fits when 0."""
-    eval_plans: tuple[str, ...] = ()
-    """Score under this plan too: what carries over to faults that were not trained on; can be repeated."""
-    eval_loss: bool = False
-    """Read the loss of the right answers too, under every condition, where answers are scored."""
-    conditions: dict[str, str] | None = None
-    """Plans to be scored under, by name, in place of the above; their noise depends on the run's seed too."""
-    mechanism: bool = False
-    """Read gradient norms and activations per layer, under every condition, before the first rung and after the last."""
     calibrate_n: int = Field(default=64, ge=4)
     """Sequences that calibrate and rescale look at."""
     save_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 is a quarter."""
-    device: str = "cpu"
-    """cpu, cuda, npu, …; what this machine has by default."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """float32 or bfloat16 (default on an accelerator): arithmetic of the run; weights and optimizer are float32 either way."""
 
     @field_validator("rungs", mode="before")
     @classmethod
@@ -114,8 +85,6 @@ class HardenConfig(ConfigModel):
             raise ValueError(f"micro_batch {self.micro_batch} does not divide the {self.batch} sequences of a step")
         if self.lora and (clash := [r for r in ("calibrate", "reinforce") if r in self.rungs]):
             raise ValueError(f"{clash[0]} changes the weights that LoRA leaves as they are; drop it from rungs, or drop lora")
-        if self.lora and self.warm_start:
-            raise ValueError("a warm start trains all weights, and lora leaves them as its base has them; drop one of the two")
         if not self.plans and (idle := [r for r in ("calibrate", "rescale", "reinforce") if r in self.rungs]):
             raise ValueError(f"{idle[0]} needs a plan; without one only distil and supervise have something to do")
         if not self.plans and not self.conditions:

@@ -46,10 +46,8 @@ from shaketable.records.weight_hash import weights_hash
 from shaketable.train import checkpoints
 from shaketable.train.config import TrainConfig
 from shaketable.train.run import Training
-from shaketable.train.warm_start import check_answers, warm_start
+from shaketable.train.warm_start import Tell, check_answers, warm_start
 
-Tell = Callable[[str, dict[str, Any]], None]
-"""Called with what happens: `stage`, `step`, `evaluation`, `warning`."""
 WEIGHTS = "model.safetensors"
 REINFORCED, START = "reinforce", "hardened"
 RATES = ((300_000_000, 3e-4), (1_000_000_000, 1e-4))
@@ -69,9 +67,9 @@ class Hardening:
         model, self.tokenizer = loaded or load_model(config.model, device=config.device, dtype=torch.float32)
         self.config = _resolved(config, model)
         record.append("resolved", config=self.config.model_dump(mode="json"))
-        self.warmed: dict[str, Any] = {}
+        warmed: dict[str, Any] = {}
         if config.warm_start and self.source.task is not None:
-            self.warmed = warm_start(self.config, self.source.task, model, self.tokenizer, self.tell)
+            warmed = {"warm_start": warm_start(self.config, self.source.task, model, self.tokenizer, self.tell)}
         known = self._same_as_it_began(model)
         self.prompts = Prompts(self.source, self.tokenizer, model)
         self.decoder = Decoder.of(model, self.tokenizer, self.source.limit, self.config.temperature)
@@ -82,7 +80,6 @@ class Hardening:
         """Ledgers of the plans in training, as far as their injections are closed."""
         self.step = 0
         if not known:
-            warmed = {"warm_start": self.warmed} if self.warmed else {}
             record.append("made_of", **self.made_of, batch_size=self.scoring.batch_size, **warmed)
             record.append("examples", problems=examples(self.source.tests))
 

@@ -6,7 +6,7 @@ written into the run record, and a resumed run reads it from there instead of fr
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -16,20 +16,55 @@ PLAN_IN: dict[str, tuple[str, ...]] = {"both": ("rollout", "train"), "rollout": 
 """Where the plan acts in training, and the phases that means."""
 
 
-class TrainConfig(ConfigModel):
-    """One training run."""
+class RunConfig(ConfigModel):
+    """What runs of `train` and of `harden` have in common."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     model: str
     """nano, smollm2-135m, a folder with safetensors, or a hub id."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Keys the problems, their order, the sampling and all noise."""
+    warm_start: int = Field(default=0, ge=0, le=100_000)
+    """Supervised steps on the task's answers first, the same for all arms and seeds, cached; 0 is off."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the sampling."""
+    lora: int = Field(default=0, ge=0, le=1024)
+    """Train LoRA adapters of this rank; 0 is all weights."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+    eval_seed: int = Field(default=0, ge=0)
+    """Draws the test problems, the same in every arm of a study, and keys the noise they are scored under."""
+    eval_plans: tuple[str, ...] = ()
+    """Score under this plan too, beside clean and the plan; can be repeated."""
+    eval_batch: int = Field(default=0, ge=0)
+    """Problems at a time; what fits when 0. Noise is keyed by the call, so a study fixes it."""
+    eval_loss: bool = False
+    """Read the loss of the right answers too, under every condition."""
+    conditions: dict[str, str] | None = None
+    """Plans to be scored under, by name, in place of the plan and `eval_plans`; their noise depends on the run's seed too."""
+    mechanism: bool = False
+    """Read gradient norms and activations per layer, under every condition, at the beginning and at the end."""
+    device: str = "cpu"
+    """cpu, cuda, npu, …; what this machine has by default."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic: float32 or bfloat16 (default on an accelerator); weights and optimizer are float32 either way."""
+
+    @model_validator(mode="after")
+    def _warm_start_fits(self) -> Self:
+        if self.warm_start and self.lora:
+            raise ValueError("a warm start trains all weights, and lora leaves them as its base has them; drop one of the two")
+        return self
+
+
+class TrainConfig(RunConfig):
+    """One training run."""
+
     task: str
     """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class, whose code is run; options after commas:
     arithmetic,level=2."""
     steps: int = Field(ge=1, le=10_000_000)
     """Optimizer steps."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    """Keys the problems, their order, the sampling and all noise."""
     plan: str | None = None
     """The hardware's errors: a plan in one line, or its YAML file."""
     plan_seed: int | None = None
@@ -41,8 +76,6 @@ class TrainConfig(ConfigModel):
     tis: float | None = Field(default=None, gt=0)
     """Truncated importance sampling: the cap of trainer over sampler probability, e.g. 2; off by default."""
 
-    warm_start: int = Field(default=0, ge=0, le=100_000)
-    """Supervised steps on the task's answers first, the same for all arms and seeds, cached; 0 is off."""
     prompts: int = Field(default=16, ge=1)
     """Problems per step."""
     samples: int = Field(default=8, ge=2)
@@ -51,15 +84,10 @@ class TrainConfig(ConfigModel):
     """Answers per forward and backward of the loss; 0 is a whole step."""
     lr: float | None = Field(default=None, gt=0)
     """Learning rate; by default 1e-4 below ten million parameters, 2e-5 above (2e-4 with LoRA)."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Of the sampling."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL to the first policy."""
     loss: str = "dapo"
     """TRL's loss_type."""
-    lora: int = Field(default=0, ge=0, le=1024)
-    """Train LoRA adapters of this rank; 0 is all weights."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
     warmup: int = Field(default=0, ge=0)
     """Steps of linear warm-up; the rate is constant afterwards."""
 
@@ -67,24 +95,8 @@ class TrainConfig(ConfigModel):
     """Steps between scores; the first and the last always are, and only those with 0."""
     eval_n: int = Field(default=200, ge=1)
     """Test problems, drawn at random."""
-    eval_seed: int = Field(default=0, ge=0)
-    """Draws them, the same in every arm of a study, and keys the noise they are scored under."""
-    eval_plans: tuple[str, ...] = ()
-    """Score under this plan too, beside clean and the plan; can be repeated."""
-    eval_batch: int = Field(default=0, ge=0)
-    """Problems at a time; what fits when 0. Noise is keyed by the call, so a study fixes it."""
-    eval_loss: bool = False
-    """Read the loss of the right answers too, under every condition."""
-    conditions: dict[str, str] | None = None
-    """Plans to be scored under, by name, in place of the plan and `eval_plans`; their noise depends on the run's seed too."""
-    mechanism: bool = False
-    """Read gradient norms and activations per layer, under every condition, before the first step and after the last."""
     save_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 is a tenth of the run."""
-    device: str = "cpu"
-    """cpu, cuda, npu, …; what this machine has by default."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the arithmetic: float32 or bfloat16 (default on an accelerator); weights and optimizer are float32 either way."""
     report_to: tuple[str, ...] = ("tensorboard",)
 
     @model_validator(mode="before")
@@ -108,8 +120,6 @@ class TrainConfig(ConfigModel):
             raise ValueError("conditions stand in place of eval_plans and of plan_in=eval; give one or the other")
         if self.warmup >= self.steps and self.warmup:
             raise ValueError(f"a warm-up of {self.warmup} steps leaves nothing of a run of {self.steps}")
-        if self.warm_start and self.lora:
-            raise ValueError("a warm start trains all weights, and lora leaves them as its base has them; drop one of the two")
         return self
 
     @property

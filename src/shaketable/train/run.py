@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,8 @@ from shaketable.train import checkpoints
 from shaketable.train.config import TrainConfig
 from shaketable.train.plans import aqn_of, conditions_of, train_plan
 from shaketable.train.trainer import ShakenGRPO, grpo_config
-from shaketable.train.warm_start import warm_start
+from shaketable.train.warm_start import Tell, warm_start
 
-Tell = Callable[[str, dict[str, Any]], None]
-"""Called with what happens: `stage`, `step`, `evaluation`, `warning`."""
 SMALL = 10_000_000
 COLLAPSE = 0.5
 """A first score under noise below this share of the clean one is a collapse."""
@@ -64,8 +61,9 @@ class Training:
         record.append("resolved", config=self.config.model_dump(mode="json"))
         self.problems = _training_problems(self.task, self.config)
         self.tests = sample(self.task, "test", self.config.eval_n, self.config.eval_seed)
-        self.warmed: dict[str, Any] = {}
-        self._warm_up()
+        warmed: dict[str, Any] = {}
+        if self.config.warm_start:
+            warmed = {"warm_start": warm_start(self.config, self.task, self.model, self.tokenizer, self.tell)}
         known = self._same_as_it_began()
         self.trainer = self._make_trainer()
         self.policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
@@ -79,28 +77,17 @@ class Training:
         self.before: dict[str, Any] = {}
         self.trainer.add_callback(Steps(self))
         if not known:
-            self._say_what_it_is_made_of()
+            record.append("made_of", **self.made_of, batch_size=self.evaluator.batch_size, **warmed)
         if not record.events("examples"):
             record.append("examples", problems=examples(self.tests))
 
     # ---- making
-
-    def _say_what_it_is_made_of(self) -> None:
-        warmed = {"warm_start": self.warmed} if self.warmed else {}
-        self.record.append("made_of", **self.made_of, batch_size=self.evaluator.batch_size, **warmed)
-
-    def _warm_up(self) -> None:
-        """The supervised phase before the run, if there is one."""
-        if self.config.warm_start:
-            self.warmed = warm_start(self.config, self.task, self.model, self.tokenizer, self.tell)
 
     def _same_as_it_began(self) -> dict[str, Any] | None:
         """What the record says this run is made of; refuses other problems or weights, whose scores could not be compared."""
         problems, tests = digest([*self.problems, *self.tests]), digest(self.tests)
         self.made_of = {"problems": problems, "tests": tests, "weights": weights_hash(self.model)}
         known = next(iter(self.record.events("made_of")), None)
-        if known is not None and known.get("decoding") == "static":
-            raise ShaketableError(f"the run in {self.record.folder} sampled in CUDA graphs, which were removed; begin anew")
         for what, content in self.made_of.items():
             if known is not None and known.get(what, content) != content:
                 raise ShaketableError(f"the {what} are not those that the run in {self.record.folder} began with; begin anew")

@@ -10,8 +10,6 @@ known by the hash of all that determines it, weights and installation included, 
 first run makes it, behind a lock, and all others load what the first one made. What is kept is whole or not there (a folder
 that is renamed when it is written), and its file is checked by hash before a weight of the model is touched; a broken one is
 made again.
-
-Rejected: a file that users make once and name. Nothing would tie the name to what was trained.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
@@ -41,28 +39,14 @@ from shaketable.io.cache_folder import cache_folder
 from shaketable.io.locks import take
 from shaketable.io.replacing import sync
 from shaketable.records.weight_hash import weights_hash
+from shaketable.train.config import RunConfig
 
 Tell = Callable[[str, dict[str, Any]], None]
+"""Called with what happens in a run: `stage`, `step`, `evaluation`, `warning`."""
 SEED, BATCH, SCHEMA = 20_261_115, 64, 1
 WEIGHTS, FACTS = "model.safetensors", "warm-start.json"
 RATES = ((10_000_000, 1e-3), (1_000_000_000, 1e-4))
 """Learning rates by size; 1e-5 above the last."""
-
-
-class Warming(Protocol):
-    """What of a run's configuration matters here."""
-
-    @property
-    def warm_start(self) -> int:
-        """Supervised steps."""
-
-    @property
-    def device(self) -> str:
-        """Where."""
-
-    @property
-    def dtype(self) -> str:
-        """Arithmetic."""
 
 
 def check_answers(task: Task) -> None:
@@ -74,7 +58,7 @@ def check_answers(task: Task) -> None:
             raise ShaketableError(f"no warm start on {task.name}: {what}, is not right when it is written as it stands")
 
 
-def warm_start(config: Warming, task: Task, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:
+def warm_start(config: RunConfig, task: Task, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:
     """Give the model the weights after the supervised phase; returns what the record says of it.
 
     Raises:
@@ -98,7 +82,7 @@ def warm_start(config: Warming, task: Task, model: Any, tokenizer: Any, tell: Te
         return {**facts, "cached": False}
 
 
-def _rows(config: Warming, task: Task) -> list[Problem]:
+def _rows(config: RunConfig, task: Task) -> list[Problem]:
     """The problems of all steps; another pass in another order when they run out."""
     wanted, have = config.warm_start * BATCH, len(task.problems("train"))
     passes = -(-wanted // have)
@@ -106,7 +90,7 @@ def _rows(config: Warming, task: Task) -> list[Problem]:
     return drawn[:wanted]
 
 
-def _made_of(config: Warming, task: Task, model: Any, rows: list[Problem]) -> dict[str, Any]:
+def _made_of(config: RunConfig, task: Task, model: Any, rows: list[Problem]) -> dict[str, Any]:
     """All that the weights after the phase depend on."""
     size = sum(p.numel() for p in model.parameters())
     return {
@@ -132,7 +116,7 @@ def _batches(task: Task, tokenizer: Any, rows: list[Problem]) -> Iterator[list[t
         yield [(prompt_tokens(tokenizer, task, p), answer_tokens(tokenizer, p.answer)) for p in some]
 
 
-def _train(config: Warming, model: Any, tokenizer: Any, batches: Any, lr: float, tell: Tell) -> list[float]:
+def _train(config: RunConfig, model: Any, tokenizer: Any, batches: Any, lr: float, tell: Tell) -> list[float]:
     """AdamW, the rate falling to nothing in a line; nobody else's random numbers are used up."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     pad, losses = Decoder.of(model, tokenizer, 1).pad, []
