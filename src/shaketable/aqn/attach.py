@@ -210,17 +210,14 @@ class AttachedAQN:
     def _settle(self) -> None:
         """Bring `asked` up to date with the draws since the last change of σ, and see whether they changed anything."""
         with self._settling:
-            self._count_draws()
-
-    def _count_draws(self) -> None:
-        sites = self.injection.ledger.sites  # asks every GPU: once is enough
-        self._look_for_loss(sites)
-        for i, site in enumerate(sites):
-            measured = site.magnitudes
-            self._asked[i] += (measured - self._measured[i]) * self._now(i)
-            self._measured[i] = measured
-            if measured:
-                site.asked = self._asked[i] / measured
+            sites = self.injection.ledger.sites  # asks every GPU: once is enough
+            self._look_for_loss(sites)
+            for i, site in enumerate(sites):
+                measured = site.magnitudes
+                self._asked[i] += (measured - self._measured[i]) * self._now(i)
+                self._measured[i] = measured
+                if measured:
+                    site.asked = self._asked[i] / measured
 
     def _look_for_loss(self, sites: list[SiteLedger]) -> None:
         spots = [spot for site in sites for spot in site.spots.values()]

@@ -86,12 +86,30 @@ class ScheduleBase(Described):
         raise NotImplementedError
 
 
-class GlobalDecay(ScheduleBase):
+class _Decay(ScheduleBase):
+    """One decay over the whole run."""
+
+    start: Sigma
+    """σ of the first step, or of the first stage that has noise."""
+    end: float
+    """σ after the last step, or of the last stage."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        _check_falls(self.start, self.end)
+        return self
+
+    def peak(self) -> float:
+        return self.start
+
+    def text(self) -> str:
+        return f"{self.kind}:{number(self.start)}-{number(self.end)}"
+
+
+class GlobalDecay(_Decay):
     """QeRL's stages over the whole run; the first is silent."""
 
     kind: Literal["global_decay"] = "global_decay"
-    start: Sigma
-    """σ of the first stage that has noise."""
     end: Sigma
     """σ of the last stage."""
     stages: int = Field(default=10, ge=3)
@@ -101,31 +119,21 @@ class GlobalDecay(ScheduleBase):
 
         def __init__(self, start: float, end: float, stages: int = 10) -> None: ...
 
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
-        _check_falls(self.start, self.end)
-        return self
-
     def _at(self, step: int, total: int) -> float:
         stage = min(step * self.stages // total, self.stages - 1)
         return _between(self.start, self.end, (stage - 1) / (self.stages - 2)) if stage else 0.0
-
-    def peak(self) -> float:
-        return self.start
 
     def _why_silent(self) -> str:
         return f"stage 0 of {self.stages} is silent and no other is reached"
 
     def text(self) -> str:
-        return f"{self.kind}:{number(self.start)}-{number(self.end)},stages={self.stages}"
+        return f"{super().text()},stages={self.stages}"
 
 
-class LinearDecay(ScheduleBase):
+class LinearDecay(_Decay):
     """A straight line from start to end over the whole run."""
 
     kind: Literal["linear_decay"] = "linear_decay"
-    start: Sigma
-    """σ of the first step."""
     end: float = Field(ge=0, allow_inf_nan=False)
     """σ after the last step; may be 0."""
 
@@ -133,19 +141,8 @@ class LinearDecay(ScheduleBase):
 
         def __init__(self, start: float, end: float) -> None: ...
 
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
-        _check_falls(self.start, self.end)
-        return self
-
     def _at(self, step: int, total: int) -> float:
         return self.end if step == total else self.start + (self.end - self.start) * (step / total)
-
-    def peak(self) -> float:
-        return self.start
-
-    def text(self) -> str:
-        return f"{self.kind}:{number(self.start)}-{number(self.end)}"
 
 
 class EpochAware(ScheduleBase):

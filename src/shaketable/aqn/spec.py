@@ -298,14 +298,19 @@ _NUMBER = r"\d*\.?\d+(?:[eE][+-]?\d+)?|\d+\."
 
 def _parse(line: str) -> AQN:
     """AQN from a line of text."""
+    schedule, pairs = _with_schedule(line)
+    for key in pairs:
+        _one_of(f"key for {schedule.kind}", key, (*OWN[schedule.kind], *KEYS))
+    return AQN(schedule, **{key: _READ.get(key, str)(value) for key, value in pairs.items()})
+
+
+def _with_schedule(line: str) -> tuple[AnySchedule, dict[str, str]]:
+    """The schedule that a line begins with, and its other keys."""
     head, *parts = line.strip().split(",")
     pairs = _pairs(parts, line)
     kind = head.partition(":")[0].strip()
     own = {key: pairs.pop(key) for key in OWN.get(kind, ()) if key in pairs}
-    schedule = _schedule(head, own)
-    for key in pairs:
-        _one_of(f"key for {kind}", key, (*OWN[kind], *KEYS))
-    return AQN(schedule, **{key: _READ.get(key, str)(value) for key, value in pairs.items()})
+    return _schedule(head, own), pairs
 
 
 def _shown(key: str, value: Any) -> str:
@@ -439,16 +444,14 @@ def _from_fields(fields: dict[Any, Any], path: Path) -> AQN:
     return AQN(**{**fields, "schedule": _described(fields["schedule"])})
 
 
-def _described(schedule: object) -> Any:
+def _described(given: object) -> Any:
     """A schedule from a line of text; other data is left to the model."""
-    if not isinstance(schedule, str):
-        return schedule
-    head, *parts = schedule.split(",")
-    kind = head.partition(":")[0].strip()
-    pairs = _pairs(parts, schedule)
+    if not isinstance(given, str):
+        return given
+    schedule, pairs = _with_schedule(given)
     for key in pairs:
-        _one_of(f"key for {kind}", key, OWN.get(kind, ()))
-    return _schedule(head, pairs)
+        _one_of(f"key for {schedule.kind}", key, OWN[schedule.kind])
+    return schedule
 
 
 def from_guidance(data: Mapping[Any, Any], path: str) -> AQN:

@@ -201,27 +201,6 @@ def paired_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
     return Interval(max(float(low), -1.0), min(float(high), 1.0))
 
 
-def bootstrap(a: ArrayLike, b: ArrayLike, *, seed: int = 0, resamples: int = 9999, level: float = 0.95) -> Interval:
-    """Percentile bootstrap of the difference that `paired` gives; whole problems are drawn, with all their seeds.
-
-    Too narrow with fewer than some 50 problems, or when one side wins all that differ; the t of `paired` holds there too.
-
-    Args:
-        a: Scores (problems,) or (problems, noise seeds), from 0 to 1.
-        b: The same problems in the same order; the number of seeds may differ.
-        seed: Of the resampling.
-        resamples: How many samples are drawn.
-        level: Of the interval.
-    """
-    first, second = _per_problem(a, b)
-    d = _rounded(second.mean(1) - first.mean(1))
-    if np.ptp(d) == 0:
-        return Interval(float(d[0]), float(d[0]))
-    options = {"confidence_level": _level(level), "method": "percentile", "n_resamples": resamples, "batch": 500}
-    found = stats.bootstrap((d,), np.mean, rng=np.random.default_rng(seed), **options).confidence_interval
-    return Interval(float(found.low), float(found.high))
-
-
 def sign_flip(differences: ArrayLike, *, seed: int = 0, resamples: int = 9999) -> float:
     """Two-sided p of a mean of 0, when each difference could as well have had the other sign. Exact McNemar for −1, 0 and 1."""
     d = np.asarray(differences, dtype=np.float64)

@@ -8,8 +8,8 @@ one,
 
 Noise alone gives g = 1 and o = 0. Only what lies beyond three standard errors (HC3) is corrected, and only slopes that are
 not near 0. Products are corrected in the order of computation, each after those before it; at last the mean error of the
-layer's output goes into the bias of its last product. Gains with offsets and offsets alone are tried; the better one on the
-sequences that were fitted is kept if it leaves less than `LOWER` of the error on those that were not.
+layer's output goes into the bias of its last product. Each of the two is kept if it leaves less than `LOWER` of the error on
+sequences that it was not fitted to.
 
 The error of a token is |found − expected|² / |expected|², relative by token because a few first tokens are a thousand times
 larger than all others. The noise of a batch is the same at every call of a layer, and another in every other batch.
@@ -51,8 +51,6 @@ SMALLEST = 1e-3
 """Of a channel's size: what is less is not corrected."""
 SLOPES = (0.1, 10.0)
 """Slopes that can be divided by."""
-LONELY = 0.5
-"""Share of a channel's variance that one token may have."""
 FLAGS = ("attention_bias", "mlp_bias")
 """Settings of a config that give products a bias."""
 
@@ -69,55 +67,26 @@ def calibrate(
         tell: Called with how many layers are done, of how many.
 
     Returns:
-        What was done: how many layers were changed, the error at the last layer before and after, and one sentence.
+        What was done: how many layers were changed, of how many, what it adds to the work, and one sentence.
     """
+    changed = 0
     with reading(students, injections):
-        before = _last_error(students, injections, pairs)
         biases = add_biases(students.model)
         plain = record(students, students.clean, pairs, None)
         streams = [record(students, students.model, pairs, injection) for injection in injections]
-        changed = 0
         for index in range(len(plain.layers)):
             changed += _Layer(index, plain, streams).repair()
             for stream in (plain, *streams):
                 stream.advance(index)
             tell(index + 1, len(plain.layers))
-        after = mean_error(list(_errors(plain, streams))) if changed else before
     added = keep_biases(students.model, biases)
-    return {
-        "layers": changed,
-        "of": len(plain.layers),
-        "flops_added": float(sum(m.out_features for m in added)),
-        "biases_added": len(added),
-        "error_before": before,
-        "error_after": after,
-        "sentence": _sentence(changed, len(plain.layers), len(added), before, after),
-    }
-
-
-def _sentence(changed: int, layers: int, added: int, before: float, after: float) -> str:
-    if not changed:
-        return "no gain or offset of a channel lowers the error of a layer: the weights are as they were"
-    new = f", {added} of which are new" if added else ""
-    folded = f"gains and offsets of channels folded into the weights and biases{new}, of {changed} of {layers} layers"
-    return f"{folded}: {after / before:.0%} of the error at the last layer is left"
-
-
-def _errors(plain: Stream, streams: Sequence[Stream]) -> Iterator[tuple[float, int]]:
-    """Of the hidden states, by plan and batch, on sequences that nothing is fitted to."""
-    for stream in streams:
-        for batch, expected in zip(stream.batches, plain.batches, strict=True):
-            if not batch.fits:
-                yield error_of(batch.state, expected.state, batch.real)
-
-
-def _last_error(students: Students, injections: Sequence[Injection], pairs: Sequence[Pair]) -> float:
-    plain = record(students, students.clean, pairs, None)
-    streams = [record(students, students.model, pairs, injection) for injection in injections]
-    for stream in (plain, *streams):
-        for index in range(len(stream.layers)):
-            stream.advance(index)
-    return mean_error(list(_errors(plain, streams)))
+    sentence = "no gain or offset of a channel lowers the error of a layer: the weights are as they were"
+    if changed:
+        new = f", {len(added)} of which are new" if added else ""
+        sentence = f"gains and offsets folded into the weights and biases{new}, of {changed} of {len(plain.layers)} layers"
+    flops = float(sum(m.out_features for m in added))
+    facts = {"layers": changed, "of": len(plain.layers), "flops_added": flops, "biases_added": len(added)}
+    return {**facts, "sentence": sentence}
 
 
 # ---- one layer
@@ -135,44 +104,37 @@ class _Layer:
         """Correct the layer; whether anything was kept."""
         if not any(s.is_touched(self.index) for s in self.streams):
             return False
-        error = self._error(fits=False)
-        groups, clean = self._groups(), self._products(self.plain)
-        both = [partial(self._correct, groups, clean, gains=gains) for gains in (True, False)]
-        kept = self._kept(error, both)
+        groups = self._groups()
+        kept = self._kept(partial(self._correct, groups))
         last = self.layer.get_submodule(groups[-1][-1]) if groups else None
         if last is not None and last.bias is not None:
-            kept |= self._kept(self._error(fits=False), [partial(self._shift, last)])
+            kept |= self._kept(partial(self._shift, last))
         return kept
 
-    def _kept(self, error: float, corrections: Sequence[Callable[[], None]]) -> bool:
-        """Make the best of some corrections, and keep it if it lowers the error."""
-        start = self._weights()
-        best, least = start, self._error(fits=True)
-        for correct in corrections:
-            correct()
-            if (now := self._error(fits=True)) < least:
-                best, least = self._weights(), now
-            self._write(start)
-        self._write(best)
-        if best is start or self._error(fits=False) < LOWER * error:
-            return best is not start
-        self._write(start)
+    def _kept(self, correct: Callable[[], None]) -> bool:
+        """Make a correction, and keep it if it lowers the error."""
+        error, before = self._error(), {name: p.detach().clone() for name, p in self.layer.named_parameters()}
+        correct()
+        if self._error() < LOWER * error:
+            return True
+        for name, p in self.layer.named_parameters():
+            p.copy_(before[name])
         return False
 
-    def _correct(self, groups: list[list[str]], clean: dict[str, Tensor], *, gains: bool) -> None:
+    def _correct(self, groups: list[list[str]]) -> None:
         """Products in the order of computation, each after those before it."""
+        clean = self._products(self.plain)
         for group in groups:
             found = self._products(*self.streams)
             for path in group:
-                many = clean[path].repeat(len(self.streams), 1)
-                slope, offset = regression(many, found[path], gains=gains)
+                slope, offset = regression(clean[path].repeat(len(self.streams), 1), found[path])
                 fold(self.layer.get_submodule(path), slope, offset)
 
     def _shift(self, last: Any) -> None:
         """The mean error of the layer's output, taken from the bias of its last product."""
         found = [s.run(self.index, b)[b.real] for s in self.streams for b in s.batches if b.fits]
         expected = [e[b.real] for _ in self.streams for e, b in zip(self.expected, self.plain.batches, strict=True) if b.fits]
-        _, offset = regression(torch.cat(expected).float(), torch.cat(found).float(), gains=False)
+        offset = sure_mean(torch.cat(found).float() - torch.cat(expected).float(), torch.cat(expected).float())
         if len(offset) == len(last.bias):
             last.bias.sub_(offset)
 
@@ -205,63 +167,44 @@ class _Layer:
                     stream.run(self.index, batch)
         return {path: torch.cat(parts) for path, parts in found.items()}
 
-    def _error(self, *, fits: bool) -> float:
-        """Of the layer's output against the clean one, with the weights that it has now."""
+    def _error(self) -> float:
+        """Of the layer's output against the clean one, on sequences that nothing is fitted to."""
         parts = [
             error_of(stream.run(self.index, batch), expected, batch.real)
             for stream in self.streams
             for batch, expected in zip(stream.batches, self.expected, strict=True)
-            if batch.fits is fits
+            if not batch.fits
         ]
         return mean_error(parts)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.layer.named_parameters()}
-
-    def _write(self, values: dict[str, Tensor]) -> None:
-        for name, p in self.layer.named_parameters():
-            p.copy_(values[name])
 
 
 def _products_of(layer: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in layer.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
 
 
-def regression(clean: Tensor, faulty: Tensor, *, gains: bool) -> tuple[Tensor, Tensor]:
+def regression(clean: Tensor, faulty: Tensor) -> tuple[Tensor, Tensor]:
     """Slope and offset of each column of faulty values over clean ones; 1 and 0 where they are not sure or do not matter.
 
     Args:
         clean: Tokens by channels, in float32.
         faulty: The same under the fault.
-        gains: Whether slopes are fitted; else they are 1.
     """
-    rows, size = len(clean), clean.square().mean(0).sqrt()
-    slope = torch.ones_like(size)
-    if gains:
-        some, same = _without_lonely(clean, faulty)
-        x = some - some.mean(0)
-        total = x.square().sum(0).clamp_min(torch.finfo(x.dtype).tiny)
-        fitted = (x * same).sum(0) / total
-        rest = same - same.mean(0) - fitted * x
-        apart = rest / (1 - 1 / rows - x.square() / total).clamp_min(0.1)
-        unsure = (x * apart).square().sum(0).sqrt() / total
-        sure = ((fitted - 1).abs() > (SURE * unsure).clamp_min(SMALLEST)) & (SLOPES[0] < fitted) & (fitted < SLOPES[1])
-        slope = fitted.where(sure, 1.0)
-    rest = faulty - slope * clean
-    offset = rest.mean(0)
-    unsure = (rest - offset).square().sum(0).sqrt() / rows
-    sure = offset.abs() > torch.maximum(SURE * unsure, SMALLEST * size)
-    return slope, offset.where(sure, 0.0)
+    x, y = clean - clean.mean(0), faulty - faulty.mean(0)
+    total = x.square().sum(0).clamp_min(torch.finfo(x.dtype).tiny)
+    fitted = (x * y).sum(0) / total
+    apart = (y - fitted * x) / (1 - 1 / len(x) - x.square() / total).clamp_min(0.1)
+    unsure = (x * apart).square().sum(0).sqrt() / total
+    sure = ((fitted - 1).abs() > (SURE * unsure).clamp_min(SMALLEST)) & (SLOPES[0] < fitted) & (fitted < SLOPES[1])
+    slope = fitted.where(sure, 1.0)
+    return slope, sure_mean(faulty - slope * clean, clean)
 
 
-def _without_lonely(clean: Tensor, faulty: Tensor) -> tuple[Tensor, Tensor]:
-    """Where one token has most of a channel's variance, it is put at the mean of the others: it proves no slope."""
-    share = (clean - clean.mean(0)).square()
-    lonely = share > LONELY * share.sum(0)
-    others = (~lonely).sum(0).clamp_min(1)
-    middles = (x.where(~lonely, 0.0).sum(0) / others for x in (clean, faulty))
-    some, same = (x.where(~lonely, middle) for x, middle in zip((clean, faulty), middles, strict=True))
-    return some, same
+def sure_mean(error: Tensor, clean: Tensor) -> Tensor:
+    """Mean of each column of an error; 0 where it is not sure or is small beside the clean values."""
+    offset = error.mean(0)
+    unsure = (error - offset).square().sum(0).sqrt() / len(error)
+    sure = offset.abs() > torch.maximum(SURE * unsure, SMALLEST * clean.square().mean(0).sqrt())
+    return offset.where(sure, 0.0)
 
 
 def fold(product: nn.Module, slope: Tensor, offset: Tensor) -> None:

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shaketable.capture.recorder import watched
 from shaketable.capture.reference import rebuilt
@@ -34,8 +33,8 @@ from shaketable.locate.twins import Circuit, Gauge, Map, circuit_of, free_spaces
 from shaketable.sites.structure import find_layers
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
-UNIFORM = (2, 4, 6)
-"""Exponents of all channels, up and down, tried where a doubling or a halving helps."""
+UNIFORM = (1, -1, 2, -2, 4, -4, 6, -6)
+"""Exponents of all channels."""
 FARTHEST = 12
 """No channel moves by more powers of two than this."""
 READ_AS = {"v": "mixed", "up": "hidden", "shared up": "shared hidden"}
@@ -54,24 +53,41 @@ def rescale(
         tell: Called with how many layers are done, of how many.
 
     Returns:
-        What was done: how many layers were changed, the mean error of a layer before and after, and one sentence.
+        What was done: how many layers were changed, of how many, which spaces, and one sentence.
     """
     circuits = circuits_of(students.model)
-    known = [c for c in circuits if isinstance(c, Circuit)]
-    if not known:
-        return _facts([], circuits)
-    met: list[_Done] = []
-    with reading(students, injections):
-        plain = record(students, students.model, pairs, None)
-        streams = [record(students, students.model, pairs, injection) for injection in injections]
-        for index, circuit in enumerate(circuits):
-            if isinstance(circuit, Circuit) and any(s.is_touched(index) for s in streams):
-                met.append(_Search(index, circuit, plain, streams).result())
-                met[-1].apply()
-            for stream in (plain, *streams):
-                stream.advance(index)
-            tell(index + 1, len(circuits))
-    return _facts(met, circuits)
+    touched = 0
+    chosen: list[list[str]] = []
+    if any(isinstance(c, Circuit) for c in circuits):
+        with reading(students, injections):
+            plain = record(students, students.model, pairs, None)
+            streams = [record(students, students.model, pairs, injection) for injection in injections]
+            for index, circuit in enumerate(circuits):
+                if isinstance(circuit, Circuit) and any(s.is_touched(index) for s in streams):
+                    touched += 1
+                    if spaces := _Search(index, circuit, plain, streams).rescale():
+                        chosen.append(spaces)
+                for stream in (plain, *streams):
+                    stream.advance(index)
+                tell(index + 1, len(circuits))
+    return {
+        "layers": len(chosen),
+        "of": len(circuits),
+        "flops_added": 0.0,
+        "spaces": dict(Counter(space for spaces in chosen for space in spaces)),
+        "sentence": _sentence(len(chosen), touched, circuits),
+    }
+
+
+def _sentence(changed: int, touched: int, circuits: list[Circuit | str]) -> str:
+    reasons = [c for c in circuits if isinstance(c, str)]
+    if len(reasons) == len(circuits):
+        return reasons[0] if reasons else "the model has no decoder layers"
+    if not touched:
+        return "no layer is touched by the fault: nothing to rescale"
+    if not changed:
+        return "no scaling by powers of two lowers the error of a layer: the weights are as they were"
+    return f"{changed} of {len(circuits)} layers scaled by powers of two; without the fault the same bits come out"
 
 
 def circuits_of(model: Any) -> list[Circuit | str]:
@@ -80,27 +96,6 @@ def circuits_of(model: Any) -> list[Circuit | str]:
     if plain is None:
         return [f"no rescaling is known for a {type(model).__name__}"]
     return [circuit_of(layer, model.config) for layer in find_layers(plain)[0]]
-
-
-@dataclass(frozen=True)
-class _Done:
-    """What became of a layer that the plans act on."""
-
-    layer: nn.Module
-    circuit: Circuit
-    exponents: dict[str, Tensor]
-    before: float
-    after: float
-
-    @property
-    def spaces(self) -> list[str]:
-        return list(self.exponents)
-
-    def apply(self) -> None:
-        """Write the gauge into the weights."""
-        if self.exponents:
-            for path, value in rescaled(self.layer, self.circuit, _gauge(self.circuit, self.exponents)).items():
-                self.layer.get_parameter(path).copy_(value)
 
 
 def _gauge(circuit: Circuit, exponents: dict[str, Tensor]) -> Gauge:
@@ -116,38 +111,30 @@ class _Search:
         self.expected = [[s.run(index, b, clean=True) for b in s.batches] for s in streams]
         self.outputs, self.active = self._activations()
 
-    def result(self) -> _Done:
-        """The gauge with the least error."""
-        before = self._error(fits=False)
+    def rescale(self) -> list[str]:
+        """Write the gauge with the least error into the weights; which spaces it scales."""
         exponents: dict[str, Tensor] = {}
-        after = before
+        least = self._error(fits=False)
         for space in free_spaces(self.circuit):
-            best = self._best(space, exponents)
-            if best is None:
-                continue
-            tried = exponents | {space: best}
+            tried = exponents | {space: self._best(space, exponents)}
             with gauged(self.layer, self.circuit, _gauge(self.circuit, tried)):
                 error = self._error(fits=False)
-            if error < LOWER * after and self._is_exact(tried):
-                exponents, after = tried, error
-        return _Done(self.layer, self.circuit, exponents, before, after)
+            if error < LOWER * least and self._is_exact(tried):
+                exponents, least = tried, error
+        if exponents:
+            for path, value in rescaled(self.layer, self.circuit, _gauge(self.circuit, exponents)).items():
+                self.layer.get_parameter(path).copy_(value)
+        return list(exponents)
 
-    def _best(self, space: str, others: dict[str, Tensor]) -> Tensor | None:
+    def _best(self, space: str, others: dict[str, Tensor]) -> Tensor:
         """The exponents with the least error on the sequences that choose, beside those that other spaces have already."""
 
         def error(exponents: Tensor) -> float:
             with gauged(self.layer, self.circuit, _gauge(self.circuit, others | {space: exponents})):
                 return self._error(fits=True)
 
-        now = torch.zeros(self.circuit.sizes[space])
-        found = [(error(e), e) for e in (now, *self._smooth(space))]
-        for sign in (1, -1):
-            one = (error(now + sign), now + sign)
-            found.append(one)
-            if one[0] < found[0][0]:
-                found += [(error(now + sign * n), now + sign * n) for n in UNIFORM]
-        least, best = min(found, key=lambda pair: pair[0])
-        return best if least < found[0][0] else None
+        none = torch.zeros(self.circuit.sizes[space])
+        return min((none, *self._smooth(space), *(none + n for n in UNIFORM)), key=error)
 
     def _smooth(self, space: str) -> Iterator[Tensor]:
         """SmoothQuant's exponents, where activations of the space are seen."""
@@ -234,30 +221,3 @@ def _columns(weight: Tensor, m: Map) -> Tensor:
     """The largest weight that reads each channel."""
     size = weight.detach().abs().float().cpu()
     return size.amax(1) if m.layout == "in,out" else size.flatten(0, -2).amax(0)
-
-
-def _facts(met: list[_Done], circuits: list[Circuit | str]) -> dict[str, Any]:
-    changed = [done for done in met if done.spaces]
-    before, after = (sum(getattr(d, which) for d in met) / max(1, len(met)) for which in ("before", "after"))
-    return {
-        "layers": len(changed),
-        "of": len(circuits),
-        "flops_added": 0.0,
-        "error_before": before,
-        "error_after": after,
-        "spaces": dict(Counter(space for done in changed for space in done.spaces)),
-        "sentence": _sentence(met, changed, circuits),
-    }
-
-
-def _sentence(met: list[_Done], changed: list[_Done], circuits: list[Circuit | str]) -> str:
-    reasons = [c for c in circuits if isinstance(c, str)]
-    if len(reasons) == len(circuits):
-        return reasons[0] if reasons else "the model has no decoder layers"
-    if not met:
-        return "no layer is touched by the fault: nothing to rescale"
-    if not changed:
-        return "no scaling by powers of two lowers the error of a layer: the weights are as they were"
-    left = sum(d.after for d in met) / sum(d.before for d in met)
-    what = f"{len(changed)} of {len(circuits)} layers scaled by powers of two"
-    return f"{what}: {left:.0%} of a layer's error is left under the fault, and without it the same bits come out"

@@ -1,7 +1,7 @@
 """A sweep's results, computed from its record alone: points, paired differences to the clean model, and the figure.
 
 A problem counts once, by its mean over noise seeds. Accuracy has Wilson's interval; the difference to clean has the t
-interval and p of `paired`, the bootstrap beside it, and the exact McNemar p of each seed. Holm's correction runs over all
+interval and p of `paired`, and the exact McNemar p of each seed. Holm's correction runs over all
 faulty points of all models. Of texts the unit is the text, and the interval of its share of foreseen tokens is Student's t
 over texts.
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from shaketable.evaluate.statistics import Comparison, Interval, bootstrap, corrected, mcnemar, paired, wilson
+from shaketable.evaluate.statistics import Comparison, Interval, corrected, mcnemar, paired, wilson
 from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed, magnitude_name
 from shaketable.records.record import RunRecord
 
@@ -68,7 +68,7 @@ def results(record: RunRecord) -> dict[str, Any]:
     found = _points(config, record.events("point"))
     faulty = [p for p in found if not p.is_clean]
     compared = dict(zip(map(id, faulty), corrected([p.compared(config.seed) for p in faulty]), strict=True))
-    points = [_clean(p) if p.is_clean else _faulty(p, compared[id(p)], config.seed) for p in found]
+    points = [_clean(p) if p.is_clean else _faulty(p, compared[id(p)]) for p in found]
     wanted = len(config.models) * (1 + len(config.faulty_magnitudes))
     return {
         "schema": SCHEMA,
@@ -105,22 +105,19 @@ def _scores(run: Event) -> list[float]:
 
 def _clean(point: Point) -> dict[str, Any]:
     """The reference: no different from itself, by definition."""
-    ends = dict.fromkeys(("difference", "difference_low", "difference_high", "bootstrap_low", "bootstrap_high"), 0.0)
+    ends = dict.fromkeys(("difference", "difference_low", "difference_high"), 0.0)
     tests: dict[str, Any] = {"p": 1.0, "p_adjusted": None, "mcnemar_per_seed": [], "method": None, "detectable": None}
     distance = {"kl": 0.0, "agreement": 1.0}
     return {**_facts(point), **ends, **tests, "distinguishable": False, "sentence": "the reference", **distance}
 
 
-def _faulty(point: Point, found: Comparison, seed: int) -> dict[str, Any]:
+def _faulty(point: Point, found: Comparison) -> dict[str, Any]:
     clean = _scores(point.clean)
-    resampled = bootstrap(clean, point.scores, seed=seed)
     return {
         **_facts(point),
         "difference": found.difference,
         "difference_low": found.interval.low,
         "difference_high": found.interval.high,
-        "bootstrap_low": resampled.low,
-        "bootstrap_high": resampled.high,
         "p": found.p,
         "p_adjusted": found.adjusted,
         "mcnemar_per_seed": [] if point.reads else [mcnemar(clean, _scores(run)) for run in point.runs],
