@@ -6,9 +6,6 @@ with nothing to fill in (a format, or magnitudes in every clause) is one point o
 
 Seeds key the noise and, where only some channels are faulty, which ones. A plan without either gives the same bits under
 every seed, so it is run with one: three equal runs would look like evidence.
-
-Rejected: a plan with fixed magnitudes together with swept ones that it ignores, and two names for one model; both make
-points that look different and are not.
 """
 
 from __future__ import annotations

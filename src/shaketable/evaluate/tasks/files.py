@@ -17,7 +17,6 @@ import json
 import random
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -118,35 +117,24 @@ class JsonlTask(Task):
         rows = read_rows(self.path)
         for key in ("question", "answer"):
             require(self.path, rows, key, "problems")
-        problems, sides = _own_problems(self.path, rows), _splits(self.path, rows)
-        return {side: [p for p, s in zip(problems, sides, strict=True) if s == side] for side in ("train", "test")}
-
-
-def _own_problems(path: Path, rows: Rows) -> list[Problem]:
-    problems = [Problem(_id(path, n, row), *(text_at(path, n, row, k) for k in ("question", "answer"))) for n, row in rows]
-    twice = [name for name, count in Counter(p.id for p in problems).items() if count > 1]
-    if twice:
-        lines = [n for (n, _), p in zip(rows, problems, strict=True) if p.id == twice[0]]
-        raise ShaketableError(f"{path}: the id {twice[0]!r} is on lines {lines[0]} and {lines[1]}; ids must differ")
-    return problems
-
-
-def _id(path: Path, number: int, row: dict[str, Any]) -> str:
-    return text_at(path, number, row, "id") if "id" in row else f"line-{number}"
-
-
-def _splits(path: Path, rows: Rows) -> list[Split]:
-    if not any("split" in row for _, row in rows):
-        return [side_of(str(row["question"])) for _, row in rows]
-    refuse(path, (n for n, row in rows if "split" not in row), len(rows), "no split", "problems")
-    return [_side(path, number, row) for number, row in rows]
-
-
-def _side(path: Path, number: int, row: dict[str, Any]) -> Split:
-    try:
-        return checked_split(str(row["split"]))
-    except ShaketableError as error:
-        raise ShaketableError(f"{path}: line {number}: {error}") from None
+        named = any("split" in row for _, row in rows)
+        if named:
+            refuse(self.path, (n for n, row in rows if "split" not in row), len(rows), "no split", "problems")
+        sides: dict[Split, list[Problem]] = {"train": [], "test": []}
+        lines: dict[str, int] = {}
+        for number, row in rows:
+            name = text_at(self.path, number, row, "id") if "id" in row else f"line-{number}"
+            if name in lines:
+                where = f"is on lines {lines[name]} and {number}"
+                raise ShaketableError(f"{self.path}: the id {name!r} {where}; ids must differ")
+            lines[name] = number
+            try:
+                side = checked_split(str(row["split"])) if named else side_of(str(row["question"]))
+            except ShaketableError as error:
+                raise ShaketableError(f"{self.path}: line {number}: {error}") from None
+            question, answer = (text_at(self.path, number, row, key) for key in ("question", "answer"))
+            sides[side].append(Problem(name, question, answer))
+        return sides
 
 
 def side_of(question: str) -> Split:
@@ -219,41 +207,32 @@ def _file(path: Path, split: Split) -> Path:
 
 
 def _from_file(file: Path, split: Split) -> list[tuple[str, str]]:
+    """Questions and gold numbers; warns when there are not as many as were published."""
     if file.suffix == PARQUET:
         found = _parquet_rows(file, split)
-        _check_size(file, split, len(found))
-        return found
-    rows = read_rows(file)
-    for key in ("question", "answer"):
-        require(file, rows, key, "problems")
-    _check_size(file, split, len(rows))
-    return [(str(row["question"]).strip(), _gold(row["answer"], f"{file}: line {number}")) for number, row in rows]
-
-
-def _check_size(file: Path, split: Split, count: int) -> None:
-    if count != SIZES[split]:
-        warnings.warn(
-            f"{file} has {count} problems, GSM8K {split} has {SIZES[split]}: scores do not compare with published ones",
-            stacklevel=3,
-        )
+    else:
+        rows = read_rows(file)
+        for key in ("question", "answer"):
+            require(file, rows, key, "problems")
+        found = [(str(row["question"]).strip(), _gold(row["answer"], f"{file}: line {number}")) for number, row in rows]
+    if len(found) != SIZES[split]:
+        what = f"{file} has {len(found)} problems, GSM8K {split} has {SIZES[split]}"
+        warnings.warn(f"{what}: scores do not compare with published ones", stacklevel=2)
+    return found
 
 
 def _from_hub(split: Split) -> list[tuple[str, str]]:
-    rows = _download(split)
-    if len(rows) != SIZES[split]:
-        raise ShaketableError(f"{HUB[0]} has {len(rows)} {split} problems now, expected {SIZES[split]}; give {FOLDER}")
-    return [(r["question"].strip(), _gold(r["answer"], f"{HUB[0]} {split}, problem {n}")) for n, r in enumerate(rows)]
-
-
-def _download(split: Split) -> Sequence[Mapping[str, Any]]:
     try:
         from datasets import load_dataset
 
-        return list(load_dataset(*HUB, split=split))
+        rows: list[Mapping[str, Any]] = list(load_dataset(*HUB, split=split))
     except Exception as error:  # the library raises its own, the hub's and the network's
         why = str(error).partition("\n")[0] or type(error).__name__
         ways = f"either `pip install datasets` and a way to {HUB[0]}, or {FOLDER}"
         raise ShaketableError(f"cannot get GSM8K from the hub ({why}); it needs {ways}") from error
+    if len(rows) != SIZES[split]:
+        raise ShaketableError(f"{HUB[0]} has {len(rows)} {split} problems now, expected {SIZES[split]}; give {FOLDER}")
+    return [(r["question"].strip(), _gold(r["answer"], f"{HUB[0]} {split}, problem {n}")) for n, r in enumerate(rows)]
 
 
 def _gold(solution: object, place: str) -> str:
@@ -275,26 +254,21 @@ def _parquet_rows(path: Path, split: str) -> list[tuple[str, str]]:
     Raises:
         ShaketableError: The file cannot be read, is not of this layout, or has no problem of that side.
     """
-    table = _table(path)
-    if missing := [column for column in COLUMNS if column not in table.column_names]:
-        raise ShaketableError(f"{path} has no column {missing[0]!r}; verl's layout has {', '.join(COLUMNS)}")
-    rows: list[dict[str, Any]] = table.to_pylist()
-    chosen = [(number, row) for number, row in enumerate(rows) if _side_of_row(path, number, row) == split]
-    if not chosen:
-        raise ShaketableError(f"{path} has no {split} problems; give a folder with train.parquet and test.parquet")
-    return [(_prompt_of_row(path, number, row), _gold_of_row(path, number, row)) for number, row in chosen]
-
-
-def _table(path: Path) -> Any:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ShaketableError(f"{path}: reading parquet needs pyarrow ({error}): pip install pyarrow") from None
     try:
-        return parquet.read_table(path)
+        table = parquet.read_table(path)
     except (OSError, ArrowException) as error:
         why = str(error).partition("\n")[0]
         raise ShaketableError(f"cannot read {path}: {why}") from None
+    if missing := [column for column in COLUMNS if column not in table.column_names]:
+        raise ShaketableError(f"{path} has no column {missing[0]!r}; verl's layout has {', '.join(COLUMNS)}")
+    found = [_parquet_row(path, n, row) for n, row in enumerate(table.to_pylist()) if _side_of_row(path, n, row) == split]
+    if not found:
+        raise ShaketableError(f"{path} has no {split} problems; give a folder with train.parquet and test.parquet")
+    return found
 
 
 def _side_of_row(path: Path, number: int, row: dict[str, Any]) -> str:
@@ -307,20 +281,16 @@ def _side_of_row(path: Path, number: int, row: dict[str, Any]) -> str:
     return str(side)
 
 
-def _prompt_of_row(path: Path, number: int, row: dict[str, Any]) -> str:
+def _parquet_row(path: Path, number: int, row: dict[str, Any]) -> tuple[str, str]:
     if row["data_source"] != SOURCE:
         raise ShaketableError(f"{path}: row {number} has data_source {row['data_source']!r}; {SOURCE} is read here")
     messages = row["prompt"]
     if not isinstance(messages, list) or [m.get("role") for m in messages if isinstance(m, dict)] != ["user"]:
         raise ShaketableError(f"{path}: the prompt of row {number} is not one message of the user; verl's GSM8K has one")
-    return str(messages[0]["content"])
-
-
-def _gold_of_row(path: Path, number: int, row: dict[str, Any]) -> str:
     gold = (row["reward_model"] or {}).get("ground_truth")
     if not is_number(str(gold)):
         raise ShaketableError(f"{path}: reward_model.ground_truth of row {number} is {gold!r}, not a number")
-    return str(gold).strip()
+    return str(messages[0]["content"]), str(gold).strip()
 
 
 # ---- texts

@@ -10,9 +10,7 @@
 The last two run the code that they name, with all that it does when it is imported: `code_in` tells them from the others, and
 `study run` wants `--allow-code` for a study file with one.
 
-Keys are the task's fields, checked by pydantic; values hold no comma. The name before the comma decides, and the classes in
-`BUILT_IN` are all there is: rejected are entry points, through which a package that merely is installed could change what a
-name means.
+Keys are the task's fields, checked by pydantic; values hold no comma.
 """
 
 from __future__ import annotations
@@ -51,7 +49,10 @@ def load_task(text: str) -> Task:
         if "path" in fields:
             raise ShaketableError(f"{name} is the path already: drop path=")
         return _made(JsonlTask if name.endswith(".jsonl") else GSM8K, {"path": name, **fields}, name)
-    return _made(_own(name) if code_in(name) else _built_in(name), fields, name)
+    if code_in(name) is None and name not in BUILT_IN:
+        own = "a file of your own is written problems.jsonl or my_tasks.py:Class"
+        raise ShaketableError(f"unknown task {name!r}; {nearest(name, BUILT_IN)}; {own}")
+    return _made(BUILT_IN[name] if code_in(name) is None else _own(name), fields, name)
 
 
 def _fields(name: str, parts: list[str]) -> dict[str, str]:
@@ -76,38 +77,23 @@ def _made(task: type[Task], fields: dict[str, Any], name: str) -> Task:
         raise ShaketableError(f"task {name}: {first_problem(error)}") from None
 
 
-def _built_in(name: str) -> type[Task]:
-    if name not in BUILT_IN:
-        own = "a file of your own is written problems.jsonl or my_tasks.py:Class"
-        raise ShaketableError(f"unknown task {name!r}; {nearest(name, BUILT_IN)}; {own}")
-    return BUILT_IN[name]
-
-
 def _own(name: str) -> type[Task]:
     source, _, wanted = name.rpartition(":")
     module = _file(source) if source.endswith(".py") else _module(source)
     task = vars(module).get(wanted)
     if not _is_task(task):
         why = "is not there" if task is None else "is no subclass of Task"
-        raise ShaketableError(f"{name} {why}; {_tasks_in(module, wanted)}")
-    return _finished(task, name)
-
-
-def _is_task(thing: object) -> TypeIs[type[Task]]:
-    return inspect.isclass(thing) and issubclass(thing, Task) and thing is not Task
-
-
-def _tasks_in(module: ModuleType, wanted: str) -> str:
-    names = [key for key, value in vars(module).items() if _is_task(value)]
-    return nearest(wanted, names) if names else "nor is there any other task"
-
-
-def _finished(task: type[Task], name: str) -> type[Task]:
+        others = [key for key, value in vars(module).items() if _is_task(value)]
+        raise ShaketableError(f"{name} {why}; {nearest(wanted, others) if others else 'nor is there any other task'}")
     if inspect.isabstract(task):
         raise ShaketableError(f"{name} is not finished: it lacks {', '.join(sorted(task.__abstractmethods__))}")
     if "name" not in vars(task):
         raise ShaketableError(f'{name} has no name of its own: give the class name = "{task.__name__.lower()}"')
     return task
+
+
+def _is_task(thing: object) -> TypeIs[type[Task]]:
+    return inspect.isclass(thing) and issubclass(thing, Task) and thing is not Task
 
 
 def _file(source: str) -> ModuleType:

@@ -3,11 +3,8 @@
 A literal is a sign, digits with or without thousands separators, decimals, and a denominator: -1,080.50 or 36/2. A minus
 after a digit or letter is a subtraction or a hyphen, not a sign. `final_answer` finds the part of a completion that holds the
 answer, in this order: after the last `####`, the last \\boxed, the last literal. math-verify parses that part and compares.
-
-Rejected: math-verify on the whole completion. It takes the rightmost expression (3 from "#### 18 (6 * 3)"). Rejected: its
-timeouts. They are signals, which work in the main thread only, and a score must not depend on the thread. Instead nothing
-that could run long reaches it: no powers, no factorials, no LaTeX but the commands in `PLAIN_LATEX`, at most `LONGEST`
-characters.
+Its timeouts are signals, which work in the main thread only. Instead nothing that could run long reaches it: no powers, no
+factorials, no LaTeX but the commands in `PLAIN_LATEX`, at most `LONGEST` characters.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ because a score means nothing without the prompt that asked for it. Whether an a
 that was asked for are two numbers: noise that only breaks the form must not look like noise that breaks the arithmetic.
 
 `sample` draws problems with `random.Random` seeded by a string, which Python hashes with SHA-512: the same seed, size and set
-give the same problems on every machine. Rejected: the first n problems, which a set may have in order of age, author or
-difficulty, and Python's `hash`, which differs from process to process.
+give the same problems on every machine.
 """
 
 from __future__ import annotations
