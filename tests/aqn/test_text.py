@@ -254,11 +254,3 @@ def test_the_guided_schedule_starts_at_the_base(tmp_path):
         assert math.isclose(aqn.schedule.peak(), 0.04)
     chosen = GUIDED.replace("schedule: epoch_aware", "schedule: constant:0.02\n  form: output")
     assert st.AQN.load(written(tmp_path, chosen)).schedule == st.Constant(0.02)
-
-
-def test_reading_aqn_needs_no_torch():
-    import subprocess
-    import sys
-
-    body = "import sys, shaketable as st; st.AQN.load('constant:0.01,layers=3').groups(None); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", body], check=False).returncode == 0

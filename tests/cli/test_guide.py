@@ -2,7 +2,6 @@
 
 import json
 import re
-import stat
 from pathlib import Path
 
 import pytest
@@ -76,27 +75,12 @@ def test_several_diagnoses_are_averaged_and_the_file_says_so(run):
     assert run("d.json", "d.json", "-o", "d.json")[0] == 2, "no input is overwritten"
 
 
-def test_the_origins_scans_are_read(run):
-    scans = {
-        scan: {str(i): value for i in range(5)} for scan, value in (("gain", 1.0), ("kurtosis", 3e3), ("instability", 0.0))
-    }
-    scans["gain"]["3"] = 0.1
-    Path("scans.json").write_text(json.dumps(scans))
-    assert run("scans.json", "-o", "aqn.yaml")[0] == 0
-    assert yaml.safe_load(Path("aqn.yaml").read_text())["aqn"]["high_priority_layers"] == [3]
-
-
 def test_options_reach_the_file(run):
     code, *_ = run("d.json", "-o", "a.yaml", "--base-sigma", "0.02", "--schedule", "global_decay", "--target", "healthy")
     assert code == 0
     made = yaml.safe_load(Path("a.yaml").read_text())
     assert made == Guidance.of(DIAGNOSIS, base_sigma=0.02, schedule="global_decay", target="healthy").config()
     assert made["srdd_metadata"]["target"] == "healthy" and 3 not in made["aqn"]["layer_sigmas"]
-
-
-def test_the_fault_alone(run):
-    assert run("d.json", "-o", "a.yaml", "--target", "fault")[0] == 0
-    assert list(yaml.safe_load(Path("a.yaml").read_text())["aqn"]["layer_sigmas"]) == [3]
 
 
 def test_json_says_the_same_with_reasons_and_mapping(run):
@@ -140,12 +124,6 @@ def test_nothing_is_overwritten_unless_forced(run):
     assert "aqn" in yaml.safe_load(Path("aqn.yaml").read_text())
 
 
-def test_an_existing_json_file_stops_the_yaml_too(run):
-    Path("a.json").write_text("mine")
-    assert run("d.json", "-o", "aqn.yaml", "--json", "a.json")[0] == 2
-    assert Path("a.json").read_text() == "mine" and not Path("aqn.yaml").exists()
-
-
 def test_the_file_comes_whole_or_not_at_all(run, monkeypatch):
     Path("aqn.yaml").write_text("mine")
 
@@ -157,13 +135,6 @@ def test_the_file_comes_whole_or_not_at_all(run, monkeypatch):
     assert code == 2 and "No space left on device" in err
     assert Path("aqn.yaml").read_text() == "mine"
     assert sorted(p.name for p in Path().iterdir()) == ["aqn.yaml", "d.json"]
-
-
-def test_only_the_files_asked_for_are_left(run):
-    Path("usual").write_text("")
-    assert run("d.json", "-o", "aqn.yaml", "--json", "a.json")[0] == 0
-    assert sorted(p.name for p in Path().iterdir()) == ["a.json", "aqn.yaml", "d.json", "usual"]
-    assert stat.S_IMODE(Path("aqn.yaml").stat().st_mode) == stat.S_IMODE(Path("usual").stat().st_mode)
 
 
 HEALTHY = json.dumps(DIAGNOSIS | {"verdict": "HEALTHY", "layer": None, "fault_class": None})

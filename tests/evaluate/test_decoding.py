@@ -10,7 +10,7 @@ from scipy import stats
 
 import shaketable as st
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.decoding import LARGEST_BATCH, Decoder, batches, decode_all, probe_batch_size
+from shaketable.evaluate.decoding import Decoder, decode_all, probe_batch_size
 from shaketable.models import load_model
 from shaketable.sites.phases import phase
 from tests.harden.models import composite
@@ -183,26 +183,6 @@ def test_end_tokens_come_from_the_model_and_the_tokenizer(nano):
 def test_an_empty_prompt_is_one_line(nano):
     with pytest.raises(ShaketableError, match="no tokens"):
         Decoder.of(*nano, 3).decode(nano[0], [[4], []])
-
-
-@given(some.lists(some.integers(1, 30), max_size=40), some.integers(1, 9))
-def test_batches_hold_every_prompt_once_longest_first(lengths, size):
-    prompts = [[0] * n for n in lengths]
-    found = list(batches(prompts, size))
-    order = [i for batch in found for i in batch]
-    assert sorted(order) == list(range(len(lengths)))
-    assert [lengths[i] for i in order] == sorted(lengths, reverse=True)
-    assert all(len(batch) == size for batch in found[:-1]) and all(len(batch) <= size for batch in found)
-
-
-def test_the_batch_size_is_a_power_of_two_that_holds_all_prompts(nano, prompts):
-    model, tokenizer = nano
-    decoder = Decoder.of(model, tokenizer, 12)
-    assert probe_batch_size(decoder, model, prompts) == 16
-    assert probe_batch_size(decoder, model, prompts[:8]) == 8
-    assert probe_batch_size(decoder, model, prompts[:1]) == 1
-    assert probe_batch_size(decoder, model, prompts, largest=4) == 4
-    assert probe_batch_size(decoder, model, prompts * 1000) == LARGEST_BATCH
 
 
 def test_little_memory_makes_the_batch_smaller(nano, prompts, monkeypatch):

@@ -10,7 +10,7 @@ from torch.nn.functional import kl_div
 import shaketable as st
 from shaketable.errors import InertError, NoMatchError, ShaketableError
 from shaketable.evaluate.reading import pair_logits, read_pairs
-from shaketable.evaluate.score import Condition, Evaluator, answer_tokens, in_phases, prompt_tokens
+from shaketable.evaluate.score import Condition, Evaluator, answer_tokens, prompt_tokens
 from shaketable.evaluate.tasks import Problem, load_task, sample
 from shaketable.models import load_model
 from shaketable.plan import Plan
@@ -73,13 +73,6 @@ def test_a_condition_acts_whatever_phases_its_plan_names(evaluator, phases):
     assert named == bare
     assert named.plan.clauses[0].site.phase == ()
     assert evaluator.score(named).ledger.forward > 0
-
-
-def test_in_phases_sets_every_clause():
-    plan = Plan.parse(f"{NOISE},phase=eval;gain:0.1@layer.1", seed=3)
-    moved = in_phases(plan, ("rollout",))
-    assert [c.site.phase for c in moved.clauses] == [("rollout",), ("rollout",)] and moved.seed == 3
-    assert [c.fault for c in moved.clauses] == [c.fault for c in plan.clauses]
 
 
 @pytest.mark.parametrize("kind", ["plan", "aqn"])

@@ -1,7 +1,5 @@
 """Intervals and tests of scores: scipy as the oracle where it has one, coverage by simulation where it has none."""
 
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -238,8 +236,3 @@ def test_wrong_scores_are_refused_in_one_line(call, message):
     with pytest.raises(ShaketableError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
-
-
-def test_statistics_need_no_torch():
-    code = "import sys, shaketable.evaluate.statistics, shaketable.evaluate.statistics; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

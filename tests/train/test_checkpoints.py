@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from shaketable.errors import ShaketableError
 from shaketable.records.record import RunRecord
 from shaketable.train import checkpoints
-from shaketable.train.checkpoints import bound, check, content, drop_old, hashes, seal, sealed, step_of, writing
+from shaketable.train.checkpoints import bound, check, drop_old, hashes, seal, sealed, step_of, writing
 
 
 def checkpoint(out, step, whole=True):
@@ -24,13 +24,6 @@ def checkpoint(out, step, whole=True):
 
 def names(out):
     return sorted(p.name for p in out.iterdir())
-
-
-def test_a_sealed_checkpoint_is_whole_and_carries_its_content(tmp_path):
-    folder = checkpoint(tmp_path, 3)
-    assert content(folder) == {"step": 3}
-    assert names(folder) == ["model.safetensors", "shaketable.json"], "no draft is left"
-    assert step_of(folder) == 3
 
 
 def test_a_folder_that_was_renamed_is_left_alone(tmp_path):

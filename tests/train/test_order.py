@@ -23,11 +23,6 @@ def test_order_is_part_of_a_run(tmp_path, order):
     assert any(zeros) == (order == "before")
 
 
-def test_a_dry_run_says_the_order():
-    assert rehearse(small(plan=ZONE, aqn=f"{NOISE},order=before"))[1][-1].endswith("in rollout, before the plan's faults")
-    assert rehearse(small(plan=ZONE, aqn=NOISE))[1][-1].endswith("after the plan's faults")
-
-
 @pytest.mark.parametrize("fields", [{}, {"plan": "dead_zone:0.5@layer.2"}, {"plan": ZONE, "plan_in": "eval"}])
 def test_order_without_a_fault_to_come_before_is_refused_before_the_run(fields):
     with pytest.raises(ShaketableError, match="order=before"):

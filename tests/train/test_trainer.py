@@ -7,7 +7,6 @@ import torch
 from scipy.stats import norm
 
 import shaketable as st
-from shaketable.sites.phases import current_phase
 from shaketable.train.trainer import SamplerMismatch
 from tests.train.training_runs import prepared
 
@@ -91,31 +90,6 @@ def test_kl_is_estimated_without_bias():
     assert found["ratio_tail"] == pytest.approx(norm.sf(edge), rel=0.1)
     assert found["ratio_p99"] == pytest.approx(math.exp(0.3 * norm.ppf(0.99) - 0.045), rel=0.02)
     assert SamplerMismatch().summary() == {}
-
-
-def test_sampling_is_a_rollout_in_eval_mode_and_the_flag_comes_back(trainer):
-    seen = []
-    trainer.model.register_forward_hook(lambda m, *_: seen.append((m.training, current_phase(m.training))))
-    trainer.model.train()
-    trainer._generate_single_turn(ids(trainer, "12+34=", "12+34="))
-    assert set(seen) == {(False, "rollout")} and trainer.model.training
-    with pytest.raises(Exception, match="no tokens"):
-        trainer._generate_single_turn([[], []])
-    assert trainer.model.training
-
-
-def test_what_is_sampled_depends_on_key_and_step_and_not_on_the_global_generator(trainer):
-    prompts = ids(trainer, *["472+338="] * 8)
-    trainer.decoder = trainer.decoder.__class__(12, trainer.decoder.ends, 0, 3.0)
-
-    def sampled(seed, step, key):
-        torch.manual_seed(seed)
-        trainer.state.global_step, trainer.key = step, key
-        return trainer._generate_single_turn(prompts)
-
-    assert sampled(0, 1, 5) == sampled(1, 1, 5)
-    assert sampled(0, 1, 5) != sampled(0, 2, 5)
-    assert sampled(0, 1, 5) != sampled(0, 1, 6)
 
 
 def test_the_sampled_log_probabilities_are_those_under_the_fault(trainer):

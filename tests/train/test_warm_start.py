@@ -65,17 +65,6 @@ def test_arms_and_seeds_begin_with_the_same_weights_and_the_second_loads_them(tm
     assert (first["warm_start"]["cached"], second["warm_start"]["cached"]) == (False, True)
 
 
-def test_made_again_it_is_the_same_weights(tmp_path, monkeypatch):
-    """On one machine and one thread the phase is a function of what its key says."""
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    model, facts = warmed()
-    assert torch.equal(torch.get_rng_state(), before)
-    monkeypatch.setenv("SHAKETABLE_CACHE", str(tmp_path / "another"))
-    again, more = warmed(seed=3)
-    assert weights_hash(again) == weights_hash(model) and more == facts
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [{"steps": 3}, {"task": "arithmetic,level=2"}, {"dtype": "bfloat16"}])
 def test_whatever_determines_it_makes_another_one(cache, other):
