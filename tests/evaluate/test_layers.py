@@ -33,8 +33,8 @@ def pairs(vocabulary, lengths=LENGTHS):
 PAIRS = pairs(64)
 
 
-def read(model, plan=None, sequences=PAIRS, size=4, seed=0):
-    return mechanism(model, sequences, plan and Plan.parse(plan, seed=seed), batch_size=size, pad=PAD)
+def read(model, plan=None, sequences=PAIRS, seed=0):
+    return mechanism(model, sequences, plan and Plan.parse(plan, seed=seed), pad=PAD)
 
 
 def mean_loss(model, sequences):
@@ -132,19 +132,6 @@ def test_activations_are_those_an_independent_hook_sees_without_padding(any_mode
         assert (reading.zeros, reading.survival, reading.survival_inside) == (0, 1, None)
 
 
-def numbers(found):
-    """Everything but the ledger, in one row."""
-    every = [found.loss, found.tokens, found.outside_grad_norm]
-    return every + [x for r in found.layers for x in (r.rms, r.kurtosis, r.zeros, r.survival, r.grad_norm)]
-
-
-def test_the_batch_size_changes_nothing(any_model):
-    model, _ = any_model
-    whole = numbers(read(model, size=99))
-    for size in (2, 7):
-        assert numbers(read(model, size=size)) == pytest.approx(whole, rel=1e-4)
-
-
 @pytest.fixture(scope="module")
 def nano():
     return load_model("nano")[0].eval()
@@ -167,7 +154,7 @@ def test_a_dead_zone_leaves_the_zeros_that_its_formula_says(nano):
             assert (after.zeros, after.survival, after.survival_inside) == (0, 1, None)
         assert (before.rms == after.rms) is (i < 3)
         assert before.grad_norm != after.grad_norm
-    assert found.loss != clean.loss and found.ledger["sites"][0]["forward"] == 3
+    assert found.loss != clean.loss and found.ledger["sites"][0]["forward"] == 1
 
 
 @pytest.mark.parametrize(
@@ -224,7 +211,7 @@ def test_the_model_is_left_as_it_was_on_every_way_out(tiny_llama, training):
     every = "relative_gaussian:0.1@op.matmul;mxfp4@module.linear,point=weight+input"
     for plan in (None, ZONE, every):
         with torch.no_grad(), phase("rollout"):
-            assert read(model, plan, size=2).layers[0].grad_norm > 0
+            assert read(model, plan).layers[0].grad_norm > 0
         assert state(model) == before
     for plan, error in (("saturation:1e9,scope=absolute@layer.3", InertError), ("gain:0.1@layer.99", NoMatchError)):
         with pytest.raises(error):
@@ -232,9 +219,9 @@ def test_the_model_is_left_as_it_was_on_every_way_out(tiny_llama, training):
         assert state(model) == before
     assert set(calls) == {(False, "eval")}
     for plan in (None, every):
-        fatal.append(len(calls) + 3)
+        fatal.append(len(calls) + 1)
         with pytest.raises(StopError):
-            read(model, plan, size=1)
+            read(model, plan)
         assert state(model) == before
 
 

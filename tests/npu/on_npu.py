@@ -92,7 +92,7 @@ def test_another_device_is_compared_with_the_cpu(nano):
 def test_layers_are_read(nano):
     pairs = [([3, 4, 5], [6, 7]), ([8, 9], [10])]
     plan = Plan.parse("dead_zone:0.05,scope=token@layer.1")
-    here, there = (mechanism(m, pairs, plan, batch_size=2, pad=0) for m in (load_model("nano")[0], nano[0]))
+    here, there = (mechanism(m, pairs, plan, pad=0) for m in (load_model("nano")[0], nano[0]))
     assert there.loss == pytest.approx(here.loss, rel=1e-4)
     assert [layer.survival for layer in there.layers] == pytest.approx([layer.survival for layer in here.layers], abs=0.01)
 

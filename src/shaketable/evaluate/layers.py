@@ -13,8 +13,7 @@ over every token that is not padding:
 Two kinds of survival, because a layer returns a residual stream: the sum fills up what a dead zone takes out of a product
 inside the layer, so `survival` is 1 unless the output itself is hit.
 
-Every number is that of one large batch, however the pairs are batched: gradients are summed before their norm is taken, and
-moments are moved to a common mean. Gradients come from `torch.autograd.grad`, which leaves every `.grad` alone.
+Gradients come from `torch.autograd.grad`, which leaves every `.grad` alone.
 
 A skipped layer hands on its input: of h + f(h) the h is left. It stays in the list, so that all others keep their numbers and
 a plan means the same layers; faults of layers that are not run are dropped (`without`).
@@ -24,19 +23,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from shaketable.capture.recorder import watched
 from shaketable.errors import InertError, ModelError, NoMatchError, ShaketableError
-from shaketable.evaluate.decoding import batches
 from shaketable.evaluate.reading import Pair, pair_logits
 from shaketable.evaluate.score import Evaluation, Evaluator, in_phases
 from shaketable.faults.noise import wide
@@ -87,45 +83,57 @@ class Mechanism:
         return strict
 
 
-def mechanism(model: Any, sequences: Sequence[Pair], plan: Plan | None, *, batch_size: int, pad: int) -> Mechanism:
-    """Read (prompt, completion) pairs of tokens, forward and backward, and leave the model as it was.
+def mechanism(model: Any, sequences: Sequence[Pair], plan: Plan | None, *, pad: int) -> Mechanism:
+    """Read (prompt, completion) pairs of tokens in one batch, forward and backward, and leave the model as it was.
 
     Raises:
         InertError: A clause of the plan never fired or changed nothing.
     """
-    tokens = _check(sequences)
-    whole = [[*prompt, *completion] for prompt, completion in sequences]
-    layers, _ = find_layers(model)
-    watch, gradients, loss = _Outputs(layers), _Gradients(model), 0.0
-    before, after = watch.hooked(faulty=False), watch.hooked(faulty=True)
-    shaken = nullcontext() if plan is None else inject(model, in_phases(plan, ()))
-    with _in_eval(model), phase("eval"), torch.enable_grad(), before, shaken as ledger, after:
-        for indices in batches(whole, batch_size):
-            chosen = [sequences[i] for i in indices]
-            watch.mask = _real([whole[i] for i in indices])
-            logits, wanted = pair_logits(model, chosen, pad)
-            share = torch.nn.functional.cross_entropy(wide(logits), wanted, reduction="sum") / tokens
-            gradients.add(share)
-            loss += share.item()
-    readings = [_reading(i, watch.rows[i], gradients.norm(layer.parameters()), ledger) for i, layer in enumerate(layers)]
-    inside = {p for layer in layers for p in layer.parameters()}
-    outside = gradients.norm(p for p in model.parameters() if p not in inside)
-    return Mechanism(loss, tokens, readings, outside, None if ledger is None else ledger.to_dict())
-
-
-def _check(sequences: Sequence[Pair]) -> int:
-    """The number of tokens that are predicted."""
     if not all(len(prompt) for prompt, _ in sequences):
         raise ShaketableError("a prompt has no tokens: there is nothing to continue")
-    tokens = sum(len(completion) for _, completion in sequences)
-    if tokens == 0:
+    if not any(len(completion) for _, completion in sequences):
         raise ShaketableError("no completion has a token: there is no loss to read")
-    return tokens
+    pairs = sorted(sequences, key=lambda pair: -len(pair[0]) - len(pair[1]))
+    sizes = torch.tensor([[len(prompt) + len(completion)] for prompt, completion in pairs])
+    real = torch.arange(int(sizes.max())) < sizes  # rows are padded on the right
+    layers, _ = find_layers(model)
+    computed: dict[str, Tensor] = {}
+    seen: dict[str, dict[str, float]] = {}
 
+    def note(name: str, x: Tensor, y: Tensor) -> None:
+        computed[name] = y.detach()[real.to(y.device)]
 
-def _real(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Tokens that are no padding, of rows padded on the right."""
-    return torch.arange(max(map(len, rows))) < torch.tensor([[len(row)] for row in rows])
+    def compare(name: str, x: Tensor, y: Tensor) -> None:
+        seen[name] = _activations(computed.pop(name), y.detach()[real.to(y.device)])
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    shaken = nullcontext() if plan is None else inject(model, in_phases(plan, ()))
+    with (
+        _in_eval(model),
+        phase("eval"),
+        torch.enable_grad(),
+        _outputs(layers, note),  # before the plan's own hooks: hooks run in the order they were set
+        shaken as ledger,
+        _outputs(layers, compare),
+    ):
+        logits, wanted = pair_logits(model, pairs, pad)
+        loss = torch.nn.functional.cross_entropy(wide(logits), wanted)
+        found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
+    gradients = dict(zip(trained, found, strict=True))
+    if lacking := next((i for i in range(len(layers)) if str(i) not in seen), None) is not None:
+        raise ModelError(f"decoder layer {lacking} was not called in a forward")
+    readings = [
+        LayerReading(
+            layer=i,
+            survival_inside=None if ledger is None else _survival_inside(i, ledger),
+            grad_norm=_norm(layer.parameters(), gradients),
+            **seen[str(i)],
+        )
+        for i, layer in enumerate(layers)
+    ]
+    inside = {p for layer in layers for p in layer.parameters()}
+    outside = _norm((p for p in model.parameters() if p not in inside), gradients)
+    return Mechanism(loss.item(), len(wanted), readings, outside, None if ledger is None else ledger.to_dict())
 
 
 @contextmanager
@@ -140,99 +148,37 @@ def _in_eval(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-class _Gradients:
-    """The gradient of the loss by everything that is trained, summed over batches."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.sums: dict[Tensor, Tensor] = {}
-
-    def add(self, loss: Tensor) -> None:
-        """One batch's share of the loss. A parameter that the loss does not depend on has a gradient of zero."""
-        if not self.trained:
-            return
-        found = torch.autograd.grad(loss, self.trained, allow_unused=True)
-        for parameter, gradient in zip(self.trained, found, strict=True):
-            if gradient is not None:
-                self.sums[parameter] = wide(gradient) + self.sums.get(parameter, 0.0)
-
-    def norm(self, parameters: Iterable[nn.Parameter]) -> float | None:
-        """L2 norm over these parameters, squares summed in float64; None when none of them is trained."""
-        trained = [p for p in parameters if p.requires_grad]
-        squares = [float(with_float64(self.sums[p]).double().square().sum()) for p in trained if p in self.sums]
-        return math.sqrt(math.fsum(squares)) if trained else None
-
-
-class _Outputs:
-    """Sees the output of every layer before and after the plan's own hooks do: hooks run in the order they were set.
-
-    What activation checkpointing computes a second time is seen twice: twice the same sums, and no other ratio of them.
-    """
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self.layers = layers
-        self.rows: list[list[list[float]]] = [[] for _ in layers]
-        self._computed: dict[int, Tensor] = {}
-        self.mask = torch.ones(1, 1, dtype=torch.bool)
-        """The tokens of the present batch that are no padding."""
-
-    @contextmanager
-    def hooked(self, *, faulty: bool) -> Iterator[None]:
-        """Look at what layers return, as hit by the hooks set so far. Compiled graphs do not see hooks come and go."""
-
-        def look(name: str, x: Tensor, y: Tensor) -> None:
-            layer, values = int(name), y.detach()
-            values = values[self.mask.to(values.device)]
-            if faulty:
-                self.rows[layer].append(_row(self._computed.pop(layer), values))
-            else:
-                self._computed[layer] = values
-
-        try:
-            with watched({str(i): layer for i, layer in enumerate(self.layers)}, look):
-                forget_compiled()
-                yield
-        finally:
+@contextmanager
+def _outputs(layers: list[nn.Module], look: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
+    """Look at what layers return. Compiled graphs do not see hooks come and go."""
+    try:
+        with watched({str(i): layer for i, layer in enumerate(layers)}, look):
             forget_compiled()
+            yield
+    finally:
+        forget_compiled()
 
 
-def _row(computed: Tensor, faulty: Tensor) -> list[float]:
-    """What is kept of one call: values, sum of squares, zeros, alive, survived; and of what is finite: how many, their
-    mean, sums of their 2nd, 3rd and 4th powers about it, the least and the largest."""
-    computed, faulty = with_float64(computed), with_float64(faulty)
-    alive, still, y = computed.ne(0), faulty.ne(0), faulty.double()
-    finite = y.isfinite()
-    mean = y.where(finite, 0.0).sum() / finite.sum()
-    away = (y - mean).where(finite, 0.0)
-    counts = [still.numel() - still.sum(), alive.sum(), (alive & still).sum(), finite.sum()]
-    ends = [y.where(finite, math.inf).min(), y.where(finite, -math.inf).max()]
-    sums = [y.square().sum(), *counts, mean, *(away.pow(k).sum() for k in (2, 3, 4)), *ends]
-    return [y.numel(), *torch.stack([x.to(y.device).double() for x in sums]).tolist()]
+def _activations(computed: Tensor, faulty: Tensor) -> dict[str, float]:
+    """What is read of a layer's output, as it was computed and as the next layer sees it."""
+    computed, y = with_float64(computed), with_float64(faulty).double()
+    alive, still = computed.ne(0), y.ne(0)
+    finite = y[y.isfinite()]
+    differ = len(finite) > 0 and bool(finite.min() < finite.max())
+    away = finite - finite.mean()
+    return {
+        "rms": float(y.square().mean().sqrt()),
+        "kurtosis": float(away.pow(4).mean() / away.square().mean() ** 2 - 3) if differ else math.nan,
+        "zeros": float((~still).double().mean()),
+        "survival": float((alive & still).sum() / alive.sum()) if alive.any() else math.nan,
+    }
 
 
-def _reading(layer: int, rows: list[list[float]], grad_norm: float | None, ledger: Ledger | None) -> LayerReading:
-    if not rows:
-        raise ModelError(f"decoder layer {layer} was not called in a forward")
-    values, square, zeros, alive, survived = map(math.fsum, list(zip(*rows, strict=True))[:5])
-    return LayerReading(
-        layer=layer,
-        rms=math.sqrt(square / values),
-        kurtosis=_kurtosis(np.array([row[5:] for row in rows if row[5]])),
-        zeros=zeros / values,
-        survival=survived / alive if alive else math.nan,
-        survival_inside=None if ledger is None else _survival_inside(layer, ledger),
-        grad_norm=grad_norm,
-    )
-
-
-def _kurtosis(rows: npt.NDArray[np.float64]) -> float:
-    """Of all values together: each row's sums of powers are moved from its own mean to the common one."""
-    if not rows.size or rows[:, 5].min() == rows[:, 6].max():
-        return math.nan
-    n, mean, second, third, fourth = rows.T[:5]
-    d = mean - np.average(mean, weights=n)
-    m2, m4 = second + n * d**2, fourth + 4 * d * third + 6 * d**2 * second + n * d**4
-    return float(n.sum() * m4.sum() / m2.sum() ** 2 - 3)
+def _norm(parameters: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor | None]) -> float | None:
+    """L2 norm of the gradients of these parameters, squares summed in float64; None when none of them is trained."""
+    trained = [p for p in parameters if p.requires_grad]
+    known = [with_float64(g).double() for p in trained if (g := gradients[p]) is not None]
+    return math.sqrt(math.fsum(float(g.square().sum()) for g in known)) if trained else None
 
 
 def _survival_inside(layer: int, ledger: Ledger) -> float | None:
@@ -252,7 +198,7 @@ def readings(evaluator: Evaluator, done: Sequence[Evaluation]) -> list[dict[str,
     for evaluation in done:
         plan = evaluation.condition.plan
         try:
-            read = mechanism(evaluator.model, pairs, plan, batch_size=PAIRS, pad=evaluator.decoder.pad).to_dict()
+            read = mechanism(evaluator.model, pairs, plan, pad=evaluator.decoder.pad).to_dict()
         except InertError as error:  # a rare fault that hit in the scores, which prove it, and not in these few answers
             read = {"loss": None, "layers": [], "note": str(error)}
         found.append({"condition": evaluation.condition.name, **read})

@@ -73,10 +73,7 @@ def test_a_path_without_gsm8k_is_refused_when_the_task_is_made(tmp_path):
 
 def test_a_solution_without_a_marker_is_named_by_its_line(tmp_path):
     (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "#### 1"}\n\n{"question": "b?", "answer": "2"}\n')
-    with (
-        pytest.warns(UserWarning, match="has 2 problems"),
-        pytest.raises(ShaketableError, match=r"test\.jsonl: line 3: the answer does not end in ####"),
-    ):
+    with pytest.raises(ShaketableError, match=r"test\.jsonl: line 3: the answer does not end in ####"):
         GSM8K(path=tmp_path).problems("test")
 
 
