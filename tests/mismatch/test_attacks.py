@@ -172,6 +172,7 @@ def test_a_file_that_says_something_else_is_a_defect(dtype, name):
 
 
 BELOW_ROUNDING: dict[str, Any] = {
+    "4 decimals": lambda rs: with_logprobs(rs, lambda x: np.round(x, 4)),
     "2 decimals": lambda rs: with_logprobs(rs, lambda x: np.round(x, 2)),
     "float8": lambda rs: with_logprobs(rs, lambda x: torch.tensor(x).to(torch.float8_e4m3fn).double().numpy()),
     "float16": lambda rs: with_logprobs(rs, lambda x: torch.tensor(x).half().double().numpy()),
@@ -253,9 +254,9 @@ def wrap(module: nn.Module, change: Any) -> None:
     module.register_forward_hook(lambda m, a, y: change(y))
 
 
-def later_rows(y: torch.Tensor, factor: float = 1.3) -> torch.Tensor:
+def later_rows(y: torch.Tensor, factor: float = 1.3, rows: slice = slice(1, None)) -> torch.Tensor:
     y = y.clone()
-    y[1:] *= factor
+    y[rows] *= factor
     return y
 
 
@@ -295,6 +296,9 @@ FAULTS = {
     "decode of rows above the first": lambda m: wrap(m.model.layers[1].mlp.up_proj, lambda y: later_rows(y) if y.shape[1] == 1 else y),
     "a layer is skipped": skipped,
     "between layers": between,
+    "a little between layers": lambda m: m.model.layers[4].register_forward_pre_hook(lambda _, a: (a[0] * 1.003, *a[1:])),
+    "a little behind the MLP": lambda m: wrap(m.model.layers[4].mlp, lambda y: y * 1.003),
+    "one row of six": lambda m: wrap(m.model.layers[1].self_attn.o_proj, lambda y: later_rows(y, 1.2, slice(4, 5))),
     "a soft cap behind the head": lambda m: behind_the_head(m, 5),
     "a mild soft cap behind the head": lambda m: behind_the_head(m, 30),
     "a value in a hundred": lambda m: wrap(m.model.layers[5].mlp.down_proj, lambda y: y + (torch.arange(y.shape[-1]) % 100 == 0) * y.std() * 3),
@@ -308,6 +312,16 @@ def test_a_fault_of_the_engine_is_never_legal(dtype, name):
     rollouts = other.sample(prompts(), how())
     found = verdict(other, rollouts, recorded=2 if dtype == "float32" else 1)
     assert found.verdict != "LEGAL", found.sentence
+
+
+def test_a_fault_that_passes_is_never_legal():
+    """One operator is wrong while one rollout is drawn, by less than rounding moves log-probabilities."""
+    calls = iter(range(10**6))
+    other = pairs.engine(torch.bfloat16)
+    wrap(other.model.model.layers[2].mlp.down_proj, lambda y: y * 1.2 if 16 <= next(calls) < 32 else y)
+    engine = HFEngine(other.model, HFArguments(batch=1))
+    found = verdict(engine, engine.sample(prompts(), how()), recorded=1)
+    assert found.verdict != "LEGAL" and "repeats most others exactly" in found.sentence, found.sentence
 
 
 def test_an_engine_that_depends_on_its_batch_is_a_defect():

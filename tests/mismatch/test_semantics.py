@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shaketable.mismatch.logprobs import read
-from shaketable.mismatch.rounding import measure_rounding
+from shaketable.mismatch.rounding import Rounding
 from shaketable.mismatch.semantics import try_hypotheses
 from tests.mismatch import pairs
 
@@ -15,9 +15,10 @@ LIMITS = {"temperature": 0.7, "top_p": 0.9, "top_k": 12}
 
 def named(declared, rollouts):
     trainer = pairs.trainer()
-    reading = read(trainer.logits(rollouts), rollouts, declared)
-    rounding = measure_rounding(trainer, rollouts, declared, torch.float32, reading)
-    return try_hypotheses(trainer, rollouts, declared, rounding).named
+    logits = list(trainer.logits(rollouts))
+    reading = read(logits, rollouts, declared)
+    rounding = Rounding(trainer, rollouts, declared, torch.float32, reading)
+    return try_hypotheses(trainer, rollouts, declared, rounding.scale, logits, reading.edges).named
 
 
 def returned(**how):

@@ -14,7 +14,7 @@ from shaketable.errors import UnavailableError
 from shaketable.mismatch.engine import ALONE, CACHED, DECODE, EAGER, Rollout, RolloutEngine
 from shaketable.mismatch.gap import differences, distance
 from shaketable.mismatch.results import Floor, FloorRow
-from shaketable.mismatch.rounding import Rounding, judge
+from shaketable.mismatch.rounding import Rounding
 from shaketable.mismatch.trainer import OTHER_BATCHES, Trainer
 
 DEPENDS = {
@@ -35,7 +35,6 @@ def measure_floor(
     rounding: Rounding | None = None,
     decoded: Logprobs | None = None,
     progress: Callable[[str], None] = lambda text: None,
-    more: Callable[[], Rounding] | None = None,
 ) -> tuple[Floor, list[Logprobs]]:
     """The floor, and the engine's log-probabilities in each way of computing.
 
@@ -47,22 +46,10 @@ def measure_floor(
         rounding: The scale of rounding; without it no row is judged.
         decoded: The engine's log-probabilities decoded token by token, where they were computed before.
         progress: Called with the current step.
-        more: Measures rounding more often. A few draws may all be small for the one token that a wrong way would be blamed for.
     """
     rows: list[FloorRow] = []
     unavailable: list[str] = []
     ways: list[Logprobs] = []
-
-    def too_large(d: Sequence[np.ndarray]) -> str:
-        """What a difference beyond rounding says."""
-        nonlocal rounding, more
-        if rounding is None:
-            return ""
-        judged = judge(d, rounding.raw)
-        if judged.is_doubtful and more is not None:
-            rounding, more = more(), None
-            judged = judge(d, rounding.raw)
-        return judged.says if judged.too_large else ""
 
     def compare(side: Trainer | RolloutEngine, variant: str, one: Logprobs) -> Logprobs | None:
         name = "trainer" if side is trainer else "engine"
@@ -73,10 +60,12 @@ def measure_floor(
             unavailable.append(f"{name}, {variant}: {error}")
             return None
         d = differences(two, one)
-        found, wrong = distance(d), ""
-        if says := too_large(d):
-            wrong = f"the {name} {DEPENDS.get(variant, f'computes otherwise with {variant}')}: {says}"
-        rows.append(FloorRow(name, variant, found.mean_abs, found.largest, found.k3, wrong))  # type: ignore[arg-type]
+        found, wrong, most = distance(d), "", 0
+        if rounding is not None:
+            if (judged := rounding.judge(d, raw=True)).too_large:
+                wrong = f"the {name} {DEPENDS.get(variant, f'computes otherwise with {variant}')}: {judged.says}"
+            most = int(np.argmax([np.mean(np.abs(x) / s) for x, s in zip(d, rounding.raw, strict=True)]))
+        rows.append(FloorRow(name, variant, found.mean_abs, found.largest, found.k3, wrong, most))  # type: ignore[arg-type]
         return two
 
     for variant in trainer.variants():

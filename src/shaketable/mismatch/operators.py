@@ -4,6 +4,9 @@ The definitions (`numerics/decoder_operators.py`) are tried on the trainer first
 computed in a way that no definition here knows (a cap on scores), or the trainer's own device is wrong. Such an operator is
 not judged in the engine either, and the verdict says so. The definitions use the trainer's weights; `Recompute` gives what the
 trainer itself makes of the engine's inputs, for the shares.
+
+Operators are also chained: each must read, bit for bit, what an operator before it made. Otherwise something between them
+changes values, which no single operator shows, and which rounding of a whole model may hide.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ LOWER = (torch.bfloat16, torch.float16)
 FEWEST = 4
 """Right and wrong tokens below which a fault of one expert cannot be told from one of all."""
 PRODUCTS = ("linear", "lm_head", "router", "attention")
+CHAINED = ("x", "residual", "up", "q", "k", "v")
+"""Inputs that an operator before made; of keys and values those of the tokens that are computed."""
 
 
 @dataclass
@@ -68,9 +73,12 @@ class Judge:
         self.rows: dict[tuple[str, str], _Judged] = {}
         self.unjudged: dict[str, str] = {}
         """Operators without a definition, with the reason."""
+        self.unchained: set[str] = set()
+        """Operators of the trainer that read what no operator made, such as embeddings that are scaled in between."""
 
     def leave_out(self, calls: Sequence[OperatorCall]) -> None:
         """Try the definitions on calls of the trainer: an operator that lies outside there is not judged."""
+        self.unchained |= {call.name for _, call in unmade(calls)}
         for call in _with_routers(calls):
             found = self._outside(call, self.of_trainer)
             if found is not None and bool(found.any()):
@@ -86,6 +94,14 @@ class Judge:
             row.lanes_of = outside.shape[-1]
             with host_arithmetic():
                 self._add(row, call, outside)
+
+    def chain(self, calls: Sequence[OperatorCall], phase: str) -> None:
+        """Find operators that read what no operator before them made; needs a record of every operator."""
+        for order, call in unmade(calls):
+            if call.name not in self.unchained:
+                row = self.rows.setdefault((call.name, phase), _Judged(call, phase, order))
+                row.looks_like = row.looks_like or "a change between two operators"
+                row.text = row.text or "it reads values that no operator before it made"
 
     def _outside(self, call: OperatorCall, definitions: Definitions) -> Tensor | None:
         try:
@@ -147,6 +163,25 @@ class Judge:
             names = [name for name, reason in self.unjudged.items() if reason == why]
             lines.append(f"{names[0]}{f' and {len(names) - 1} more operators' if len(names) > 1 else ''}: {why}")
         return lines
+
+
+def unmade(calls: Sequence[OperatorCall]) -> list[tuple[int, OperatorCall]]:
+    """Operators that read values which no operator before them made, and their places; a head may read some rows only."""
+    found: list[tuple[int, OperatorCall]] = []
+    made: set[int] = set()
+    for order, call in enumerate(calls):
+        count = len(call.output)
+        read = [_bits(call.inputs[key][-count:]) for key in CHAINED if key in call.inputs]
+        if call.kind == "lm_head":
+            read = [_bits(row) for row in call.inputs["x"]]
+        if call.kind != "log_softmax" and not made.issuperset(read):
+            found.append((order, call))
+        made |= {_bits(call.output)} | ({_bits(row) for row in call.output} if call.kind == "rms_norm" else set())
+    return found
+
+
+def _bits(x: Tensor) -> int:
+    return hash((x.double() + 0.0).contiguous().numpy().tobytes())
 
 
 def layers_of(absent: Sequence[str], names: Iterable[str]) -> list[str]:

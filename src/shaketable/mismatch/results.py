@@ -43,8 +43,6 @@ class Deviation:
     positive: tuple[float, float]
     """Share of differences above zero, 99.9 %."""
     biased: bool
-    outside_the_nucleus: int = 0
-    """Tokens that rounding may have moved across the edge of a nucleus."""
     worst_pair: tuple[float, float | None] | None = None
     """The returned number of that token and the expected one; None where the token is impossible."""
 
@@ -157,6 +155,8 @@ class FloorRow:
     k3: float
     wrong: str
     """Why rounding does not explain it; empty where it does."""
+    most: int
+    """The rollout that it moves most, in units of rounding."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from shaketable.errors import UnavailableError
 from shaketable.mismatch.engine import DECODE, Rollout, RolloutEngine, Sampling
 from shaketable.mismatch.logprobs import LogprobReading, read
-from shaketable.mismatch.results import LARGEST, Semantics
-from shaketable.mismatch.rounding import Rounding, judge_returned
+from shaketable.mismatch.results import LARGEST, Deviation, Semantics
+from shaketable.mismatch.rounding import SAME_PROGRAM, SMALLEST, Rounding, from_returned, judge
 from shaketable.mismatch.semantics import examined, keep_examined
 
 NEAR_ZERO = 0.05
@@ -29,6 +29,8 @@ DISTINCT = 4
 """Different numbers that do not lie on a coarse grid by chance."""
 NEAR = 3.0
 """Times what an engine differs from itself by: how far returned numbers may be from its logits, in the mean."""
+REPEATED = 0.8
+"""Share of numbers that an engine repeats exactly, from which every single one must be as near."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class OwnNumbers:
     reading: LogprobReading
     logits: list[Tensor]
     """Of the first rollouts, for hypotheses; empty where the engine gives none."""
+
+    def judge(self, rollouts: Sequence[Rollout], rounding: Rounding) -> Deviation:
+        """The returned numbers against these; with the worst token's own where rounding does not explain the difference."""
+        d = from_returned(rollouts, self.reading.meant, self.reading.edges)
+        found = rounding.judge(d, least=SAME_PROGRAM)
+        if found.explained:
+            return found
+        at, place = found.worst
+        own = float(self.reading.meant[at][place])
+        return replace(found, worst_pair=(rollouts[at].logprobs[place], own if np.isfinite(own) else None))
 
 
 def own_numbers(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sampling) -> OwnNumbers:
@@ -55,22 +67,24 @@ def own_numbers(engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sa
     return OwnNumbers(LogprobReading(raw, raw, [[False] * len(x) for x in raw]), kept)
 
 
-def doubt(own: OwnNumbers, rollouts: Sequence[Rollout], narrow: Rounding, semantics: Semantics | None) -> str:
+def doubt(own: OwnNumbers, rollouts: Sequence[Rollout], narrow: Sequence[np.ndarray], semantics: Semantics | None) -> str:
     """Why the returned numbers may not be the engine's, compared with its own spread; empty if they may.
 
     Rounding of a whole model in bfloat16 hides a temperature of 1.02 and a token that is off by 0.3; an engine that reads its
     own tokens repeats most numbers, and hides neither.
     """
-    judged = judge_returned(rollouts, own.reading.meant, narrow.scale, own.reading.edges)
-    itself = "what the engine differs from itself by"
+    d = from_returned(rollouts, own.reading.meant, own.reading.edges)
+    judged, itself = judge(d, narrow), "what the engine differs from itself by"
     if judged.mean_ratio > NEAR:
         return (
             f"they are off from the engine's own by {judged.mean_abs:.2g} in the mean, {judged.mean_ratio:.3g} times {itself}"
         )
-    if judged.worst_ratio > LARGEST:
+    repeats = np.mean(np.abs(np.concatenate(d)) <= 4 * SMALLEST) >= REPEATED
+    if judged.worst_ratio > (NEAR if repeats else LARGEST):
         rollout, token = judged.worst
         times = f"{judged.largest:.2g}, {judged.worst_ratio:.3g} times {itself}"
-        return f"token {token} of rollout {rollout} is off from the engine's own number by {times}"
+        exactly = ", and it repeats most others exactly" if repeats else ""
+        return f"token {token} of rollout {rollout} is off from the engine's own number by {times}{exactly}"
     if semantics is None:
         return "the engine does not give its logits"
     best = semantics.best
@@ -83,7 +97,7 @@ def rounded_to(rollouts: Sequence[Rollout]) -> str | None:
     x = x[np.abs(x) > NEAR_ZERO]
     if len(np.unique(x)) < DISTINCT:
         return None
-    for digits in range(1, 4):
+    for digits in range(1, 6):
         if np.array_equal(np.round(x, digits), x):
             return f"{digits} decimals" if digits > 1 else "1 decimal"
     for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16):

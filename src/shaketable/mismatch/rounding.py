@@ -15,7 +15,6 @@ Differences between two programs are explained by rounding when their mean size,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,24 +49,59 @@ GAUSSIAN = np.sqrt(2 / np.pi)
 """Mean size of a normal variable, in standard deviations."""
 
 
-@dataclass(frozen=True)
 class Rounding:
-    """The standard deviation of rounding for each token, rollout by rollout."""
+    """The standard deviation of rounding for each token, rollout by rollout.
 
-    scale: list[np.ndarray]
-    """In the terms in which the engine returned its numbers."""
-    raw: list[np.ndarray]
-    """In the terms of the model's own logits."""
-    dtype: str
-    draws: int = DRAWS
+    Args:
+        trainer: Its model reads the rollouts with random rounding.
+        rollouts: The rollouts.
+        sampling: In whose terms the engine returned its numbers.
+        dtype: Of the engine's activations; the trainer's where it is coarser.
+        reading: The trainer's log-probabilities as it computes them.
+    """
+
+    def __init__(
+        self, trainer: Trainer, rollouts: Sequence[Rollout], sampling: Sampling, dtype: torch.dtype, reading: LogprobReading
+    ) -> None:
+        self._trainer, self._rollouts, self._reading = trainer, rollouts, reading
+        self._terms = [Sampling(1)] + ([] if sampling.logprobs_mode == "raw" else [sampling])
+        self.dtype = max((dtype, trainer.dtype), key=lambda d: torch.finfo(d).eps)
+        self.measure(DRAWS)
+
+    def measure(self, draws: int) -> None:
+        """Read the rollouts so many times, each time with other random roundings."""
+        squares: list[list[list[np.ndarray]]] = [[[] for _ in self._rollouts] for _ in self._terms]
+        own = (self._reading.raw, self._reading.meant)
+        for draw in range(draws):
+            for i, logits in enumerate(self._trainer.logits(self._rollouts, RandomRounding(self.dtype, draw))):
+                for place, how in enumerate(self._terms):
+                    (moved,) = differences([expected(logits, self._rollouts[i], how)], [own[place][i]])
+                    squares[place][i].append(np.where(np.isfinite(moved), moved, np.nan) ** 2)
+        scales = [_scales([np.stack(draws) for draws in part]) for part in squares]
+        self.raw, self.scale, self.draws = scales[0], scales[-1], draws
 
     @property
     def size(self) -> RoundingSize:
         """For the report."""
-        return RoundingSize(float(np.concatenate(self.scale).mean() * GAUSSIAN), self.dtype, self.draws)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return RoundingSize(float(np.concatenate(self.scale).mean() * GAUSSIAN), dtype, self.draws)
 
-    def among(self, ways: Sequence[Sequence[Sequence[float]]]) -> Rounding:
-        """The same with the spread of an engine's ways of computing as its scale, token by token.
+    def judge(self, d: Sequence[np.ndarray], raw: bool = False, least: float = LEAST) -> Deviation:
+        """Compare differences of all rollouts with rounding, measured more often where few draws leave a doubt.
+
+        Args:
+            d: By rollout.
+            raw: Whether they are of the model's own logits, and not in the terms of the sampling.
+            least: See `judge`.
+        """
+        found = judge(d, self.raw if raw else self.scale, least)
+        if not found.is_doubtful or self.draws == MORE_DRAWS:
+            return found
+        self.measure(MORE_DRAWS)
+        return judge(d, self.raw if raw else self.scale, least)
+
+    def among(self, ways: Sequence[Sequence[Sequence[float]]]) -> list[np.ndarray]:
+        """The spread of an engine's ways of computing as a scale, token by token, in the terms of the sampling.
 
         It is at least a tenth of what rounding makes, since a few ways may agree by chance.
         """
@@ -77,38 +111,7 @@ class Rounding:
             found = [np.zeros_like(s) for s in self.raw]
         least = TENTH * np.sqrt(np.concatenate([s**2 for s in self.raw]).mean())
         pooled = max(float(np.concatenate(found).mean()), float(least) ** 2, SMALLEST**2)
-        scale = [np.sqrt((v + pooled) / 2) * s / r for v, s, r in zip(found, self.scale, self.raw, strict=True)]
-        return replace(self, scale=scale)
-
-
-def measure_rounding(
-    trainer: Trainer,
-    rollouts: Sequence[Rollout],
-    sampling: Sampling,
-    dtype: torch.dtype,
-    reading: LogprobReading,
-    draws: int = DRAWS,
-) -> Rounding:
-    """Read the rollouts with random rounding.
-
-    Args:
-        trainer: Its model reads.
-        rollouts: The rollouts.
-        sampling: In whose terms the engine returned its numbers.
-        dtype: Of the engine's activations; the trainer's where it is coarser.
-        reading: The trainer's log-probabilities as it computes them.
-        draws: Readings with random rounding.
-    """
-    coarser = max((dtype, trainer.dtype), key=lambda d: torch.finfo(d).eps)
-    terms = [(Sampling(1), reading.raw)] + ([] if sampling.logprobs_mode == "raw" else [(sampling, reading.meant)])
-    squares: list[list[list[np.ndarray]]] = [[[] for _ in rollouts] for _ in terms]
-    for draw in range(draws):
-        for i, logits in enumerate(trainer.logits(rollouts, RandomRounding(coarser, draw))):
-            for place, (how, own) in enumerate(terms):
-                (moved,) = differences([expected(logits, rollouts[i], how)], [own[i]])
-                squares[place][i].append(np.where(np.isfinite(moved), moved, np.nan) ** 2)
-    scales = [_scales([np.stack(draws) for draws in part]) for part in squares]
-    return Rounding(scales[-1], scales[0], str(coarser).removeprefix("torch."), draws)
+        return [np.sqrt((v + pooled) / 2) * s / r for v, s, r in zip(found, self.scale, self.raw, strict=True)]
 
 
 def _scales(squares: list[np.ndarray]) -> list[np.ndarray]:
@@ -146,32 +149,14 @@ def judge(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = L
     )
 
 
-def judge_returned(
-    rollouts: Sequence[Rollout],
-    own: Sequence[Sequence[float]],
-    scale: Sequence[np.ndarray],
-    edges: Sequence[Sequence[bool]] | None = None,
-    least: float = LEAST,
-) -> Deviation:
-    """Compare returned numbers with others of the same tokens; the worst token is shown where rounding explains too little.
-
-    Args:
-        rollouts: With the returned numbers.
-        own: The others.
-        scale: The scale of rounding for each token.
-        edges: Tokens at the edge of a nucleus; a few of them may be outside.
-        least: Share of its scale below which a difference has no sign that counts.
-    """
+def from_returned(
+    rollouts: Sequence[Rollout], own: Sequence[Sequence[float]], edges: Sequence[Sequence[bool]] = ()
+) -> list[np.ndarray]:
+    """Returned numbers minus others of the same tokens; a few tokens at the edge of a nucleus may be outside of it."""
     d = differences([r.logprobs for r in rollouts], own)
-    outside = sum(map(sum, edges)) if edges is not None else 0
-    if edges is not None and outside <= max(1, FEW * sum(len(x) for x in d)):
-        d = [np.where(np.asarray(edge, dtype=bool), 0.0, x) for x, edge in zip(d, edges, strict=True)]
-    found = replace(judge(d, scale, least), outside_the_nucleus=outside)
-    if found.explained:
-        return found
-    at, place = found.worst
-    expected_here = float(own[at][place]) if np.isfinite(own[at][place]) else None
-    return replace(found, worst_pair=(rollouts[at].logprobs[place], expected_here))
+    if 0 < sum(map(sum, edges)) <= max(1, FEW * sum(len(x) for x in d)):
+        return [np.where(np.asarray(edge, dtype=bool), 0.0, x) for x, edge in zip(d, edges, strict=True)]
+    return d
 
 
 def positive_share(d: Sequence[np.ndarray], scale: Sequence[np.ndarray], least: float = LEAST) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from shaketable.mismatch.engine import Rollout, Sampling
 from shaketable.mismatch.gap import DRAWS, FEWEST, blocks, differences, resample
 from shaketable.mismatch.logprobs import expected, prefixes, processed
 from shaketable.mismatch.results import LARGEST, HypothesisFit, Semantics
-from shaketable.mismatch.rounding import FEW, SMALLEST, Rounding, judge
+from shaketable.mismatch.rounding import FEW, SMALLEST, judge
 from shaketable.mismatch.trainer import Trainer
 
 TOKENS = 512
@@ -79,34 +79,34 @@ def try_hypotheses(
     trainer: Trainer,
     rollouts: Sequence[Rollout],
     sampling: Sampling,
-    rounding: Rounding,
-    engine_logits: Sequence[Tensor] | None = None,
-    own_logits: Sequence[Tensor] | None = None,
-    edges: Sequence[Sequence[bool]] | None = None,
+    scale: Sequence[np.ndarray],
+    logits: Sequence[Tensor],
+    edges: Sequence[Sequence[bool]],
+    *,
+    like: float = 0.0,
+    of_engine: bool = False,
 ) -> Semantics:
     """The best hypothesis, the one that is named, and all that were tried.
 
     Args:
-        trainer: The hypotheses are about its logits.
+        trainer: Its model and tokenizer say which other prompts and defaults there may be.
         rollouts: With the returned numbers.
         sampling: As it was declared.
-        rounding: The scale of rounding for each token.
-        engine_logits: The engine's own, to test those instead; other prompts are then not tried.
-        own_logits: The trainer's for the examined rollouts, where they are at hand.
+        scale: Of rounding, for each token.
+        logits: The trainer's, or the engine's own, for the examined rollouts.
         edges: Tokens at the edge of a nucleus, of which a few may be outside: they speak for no hypothesis.
+        like: Of the declared temperature: another that is so near is that of weights that were rounded.
+        of_engine: Whether the logits are the engine's own; other prompts are then not tried.
     """
     some = examined(rollouts)
-    given = own_logits if engine_logits is None else engine_logits
-    logits = list(trainer.logits(some) if given is None else given)
-    like = 4 * torch.finfo(getattr(torch, rounding.dtype)).eps if engine_logits is None else 0.0
-    case = _Case(trainer, some, logits, sampling, rounding.scale[: len(some)], edges or [], like)
+    case = _Case(trainer, some, list(logits), sampling, list(scale[: len(some)]), edges, like)
     base = case.against(sampling)
     before = found if np.isfinite(found := _mean_abs(base)) else IMPOSSIBLE
     base_loss, declared_fits = case.loss(base), _is_rounding(base, case.scale)
     rows: list[HypothesisFit] = []
     best: HypothesisFit | None = None
     best_loss: Differences = []
-    for hypothesis in case.hypotheses(with_prompts=engine_logits is None):
+    for hypothesis in case.hypotheses(with_prompts=not of_engine):
         name, says, d = hypothesis.name, hypothesis.says, hypothesis.differences()
         if not d or all(np.isnan(x).all() for x in d):
             continue
@@ -186,7 +186,6 @@ class _Case:
     ) -> None:
         self.trainer, self.rollouts, self.logits, self.sampling, self.scale = trainer, rollouts, logits, sampling, scale
         self.like = like
-        """Of the declared temperature: another that is so near is that of weights that were rounded."""
         tokens = sum(len(x) for x in scale)
         few = 0 < sum(map(sum, edges[: len(scale)])) <= max(1, FEW * tokens)
         self.weight = [1.0 - np.asarray(e, float) for e in edges[: len(scale)]] if few else [np.ones(len(x)) for x in scale]

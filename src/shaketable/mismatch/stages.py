@@ -17,7 +17,6 @@ every link; a link that breaks is a DEFECT, and one that could not be checked ma
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +32,9 @@ from shaketable.mismatch.floor import measure_floor
 from shaketable.mismatch.gap import measure_gap
 from shaketable.mismatch.logprobs import read
 from shaketable.mismatch.operators import Judge, layers_of
-from shaketable.mismatch.results import LARGEST, MEAN, LayerRouting, Mismatch, OperatorResults
+from shaketable.mismatch.results import LayerRouting, Mismatch, OperatorResults
 from shaketable.mismatch.returned import OwnNumbers, doubt, own_numbers, rounded_to
-from shaketable.mismatch.rounding import MORE_DRAWS, SAME_PROGRAM, Rounding, judge_returned, measure_rounding
+from shaketable.mismatch.rounding import Rounding, from_returned, judge
 from shaketable.mismatch.routing import compare_routing, routing
 from shaketable.mismatch.semantics import keep_examined, try_hypotheses
 from shaketable.mismatch.shares import Records, ShareMeter
@@ -77,12 +76,8 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
     reading = read(keep_examined(trainer.logits(rollouts), rollouts, kept), rollouts, sampling)
     progress("rounding", 0.05)
     dtype = torch.bfloat16 if engine is None else engine.dtype  # a file does not say; most engines compute in it
-    rounding = measure_rounding(trainer, rollouts, sampling, dtype, reading)
-    more = functools.cache(lambda: measure_rounding(trainer, rollouts, sampling, dtype, reading, MORE_DRAWS))
-    judged = judge_returned(rollouts, reading.meant, rounding.scale, reading.edges)
-    if judged.mean_ratio <= MEAN and judged.worst_ratio > LARGEST:
-        rounding = more()
-        judged = judge_returned(rollouts, reading.meant, rounding.scale, reading.edges)
+    rounding = Rounding(trainer, rollouts, sampling, dtype, reading)
+    judged = rounding.judge(from_returned(rollouts, reading.meant, reading.edges))
     words = None if trainer.tokenizer is None else lambda token: str(trainer.tokenizer.decode([token]))
     unchecked: list[str] = []
     own: OwnNumbers | None = None
@@ -93,11 +88,12 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
             own = _asked(unchecked, "returned", lambda: own_numbers(engine, rollouts, sampling))
         in_batches = engine is not None and (engine.together > 1 or sampling.logprobs_mode == "raw")
         decoded = own.reading.raw if own is not None and in_batches else None  # is its variant DECODE then
-        floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress, more)
+        floor, ways = measure_floor(trainer, engine, rollouts, reading.raw, rounding, decoded, progress)
     except EngineError as error:
         died = str(error)
-        floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress=progress, more=more)
+        floor, ways = measure_floor(trainer, None, rollouts, reading.raw, rounding, progress=progress)
     progress("semantics", 0.4)
+    like = 4 * torch.finfo(rounding.dtype).eps  # weights that were rounded have a temperature as near to the declared one
     found = Mismatch(
         trainer=trainer.describe(),
         engine=None if engine is None else engine.describe(),
@@ -105,15 +101,16 @@ def run_stages(question: Question, progress: Progress = lambda text, done=None: 
         gap=measure_gap(rollouts, reading.meant, judged, words),
         rounding=rounding.size,
         floor=floor,
-        semantics=try_hypotheses(trainer, rollouts, sampling, rounding, own_logits=kept, edges=reading.edges),
+        semantics=try_hypotheses(trainer, rollouts, sampling, rounding.scale, kept, reading.edges, like=like),
         died=died,
         unchecked=unchecked,
     )
     if own is not None:
         narrow = rounding.among(ways)
-        found.returned = judge_returned(rollouts, own.reading.meant, rounding.scale, own.reading.edges, SAME_PROGRAM)
+        found.returned = own.judge(rollouts, rounding)
         if own.logits:
-            found.own_semantics = try_hypotheses(trainer, rollouts, sampling, narrow, own.logits, edges=own.reading.edges)
+            given = (own.logits, own.reading.edges)
+            found.own_semantics = try_hypotheses(trainer, rollouts, sampling, narrow, *given, of_engine=True)
         if found.returned.explained and (why := doubt(own, rollouts, narrow, found.own_semantics)):
             unchecked.append(f"returned: {why}")
     if (grid := rounded_to(rollouts)) is not None:
@@ -170,12 +167,12 @@ def _routing(question: Question, engine: RolloutEngine) -> list[LayerRouting] | 
     return compare_routing(own, other)
 
 
-def _chosen(rollouts: Sequence[Rollout], worst: int, count: int) -> list[int]:
-    """Rollouts at equal distances in the order of their lengths, and the worst one of all in place of the shortest."""
+def _chosen(rollouts: Sequence[Rollout], first: Sequence[int], count: int) -> list[int]:
+    """The first of these rollouts, then others at equal distances in the order of their lengths."""
+    count = min(count, len(rollouts))
     ordered = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].tokens))
-    count = min(count, len(ordered))
-    found = [ordered[round(i * (len(ordered) - 1) / max(count - 1, 1))] for i in range(count)]
-    return sorted(found if worst in found or count == 1 else [worst, *found[1:]])
+    spread = [ordered[round(i * (len(ordered) - 1) / max(count - 1, 1))] for i in range(count)]
+    return sorted(list(dict.fromkeys([*first, *spread, *ordered]))[:count])
 
 
 def _operators(
@@ -192,13 +189,14 @@ def _operators(
     if engine.together == 1:
         found.caveats.append("operators in batches: they were recorded one rollout at a time")
     fewest = 1 if engine.together == 1 else 2  # a fault of later rows shows in no batch of one
-    chosen = _chosen(rollouts, found.gap.judged.worst[0], max(question.recorded, fewest))
-    judge, meter = Judge(model, engine.dtype, other_source), ShareMeter(model)
+    suspects = [found.gap.judged.worst[0], *(row.most for row in found.floor.rows if row.side == "engine")]
+    chosen = _chosen(rollouts, suspects, max(question.recorded, fewest))
+    by_interval, meter = Judge(model, engine.dtype, other_source), ShareMeter(model)
     names: set[str] = set()
     for i in chosen:
         (row,) = record_batch(model, [(rollouts[i].prompt, rollouts[i].completion)], "prefill")
         names |= {call.name for call in row.calls if call.kind != "scale" or scale_of(model, call.name) != 1}
-        judge.leave_out(row.calls)
+        by_interval.leave_out(row.calls)
     changes = not torch.equal(row.logits, row.head)
     phases: list[Phase] = list(PHASES)
     made: list[list[float]] = []
@@ -230,21 +228,24 @@ def _operators(
             if "decode" in calls:
                 calls["prompt"] = records["decode"][i].prompt or []
             for name, some in calls.items():
-                judge.judge(some, "decode" if name == "decode" else "prefill")
+                phase: Phase = "decode" if name == "decode" else "prefill"
+                by_interval.judge(some, phase)
                 seen.setdefault(name, set(names)).intersection_update(call.name for call in some)
+                if seen[name] == names:
+                    by_interval.chain(some, phase)
             if all(present == names for present in seen.values()):
                 made.append(meter.add(batch[row_of], calls, batch[row_of].logprobs, question.sampling))
     if len(made) == len(chosen):
-        closure = judge_returned([rollouts[i] for i in chosen], made, [rounding.scale[i] for i in chosen])
+        closure = judge(from_returned([rollouts[i] for i in chosen], made), [rounding.scale[i] for i in chosen])
         rest_alike = _rest_alike(rollouts, meant, rounding, chosen, np.concatenate(meter.gap))
         found.shares = replace(meter.result(), closure=closure, rest_alike=rest_alike)
-    unchecked += judge.reasons()
-    kinds = judge.kinds()
+    unchecked += by_interval.reasons()
+    kinds = by_interval.kinds()
     if "log_softmax" not in kinds:
         unchecked.append("log_softmax, from logits to the log-probability that is returned: the engine does not record it")
     absent = sorted({name for present in seen.values() for name in names - present})
     tokens = sum(len(rollouts[i].tokens) for i in chosen)
-    return OperatorResults(list(phases), len(chosen), tokens, kinds, judge.wrong(), absent, layers_of(absent, names))
+    return OperatorResults(list(phases), len(chosen), tokens, kinds, by_interval.wrong(), absent, layers_of(absent, names))
 
 
 def _rest_alike(
@@ -258,7 +259,7 @@ def _rest_alike(
     rest = [i for i in range(len(rollouts)) if i not in chosen]
     if not rest:
         return True
-    found = judge_returned([rollouts[i] for i in rest], [meant[i] for i in rest], [rounding.scale[i] for i in rest])
+    found = judge(from_returned([rollouts[i] for i in rest], [meant[i] for i in rest]), [rounding.scale[i] for i in rest])
     return bool(found.explained or found.mean_abs <= ALIKE * float(np.abs(recorded[np.isfinite(recorded)]).mean()))
 
 
