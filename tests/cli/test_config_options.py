@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from shaketable.cli import sweep, train
-from shaketable.cli.config_options import options_of
+from shaketable.cli.verb import options_of
 from shaketable.evaluate.sweep.config import SweepConfig
 from shaketable.io.config_model import ConfigModel
 from shaketable.train.config import TrainConfig

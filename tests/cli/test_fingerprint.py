@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -80,9 +78,7 @@ def test_wrong_use_is_one_line(folder, tmp_path, words, line):
 
 
 @pytest.mark.parametrize("verb", ["fingerprint", "compare"])
-def test_help_answers_without_torch(verb):
-    code = f"import sys, shaketable.cli.{verb}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+def test_help_names_the_device(verb):
     done = shaketable(verb, "--help")
     assert done.exit_code == 0
     assert "--device" in done.output

@@ -100,7 +100,7 @@ def test_list_shows_studies_and_runs(done):
     assert len(json.loads((folder / "l.json").read_text())["runs"]) == 2
     assert "tiny/runs/noise-s0-" in shaketable(folder, "study", "list", "--runs").stdout
     nothing = shaketable(folder, "study", "list", "--store", "nowhere")
-    assert "nothing was run in nowhere; these studies ship:" in nothing.stdout
+    assert "no study was run in nowhere; these ship with the package:" in nothing.stdout
     assert "hardening" in nothing.stdout and "gpu/pilot" in nothing.stdout
 
 
@@ -141,7 +141,7 @@ def test_dry_run_says_what_how_long_and_what_it_can_show(done):
     folder, _ = done
     found = shaketable(folder, "study", "run", "tiny.yaml", "--dry-run", "--set", "seeds=3", "--json", "d.json", "--force")
     assert found.code == 0, found.stderr
-    assert "4 of 6 runs to do; about" in found.stdout and "by a probe of 1 arms" in found.stdout
+    assert "4 of 6 runs to do; about" in found.stdout and "estimated from a probe of 1 arms" in found.stdout
     assert "3 seeds × 6 problems" in found.stdout
     forecast = json.loads((folder / "d.json").read_text())
     assert forecast["seconds"] > 0 and sum(run["to_do"] for run in forecast["runs"]) == 4

@@ -54,7 +54,7 @@ def test_a_listing_says_what_runs_are_and_how_studies_stand(tmp_path):
     facts = {"status": "done", "step": 2, "steps": 9, "attempts": 1, "error": None, "verb": "train", "id": record.head["id"]}
     assert facts | ABOUT == {key: runs["noise/runs/aqn-3"][key] for key in facts | ABOUT}
     missing = shaketable(tmp_path, "study", "list", "--store", "none")
-    assert missing.code == 0 and "nothing was run in none" in missing.stdout and not (tmp_path / "none").exists()
+    assert missing.code == 0 and "no study was run in none" in missing.stdout and not (tmp_path / "none").exists()
 
 
 def test_running_is_who_holds_the_lock_and_nothing_else(tmp_path):

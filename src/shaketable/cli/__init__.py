@@ -11,13 +11,11 @@ import typer
 from rich.console import Console
 
 from shaketable import __version__
-from shaketable.cli.compare import compare
-from shaketable.cli.environment import env
-from shaketable.cli.fingerprint import fingerprint
+from shaketable.cli.compare import compare, fingerprint
 from shaketable.cli.guide import guide
 from shaketable.cli.harden import harden
+from shaketable.cli.info import env, faults, studies
 from shaketable.cli.inspect import inspect
-from shaketable.cli.lists import faults, studies
 from shaketable.cli.locate import locate
 from shaketable.cli.mismatch import mismatch
 from shaketable.cli.run import run
@@ -29,7 +27,7 @@ from shaketable.errors import ShaketableError
 
 app = typer.Typer(
     name="shaketable",
-    help="Inject the numerical errors of other hardware into a model, find them, measure them, repair them.",
+    help="Inject the numerical errors of other hardware into a model, locate them, measure their cost, repair the model.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -37,21 +35,21 @@ app = typer.Typer(
 )
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"shaketable {__version__}")
         raise typer.Exit
 
 
 INJECTING = ("train", "sweep", "harden", "study")
-"""Verbs that inject faults themselves. `run` does not: it may run a job of verl, which reads its own variables."""
+"""Verbs that inject faults themselves; `run` may start a verl job, which reads the origin's variables itself."""
 
 
 @app.callback()
 def _options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand in INJECTING:
@@ -62,41 +60,34 @@ def _options(
 
 
 OUTPUT = {"--output": "-o or --out"}
+LIMIT = {"--eval-n": "-n or --limit"}
+FILES = ("json_file", "html_file")
+RUN = ("device", "out", "resume", "json_file", "html_file")
 
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     as_verb(run, ("command", "plan", "seed", "ledger", "json_file"))
 )
 app.command()(as_verb(inspect, ("model", "plan", "tokens", "json_file")))
-app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", "json_file", "html_file")))
+app.command()(as_verb(locate, ("model", "plan", "mode", "device", "dtype", "prompts", *FILES)))
 app.command()(as_verb(fingerprint, ("model", "out", "device", "dtype", "prompts", "json_file"), moved=OUTPUT))
-app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", "json_file", "html_file")))
+app.command()(as_verb(compare, ("fingerprint", "model", "device", "dtype", "plan_out", *FILES)))
 app.command()(as_verb(guide, ("diagnoses", "out", "base_sigma", "schedule", "target", "json_file"), moved=OUTPUT))
+app.command()(as_verb(sweep, ("models", "task", "plan", "magnitudes", "n", "seeds", *RUN), moved={"--n": "-n or --limit"}))
 app.command()(
-    as_verb(
-        sweep,
-        ("models", "task", "plan", "magnitudes", "n", "seeds", "device", "out", "resume", "json_file", "html_file"),
-        moved={"--n": "-n or --limit"},
-    )
+    as_verb(train, ("model", "task", "plan", "aqn", "steps", "eval_n", *RUN), moved=LIMIT | {"--prompts": "--problems"})
 )
 app.command()(
-    as_verb(
-        train,
-        ("model", "task", "plan", "aqn", "steps", "eval_n", "device", "out", "resume", "json_file"),
-        moved={"--eval-n": "-n or --limit", "--prompts": "--problems"},
-    )
-)
-app.command()(
-    as_verb(
-        harden,
-        ("model", "plans", "task", "prompts", "steps", "eval_n", "device", "out", "resume", "json_file", "html_file"),
-        moved={"--eval-n": "-n or --limit", "--rungs": "--stages"},
-    )
+    as_verb(harden, ("model", "plans", "task", "prompts", "steps", "eval_n", *RUN), moved=LIMIT | {"--rungs": "--stages"})
 )
 app.command()(
     as_verb(
         mismatch,
-        ("model", "engine", "engine_args", "task", "n", "tokens", "device", "json_file", "html_file"),
-        moved={"--tokens": "--rollouts", "--tokens-out": "--rollouts-out"},
+        ("model", "engine", "engine_args", "task", "n", "tokens", "device", *FILES),
+        moved={
+            "--tokens": "--rollouts",
+            "--tokens-out": "--rollouts-out",
+            "--trainer": "the model comes first, without --trainer: shaketable mismatch {} …",
+        },
     )
 )
 app.add_typer(study)
@@ -114,9 +105,9 @@ def main() -> None:
         sys.exit(2)
     except Exception:
         traceback.print_exc()
-        sys.exit(70)  # our own mistake; never a code that means something
+        sys.exit(70)  # a bug of ours: a code that no verb uses
 
 
 def _plain(text: str) -> str:
-    """Without markup, and without advice for Python callers."""
+    """Without markup, and without the advice for Python callers."""
     return text.replace(" (allow_inert=True accepts this)", "").replace("[", "\\[")

@@ -1,4 +1,4 @@
-"""`shaketable compare`: a fingerprint replayed on this device."""
+"""`shaketable fingerprint` and `shaketable compare`: record a model on one device, and replay it on another."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.locate import AllowCode, LayersOption
+from shaketable.cli.loading import AllowCode, AttentionOption, DtypeOption, LayersOption, ModelArgument, PromptsOption
 from shaketable.cli.outputs import OutputFiles
-from shaketable.cli.text import say
-from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
+from shaketable.cli.terminal import console, plain, print_table, progress_bar, say, table_of
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption, PlanOutOption
 from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
@@ -23,23 +23,65 @@ SHOWN = 20
 SIDES = {"here": "here", "stored": "in the file", "both": "both", "": ""}
 
 
-def compare(
-    fingerprint: Annotated[Path, typer.Argument(help="What `shaketable fingerprint` wrote on a good device.")],
-    model: Annotated[str, typer.Argument(help="The same model: a folder, an id, smollm2-135m, or my_model.py:load.")],
+def fingerprint(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The fingerprint to write, safetensors.")],
     device: DeviceOption = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Another dtype than the file's; its tensors are cast.")] = None,
-    attention: Annotated[str | None, typer.Option(help="eager or sdpa; what the file was made with by default.")] = None,
+    dtype: DtypeOption = None,
+    attention: AttentionOption = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens to run.")] = 64,
+    prompts: PromptsOption = None,
+    layers: LayersOption = None,
+    allow_code: AllowCode = False,
+    json_file: JsonOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Record the inputs and outputs of every layer and operator on this device, for `shaketable compare`.
+
+    shaketable fingerprint smollm2-135m -o good.safetensors
+    """
+    outputs = OutputFiles("fingerprint", model, json_file, others=[out], reads=[prompts], force=force)
+
+    from shaketable.capture.trace import read_prompts
+    from shaketable.cli.loading import load, token_ids
+
+    texts = None if prompts is None else read_prompts(prompts)
+    loaded, tokenizer = load(model, device, dtype, attention, allow_code)
+    ids = token_ids(loaded, tokenizer, texts, tokens)
+
+    from shaketable.compare.fingerprint import fingerprint as take
+
+    with progress_bar() as (bar, _):
+        made = take(loaded, input_ids=ids, name=model, prompts=texts, layers=layers, progress=bar.layers)
+    made.save(out)
+    outputs.save(lambda: made.about.model_dump(mode="json", by_alias=True))
+    about = made.about
+    ops = sum(len(labels) for labels in (*about.layers, about.before, about.after))
+    typer.echo(
+        f"{about.model}, {about.dtype} on {about.device}, {about.attention} attention, {about.tokens} tokens: "
+        f"{about.num_layers} layers and {ops} operators, {made.bytes / 1e6:.1f} MB in {out}"
+    )
+
+
+def compare(
+    fingerprint: Annotated[
+        Path, typer.Argument(metavar="FINGERPRINT", help="The file that `shaketable fingerprint` wrote on a good device.")
+    ],
+    model: ModelArgument,
+    device: DeviceOption = "auto",
+    dtype: Annotated[str | None, typer.Option(help="A dtype other than the file's; its tensors are cast.")] = None,
+    attention: Annotated[str | None, typer.Option(help="eager or sdpa; the file's own by default.")] = None,
     plan: Annotated[str | None, typer.Option(help="Plant this plan on the model first, to see it measured.")] = None,
-    plan_out: Annotated[
-        Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured errors as a plan, YAML.")
-    ] = None,
+    plan_out: PlanOutOption = None,
     layers: LayersOption = None,
     allow_code: AllowCode = False,
     json_file: JsonOption = None,
     html_file: HtmlOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Replay another device's fingerprint here, operator by operator. Exits 0 within what the dtype explains, 1 beyond.
+    """Replay another device's fingerprint here, operator by operator.
+
+    Exits 0 when the dtype explains every difference, 1 when it does not.
 
     shaketable compare good.safetensors smollm2-135m --device cuda --plan-out measured.yaml
     """
@@ -52,12 +94,12 @@ def compare(
 
     file = read_fingerprint(fingerprint)
     loaded = _load(file, model, device, dtype, attention, layers, allow_code)
-    found = _compare(file, loaded, planted, layers)
+    found = _replay(file, loaded, planted, layers)
     text = found.plan_text()
     if plan_out is not None and text is not None:
         write(plan_out, text)
     outputs.save(found.to_dict, lambda: _page(found))
-    show(found, plan_out, text is not None)
+    _show(found, plan_out, text is not None)
     raise typer.Exit(found.exit_code)
 
 
@@ -70,8 +112,8 @@ def _load(
     layers: str | None,
     allow_code: bool,
 ) -> Any:
-    """The model as the file's, checked; then in the dtype that was asked for."""
-    from shaketable.cli.locate import load
+    """The model in the file's dtype, checked to be the same one; then in the dtype that was asked for."""
+    from shaketable.cli.loading import load
     from shaketable.compare.fingerprint import check_same_model
 
     about = file.about
@@ -82,48 +124,38 @@ def _load(
     return load(model, device, dtype, attention or about.attention, allow_code)[0]
 
 
-def _compare(file: Fingerprint, model: Any, planted: Any, layers: str | None) -> DeviceComparison:
+def _replay(file: Fingerprint, model: Any, planted: Any, layers: str | None) -> DeviceComparison:
     from contextlib import nullcontext
 
-    from shaketable.cli.locate import progress_bar
-    from shaketable.compare.compare import compare as replay
+    from shaketable.compare.compare import compare
     from shaketable.inject import inject
 
-    with progress_bar() as tell, nullcontext() if planted is None else inject(model, planted):
-        return replay(file, model, layers=layers, progress=tell)
+    with progress_bar() as (bar, _), nullcontext() if planted is None else inject(model, planted):
+        return compare(file, model, layers=layers, progress=bar.layers)
 
 
-def show(found: DeviceComparison, plan_out: Path | None, has_plan: bool) -> None:
-    """The table of layers, the operators that are furthest off, and the result."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=128)
-    console.print(_layers(found))
-    rows = _furthest(found)
+def _show(found: DeviceComparison, plan_out: Path | None, has_plan: bool) -> None:
+    """The table of layers, the operators that differ most, and the result."""
+    out = console()
+    print_table(out, _layers(found))
+    rows = _differing(found)
     if rows:
-        console.print(_operators(rows[:SHOWN]))
+        print_table(out, _operators(rows[:SHOWN]))
     if len(rows) > SHOWN:
-        say(console, f"… and {len(rows) - SHOWN} more operators that differ; --json holds them all")
-    for note in found.notes:
-        say(console, f"note: {note}")
-    if not has_plan:
-        say(
-            console,
-            "no plan: no operator differs beyond rounding"
-            if plan_out is None
-            else f"{plan_out} was not written: nothing to inject",
-        )
-    elif plan_out is not None:
-        say(console, f"wrote {plan_out}")
-    say(console, found.sentence)
+        say(out, f"… and {len(rows) - SHOWN} more operators that differ; --json holds them all")
+    say(out, *(f"note: {note}" for note in found.notes))
+    if plan_out is not None:
+        say(out, f"wrote {plan_out}" if has_plan else f"{plan_out} was not written: nothing to inject")
+    elif not has_plan:
+        say(out, "no plan: no operator differs beyond rounding")
+    say(out, found.sentence)
 
 
 def _page(found: DeviceComparison) -> str:
     from shaketable.report.table_html import page
 
     tables = [("Layers", _layers(found))]
-    if rows := _furthest(found):
+    if rows := _differing(found):
         tables.append(("Operators, teacher-forced", _operators(rows)))
     tag, status = ("BEYOND THE DTYPE", "fail") if found.exit_code else ("WITHIN THE DTYPE", "pass")
     facts = {"in the file": _side(found.stored), "here": _side(found.here)}
@@ -136,7 +168,7 @@ def _side(facts: dict[str, Any]) -> str:
     return f"{facts['dtype']} on {facts['device']}, {facts['attention']} attention"
 
 
-def _furthest(found: DeviceComparison) -> list[ComparisonRow]:
+def _differing(found: DeviceComparison) -> list[ComparisonRow]:
     """Rows beyond the dtype in the order of computation, then the others by size."""
     differing = [r for r in found.rows if r.difference.differing]
     rest = sorted((r for r in differing if not r.beyond), key=lambda r: -r.difference.relative)
@@ -144,14 +176,8 @@ def _furthest(found: DeviceComparison) -> list[ComparisonRow]:
 
 
 def _layers(found: DeviceComparison) -> Table:
-    from rich.table import Table
-
-    stored, here = (f"{d['dtype']} on {d['device']}, {d['attention']}" for d in (found.stored, found.here))
-    table = Table(
-        "layer", title=f"{found.stored['model']}: {stored} (file) against {here} (here)", title_justify="left", box=None
-    )
-    for head in ("relative error", "max |d|", "values differing", "ops differing"):
-        table.add_column(head, justify="right")
+    title = f"{found.stored['model']}: {_side(found.stored)} (file) against {_side(found.here)} (here)"
+    table = table_of("layer", ("relative error", "max |d|", "values differing", "ops differing"), plain(title))
     table.add_column("beyond the dtype")
     for layer in found.layers:
         table.add_row(*_layer_cells(layer))
@@ -162,23 +188,14 @@ def _layer_cells(layer: LayerRow) -> list[str]:
     whole, first = layer.whole, layer.beyond
     ops = sum(1 for r in layer.rows if r.difference.differing)
     beyond = "" if first is None else f"{first.place} ({SIDES[first.beyond]})"
-    return [
-        str(layer.layer),
-        f"{whole.relative:.2e}",
-        f"{whole.max_abs:.2e}",
-        f"{whole.share:.1%}",
-        f"{ops}/{len(layer.rows)}",
-        beyond,
-    ]
+    sizes = [f"{whole.relative:.2e}", f"{whole.max_abs:.2e}", f"{whole.share:.1%}"]
+    return [str(layer.layer), *sizes, f"{ops}/{len(layer.rows)}", beyond]
 
 
 def _operators(rows: list[ComparisonRow]) -> Table:
-    from rich.table import Table
-
-    table = Table("layer", title="Operators, teacher-forced", title_justify="left", box=None)
-    table.add_column("operator", no_wrap=True)
-    for head in ("relative error", "max |d|", "differing", "outside here", "in the file"):
-        table.add_column(head, justify="right")
+    heads = ("relative error", "max |d|", "differing", "outside here", "in the file")
+    table = table_of(("layer", "operator"), heads, "Operators, teacher-forced")
+    table.columns[1].no_wrap = True
     table.add_column("error model")
     for row in rows:
         d, counts = row.difference, ["?" if n is None else str(n) for n in (row.here, row.stored)]

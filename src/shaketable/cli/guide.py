@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shaketable.cli.outputs import OutputFiles
-from shaketable.cli.text import say
+from shaketable.cli.terminal import console, say
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import ShaketableError
 from shaketable.io.output_files import write
@@ -28,29 +28,29 @@ def guide(
         list[Path],
         typer.Argument(
             metavar="DIAGNOSIS",
-            help="Of `locate --json FILE`, or the origin's scans; several are averaged.",
+            help="Written by `locate --json FILE`, or a scan of the origin study; several are averaged.",
         ),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The AQN file to write, YAML.")],
-    base_sigma: Annotated[float, typer.Option(help="σ of a layer that meets no rule.")] = 0.05,
+    base_sigma: Annotated[float, typer.Option(help="σ of a layer to which no rule applies.")] = 0.05,
     schedule: Annotated[
         str, typer.Option(help="How σ decays in training: epoch_aware, global_decay or linear_decay.")
     ] = "epoch_aware",
     target: Annotated[
         str,
         typer.Option(
-            help="all layers, the located ones alone (fault), all but those (healthy), or those labelled HIGH (high)."
+            help="Layers with noise: all, fault (the located ones), healthy (all others), or high (those labelled HIGH)."
         ),
     ] = "all",
     mapping: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rules from this file in place of the origin study's.")
+        Path | None, typer.Option(metavar="FILE", help="Rules from this file instead of the origin study's.")
     ] = None,
     json_file: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
     """Turn a diagnosis into layer-wise AQN: more noise where a layer looks fragile, less where it is noisy already.
 
-    Statistics depend on the prompts: of several diagnoses of one model, made with other prompts, the mean is taken.
+    The statistics depend on the prompts. Give several diagnoses of one model, made with different prompts, to use the mean.
 
     shaketable guide diagnosis.json -o aqn.yaml --target fault
     """
@@ -79,18 +79,11 @@ def _json(path: Path) -> object:
 
 
 def _print(found: Guidance, files: list[Path]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=128)
-    for line in _head(found):
-        say(console, line)
-    console.print(_table(found))
-    say(console, f"high-priority layers: {', '.join(map(str, found.high_priority_layers)) or 'none'}")
-    for note in found.notes:
-        say(console, f"note: {note}")
-    for file in files:
-        say(console, f"wrote {file}")
+    out = console()
+    say(out, *_head(found))
+    out.print(_table(found))
+    say(out, f"high-priority layers: {', '.join(map(str, found.high_priority_layers)) or 'none'}")
+    say(out, *(f"note: {note}" for note in found.notes), *(f"wrote {file}" for file in files))
 
 
 def _head(found: Guidance) -> list[str]:

@@ -1,4 +1,4 @@
-"""`shaketable inspect`: what a model is made of, and what a plan would hit."""
+"""`shaketable inspect`: the parts of a model, and what a plan would hit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.terminal import console, print_table, say, table_of
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.plan import Plan
 
@@ -24,13 +25,15 @@ TARGETS = {
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A folder, a config.json, a Hugging Face id, or smollm2-135m.")],
-    plan: Annotated[str | None, typer.Option(help="Show exactly which sites this plan would hit.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Context length that attention is costed for.")] = 1024,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a config.json, a Hugging Face id, nano or smollm2-135m.")
+    ],
+    plan: Annotated[str | None, typer.Option(help="List the sites that this plan would hit.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Context length for the FLOPs of attention.")] = 1024,
     json_file: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Show a model's roles, counts and shares of FLOPs and parameters; no weights are loaded.
+    """Show the parts of a model, their shares of FLOPs and parameters, and what a plan would hit. Loads no weights.
 
     shaketable inspect smollm2-135m --plan mxfp4@module.linear,layers=0-3
     """
@@ -87,7 +90,7 @@ def _target(anatomy: Anatomy, names: tuple[str, ...], flops: float) -> dict[str,
 
 
 def _hits(anatomy: Anatomy, plan: Plan, index: int, flops: float) -> dict[str, Any]:
-    """What one clause would hit. Operators are met at run time: only their families can be named."""
+    """What one clause would hit. Operators are known only at run time, so their families are named."""
     from shaketable.cli.flops import part_flops
     from shaketable.inject.operators import families, hidden_by_attention
     from shaketable.sites.match import check_layers, targets
@@ -98,13 +101,8 @@ def _hits(anatomy: Anatomy, plan: Plan, index: int, flops: float) -> dict[str, A
         check_layers(clause.site, anatomy)
         layers = len(clause.site.layers) if clause.site.layers is not None else len(anatomy.layers)
         hidden = hidden_by_attention(anatomy.model, clause.site)
-        return head | {
-            "families": families(clause.site.names),
-            "layers": layers,
-            "matched": None,
-            "modules": [],
-            "hidden": hidden,
-        }
+        named = {"families": families(clause.site.names), "layers": layers, "hidden": hidden}
+        return head | named | {"matched": None, "modules": []}
     found = targets(clause, anatomy)
     parts = {id(t.part.module): t.part for t in found}
     return head | {
@@ -116,28 +114,21 @@ def _hits(anatomy: Anatomy, plan: Plan, index: int, flops: float) -> dict[str, A
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    out = console()
     kind = "mixture of experts" if facts["moe"] else "dense"
     size = f"{facts['parameters'] / 1e6:,.1f} M parameters"
-    console.print(f"[bold]{facts['model']}[/]  {facts['class']}, {facts['layers']} layers, {kind}, {size}")
-    console.print(_roles(facts))
-    console.print(_targets(facts))
+    say(out, f"{facts['model']}  {facts['class']}, {facts['layers']} layers, {kind}, {size}", style="bold")
+    print_table(out, _roles(facts))
+    print_table(out, _targets(facts))
     for site in facts.get("sites", []):
-        console.print(_site(site), markup=False)
-        for line in site.get("hidden", []):
-            console.print(f"  ! {line}", style="yellow", markup=False)
-        for name in _shortened(site["modules"]):
-            console.print(f"    {name}", markup=False)
+        say(out, _site(site))
+        say(out, *(f"  ! {line}" for line in site.get("hidden", [])), style="yellow")
+        say(out, *(f"    {name}" for name in _shortened(site["modules"])))
 
 
 def _roles(facts: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table("role", title=f"Roles (FLOPs of a token at context {facts['tokens']})", title_justify="left")
-    for head in ("modules", "parameters", "share", "FLOPs share"):
-        table.add_column(head, justify="right")
+    title = f"Roles (FLOPs of a token at context {facts['tokens']})"
+    table = table_of("role", ("modules", "parameters", "share", "FLOPs share"), title)
     for role, c in facts["roles"].items():
         shares = [f"{c['parameter_share']:.1%}", f"{c['flops_share']:.1%}"]
         table.add_row(role, str(c["count"] or ""), f"{c['parameters']:,}", *shares)
@@ -145,11 +136,7 @@ def _roles(facts: dict[str, Any]) -> Table:
 
 
 def _targets(facts: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table("usual targets", title="What usual targets cover", title_justify="left")
-    table.add_column("modules", justify="right")
-    table.add_column("FLOPs share", justify="right")
+    table = table_of("usual targets", ("modules", "FLOPs share"), "What usual targets cover")
     for label, c in facts["targets"].items():
         table.add_row(label, str(c["count"]), f"{c['flops_share']:.1%}")
     return table

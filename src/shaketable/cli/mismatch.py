@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,79 +14,86 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shaketable.cli.loading import load
 from shaketable.cli.outputs import OutputFiles
-from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption
+from shaketable.cli.terminal import console, progress_bar, say, table_of
+from shaketable.cli.verb import DeviceOption, ForceOption, HtmlOption, JsonOption, PlanOutOption
 from shaketable.errors import ShaketableError, nearest
 from shaketable.io.output_files import write
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.padding import Padding
+
     from shaketable.mismatch.engine import RolloutEngine, Sampling
-    from shaketable.mismatch.results import Mismatch
+    from shaketable.mismatch.results import Exact, Mismatch
     from shaketable.mismatch.trainer import Trainer
 
 MODES = ("raw", "processed")
 ENGINES = ("hf", "vllm")
 Progress = Callable[..., None]
 """Called with the current step, and the share of the work that is done."""
-
-
-def _refuse_trainer(model: str | None) -> None:
-    if model is not None:
-        raise ShaketableError(f"the model comes first, without --trainer: shaketable mismatch {model} …")
+COLOR = {"LEGAL": "green", "DEFECT": "red", "INCONCLUSIVE": "yellow"}
+SHOWN = 6
+INDENT = 13
 
 
 def mismatch(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="What is trained: a folder, a Hugging Face id, nano, smollm2-135m.")
+        str, typer.Argument(metavar="MODEL", help="The trainer's model: a folder, a Hugging Face id, nano or smollm2-135m.")
     ],
-    engine: Annotated[str | None, typer.Option(help="What samples: vllm, or hf (a second Hugging Face model).")] = None,
+    engine: Annotated[str | None, typer.Option(help="The sampler: vllm, or hf (a second Hugging Face model).")] = None,
     engine_args: Annotated[
-        str, typer.Option("--engine-args", metavar="JSON", help='For the engine, such as \'{"dtype": "bfloat16"}\'.')
+        str, typer.Option("--engine-args", metavar="JSON", help='Arguments of the engine, e.g. \'{"dtype": "bfloat16"}\'.')
     ] = "{}",
-    task: Annotated[str | None, typer.Option(help="Prompts: arithmetic, gsm8k, a .jsonl of your own, …")] = None,
-    n: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many prompts, or rollouts of the file.")] = 16,
+    task: Annotated[
+        str | None, typer.Option(help="Sample completions for this task: arithmetic, gsm8k, a .jsonl file of your own, …")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many prompts of the task, or rollouts of the file.")] = 16,
     tokens: Annotated[
         Path | None,
-        typer.Option("--rollouts", metavar="FILE", help="Recorded rollouts instead of --task: ids, log-probabilities."),
+        typer.Option(
+            "--rollouts", metavar="FILE", help="Instead of --task: recorded rollouts, with token ids and log-probabilities."
+        ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The longest completion; the task's own by default.")
+        int | None, typer.Option(min=1, help="Longest completion; the task's own limit by default.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampling.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0: all.")] = 0,
-    repetition_penalty: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus of the sampling; 1 takes all tokens.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Most likely tokens that are sampled from; 0 takes all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(min=0.01, help="1 turns it off.")] = 1.0,
     logprobs: Annotated[
-        str, typer.Option(help="What the engine is to return: raw, or processed by temperature, top-p and the rest.")
+        str, typer.Option(help="Log-probabilities that the engine returns: raw, or processed by temperature, top-p etc.")
     ] = "raw",
-    dtype: Annotated[str | None, typer.Option(help="The trainer's: float32, bfloat16, float16.")] = None,
-    attention: Annotated[str | None, typer.Option(help="The trainer's: eager or sdpa.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="The trainer's dtype: float32, bfloat16 or float16.")] = None,
+    attention: Annotated[str | None, typer.Option(help="The trainer's attention: eager or sdpa.")] = None,
     device: DeviceOption = "auto",
     earlier: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="An earlier checkpoint, to say which one a stale weight is of.")
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="An earlier checkpoint, to identify stale weights; can be repeated."),
     ] = None,
-    recorded: Annotated[int, typer.Option(min=1, help="Rollouts whose operators are recorded.")] = 8,
+    recorded: Annotated[int, typer.Option(min=1, help="How many rollouts have their operators recorded.")] = 8,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Also compare each operator bit by bit, and say why the first one differs.")
+        bool, typer.Option("--exact", help="Also compare every operator bit by bit, and explain the first difference.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Draws prompts and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and sampling.")] = 0,
     json_file: JsonOption = None,
     html_file: HtmlOption = None,
-    plan_out: Annotated[
-        Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured differences as a plan, YAML.")
-    ] = None,
+    plan_out: PlanOutOption = None,
     tokens_out: Annotated[
         Path | None, typer.Option("--rollouts-out", metavar="FILE", help="Write the sampled rollouts, for --rollouts.")
     ] = None,
     force: ForceOption = False,
-    _old: Annotated[str | None, typer.Option("--trainer", hidden=True, callback=_refuse_trainer, is_eager=True)] = None,
 ) -> None:
     """Find out why sampler and trainer give the same tokens different probabilities.
 
-    Stages, each with its numbers: the gap, the returned numbers against the engine's own logits, the floor (each side against
-    itself), semantics (temperature, top-p, BOS, …), weights bit for bit, routing, operators against their rounding intervals,
-    and the share of the KL that each family causes. Exits 0 legal: every link was checked, and only rounding is left;
-    1 a defect was named; 4 inconclusive: a link could not be checked, and is named.
+    Eight stages, each with its numbers: the gap; the returned numbers against the engine's own logits; the floor (each side
+    against itself); semantics (temperature, top-p, BOS, …); weights, bit for bit; routing; operators against their rounding
+    intervals; and the share of the KL that each family of operators causes.
+
+    Exits 0 LEGAL (every link was checked, and only rounding is left), 1 DEFECT (named), or 4 INCONCLUSIVE (a link could not
+    be checked; it is named).
 
     shaketable mismatch smollm2-135m --engine hf --engine-args '{"dtype": "bfloat16"}' --task arithmetic -n 8
     """
@@ -100,7 +107,6 @@ def mismatch(
     if engine is None and (task is not None or exact):
         why = "--task samples with an engine" if task is not None else "--exact compares the operators of two programs"
         raise ShaketableError(f"{why}: add --engine vllm or --engine hf")
-    from shaketable.cli.locate import load
     from shaketable.mismatch.engine import Sampling
     from shaketable.mismatch.exact import compare_bits
     from shaketable.mismatch.rollout_file import read_rollouts, write_rollouts
@@ -120,7 +126,11 @@ def mismatch(
         repetition_penalty=repetition_penalty,
     )
     older = {name: dict(load_model(name)[0].named_parameters(remove_duplicate=False)) for name in earlier or []}
-    with _progress() as progress:
+    with progress_bar(total=100) as (bar, _):
+
+        def progress(text: str, done: float | None = None) -> None:
+            bar(description=text, completed=None if done is None else 100 * done)
+
         rollouts = [] if tokens is None else read_rollouts(tokens, n)
         prompts: list[list[int]] = []
         if task is not None:
@@ -191,22 +201,6 @@ def _started(name: str | None, model: str, arguments: dict[str, Any], progress: 
         opened.close()
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on standard error: the step, how far the work is, and the time left, gone when done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        row = bar.add_task("loading", total=1.0)
-
-        def update(text: str, done: float | None = None) -> None:
-            bar.update(row, description=text, completed=done)
-
-        yield update
-
-
 def _sign(found: Mismatch, model: str) -> None:
     """Note the command, the date and the version, and complete the next command with the options of this one."""
     from shaketable import __version__
@@ -218,24 +212,87 @@ def _sign(found: Mismatch, model: str) -> None:
         found.conclusion = replace(found.conclusion, next=whole)
 
 
-def _page(found: Mismatch) -> str:
+def _write(found: Mismatch, outputs: OutputFiles, plan_file: Path | None) -> None:
+    from shaketable.mismatch.shares import plan_text
     from shaketable.report.mismatch_html import page
 
-    return page(found)
-
-
-def _write(found: Mismatch, outputs: OutputFiles, plan_file: Path | None) -> None:
-    from rich.console import Console
-
-    from shaketable.cli.tables.mismatch import print_stages
-
-    print_stages(found, Console(highlight=False))
-    outputs.save(found.to_dict, lambda: _page(found))
+    print_stages(found, console())
+    outputs.save(found.to_dict, lambda: page(found))
     if plan_file is not None:
-        from shaketable.mismatch.shares import plan_text
-
         text = plan_text(found)
         if text is None:
             typer.echo(f"{plan_file} is not written: there is no difference that a plan could inject", err=True)
         else:
             write(plan_file, text)
+
+
+def print_stages(found: Mismatch, out: Console) -> None:
+    """All stages and the verdict."""
+    from shaketable.report.mismatch_lines import STAGES, adding_up, lines
+
+    engine, trainer = found.engine, found.trainer
+    other = "recorded log-probabilities" if engine is None else f"{engine.engine} {engine.version}, {engine.dtype}"
+    head = f"{trainer.model}, {trainer.dtype}, {trainer.attention} attention, against {other}"
+    say(out, head)
+    text = lines(found)
+    for number, stage in enumerate(STAGES, 1):
+        say(out, f"{f'{number} {stage}':{INDENT}}{text[stage]}")
+        for line in _details(found, stage):
+            say(out, f"{'':{INDENT}}{line}", style="dim" if stage == "gap" else None)
+        if stage == "floor":
+            rows = ((r.side, r.variant, f"{r.mean_abs:.2e}", f"{r.largest:.2e}", f"{r.k3:.2e}") for r in found.floor.rows)
+            out.print(_table(("side", "variant", "mean |Δ log p|", "largest", "k3"), rows))
+        if stage == "shares" and found.shares is not None and found.shares.families:
+            shares = (
+                (r.family, f"{r.share:.1%}", f"{r.low:.0%} to {r.high:.0%}", f"{r.kl:.2e}", f"{r.relative_error:.1e}")
+                for r in found.shares.families
+            )
+            out.print(_table(("family", "share", "95 %", "KL alone", "relative error"), shares))
+            say(out, f"{'':{INDENT}}{adding_up(found.shares)}")
+    if found.exact is not None:
+        _print_exact(found.exact, out)
+    conclusion = found.conclusion
+    out.print("Not looked at:", *(f"\n  - {line}" for line in conclusion.not_looked_at), markup=False, style="dim")
+    if conclusion.next is not None:
+        say(out, f"Next: {conclusion.next}")
+    say(out, conclusion.sentence, style=f"bold {COLOR[conclusion.verdict]}")
+
+
+def _details(found: Mismatch, stage: str) -> Iterator[str]:
+    """The lines below a stage's own: the worst tokens, the first weights and operators that are wrong."""
+    if stage == "gap":
+        for w in found.gap.worst[:3]:
+            text = "" if w.text is None else f" {w.text!r}"
+            trainer = "none" if w.trainer is None else f"{w.trainer:.4g}"
+            yield f"token {w.token}{text} at {w.position} of rollout {w.rollout}: {w.engine:.4g} and {trainer}"
+    if stage == "weights" and found.weights is not None:
+        yield from (f"{d.name} {d.says}" for d in found.weights.differing[:SHOWN])
+        if (more := len(found.weights.differing) - SHOWN) > 0:
+            yield f"… and {more} more"
+    if stage == "operators" and found.operators is not None:
+        yield from (f"{w.name} ({w.phase}): {w.text}, looks like {w.looks_like}" for w in found.operators.wrong[:SHOWN])
+
+
+def _print_exact(exact: Exact, out: Console) -> None:
+    """The first operator that differs, the share of bit-equal values by kind and phase, and the reasons."""
+    say(out, f"{'exact':{INDENT}}{exact.says}")
+    shares: dict[str, dict[str, str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for k in exact.kinds:
+        shares.setdefault(k.kind, {"operators": str(k.operators)})[k.phase] = f"{k.share:.1%}"
+        for why in k.why:
+            reasons.setdefault(why, []).append(f"{k.kind} in {k.phase}")
+    heads = ("operators", "prefill", "decode")
+    out.print(_table(("kind", *heads), ((kind, *(row.get(h, "–") for h in heads)) for kind, row in shares.items())))
+    for line in [f"{', '.join(where)}: {why}" for why, where in reasons.items()] + exact.unavailable:
+        say(out, f"{'':{INDENT}}{line}")
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Padding:
+    from rich.padding import Padding
+
+    left = 2 if heads[1] == "variant" else 1
+    table = table_of(heads[:left], heads[left:])
+    for row in rows:
+        table.add_row(*row)
+    return Padding(table, (0, 0, 0, INDENT))

@@ -1,4 +1,4 @@
-"""What `train` and `harden` do around a run: a new folder with its record, or a resumed one; progress; then the result."""
+"""What `train`, `harden` and `sweep` do around a run: make its folder and record, or resume one; then show the result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import typer
 
+from shaketable.cli.terminal import progress_bar, say, warn
+from shaketable.cli.verb import given_options
 from shaketable.errors import ShaketableError
 
 if TYPE_CHECKING:
@@ -18,11 +20,12 @@ if TYPE_CHECKING:
     from shaketable.train.warm_start import Tell
 
 Facts = dict[str, Any]
-RESUME_TAKES = ("resume", "json_file", "html_file", "force")
+WITH_RESUME = ("resume", "json_file", "html_file", "png_file", "force")
+"""Options that may be given beside --resume."""
 
 
 class RunFunction(Protocol):
-    """Do a run, or go on with it."""
+    """Do a run, or the rest of it."""
 
     def __call__(self, config: Any, record: RunRecord, *, resume: bool, loaded: Any = None) -> None: ...
 
@@ -35,30 +38,31 @@ class RecordedRuns(NamedTuple):
     run: RunFunction
     show: Callable[[RunRecord, OutputFiles], None]
 
-    def start(self, config: Any, rehearse: Callable[[Any], object], name: str, out: Path | None, outputs: OutputFiles) -> None:
-        """A new run, in `out` or in a new folder of that name, after it was rehearsed without weights."""
-        from shaketable.models import load_model, quieten
+    def start(self, config: Any, name: str, out: Path | None, outputs: OutputFiles, prepare: Callable[[], Any]) -> None:
+        """A new run, in `out` or in a new folder of that name.
+
+        `prepare` comes before the folder is made: it refuses what cannot work, and returns what `run` gets as `loaded`.
+        """
+        from shaketable.models import quieten
         from shaketable.records.environment import gather
         from shaketable.records.record import RunRecord, check_new, unique_folder
 
         if out is not None:
             check_new(out)
         quieten()
-        rehearse(config)
+        loaded = prepare()
         folder = out or unique_folder(Path("runs"), name)
-        loaded = load_model(config.model, device=config.device, dtype="float32")  # before a folder is made: it may be broken
         record = RunRecord.create(folder, self.verb, config.model_dump(mode="json"), gather())
         self._do(config, record, outputs, resume=False, loaded=loaded)
 
     def resume(self, context: typer.Context, folder: Path, outputs: OutputFiles) -> None:
-        """The run in a folder; one that is finished is only shown. Refuses options that would configure it."""
+        """The run in a folder; one that is finished is only shown."""
         from shaketable.records.record import RunRecord
 
-        given = [p.opts[0] for p in context.command.params if is_given(context, p.name) and p.name not in RESUME_TAKES]
-        if given:
-            raise ShaketableError(f"--resume goes on as the run was configured: drop {', '.join(given)}")
+        if given := given_options(context, WITH_RESUME):
+            raise ShaketableError(f"--resume takes the configuration from the run: drop {', '.join(given)}")
         record = RunRecord.open(folder, self.verb)
-        outputs.subject = str(record.config["model"])
+        outputs.subject = " ".join(record.config.get("models") or [record.config["model"]])
         if record.events("finished"):
             self.show(record, outputs)
             return
@@ -69,20 +73,14 @@ class RecordedRuns(NamedTuple):
 
         quieten()
         again = f"shaketable {self.verb} --resume {record.folder}"
-        typer.echo(f"recording in {record.folder}; after an interruption: {again}", err=True)
+        typer.echo(f"recording in {record.folder}; if it is interrupted, resume it with: {again}", err=True)
         try:
             with record.alone():
                 self.run(config, record, resume=resume, loaded=loaded)
         except KeyboardInterrupt:
-            typer.echo(f"stopped; go on with: {again}", err=True)
+            typer.echo(f"stopped; resume with: {again}", err=True)
             raise typer.Exit(130) from None
         self.show(record, outputs)
-
-
-def is_given(context: typer.Context, name: str | None) -> bool:
-    """Whether an option stands on the command line, or in the file of --config."""
-    source = context.get_parameter_source(name or "")
-    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
 
 
 @contextmanager
@@ -94,24 +92,17 @@ def live(step: Callable[[Facts], Facts], scores: Callable[[Facts], str | None], 
         scores: The line for an evaluation; None to leave it out.
         total: Steps in all, where this is known before the first stage.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True, highlight=False)
-    text, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
-    columns = (text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), numbers)
-    with Progress(*columns, console=console, transient=True) as bar:
-        row = bar.add_task("starting", total=total, shown="")
+    with progress_bar("starting", total) as (bar, screen):
 
         def tell(kind: str, facts: Facts) -> None:
             if kind == "stage":
                 counted = {"completed": facts["done"], "total": facts["total"]} if "total" in facts else {}
-                bar.update(row, description=facts["text"], shown="", **counted)
+                bar(description=facts["text"], shown="", **counted)
             elif kind == "step":
-                bar.update(row, **step(facts))
+                bar(**step(facts))
             elif kind == "warning":
-                console.print(f"[bold yellow]warning:[/] {facts['text']}")
+                warn(screen, facts["text"])
             elif (line := scores(facts)) is not None:
-                console.print(line, markup=False)
+                say(screen, line)
 
         yield tell

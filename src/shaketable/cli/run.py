@@ -6,39 +6,42 @@ import os
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shaketable.cli.outputs import OutputFiles
+from shaketable.cli.terminal import console, print_table, say, table_of
 from shaketable.cli.verb import ForceOption, JsonOption
 from shaketable.errors import PlanError
 from shaketable.plan import Plan
 
+if TYPE_CHECKING:
+    from shaketable.launch.run import RunResult
+
 
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- CMD …", help="The program, as you would call it.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD …", help="The program and its arguments.")],
     plan: Annotated[str | None, typer.Option(help="A line of the plan language, or a YAML file.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Keys all noise; overrides the plan file's own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all noise; overrides the plan file's own.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="Folder for the ledgers; a new one under ledgers/ by default.")] = None,
     json_file: JsonOption = None,
     force: ForceOption = False,
-    allow_inert: Annotated[bool, typer.Option(help="Accept a plan that does nothing.")] = False,
+    allow_inert: Annotated[bool, typer.Option("--allow-inert", help="Accept a plan that does nothing.")] = False,
 ) -> None:
     """Run any program under a plan, unchanged.
 
-    The plan travels by environment into children, DataLoader workers and torchrun ranks, and by `ray.init` into Ray
-    workers, also those of a cluster that runs already. Each process writes its own ledger; at the end they are merged
-    and printed.
+    Child processes, DataLoader workers, torchrun ranks and Ray workers get the plan too. Each process writes its own
+    ledger; at the end they are merged and printed.
 
-    A clause that does nothing is reported on stderr as soon as that is known; the program goes on. Exits with the program's
-    own code, or with **3** when a clause of the plan did nothing anywhere, or when a process that computed with a model
-    ran without the plan while others ran under it.
+    A clause that does nothing is reported on stderr as soon as that is known, and the program continues. Exits with the
+    program's own code, or with **3** when a clause did nothing anywhere, or when a process used a model without the plan
+    while others ran under it.
 
         shaketable run --plan relative_gaussian:0.05@op.matmul --seed 0 -- python train.py --epochs 3
 
-    A job of verl has its plan among its own arguments, and verl does not mind when nobody reads it. `run` without a plan minds:
-    such a job is stopped before it trains.
+    A verl job carries its plan among its own arguments. Put `run` without a plan in front of it, and the job stops before
+    training if nothing reads them.
 
         shaketable run -- python -m verl.trainer.main_ppo … +shaketable.plan=relative_gaussian:0.05@op.matmul
     """
@@ -65,7 +68,7 @@ def _run_with_keys(command: list[str], options: tuple[object, ...]) -> int:
     if not keys:
         raise PlanError(_without_plan(command))
     if any(option is not None for option in options):
-        raise PlanError(f"--seed, --ledger and --json go with --plan; here {keys[0]} says what is done: use +shaketable.seed=…")
+        raise PlanError(f"--seed, --ledger and --json go with --plan; the job has its own {keys[0]}: use +shaketable.seed=…")
     return run_with_keys(command, keys)
 
 
@@ -77,43 +80,35 @@ def _refuse_two_plans(command: list[str]) -> None:
 
 
 def _without_plan(command: list[str]) -> str:
-    """What to do about a command without a plan: the origin's own commands have an answer."""
+    """The error for a command without a plan; commands of the origin study get their translation."""
     from shaketable.integrations.origin_configs.command_line import answer
 
     usual = "no plan; write: shaketable run --plan PLAN -- python train.py, or give verl +shaketable.plan=PLAN"
     return answer(command, os.environ) or usual
 
 
-def _print(result: object) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from shaketable.launch.run import RunResult
+def _print(result: RunResult) -> None:
     from shaketable.ledger.table import build_table, remarks
 
-    assert isinstance(result, RunResult)
-    console = Console(stderr=True, highlight=False)
-    console = console if console.is_terminal else Console(stderr=True, highlight=False, width=110)
+    out = console(stderr=True)
+    shown = [] if result.ledger is None else remarks(result.ledger)
     if result.ledger is not None:
-        console.print(build_table(result.ledger))
-        for line in remarks(result.ledger):
-            console.print(f"  ! {line}", style="yellow", markup=False)
+        out.print(build_table(result.ledger))
+        say(out, *(f"  ! {line}" for line in shown), style="yellow")
     if len(result.processes) > 1:
-        table = Table("process", "rank", "what", "models", "forward", "backward", title="Processes", title_justify="left")
+        table = table_of(("process", "rank", "program", "models"), ("forward", "backward"), "Processes")
         for p in result.processes:
             cells = [p.pid, p.rank, p.title[:60], _counted(p.models), p.ledger.forward, p.ledger.backward]
             table.add_row(*(str(c) for c in cells))
-        console.print(table)
-    shown, errors = set(remarks(result.ledger)) if result.ledger else set(), set(result.without_plan.values())
+        print_table(out, table)
     for line in result.warnings:
         if line not in shown:
-            word, style = ("error", "red") if line in errors else ("warning", "yellow")
-            console.print(f"{word}: {line}", style=style, markup=False)
-    console.print(f"ledger: {result.folder / 'ledger.json'}", style="dim", markup=False)
-    for line in result.refused:
-        console.print(f"error: {line}", style="red", markup=False)
+            word, style = ("error", "red") if line in result.without_plan.values() else ("warning", "yellow")
+            say(out, f"{word}: {line}", style=style)
+    say(out, f"ledger: {result.folder / 'ledger.json'}", style="dim")
+    say(out, *(f"error: {line}" for line in result.refused), style="red")
 
 
 def _counted(names: list[str]) -> str:
-    """Each name once, with how often it comes."""
+    """Each name once, with how often it occurs."""
     return ", ".join(name if n == 1 else f"{n} × {name}" for name, n in Counter(names).items())

@@ -1,4 +1,4 @@
-"""`shaketable study`: arms × seeds from one file, their records, and the report."""
+"""`shaketable study`: run arms × seeds from one file, look at their records, and report them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shaketable.cli.outputs import OutputFiles, write_report
-from shaketable.cli.study_add import add
 from shaketable.cli.verb import ForceOption, JsonOption, as_verb
 from shaketable.errors import ShaketableError, nearest
 
@@ -19,57 +18,59 @@ if TYPE_CHECKING:
     from shaketable.study.config import StudyConfig
 
 FORMATS = {"html": ".html", "md": ".md", "json": ".json"}
-STORE = typer.Option("--store", metavar="DIR", help="Where records lie.")
-SET = typer.Option("--set", metavar="A.B=C", help="Replace a value of the file, e.g. train.steps=200; can be repeated.")
 DEFAULT = Path("shaketable-runs")
+
+StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", help="Folder of all records.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Replace a value of the file, e.g. train.steps=200; can be repeated."),
+]
+StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY", help="The study's YAML, or its folder in a store.")]
 
 study = typer.Typer(
     name="study",
-    help="Arms × seeds from one YAML file: run them, look at them, and report what they show.",
+    help="Compare recipes with statistics: arms × seeds from one YAML file, run, resumed and reported.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 
 
 def run(
-    file: Annotated[Path, typer.Argument(help="The study, YAML; or the name of one that ships.")],
-    replaced: Annotated[list[str] | None, SET] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, how long, and what it can show.")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The study's YAML file, or the name of one that ships.")],
+    replaced: SetOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would run, how long it takes, and what it can show.")
+    ] = False,
     workers: Annotated[
-        str | None, typer.Option(metavar="local|ray|N", help="Where runs are done, or how many at a time; ray:8 is both.")
+        str | None, typer.Option(metavar="local|ray|N", help="Where runs execute, or how many at a time; ray:8 says both.")
     ] = None,
-    engine: Annotated[str | None, typer.Option("--engine", hidden=True)] = None,
-    address: Annotated[str | None, typer.Option(help="Of the Ray cluster, e.g. auto or ray://host:10001.")] = None,
-    store: Annotated[Path, STORE] = DEFAULT,
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster, e.g. auto or ray://host:10001.")] = None,
+    store: StoreOption = DEFAULT,
     report_file: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="Write the report too: .html, .md or .json.")
+        Path | None, typer.Option("--report", metavar="FILE", help="Also write the report: .html, .md or .json.")
     ] = None,
     json_file: JsonOption = None,
     force: ForceOption = False,
-    sign: Annotated[Path | None, typer.Option("--sign", hidden=True)] = None,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Run the Python that the file names as a task, my_tasks.py:Class.")
+        bool, typer.Option("--allow-code", help="Run the Python code that the file names as its task, my_tasks.py:Class.")
     ] = False,
 ) -> None:
-    """Do what is missing of a study. After an interruption, the same command goes on.
+    """Run a study, or the runs that are missing. After an interruption, give the same command again.
 
-    Runs that are finished are not done again; one that was killed goes on from its last checkpoint; two processes that run
-    the same study share its runs. Exits 1 when a run failed.
+    Finished runs are kept, a killed one resumes from its last checkpoint, and two processes that run the same study share
+    its runs. Exits 1 when a run failed.
 
     shaketable study run guided-aqn --set seeds=5 --report guided.html
     """
     from shaketable.study.file import load_study
 
-    if engine is not None:
-        raise ShaketableError(f"--engine of a study is --workers now: --workers {engine}")
     chosen = _workers(workers) | ({"address": address} if address is not None else {})
     asked = load_study(file, [*(replaced or ()), *(f"engine.{key}={value}" for key, value in chosen.items())])
     outputs = OutputFiles("study", asked.study, json_file, report_file, reads=[file], force=force)
     format_of(report_file, None)
     _check_code(asked, file, allow_code)
-    _refuse_signing(sign)
     if dry_run:
-        from shaketable.cli.tables.study_live import show_forecast
+        from shaketable.cli.study_terminal import show_forecast
         from shaketable.study.verify import asked_digest
 
         forecast = show_forecast(asked, store)
@@ -84,7 +85,7 @@ def run(
     if report_file is not None:
         text = rendered(found, format_of(report_file, None), store / asked.study, report_file)
         write_report(report_file, text, outputs.generator)
-    from shaketable.cli.tables.study import show
+    from shaketable.cli.study_terminal import show
 
     show(found, outputs.files)
     typer.echo(f"records sha256:{found.study.digest}")
@@ -101,12 +102,6 @@ def _workers(text: str | None) -> dict[str, str]:
     return ({"kind": kind} if kind else {}) | ({"workers": count} if count else {})
 
 
-def _refuse_signing(given: Path | None) -> None:
-    """`--sign` and `--public-key` were of earlier versions."""
-    if given is not None:
-        raise ShaketableError("no key is taken here any more: sign the printed digest with a tool of yours (docs/studies.md)")
-
-
 def _check_code(asked: StudyConfig, file: Path, allowed: bool) -> None:
     """A task that is a class of somebody's is a program; a file from elsewhere may not run one unasked."""
     if (code := _code_of(asked)) is not None and not allowed:
@@ -121,8 +116,8 @@ def _code_of(asked: StudyConfig) -> str | None:
 
 
 def _do(asked: StudyConfig, store: Path, again: str) -> int:
-    """Run it, with a live view; the number of runs that failed."""
-    from shaketable.cli.tables.study_live import live
+    """Run it with a live view; the number of runs that failed."""
+    from shaketable.cli.study_terminal import live
     from shaketable.models import quieten
     from shaketable.study.forecast import check_scores
     from shaketable.study.run_study import check, run_study
@@ -134,7 +129,7 @@ def _do(asked: StudyConfig, store: Path, again: str) -> int:
         with live(asked, store) as watch:
             ended = run_study(asked, store, watch)
     except KeyboardInterrupt:
-        typer.echo(f"stopped; what is recorded is kept. Go on with: {again}", err=True)
+        typer.echo(f"stopped; finished runs are kept. Resume with: {again}", err=True)
         raise typer.Exit(130) from None
     return sum(state == "failed" for state in ended.states.values())
 
@@ -148,14 +143,14 @@ def _findings(asked: StudyConfig, store: Path, command: str) -> Findings:
 
 
 def status(
-    what: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="The study's YAML, or its folder in a store.")],
-    replaced: Annotated[list[str] | None, SET] = None,
-    store: Annotated[Path, STORE] = DEFAULT,
+    what: StudyArgument,
+    replaced: SetOption = None,
+    store: StoreOption = DEFAULT,
     json_file: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
     """Show which runs of a study are done, running, partial, failed, damaged or missing."""
-    from shaketable.cli.tables.study import show_status
+    from shaketable.cli.study_terminal import show_status
     from shaketable.study.store import progress
 
     asked, folder = which_study(what, replaced or [], store)
@@ -166,13 +161,13 @@ def status(
 
 
 def list_studies(
-    store: Annotated[Path, STORE] = DEFAULT,
-    runs: Annotated[bool, typer.Option("--runs", help="Every run, not only the studies.")] = False,
+    store: StoreOption = DEFAULT,
+    runs: Annotated[bool, typer.Option("--runs", help="List every run, not only the studies.")] = False,
     json_file: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
-    """List the studies of a store and single runs that lie there; the studies that ship where nothing was run."""
-    from shaketable.cli.tables.study import show_list
+    """List the studies and single runs of a store, or the studies that ship if nothing was run."""
+    from shaketable.cli.study_terminal import show_list
     from shaketable.study.file import shipped
     from shaketable.study.store import listed
 
@@ -184,20 +179,18 @@ def list_studies(
 
 def verify(
     store: Annotated[Path, typer.Argument(metavar="[STORE]", help="A store, or a study's folder.")] = DEFAULT,
-    public_key: Annotated[Path | None, typer.Option("--public-key", hidden=True)] = None,
     json_file: JsonOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Read every line of every record, and say which are not what was written. Exits 1 when any is not.
+    """Read every line of every record, and name those that were changed. Exits 1 if there are any.
 
-    A record that was edited and chained anew is accepted: compare the digest with one that was published or signed.
+    An edited record whose whole chain was recomputed is accepted: compare the digest with a published or signed one.
 
     shaketable study verify shaketable-runs
     """
     from shaketable.study.verify import verify as verified
 
     outputs = OutputFiles("study verify", str(store), json_file, force=force)
-    _refuse_signing(public_key)
     found = verified(store)
     outputs.save(lambda: found)
     for record in found["records"]:
@@ -215,15 +208,17 @@ def verify(
 
 def report(
     what: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A study's YAML or folder, or a training run's folder.")],
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Standard output by default.")] = None,
-    style: Annotated[
-        str | None, typer.Option("--format", help="html, md or json; by the file's ending, else html, by default.")
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="File to write; standard output by default.")
     ] = None,
-    replaced: Annotated[list[str] | None, SET] = None,
-    store: Annotated[Path, STORE] = DEFAULT,
+    style: Annotated[
+        str | None, typer.Option("--format", help="html, md or json; by default from the file's ending, else html.")
+    ] = None,
+    replaced: SetOption = None,
+    store: StoreOption = DEFAULT,
     force: ForceOption = False,
 ) -> None:
-    """Report what a study shows: one page with no network, Markdown, or JSON. Made from the records alone.
+    """Write the report of a study from its records: one self-contained HTML page, Markdown or JSON.
 
     shaketable study report guided-aqn -o report.html
     """
@@ -236,6 +231,44 @@ def report(
     else:
         write_report(out, text, outputs.generator)
         typer.echo(f"wrote {out}", err=True)
+
+
+def add(
+    what: StudyArgument,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or the ledger folder of a verl run.")],
+    arm: Annotated[str, typer.Option(help="The arm it belongs to; one with `elsewhere: true`.")],
+    seed: Annotated[int, typer.Option(min=0, help="The seed it was run with.")],
+    scores: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[CONDITION=]FILE", help="Scores, one line of JSON per problem, such as verl's validation dump."),
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Metrics per step, as verl's file logger writes them.")
+    ] = None,
+    store: StoreOption = DEFAULT,
+) -> None:
+    """Add a run that was made elsewhere to a study, so that `study report` compares it with the others.
+
+    shaketable study add verl.yaml checkpoints/shaketable/20261118-0200 --arm noise --seed 0 --scores clean=validation/116.jsonl
+    """
+    from shaketable.study.add_run import add_run
+
+    asked, folder = which_study(what, [], store)
+    cell = add_run(asked, folder.parent, run, arm=arm, seed=seed, scores=_files(scores or []), metrics=metrics)
+    typer.echo(f"added {cell.title}: {folder / 'runs' / cell.name}")
+
+
+def _files(scores: list[str]) -> dict[str, Path]:
+    from shaketable.study.config import CLEAN
+
+    found: dict[str, Path] = {}
+    for text in scores:
+        name, equals, file = text.partition("=")
+        name, file = (name, file) if equals else (CLEAN, text)
+        if name in found:
+            raise ShaketableError(f"--scores {name}=… is given twice")
+        found[name] = Path(file)
+    return found
 
 
 def _reported(what: Path, replaced: list[str], store: Path) -> tuple[Findings, Path]:
@@ -298,9 +331,12 @@ def rendered(found: Findings, style: str, folder: Path, output: Path | None) -> 
     return page(found)
 
 
-study.command()(as_verb(run, ("file", "replaced", "dry_run", "workers", "store", "report_file", "json_file")))
+SIGNING = "no key is taken here any more: sign the printed digest with a tool of yours (docs/studies.md)"
+MOVED = {"--engine": "where runs execute is --workers now: --workers {}", "--sign": SIGNING}
+
+study.command()(as_verb(run, ("file", "replaced", "dry_run", "workers", "store", "report_file", "json_file"), moved=MOVED))
 study.command()(as_verb(status, ("what", "replaced", "store", "json_file")))
 study.command(name="list")(as_verb(list_studies, ("store", "runs", "json_file")))
 study.command()(as_verb(report, ("what", "out", "style", "replaced", "store"), moved={"--output": "-o or --out"}))
-study.command()(as_verb(verify, ("store", "json_file")))
+study.command()(as_verb(verify, ("store", "json_file"), moved={"--public-key": SIGNING}))
 study.command()(as_verb(add, ("what", "run", "arm", "seed", "scores", "metrics", "store")))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import HEAVY_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from shaketable.cli.config_options import options_of
 from shaketable.cli.outputs import OutputFiles
-from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption
+from shaketable.cli.recorded_runs import RecordedRuns
+from shaketable.cli.terminal import console, progress_bar, say
+from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.sweep.config import SweepConfig
+from shaketable.evaluate.sweep.config import SweepConfig, magnitude_name
 
 if TYPE_CHECKING:
     from shaketable.records.record import RunRecord
 
-
 OPTIONS = ("task", "plan", "magnitudes", "n", "seeds", "seed", "batch_size", "device", "dtype", "engine", "engine_args")
+Facts = dict[str, Any]
 
 
 @options_of(
@@ -29,16 +35,13 @@ OPTIONS = ("task", "plan", "magnitudes", "n", "seeds", "seed", "batch_size", "de
     text=("magnitudes", "engine_args"),
 )
 def sweep(
+    context: typer.Context,
     models: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL…", help=SweepConfig.model_fields["models"].description)
     ] = None,
     *,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="DIR", help="Run folder; a new one under runs/ by default.")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Go on with the sweep recorded there, as it was configured.")
-    ] = None,
+    out: RunFolderOption = None,
+    resume: ResumeOption = None,
     json_file: JsonOption = None,
     html_file: HtmlOption = None,
     png_file: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the curve.")] = None,
@@ -52,17 +55,29 @@ def sweep(
     asked = {"models": tuple(models or ()), **fields}
     given = {key: value for key, value in asked.items() if value not in (None, (), "auto")}
     outputs = OutputFiles("sweep", " ".join(models or ()), json_file, html_file, others=[png_file], of_run=True, force=force)
-    config, record = _new(given, out) if resume is None else _old(given, out, resume)
-    _run(config, record)
-    _finish(record, outputs, png_file)
+    runs = RecordedRuns("sweep", SweepConfig, _run, lambda record, outputs: _show(record, outputs, png_file))
+    if resume is not None:
+        runs.resume(context, resume, outputs)
+        return
+    config = _config(given)
+
+    from shaketable.cli.loading import load
+    from shaketable.evaluate.sweep.results import short_names
+
+    # the smallest model there is shows whether device and dtype work
+    runs.start(
+        config,
+        f"sweep-{short_names([config.models[0]])[0]}",
+        out,
+        outputs,
+        lambda: load("nano", config.device, config.dtype, None),
+    )
 
 
-def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecord]:
-    """A sweep that begins: all that can be known to be wrong with it is said before a folder is made."""
-    from shaketable.cli.locate import load
+def _config(given: Facts) -> SweepConfig:
+    """The sweep that was asked for, checked as far as it can be before anything is loaded."""
     from shaketable.evaluate.sweep.config import parse_magnitudes, resolve_plan
     from shaketable.models import chosen_device
-    from shaketable.records.environment import gather
 
     needed = {"models": "MODEL", "task": "--task", "plan": "--plan"}
     if missing := [name for key, name in needed.items() if key not in given]:
@@ -80,62 +95,127 @@ def _new(given: dict[str, Any], out: Path | None) -> tuple[SweepConfig, RunRecor
     check(config)
     if config.engine == "vllm" and "device" in given:
         raise ShaketableError("vLLM computes on the device it was built for: drop --device")
-    load("nano", config.device, config.dtype, None)  # the smallest model there is, for the device and the dtype
-    return config, _record(config, out, gather())
+    return config
 
 
-def _record(config: SweepConfig, out: Path | None, environment: dict[str, Any]) -> RunRecord:
-    from shaketable.evaluate.sweep.results import short_names
-    from shaketable.records.record import RunRecord, unique_folder
-
-    folder = out or unique_folder(Path("runs"), f"sweep-{short_names([config.models[0]])[0]}")
-    return RunRecord.create(folder, "sweep", config.model_dump(mode="json"), environment)
-
-
-def _old(given: dict[str, Any], out: Path | None, folder: Path) -> tuple[SweepConfig, RunRecord]:
-    """A sweep that goes on, with what it began with."""
-    from shaketable.records.environment import gather
-    from shaketable.records.record import RunRecord
-
-    if given or out is not None:
-        named = ", ".join(["MODEL" if k == "models" else f"--{k.replace('_', '-')}" for k in given] + ["--out"] * bool(out))
-        raise ShaketableError(f"--resume goes on as the sweep was configured: drop {named}")
-    record = RunRecord.open(folder, "sweep")
-    if not record.events("finished"):
-        record.append("resumed", step=0, environment=gather())
-    return SweepConfig.checked(**record.config), record
-
-
-def _run(config: SweepConfig, record: RunRecord) -> None:
-    from rich.console import Console
-
-    from shaketable.cli.locate import load, progress_bar
+def _run(config: SweepConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
+    from shaketable.cli.loading import load
     from shaketable.evaluate.sweep.run import Sweep
+    from shaketable.records.environment import gather
 
-    if record.events("finished"):
-        return
-    words = f"recording in {record.folder}; after an interruption: shaketable sweep --resume {record.folder}"
-    Console(stderr=True, highlight=False).print(words, markup=False, soft_wrap=True)
-    try:
-        with record.alone(), progress_bar() as tell:
-            Sweep(config, record, lambda name: load(name, config.device, config.dtype, None), tell).run()
-    except KeyboardInterrupt:
-        typer.echo(f"stopped; go on with: shaketable sweep --resume {record.folder}", err=True)
-        raise typer.Exit(130) from None
+    if resume:
+        record.append("resumed", step=0, environment=gather())
+    with progress_bar() as (bar, _):
+        Sweep(config, record, lambda name: load(name, config.device, config.dtype, None), bar.layers).run()
 
 
-def _finish(record: RunRecord, outputs: OutputFiles, png_file: Path | None) -> None:
-    from shaketable.cli.tables.sweep import page_of, show
-    from shaketable.evaluate.sweep.results import results
+def _show(record: RunRecord, outputs: OutputFiles, png_file: Path | None) -> None:
+    from shaketable.evaluate.sweep.results import plot, results
 
     found = results(record)
-    outputs.subject = " ".join(found["config"]["models"])
-    outputs.save(lambda: found, lambda: page_of(found))
+    outputs.save(lambda: found, lambda: _page(found))
     if png_file is not None:
-        from shaketable.evaluate.sweep.results import plot
-
         try:
             plot(found, png_file)
         except OSError as error:
             raise ShaketableError(f"cannot write {png_file}: {error.strerror or error}") from None
-    show(found, [*outputs.files, *([png_file] if png_file is not None else [])])
+    _print(found, [*outputs.files, *([png_file] if png_file is not None else [])])
+
+
+def _print(found: Facts, files: list[Path]) -> None:
+    """The table, the sentences, the notes, and which files were written."""
+    out = console()
+    table: RenderableType = _table(found)
+    wide = out.measure(table, options=out.options.update(max_width=1000)).maximum
+    if not out.is_terminal:
+        out.width = max(out.width, wide)
+    elif wide > out.width:
+        table = Group(*(_table(found, model) for model in found["config"]["models"]))
+    out.print(table)
+    say(out, *(_sentence(found, point) for point in found["points"] if point["magnitude"] != 0))
+    say(out, *(f"note: {n}" for n in found["notes"]), *(f"wrote {f}" for f in files), f"recorded in {found['folder']}")
+
+
+def _page(found: Facts) -> str:
+    from shaketable.report.table_html import page
+
+    config, faulty = found["config"], [p for p in found["points"] if p["magnitude"] != 0]
+    shown = [p for p in faulty if p["distinguishable"]]
+    sentence = f"{len(shown)} of {len(faulty)} faulty points can be told from clean."
+    facts = {"plan": config["plan"], "task": config["task"], "problems": str(config["n"]), "engine": config["engine"]}
+    lines = [*(_sentence(found, p) for p in faulty), *found["notes"]]
+    tables = [("Points", _table(found))]
+    return page("sweep", ", ".join(config["models"]), "CURVE", sentence, tables, facts=facts, lines=lines)
+
+
+def _sentence(found: Facts, point: Facts) -> str:
+    name = magnitude_name(point["magnitude"])
+    where = f"{point['model']} at {name}" if len(found["config"]["models"]) > 1 else name
+    return f"{where}: {point['sentence']}{_loss(point)}"
+
+
+def _table(found: Facts, model: str | None = None) -> Table:
+    """One row per point; on a narrow screen one model without frames, and with intervals on lines of their own."""
+    narrow = model is not None
+    points = [p for p in found["points"] if model in (None, p["model"])]
+    title = f"{model}, {_title(found)}" if narrow else _title(found)
+    table = Table(title=Text(title), title_justify="left", title_style="", box=None if narrow else HEAVY_HEAD)
+    table.pad_edge = not narrow
+    columns = {name: cell for name, cell in COLUMNS.items() if name != "loss" or "loss" in points[0]}
+    if not narrow:
+        table.add_column("model", overflow="fold")
+    for name in columns:
+        table.add_column(SHORT.get(name, name) if narrow else name, justify="right", overflow="fold")
+    for point, after in zip(points, [*points[1:], None], strict=True):
+        cells = [cell(point).replace(" (", "\n(" if narrow else " (") for cell in columns.values()]
+        style, last = "bold" if point["distinguishable"] else "", after is None or after["model"] != point["model"]
+        table.add_row(*([] if narrow else [Text(point["model"])]), *cells, style=style, end_section=last)
+    return table
+
+
+def _title(found: Facts) -> str:
+    config, runs = found["config"], max((len(p["seeds"]) for p in found["points"]), default=1)
+    return f"{config['plan']}\n{config['task']}, n = {config['n']}, {runs} noise seed{'s' * (runs > 1)}"
+
+
+def _loss(point: Facts) -> str:
+    """In a text task, what the fault costs in nats per token."""
+    if point.get("loss_difference") is None:
+        return ""
+    low, high = point["loss_difference_low"], point["loss_difference_high"]
+    return f"; loss {point['loss_difference']:+.3f} ({low:+.3f} to {high:+.3f}) nats a token, mean over texts".replace("-", "−")
+
+
+def _accuracy(point: Facts) -> str:
+    return f"{100 * point['accuracy']:.1f} % ({100 * point['ci_low']:.1f} to {100 * point['ci_high']:.1f})"
+
+
+def _difference(point: Facts) -> str:
+    from shaketable.evaluate.statistics import points
+
+    low, high = points(point["difference_low"]), points(point["difference_high"])
+    return f"{points(point['difference'])} ({low} to {high})"
+
+
+def _p(point: Facts) -> str:
+    p = point["p_adjusted"]
+    return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "no number" if value is None else format(value, form)
+
+
+COLUMNS: dict[str, Callable[[Facts], str]] = {
+    "magnitude": lambda p: magnitude_name(p["magnitude"]),
+    "accuracy (95 %)": _accuracy,
+    "loss": lambda p: _number(p["loss"], ".3f"),
+    "difference (95 %)": lambda p: "" if p["magnitude"] == 0 else _difference(p),
+    "p (Holm)": _p,
+    "KL": lambda p: "" if p["magnitude"] == 0 else _number(p["kl"], ".3g"),
+    "top-1": lambda p: "" if p["magnitude"] == 0 else f"{100 * p['agreement']:.1f} %",
+    "measured error": lambda p: "" if p["magnitude"] == 0 else f"{p['measured_error']:.3g}",
+    "injections": lambda p: "" if p["magnitude"] == 0 else f"{p['injections']:,}",
+}
+SHORT = {"magnitude": "at", "accuracy (95 %)": "accuracy", "difference (95 %)": "difference", "p (Holm)": "p"}
+SHORT |= {"measured error": "error", "injections": "fired"}

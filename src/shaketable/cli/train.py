@@ -1,4 +1,4 @@
-"""`shaketable train`: GRPO under faults, with or without AQN, and the scores that came of it."""
+"""`shaketable train`: GRPO under faults, with or without AQN, and its scores."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shaketable.cli.config_options import options_of
 from shaketable.cli.outputs import OutputFiles
 from shaketable.cli.recorded_runs import RecordedRuns, live
-from shaketable.cli.tables.train import show
-from shaketable.cli.verb import ForceOption, JsonOption
+from shaketable.cli.terminal import console, plain, print_table, say, table_of, warn
+from shaketable.cli.verb import ForceOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
 from shaketable.io.output_files import check_free
 from shaketable.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from shaketable.records.record import RunRecord
+
+MOSTLY = 0.9
+"""Share of groups without variance from which on the summary mentions it."""
 
 
 @options_of(
@@ -32,31 +34,26 @@ if TYPE_CHECKING:
 )  # fmt: skip
 def train(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help=TrainConfig.model_fields["model"].description)] = "",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=TrainConfig.model_fields["model"].description)] = "",
     *,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="DIR", help="Run folder; a new one under runs/ by default.")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with this run; nothing else needed.")
-    ] = None,
+    out: RunFolderOption = None,
+    resume: ResumeOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, print and plot σ, and stop.")] = False,
     json_file: JsonOption = None,
     force: ForceOption = False,
     **fields: Any,
 ) -> None:
-    """Train a model with GRPO while the hardware is wrong, and learn what that cost and what AQN bought.
+    """Train a model with GRPO under a fault, and measure what the fault costs and what AQN gains.
 
-    Scores are taken before the first step, every --eval-every steps and always after the last: clean and under the
-    plan, greedy, on the same test problems. Every faulty score carries the proof that its faults were there.
+    The model is scored before the first step, every --eval-every steps and after the last: clean and under the plan,
+    greedy, on the same test problems. Every faulty score carries the proof that its faults were there.
 
     Example: `shaketable train nano --task arithmetic --plan 'relative_gaussian:0.05@op.matmul' --aqn
     'global_decay:0.05-0.0005,stages=10' --steps 60`
     """
     outputs = OutputFiles("train", model, json_file, of_run=True, force=force)
-    runs = RecordedRuns("train", TrainConfig, _run, show)
     if resume is not None:
-        runs.resume(context, resume, outputs)
+        RUNS.resume(context, resume, outputs)
         return
     if not model or not fields["task"]:
         raise ShaketableError("name a model and a --task, e.g. shaketable train nano --task arithmetic; or --resume DIR")
@@ -68,15 +65,14 @@ def train(
     if dry_run:
         _show_plan_of(config, out, force)
         return
-    from shaketable.train.plans import rehearse
-
-    runs.start(config, rehearse, f"train-{Path(model).name}-{Path(config.task.partition(',')[0]).stem}", out, outputs)
+    name = f"train-{Path(config.model).name}-{Path(config.task.partition(',')[0]).stem}"
+    RUNS.start(config, name, out, outputs, lambda: _loaded(config))
 
 
 def _read(
     plan: str | None, aqn: str | None, eval_plans: list[str], device: str | None, dtype: str | None, **_: Any
 ) -> dict[str, Any]:
-    """What stands in files, and what this machine has, in place of their names."""
+    """Plans and AQN from their files, and the device and dtype of this machine."""
     from shaketable.aqn.spec import AQN
     from shaketable.models import chosen_device
     from shaketable.plan import Plan
@@ -99,9 +95,7 @@ def _loggers() -> tuple[str, ...]:
 
 
 def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
-    """What the run would do, checked as far as it can be without weights; the picture lies beside the run folder."""
-    from rich.console import Console
-
+    """What the run would do, checked as far as possible without weights; the figure goes beside the run folder."""
     from shaketable.aqn.plot import plot, sigmas
     from shaketable.models import quieten
     from shaketable.train.plans import rehearse
@@ -110,17 +104,25 @@ def _show_plan_of(config: TrainConfig, out: Path | None, force: bool) -> None:
     if config.aqn is not None:
         check_free([picture], [], force)
     quieten()
-    console = Console(highlight=False)
+    screen = console()
     skeleton, lines = rehearse(config)
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    say(screen, *lines)
     if config.aqn is not None:
         from shaketable.aqn.spec import AQN
 
         aqn = AQN.load(config.aqn)
-        console.print(sigmas(aqn, config.steps, skeleton).render())
+        screen.print(sigmas(aqn, config.steps, skeleton).render())
         plot(aqn, config.steps, picture, skeleton)
-        console.print(f"σ over the steps is drawn in {picture}", markup=False)
+        say(screen, f"σ over the steps is drawn in {picture}")
+
+
+def _loaded(config: TrainConfig) -> Any:
+    """The model, after a rehearsal without weights."""
+    from shaketable.models import load_model
+    from shaketable.train.plans import rehearse
+
+    rehearse(config)
+    return load_model(config.model, device=config.device, dtype="float32")
 
 
 def _run(config: TrainConfig, record: RunRecord, *, resume: bool, loaded: Any = None) -> None:
@@ -139,3 +141,48 @@ def _step(facts: dict[str, Any]) -> dict[str, Any]:
     shown += f"  KL {facts.get('kl_sampler_trainer', 0):.1e}"
     shown += f"  σ {facts['sigma']:.2g}" if facts["sigma"] else ""
     return {"completed": facts["step"], "description": "training", "shown": shown}
+
+
+def _show(record: RunRecord, outputs: OutputFiles) -> None:
+    """Print the outcome, and write it where it is asked for."""
+    from shaketable.train.summary import outcome
+
+    found = outcome(record)
+    outputs.save(lambda: found)
+    heads = ("step 0", "last step", "n", "injections", "measured error")
+    table = table_of("condition", heads, "Accuracy, greedy, with 95 % intervals")
+    first = {c["name"]: c for c in found["evaluations"][0]["conditions"]}
+    for name, score in found["final"].items():
+        error = f"{score['measured_error']:.2%}" if score["injections"] else "–"
+        table.add_row(plain(name), _score(first[name]), _score(score), str(score["n"]), f"{score['injections']:,}", error)
+    screen = console()
+    print_table(screen, table)
+    say(screen, *(f"{comparison['of']}: {comparison['sentence']}" for comparison in found["comparisons"]))
+    for name, ledger in found["ledgers"].items():
+        fires = f"{ledger['forward']:,} forward, {ledger['backward']:,} backward"
+        say(screen, f"{name} in training: {fires}; {_measured(ledger)}")
+    same = [step["zero_variance"] for step in found["steps"] if step.get("zero_variance") is not None]
+    if same and sum(same) / len(same) > MOSTLY:
+        share = f"{sum(same) / len(same):.0%} of the groups had one reward for all answers"
+        say(screen, f"note: {share}; those teach nothing")
+    for warning in found["warnings"]:
+        warn(screen, warning)
+    say(screen, f"Weights, clean: {found['model']}")
+
+
+def _measured(ledger: dict[str, Any]) -> str:
+    """Each clause with the magnitude that was asked for (its mean over a schedule) and the one that was measured."""
+    shown = []
+    for site in ledger["sites"]:
+        fault, found = site["fault"].partition(":")[0], site["measured_magnitude"]
+        asked = "" if site["asked"] is None else f" asked {site['asked']:.3g},"
+        size = found if found is not None else site["measured_error"]
+        shown.append(f"{fault}@{site['site']}{asked} measured {size:.3g}" if size is not None else f"{fault}@{site['site']}")
+    return "; ".join(shown)
+
+
+def _score(condition: dict[str, Any]) -> str:
+    return f"{condition['accuracy']:.1%} ({condition['ci_low']:.1%}–{condition['ci_high']:.1%})"
+
+
+RUNS = RecordedRuns("train", TrainConfig, _run, _show)

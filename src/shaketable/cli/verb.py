@@ -1,8 +1,12 @@
-"""What every verb has in common: two groups of help, `--config`, `--show-config`, completion, and answers to old spellings.
+"""What every verb shares: two groups of help, `--config`, `--show-config`, completion, and an answer to old spellings.
+
+    @options_of(SweepConfig, "task", "plan")
+    def sweep(models, *, out: OutOption = None, **fields): ...
 
     app.command()(as_verb(sweep, basic=("models", "task", "plan")))
 
-`as_verb` changes only the signature that typer reads, so a verb itself knows nothing of all this. Imports no torch.
+`options_of` adds options that are written once, as the fields of a config. `as_verb` adds what is common. Both change only
+the signature that typer reads, so the verbs themselves know nothing of it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,42 +16,71 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 import yaml
 
+from shaketable.cli.completion import COMPLETIONS
 from shaketable.cli.outputs import QUESTION, digest
 from shaketable.errors import ShaketableError, nearest
 
-Command = Callable[..., None]
-ADVANCED = "Advanced"
-OWN = ("config_file", "show_config", "help")
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
 
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, npu, xpu or mps; auto is what this machine has.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON too.")]
-HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the result as one HTML page too.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that are no earlier output of this command.")]
+Command = Callable[..., None]
+Flags = str | tuple[str, ...]
+ADVANCED = "Advanced"
+COMMON = ("config_file", "show_config", "help")
+
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, npu, xpu or mps; auto takes this machine's accelerator.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")]
+HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write the result as one HTML page.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing files that this command did not write.")]
+RunFolderOption = Annotated[
+    Path | None, typer.Option("-o", "--out", metavar="DIR", help="Run folder; a new one under runs/ by default.")
+]
+ResumeOption = Annotated[
+    Path | None, typer.Option("--resume", metavar="DIR", help="Resume the run recorded there, as it was configured.")
+]
+PlanOutOption = Annotated[
+    Path | None, typer.Option("--plan-out", metavar="FILE", help="Write the measured errors as a plan, YAML.")
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=lambda context, file: _read_config(context, file),
+        rich_help_panel=ADVANCED,
+        help="Read options from YAML, by their long names; the command line overrides them.",
+    ),
+]
+ShowConfigOption = Annotated[
+    bool, typer.Option("--show-config", rich_help_panel=ADVANCED, help="Print all options as such a file, and stop.")
+]
 
 
 def as_verb(
     command: Command, basic: Collection[str], *, moved: Mapping[str, str] = {}, takes_config: bool = True
 ) -> Callable[..., None]:
-    """A command with all that verbs share.
+    """A command with everything that verbs share.
 
     Args:
         command: The verb's function.
         basic: Parameters that help shows first; all others are "Advanced".
-        moved: Old spellings of options, and what to write instead.
+        moved: Old spellings of options, and their new ones or a sentence; {} is the value.
         takes_config: Whether the verb has enough options for a file of them.
     """
-    context = inspect.Parameter("shared_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     own = list(inspect.signature(command, eval_str=True).parameters.values())
-    found = [context, *(_arranged(p, p.name in basic) for p in own)]
+    names = [p.name for p in own]
+    found = [_keyword("shared_context", typer.Context, inspect.Parameter.empty)]
+    found += [_arranged(p, p.name in basic) for p in own]
     found += [_refusing(old, new) for old, new in moved.items()]
     if takes_config:
-        found += [_CONFIG, _SHOW]
-    names = [p.name for p in own]
+        found += [_keyword("config_file", ConfigOption, None), _keyword("show_config", ShowConfigOption, False)]
 
     def verb(shared_context: typer.Context, **given: Any) -> None:
         if given.get("show_config"):
@@ -62,10 +95,81 @@ def as_verb(
     return verb
 
 
+def options_of(
+    config: type[BaseModel],
+    *names: str,
+    metavar: Mapping[str, str] = {},
+    default: Mapping[str, Any] = {},
+    flag: Mapping[str, Flags] = {},
+    text: Collection[str] = (),
+) -> Callable[[Command], Command]:
+    """Give a command that takes `**fields` one option for each named field, in this order.
+
+    Name, type, default and help are the field's. The config checks values, not typer, so that a bad value gets the same
+    line from a study file and from a command.
+
+    Args:
+        config: The config whose fields they are.
+        names: The fields.
+        metavar: What help calls a value whose type says too little.
+        default: Defaults that differ from the config's.
+        flag: Options that are not spelled like their field; several are alternatives.
+        text: Fields that the config parses from text.
+    """
+
+    def given(command: Command) -> Command:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())
+        made = [
+            _option_of(name, config.model_fields[name], metavar.get(name), default, flag.get(name), name in text)
+            for name in names
+        ]
+        first = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+        rest = [p for p in own if p.kind is p.KEYWORD_ONLY]
+        command.__signature__ = inspect.Signature([*first, *made, *rest])  # type: ignore[attr-defined]
+        return command
+
+    return given
+
+
+def given_options(context: typer.Context, without: Collection[str]) -> list[str]:
+    """Options and arguments that were set on the command line or in the file of --config."""
+
+    def is_set(name: str | None) -> bool:
+        source = context.get_parameter_source(name or "")
+        return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+
+    def spelled(parameter: Any) -> str:
+        return next((o for o in parameter.opts if o.startswith("--")), None) or str(parameter.metavar or parameter.name).strip(
+            "…"
+        )
+
+    return [spelled(p) for p in context.command.params if is_set(p.name) and p.name not in (*without, *COMMON)]
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option_of(
+    name: str, field: FieldInfo, metavar: str | None, default: Mapping[str, Any], flag: Flags | None, is_text: bool
+) -> inspect.Parameter:
+    kind: Any = field.annotation
+    own: Any = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+    value = default.get(name, own)
+    if is_text or get_origin(kind) is Literal:
+        kind = str
+    elif get_origin(kind) is tuple:
+        kind, value = list[str], list(value)
+    if value is None and type(None) not in getattr(kind, "__args__", ()):
+        kind = kind | None
+    shown = str(own) if value is None and own not in (None, {}) else True
+    flags = (flag,) if isinstance(flag, str) else flag or (f"--{name.replace('_', '-')}",)
+    option = typer.Option(*flags, metavar=metavar, help=field.description, show_default=shown)
+    return _keyword(name, Annotated[kind, option], value)
+
+
 def _arranged(parameter: inspect.Parameter, is_basic: bool) -> inspect.Parameter:
     """The parameter by keyword, in its group of the help, with completion for the words that we know."""
-    from shaketable.cli.completion import COMPLETIONS
-
     if get_origin(parameter.annotation) is not Annotated:  # the context
         return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
     kind, given = get_args(parameter.annotation)
@@ -78,15 +182,14 @@ def _arranged(parameter: inspect.Parameter, is_basic: bool) -> inspect.Parameter
 
 
 def _refusing(old: str, new: str) -> inspect.Parameter:
-    """A hidden option that answers with the spelling to use."""
+    """A hidden option that answers with what to write instead."""
 
     def refuse(value: str | None) -> None:
         if value is not None:
-            raise ShaketableError(f"{old} is spelled {new} now")
+            raise ShaketableError(f"{old} is spelled {new} now" if new.startswith("-") else new.format(value))
 
     option = typer.Option(old, hidden=True, is_eager=True, callback=refuse)
-    name = f"old_{old.strip('-').replace('-', '_')}"
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option])
+    return _keyword(f"old_{old.strip('-').replace('-', '_')}", Annotated[str | None, option], None)
 
 
 def _read_config(context: typer.Context, file: Path | None) -> None:
@@ -105,12 +208,12 @@ def _read_config(context: typer.Context, file: Path | None) -> None:
         if name not in known:
             raise ShaketableError(f"the config {file}: unknown key {key!r}; {nearest(name, known, shown=12)}")
         if value is not None:
-            values[known[name].name] = _given(value, known[name])
+            values[known[name].name] = _as_words(value, known[name])
     context.default_map = values
 
 
-def _given(value: Any, parameter: Any) -> Any:
-    """A value of YAML as the words that the command line would have."""
+def _as_words(value: Any, parameter: Any) -> Any:
+    """A value of YAML as it would be written on the command line."""
     if parameter.nargs == -1 or getattr(parameter, "multiple", False):
         return [_word(v) for v in (value if isinstance(value, list) else [value])]
     if isinstance(value, list):
@@ -125,7 +228,7 @@ def _word(value: Any) -> Any:
 def _keys(parameters: Iterable[Any]) -> Iterable[tuple[str, Any]]:
     """Each option by its long name, each argument by its own."""
     for p in parameters:
-        if p.name not in OWN and not getattr(p, "hidden", False):
+        if p.name not in COMMON and not getattr(p, "hidden", False):
             long = next((o for o in p.opts if o.startswith("--")), p.name)
             yield long.lstrip("-").replace("-", "_"), p
 
@@ -139,29 +242,3 @@ def _shown(context: typer.Context) -> str:
         text = yaml.safe_dump({key: None if plain == [] else plain}, width=10_000, allow_unicode=True)
         lines.append(text)
     return "".join(lines)
-
-
-_CONFIG = inspect.Parameter(
-    "config_file",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            is_eager=True,
-            callback=_read_config,
-            rich_help_panel=ADVANCED,
-            help="Read options from YAML, by their long names; the command line overrides them.",
-        ),
-    ],
-)
-_SHOW = inspect.Parameter(
-    "show_config",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool, typer.Option("--show-config", rich_help_panel=ADVANCED, help="Print all options as such a file, and stop.")
-    ],
-)

@@ -22,47 +22,47 @@ class HardenConfig(RunConfig):
     """One run of the ladder."""
 
     task: str | None = None
-    """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class, whose code is run: its train side is learnt
-    from, its test side scored."""
+    """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class (its code is run); trains on its train problems,
+    scores on its test problems."""
     prompts: str | None = None
-    """Without a task: a text, or a .jsonl file with a prompt on each line; scored by agreement with the clean model."""
+    """Instead of a task: a text file, or a .jsonl file with one prompt per line; scored by agreement with the clean model."""
     plans: tuple[str, ...] = ()
-    """What the model must stand: a plan, or its YAML; several are drawn in turns. A study may give none, as a control."""
+    """The fault to harden against: a plan or its YAML file; repeat it for several. A study may give none, as a control."""
     rungs: tuple[str, ...] = ("calibrate", "rescale", "distil")
     """Which of calibrate, rescale, distil, supervise and reinforce are tried, cheapest first."""
     target: float | None = Field(default=0.8, ge=0, le=1)
-    """Stop when this share of the loss is back under every plan, 0 to 1; a study tries all rungs."""
+    """Stop once this share of the loss is recovered under every plan, 0 to 1; a study runs all stages."""
 
     steps: int = Field(default=200, ge=1, le=10_000_000)
-    """Optimizer steps of distil, and of supervise."""
+    """Optimizer steps of distil, and again of supervise."""
     batch: int = Field(default=64, ge=1)
     """Sequences per step."""
     micro_batch: int = Field(default=0, ge=0)
-    """Sequences per forward and backward; 0 is a whole step."""
+    """Sequences per forward and backward pass; 0 takes a whole step at once."""
     lr: float | None = Field(default=None, gt=0)
     """Learning rate, falling to 0; by default 3e-4 below 300 million parameters, 1e-4 below a billion, 1e-5 above, and ten
     times that with LoRA."""
     clean_every: int = Field(default=2, ge=0)
-    """Every so many steps one without the fault, so that the model stays good on healthy hardware; 0 is never."""
+    """One step in this many is without the fault, so that the model stays good on healthy hardware; 0 turns this off."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Length of the completions of --prompts; a task has its own."""
+    """Longest completion of --prompts; a task has its own limit."""
     checkpointing: bool = False
-    """Less memory: activations are computed again in the backward pass."""
+    """Save memory: recompute activations in the backward pass."""
     clean_loss: float = Field(default=0.02, ge=0, le=1)
-    """What calibrate, rescale and reinforce may cost without the fault; more is undone. 1 allows all."""
+    """Largest loss of clean score that calibrate, rescale and reinforce may cause; beyond it they are undone. 1 allows any."""
     reinforce_steps: int = Field(default=30, ge=1)
-    """GRPO steps of the rung reinforce."""
+    """GRPO steps of the stage reinforce."""
     reinforce_beta: float = Field(default=0.04, ge=0)
     """Weight of the KL to the hardened model in GRPO."""
 
     score: Literal["auto", "accuracy", "agreement"] = "auto"
-    """accuracy, or agreement of the most likely tokens with the clean model's; auto is accuracy where there is a task."""
+    """accuracy, or agreement of the most likely tokens with the clean model's; auto takes accuracy if there is a task."""
     eval_n: int = Field(default=256, ge=2)
     """Test problems, drawn at random."""
     calibrate_n: int = Field(default=64, ge=4)
     """Sequences that calibrate and rescale look at."""
     save_every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 is a quarter."""
+    """Steps between checkpoints; 0 means a quarter of the steps."""
 
     @field_validator("rungs", mode="before")
     @classmethod

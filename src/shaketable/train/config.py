@@ -24,19 +24,19 @@ class RunConfig(ConfigModel):
     model: str
     """nano, smollm2-135m, a folder with safetensors, or a hub id."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Keys the problems, their order, the sampling and all noise."""
+    """Seed of the problems, their order, the sampling and all noise."""
     warm_start: int = Field(default=0, ge=0, le=100_000)
-    """Supervised steps on the task's answers first, the same for all arms and seeds, cached; 0 is off."""
+    """Supervised steps on the task's answers before GRPO, cached and shared by all arms and seeds; 0 turns them off."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of the sampling."""
+    """Sampling temperature."""
     lora: int = Field(default=0, ge=0, le=1024)
-    """Train LoRA adapters of this rank; 0 is all weights."""
+    """Train LoRA adapters of this rank; 0 trains all weights."""
     max_grad_norm: float = Field(default=1.0, gt=0)
 
     eval_seed: int = Field(default=0, ge=0)
-    """Draws the test problems, the same in every arm of a study, and keys the noise they are scored under."""
+    """Seed that draws the test problems, and of the noise they are scored under."""
     eval_plans: tuple[str, ...] = ()
-    """Score under this plan too, beside clean and the plan; can be repeated."""
+    """Also score under this plan; can be repeated."""
     eval_batch: int = Field(default=0, ge=0)
     """Problems at a time; what fits when 0. Noise is keyed by the call, so a study fixes it."""
     eval_loss: bool = False
@@ -46,9 +46,9 @@ class RunConfig(ConfigModel):
     mechanism: bool = False
     """Read gradient norms and activations per layer, under every condition, at the beginning and at the end."""
     device: str = "cpu"
-    """cpu, cuda, npu, …; what this machine has by default."""
+    """cpu, cuda, npu, xpu or mps; by default this machine's accelerator, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the arithmetic: float32 or bfloat16 (default on an accelerator); weights and optimizer are float32 either way."""
+    """Arithmetic in float32, or bfloat16 (the default on an accelerator); weights and optimizer are always float32."""
 
     @model_validator(mode="after")
     def _warm_start_fits(self) -> Self:
@@ -61,42 +61,42 @@ class TrainConfig(RunConfig):
     """One training run."""
 
     task: str
-    """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class, whose code is run; options after commas:
+    """arithmetic, gsm8k, a .jsonl or .parquet file, or my_tasks.py:Class (its code is run); options follow after commas:
     arithmetic,level=2."""
     steps: int = Field(ge=1, le=10_000_000)
     """Optimizer steps."""
     plan: str | None = None
-    """The hardware's errors: a plan in one line, or its YAML file."""
+    """The faults: one line of the plan language, or a YAML file."""
     plan_seed: int | None = None
     """The plan's own seed; the run's when None."""
     plan_in: Literal["both", "rollout", "loss", "eval"] = "both"
     """Where the plan acts in training: both, rollout, loss, or eval (scores only)."""
     aqn: str | None = None
-    """Noise in the sampler: global_decay:0.05-0.0005,stages=10 or its YAML."""
+    """Noise in the sampler, e.g. global_decay:0.05-0.0005,stages=10, or a YAML file."""
     tis: float | None = Field(default=None, gt=0)
-    """Truncated importance sampling: the cap of trainer over sampler probability, e.g. 2; off by default."""
+    """Truncated importance sampling: cap on the ratio of trainer to sampler probability, e.g. 2; off by default."""
 
     prompts: int = Field(default=16, ge=1)
     """Problems per step."""
     samples: int = Field(default=8, ge=2)
-    """Answers per problem: the group that rewards are compared in."""
+    """Answers per problem, the group of GRPO."""
     micro_batch: int = Field(default=0, ge=0)
-    """Answers per forward and backward of the loss; 0 is a whole step."""
+    """Answers per forward and backward pass; 0 takes a whole step at once."""
     lr: float | None = Field(default=None, gt=0)
     """Learning rate; by default 1e-4 below ten million parameters, 2e-5 above (2e-4 with LoRA)."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the first policy."""
+    """Weight of the KL to the initial policy."""
     loss: str = "dapo"
     """TRL's loss_type."""
     warmup: int = Field(default=0, ge=0)
     """Steps of linear warm-up; the rate is constant afterwards."""
 
     eval_every: int = Field(default=0, ge=0)
-    """Steps between scores; the first and the last always are, and only those with 0."""
+    """Steps between scores; the first and the last step are always scored, and only those with 0."""
     eval_n: int = Field(default=200, ge=1)
     """Test problems, drawn at random."""
     save_every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 is a tenth of the run."""
+    """Steps between checkpoints; 0 means a tenth of the run."""
     report_to: tuple[str, ...] = ("tensorboard",)
 
     @model_validator(mode="before")

@@ -51,27 +51,27 @@ class SweepConfig(ConfigModel):
     models: tuple[str, ...] = Field(min_length=1)
     """Folders, Hugging Face ids, nano or smollm2-135m."""
     task: str
-    """What to solve or read, e.g. gsm8k, arithmetic,level=3 or text."""
+    """gsm8k, arithmetic,level=3, text, or a file of your own problems."""
     plan: str
-    """The faults, in one line or their YAML file; a clause without a magnitude takes each of --magnitudes."""
+    """The faults: a line or a YAML file. A clause without a magnitude takes each of --magnitudes."""
     magnitudes: tuple[float, ...] | None = None
-    """e.g. 0,0.05,0.1. 0 is clean, and measured in any case."""
+    """A list such as 0,0.05,0.1. 0 is the clean model, which is always measured."""
     n: int = Field(ge=1)
-    """Problems, the same for all; 200, or all texts, by default."""
+    """How many problems, the same for every point; 200, or all texts, by default."""
     seeds: int = Field(default=3, ge=1, le=1000)
     """Noise seeds of every faulty point."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Draws the problems; the first noise seed."""
+    """Draws the problems, and is the first noise seed."""
     batch_size: int | None = Field(default=None, ge=1)
-    """Problems at a time; by default what fits into memory, found once for each model and recorded."""
+    """Problems at a time; by default as many as fit into memory, found once per model and recorded."""
     device: str = "cpu"
-    """cpu, cuda, npu, xpu, mps."""
+    """cpu, cuda, npu, xpu or mps; by default this machine's accelerator, else cpu."""
     dtype: str | None = None
     """float32, bfloat16 or float16; the checkpoint's own by default."""
     engine: Literal["hf", "vllm"] = "hf"
-    """Who computes: hf, or vllm where vLLM is installed."""
+    """hf, or vllm where vLLM is installed."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """For vLLM's LLM, e.g. '{"tensor_parallel_size": 2}'."""
+    """Arguments of vLLM's LLM as JSON, e.g. '{"tensor_parallel_size": 2}'."""
 
     @field_validator("models")
     @classmethod
