@@ -102,3 +102,18 @@ def test_what_plans_and_studies_can_name_is_listed(tmp_path):
     assert {row["fault"] for row in json.loads((tmp_path / "faults.json").read_text())["faults"]} == set(KINDS)
     listed = shaketable(tmp_path, "studies").stdout
     assert all(name in listed for name in shipped())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["inspekt", "nano"], "Did you mean 'inspect'?"),
+        (["inspect"], "Missing argument 'MODEL'"),
+        (["inspect", "nano", "--tokenz", "3"], "--tokens"),
+        (["inspect", "nano", "--tokens", "many"], "Invalid value for '--tokens'"),
+    ],
+)
+def test_a_command_that_cannot_be_parsed_is_one_line(tmp_path, words, says):
+    done = shaketable(tmp_path, *words)
+    (line,) = done.stderr.splitlines()
+    assert done.code == 2 and line.startswith("error: ") and says in line and line.endswith("--help")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from shaketable.cli.mismatch import mismatch
 from shaketable.cli.run import run
 from shaketable.cli.study import study
 from shaketable.cli.sweep import sweep
+from shaketable.cli.terminal import plain
 from shaketable.cli.train import train
 from shaketable.cli.verb import as_verb
 from shaketable.errors import ShaketableError
@@ -96,18 +97,27 @@ app.command()(as_verb(studies, ("json_file",), takes_config=False))
 app.command()(as_verb(env, ("json_file",), takes_config=False))
 
 
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or that of the click inside typer
+
+
 def main() -> None:
-    """Entry point: usage errors are one line and exit 2."""
+    """Entry point: errors in what was asked for are one line, exit 2."""
     try:
-        app()
-    except ShaketableError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_plain(str(error))}")
+        sys.exit(app(standalone_mode=False) or 0)
+    except (ShaketableError, USAGE_ERROR) as error:
+        if text := _one_line(error):
+            Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {plain(text)}")
         sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
     except Exception:
         traceback.print_exc()
         sys.exit(70)  # a bug of ours: a code that no verb uses
 
 
-def _plain(text: str) -> str:
-    """Without markup, and without the advice for Python callers."""
-    return text.replace(" (allow_inert=True accepts this)", "").replace("[", "\\[")
+def _one_line(error: Any) -> str:
+    """The message without advice for Python callers; of a usage error, with where help is. Empty where help was printed."""
+    if isinstance(error, ShaketableError):
+        return str(error).replace(" (allow_inert=True accepts this)", "")
+    message = " ".join(error.format_message().split()).rstrip(".")
+    return f"{message}; see {error.ctx.command_path} --help" if message and error.ctx is not None else message
