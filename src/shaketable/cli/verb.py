@@ -74,20 +74,21 @@ def as_verb(
         moved: Old spellings of options, and their new ones or a sentence; {} is the value.
         takes_config: Whether the verb has enough options for a file of them.
     """
-    own = list(inspect.signature(command, eval_str=True).parameters.values())
-    names = [p.name for p in own]
-    found = [_keyword("shared_context", typer.Context, inspect.Parameter.empty)]
+    wanted = inspect.signature(command, eval_str=True).parameters
+    own = [p for name, p in wanted.items() if name != "context"]
+    found = [_keyword("context", typer.Context, inspect.Parameter.empty)]
     found += [_arranged(p, p.name in basic) for p in own]
     found += [_refusing(old, new) for old, new in moved.items()]
     if takes_config:
         found += [_keyword("config_file", ConfigOption, None), _keyword("show_config", ShowConfigOption, False)]
 
-    def verb(shared_context: typer.Context, **given: Any) -> None:
+    def verb(context: typer.Context, **given: Any) -> None:
         if given.get("show_config"):
-            typer.echo(_shown(shared_context), nl=False)
+            typer.echo(_shown(context), nl=False)
             return
         QUESTION.set(digest(given))
-        command(**{name: given[name] for name in names})
+        with_context = {"context": context} if "context" in wanted else {}
+        command(**with_context, **{p.name: given[p.name] for p in own})
 
     verb.__name__, verb.__doc__ = command.__name__, command.__doc__
     verb.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
@@ -170,8 +171,6 @@ def _option_of(
 
 def _arranged(parameter: inspect.Parameter, is_basic: bool) -> inspect.Parameter:
     """The parameter by keyword, in its group of the help, with completion for the words that we know."""
-    if get_origin(parameter.annotation) is not Annotated:  # the context
-        return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
     kind, given = get_args(parameter.annotation)
     info = copy.copy(given)
     if isinstance(info, typer.models.OptionInfo) and not is_basic:
