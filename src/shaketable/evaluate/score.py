@@ -178,7 +178,9 @@ class Evaluator:
         else:
             self.prompts, self.rest = [prompt_tokens(tokenizer, task, p) for p in self.problems], []
             check_context(task, self.prompts, self.context)
-        self.batch_size = batch_size or self._fitting_batch()
+        if not batch_size and self.rest:
+            batch_size = reading_batch(model, [[*p, *r] for p, r in zip(self.prompts, self.rest, strict=True)])
+        self.batch_size = batch_size or probe_batch_size(self.decoder, model, self.prompts)
 
     def _texts(self) -> tuple[list[list[int]], list[list[int]]]:
         """First token and the rest of every text, as far as the context goes."""
@@ -188,11 +190,6 @@ class Evaluator:
             raise ShaketableError(f"{short.id} is shorter than two tokens: one to read and one to foresee")
         self.cut = sum(len(ids) > limit for ids in whole)
         return [ids[:1] for ids in whole], [ids[1:limit] for ids in whole]
-
-    def _fitting_batch(self) -> int:
-        if self.task.kind == "text":
-            return reading_batch(self.model, [[*p, *r] for p, r in zip(self.prompts, self.rest, strict=True)])
-        return probe_batch_size(self.decoder, self.model, self.prompts)
 
     def score(
         self, condition: Condition, progress: Progress | None = None, *, during: str = "eval", beside: bool = False

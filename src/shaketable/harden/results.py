@@ -87,6 +87,7 @@ def card(found: dict[str, Any], config: HardenConfig) -> str:
     """The text."""
     plans = "\n".join(f"- `{plan}`" for plan in config.plans) or "- nothing (a control)"
     base = Path(config.model).name
+    tests = f"problems of `{config.task}`" if config.task else "prompts that were kept apart"
     return f"""---
 library_name: transformers
 tags: [shaketable, hardened]
@@ -102,14 +103,10 @@ Made by `shaketable harden` from `{base}`, to stand
 
 {_table(found)}
 
-Scores are {found["measure"]}, on {found["before"][0]["n"]} {_scored_on(config)}; KL is KL(clean‖this), in nats a token, on
+Scores are {found["measure"]}, on {found["before"][0]["n"]} {tests}; KL is KL(clean‖this), in nats a token, on
 completions of the clean model. Recovered is the share of what the fault takes, with its 95 % interval. The weights are
 ordinary: nothing of Shaketable is needed to load them. Run {found["id"]}, seed {config.seed}.
 """
-
-
-def _scored_on(config: HardenConfig) -> str:
-    return f"problems of `{config.task}`" if config.task else "prompts that were kept apart"
 
 
 def _table(found: dict[str, Any]) -> str:

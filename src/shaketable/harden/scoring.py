@@ -11,13 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shaketable.errors import PlanError, ShaketableError
 from shaketable.evaluate.decoding import Decoder, batches, probe_batch_size
 from shaketable.evaluate.layers import readings
 from shaketable.evaluate.reading import Pair, Reading
-from shaketable.evaluate.score import Condition, Evaluator, in_phases, injected, proof_of
+from shaketable.evaluate.score import Answer, Condition, Evaluation, Evaluator, in_phases, injected
 from shaketable.evaluate.statistics import Recovered, paired, paired_interval, share_recovered
 from shaketable.faults.rng import key_of
 from shaketable.harden.config import HardenConfig
@@ -54,12 +52,6 @@ def conditions_of(config: HardenConfig) -> list[Condition]:
     return [Condition(CLEAN), *(Condition(n, forward_part(p, config.eval_seed)) for n, p in zip(names, texts, strict=True))]
 
 
-def stood_for(config: HardenConfig, conditions: list[Condition]) -> list[str]:
-    """The conditions whose plan the model is hardened against, by name."""
-    own = {forward_part(text, 0).text() for text in config.plans}
-    return [c.name for c in conditions if c.plan is not None and c.plan.text() in own]
-
-
 class Scoring:
     """Scores one student on fixed problems."""
 
@@ -69,7 +61,9 @@ class Scoring:
         self.config, self.source, self.students = config, source, students
         self.by_task = source.task is not None and config.score != "agreement"
         self.conditions = conditions_of(config)
-        self.stood = stood_for(config, self.conditions)
+        own = {forward_part(text, 0).text() for text in config.plans}
+        self.stood = [c.name for c in self.conditions if c.plan is not None and c.plan.text() in own]
+        """The conditions whose plan the model is hardened against, by name."""
         self.prompts = [source.tokens(tokenizer, p) for p in source.tests]
         self.decoder = Decoder.of(students.model, tokenizer, source.limit)
         self.tokenizer = tokenizer
@@ -93,23 +87,34 @@ class Scoring:
         for condition in self.conditions:
             tell("stage", {"text": f"scoring: {condition.name}"})
             start = time.perf_counter()
-            near, ledger = self._closeness(condition)
-            facts = self._solved(condition) if self.by_task else self._agreed(condition, near, ledger, start)
+            # on a few answers a rare fault may not hit; where these are all there is, the ledger is checked
+            with injected(self.students.model, condition.plan, on=False, allow_inert=self.by_task) as injection:
+                near = self.students.beside_clean(self.pairs, injection, self.batch_size)
+            if self.by_task:
+                with self.students.arithmetic():
+                    facts = {"measure": "accuracy", **self._evaluator().score(condition).to_dict()}
+            else:
+                ledger = None if injection is None else injection.ledger
+                facts = self._agreement(condition, near, ledger, time.perf_counter() - start)
             kl, agreement = sum(r.kl / r.tokens for r in near), sum(r.agree / r.tokens for r in near)
             found.append({**facts, "kl": kl / len(near), "agreement": agreement / len(near)})
         return found
+
+    def _agreement(self, condition: Condition, near: list[Reading], ledger: Ledger | None, seconds: float) -> dict[str, Any]:
+        """The share of tokens on which the model agrees with the clean one, as the score of each prompt."""
+        answers = [Answer(p.id, "", r.agree / r.tokens, True) for p, r in zip(self.source.tests, near, strict=True)]
+        facts = Evaluation(condition, answers, [], ledger, seconds, self.batch_size).to_dict()
+        low, high = 1.0, 1.0
+        if condition.plan is not None:
+            ends = paired_interval([a.correct for a in answers])
+            low, high = max(0.0, ends.low), min(1.0, ends.high)
+        return {"measure": "agreement", **facts, "ci_low": low, "ci_high": high}
 
     def mechanism(self) -> list[dict[str, Any]]:
         """Gradient norms and activations per layer, under every condition."""
         evaluator = self._evaluator()
         with self.students.arithmetic():
             return readings(evaluator, [evaluator.score(c) for c in self.conditions])
-
-    def _closeness(self, condition: Condition) -> tuple[list[Reading], Ledger | None]:
-        """On a few answers a rare fault may not hit; where these are all there is (`_agreed`), the ledger is checked."""
-        with injected(self.students.model, condition.plan, on=False, allow_inert=self.by_task) as injection:
-            found = self.students.beside_clean(self.pairs, injection, self.batch_size)
-        return found, None if injection is None else injection.ledger
 
     def _evaluator(self) -> Evaluator:
         assert self.source.task is not None
@@ -121,31 +126,6 @@ class Scoring:
             self.batch_size,
             loss=self.config.eval_loss,
         )
-
-    def _solved(self, condition: Condition) -> dict[str, Any]:
-        with self.students.arithmetic():
-            return {"measure": "accuracy", **self._evaluator().score(condition).to_dict()}
-
-    def _agreed(self, condition: Condition, near: list[Reading], ledger: Ledger | None, start: float) -> dict[str, Any]:
-        scores = [r.agree / r.tokens for r in near]
-        ends = paired_interval(np.asarray(scores)) if condition.plan is not None else None
-        answers = [
-            {"id": p.id, "text": "", "correct": s, "formatted": True} for p, s in zip(self.source.tests, scores, strict=True)
-        ]
-        return {
-            "measure": "agreement",
-            **condition.to_dict(),
-            "accuracy": sum(scores) / len(scores),
-            "ci_low": 1.0 if ends is None else max(0.0, ends.low),
-            "ci_high": 1.0 if ends is None else min(1.0, ends.high),
-            "n": len(scores),
-            "formatted": 1.0,
-            **proof_of(ledger),
-            "seconds": time.perf_counter() - start,
-            "batch_size": self.batch_size,
-            "answers": answers,
-            "ledger": ledger and ledger.to_dict(),
-        }
 
 
 def scores(conditions: list[dict[str, Any]], name: str) -> list[float]:

@@ -49,7 +49,7 @@ class Students:
     @contextmanager
     def teacher(self) -> Iterator[Any]:
         """The clean model, for reading only."""
-        off = nullcontext() if self.clean is not None else _adapters_off(self.model)
+        off = nullcontext() if self.clean is not None else getattr(self.model, "disable_adapter", nullcontext)()
         was_training = self.model.training
         with torch.no_grad(), self.arithmetic(), off:
             if self.clean is None:
@@ -99,12 +99,6 @@ def _frozen_copy(model: Any) -> Any:
         raise ShaketableError(f"not enough memory: {why}, {size:.1f} GiB; --lora 16 needs none") from error
 
 
-def _adapters_off(model: Any) -> AbstractContextManager[Any]:
-    disable = getattr(model, "disable_adapter", None)
-    found: AbstractContextManager[Any] = nullcontext() if disable is None else disable()
-    return found
-
-
 @contextmanager
 def shaken(injection: Injection | None) -> Iterator[None]:
     """A plan on for as long as this lasts; its operator mode is left to the model's own calls."""
@@ -152,22 +146,19 @@ class SequenceSource:
 
 
 def _from_file(path: Path, config: HardenConfig) -> SequenceSource:
-    texts = _texts(path)
+    if path.suffix == ".jsonl":
+        rows = read_rows(path)
+        key = next((k for k in KEYS if k in rows[0][1]), KEYS[0])
+        require(path, rows, key, "prompts")
+        texts = [text_at(path, number, row, key) for number, row in rows]
+    else:
+        texts = parts_of(path)
     sides: dict[str, list[Problem]] = {"train": [], "test": []}
     for number, text in enumerate(texts, 1):
         sides[side_of(text)].append(Problem(f"prompt-{number}", text, ""))
     if len(sides["test"]) < 2 or not sides["train"]:
         raise ShaketableError(f"{path} has {len(texts)} prompts, too few to keep one in five apart; give at least twenty")
     return SequenceSource(None, sides["train"], sides["test"][: config.eval_n], config.max_new_tokens)
-
-
-def _texts(path: Path) -> list[str]:
-    if path.suffix != ".jsonl":
-        return parts_of(path)
-    rows = read_rows(path)
-    key = next((k for k in KEYS if k in rows[0][1]), KEYS[0])
-    require(path, rows, key, "prompts")
-    return [text_at(path, number, row, key) for number, row in rows]
 
 
 class Prompts:

@@ -63,17 +63,13 @@ def conditions_of(config: TrainConfig) -> list[Condition]:
     """Clean, the plan, and whatever else was asked for. What acts backward only is in no score: scores have no backward."""
     found = [Condition("clean")]
     if config.conditions is not None:
-        return [*found, *(_named(name, text, config) for name, text in config.conditions.items())]
+        return [*found, *(_scored(name, text, condition_seed(config)) for name, text in config.conditions.items())]
     if config.plan_in == "eval" and (plan := evaluation_plan(config)) is not None and _forward(plan) != plan:
         lost = next(c for c in plan.clauses if "forward" not in c.site.directions)
         raise PlanError(f"{lost.text()} acts backward only, and with --plan-in eval there is no backward: it would do nothing")
     if (plan := evaluation_plan(config)) is not None and (seen := _forward(plan)) is not None:
         found.append(Condition.of("plan", seen))
     return [*found, *(_scored(text, text, config.eval_seed) for text in config.eval_plans)]
-
-
-def _named(name: str, text: str, config: TrainConfig) -> Condition:
-    return _scored(name, text, condition_seed(config))
 
 
 def condition_seed(config: TrainConfig) -> int:
