@@ -57,17 +57,14 @@ class Point:
         """Problems × seeds."""
         return np.array([_scores(run) for run in self.runs]).T
 
-    def compared(self, seed: int) -> Comparison:
-        """With clean."""
-        return paired(_scores(self.clean), self.scores, seed=seed)
-
 
 def results(record: RunRecord) -> dict[str, Any]:
     """Everything that a sweep's record says, for tables, plots and `--json`."""
     config = SweepConfig.checked(**record.config)
     found = _points(config, record.events("point"))
     faulty = [p for p in found if not p.is_clean]
-    compared = dict(zip(map(id, faulty), corrected([p.compared(config.seed) for p in faulty]), strict=True))
+    each = [paired(_scores(p.clean), p.scores, seed=config.seed) for p in faulty]
+    compared = dict(zip(map(id, faulty), corrected(each), strict=True))
     points = [_clean(p) if p.is_clean else _faulty(p, compared[id(p)]) for p in found]
     wanted = len(config.models) * (1 + len(config.faulty_magnitudes))
     return {
@@ -125,14 +122,15 @@ def _faulty(point: Point, found: Comparison) -> dict[str, Any]:
         "detectable": found.detectable,
         "distinguishable": found.distinguishable,
         "sentence": found.sentence().replace("problem", "text") if point.reads else found.sentence(),
-        **(_distance_of_texts(point) if point.reads else _distance(point)),
+        **(_distance_of_texts(point) if point.reads else {key: point.runs[0]["drift"][key] for key in ("kl", "agreement")}),
     }
 
 
 def _facts(point: Point) -> dict[str, Any]:
     """What needs no comparison."""
     scores, runs = point.scores, point.runs
-    accuracy, seconds, tokens = float(scores.mean()), _total(runs, "seconds"), _total(runs, "tokens")
+    accuracy = float(scores.mean())
+    seconds, tokens = (sum(float(run[name]) for run in runs) for name in ("seconds", "tokens"))
     spread = point.reads and np.ptp(scores.mean(1)) > 0
     interval = mean_interval(scores.mean(1)) if spread else wilson(accuracy, len(scores))
     sites = merged_sites([run["ledger"] for run in runs])
@@ -164,25 +162,6 @@ def mean_interval(values: Sequence[float] | NDArray[np.float64], level: float = 
     return Interval(float(low), float(high))
 
 
-def _distance(point: Point) -> dict[str, Any]:
-    return {name: point.runs[0]["drift"][name] for name in ("kl", "agreement")}
-
-
-def _distance_of_texts(point: Point) -> dict[str, Any]:
-    rows = [t for run in point.runs for t in run["texts"]]
-    tokens = sum(t["tokens"] for t in rows)
-    off = [b - a for a, b in zip(_text_losses([point.clean]), _text_losses(point.runs), strict=True)]
-    fine = all(math.isfinite(x) for x in off)
-    interval = mean_interval(off) if fine else None
-    return {
-        "kl": None if any(t["kl"] is None for t in rows) else sum(t["kl"] for t in rows) / tokens,
-        "agreement": sum(t["agree"] for t in rows) / tokens,
-        "loss_difference": float(np.mean(off)) if fine else None,
-        "loss_difference_low": interval and interval.low,
-        "loss_difference_high": interval and interval.high,
-    }
-
-
 def _losses(point: Point) -> dict[str, Any]:
     """Loss per token over all texts and seeds, and its exponential; None where a fault made it no number."""
     rows, cut = [t for run in point.runs for t in run["texts"]], {"cut": point.clean["cut"]}
@@ -192,10 +171,25 @@ def _losses(point: Point) -> dict[str, Any]:
     return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else None, **cut}
 
 
-def _text_losses(runs: list[Event]) -> list[float]:
+def _distance_of_texts(point: Point) -> dict[str, Any]:
+    """KL and agreement over all tokens; the difference of losses with its interval over texts."""
+    rows = [t for run in point.runs for t in run["texts"]]
+    tokens = sum(t["tokens"] for t in rows)
+    off = _text_losses(point.runs) - _text_losses([point.clean])
+    interval = mean_interval(off) if np.isfinite(off).all() else None
+    return {
+        "kl": None if any(t["kl"] is None for t in rows) else sum(t["kl"] for t in rows) / tokens,
+        "agreement": sum(t["agree"] for t in rows) / tokens,
+        "loss_difference": interval and float(off.mean()),
+        "loss_difference_low": interval and interval.low,
+        "loss_difference_high": interval and interval.high,
+    }
+
+
+def _text_losses(runs: list[Event]) -> NDArray[np.float64]:
     """Per text its loss per token, over the seeds."""
     each = [[math.nan if t["loss"] is None else t["loss"] / t["tokens"] for t in run["texts"]] for run in runs]
-    return [float(x) for x in np.mean(each, axis=0)]
+    return np.asarray(np.mean(each, axis=0))
 
 
 def merged_sites(ledgers: Sequence[Event | None]) -> list[dict[str, Any]]:
@@ -214,10 +208,6 @@ def _site(sites: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None
-
-
-def _total(runs: list[Event], name: str) -> float:
-    return float(sum(run[name] for run in runs))
 
 
 def _notes(config: SweepConfig, points: list[dict[str, Any]]) -> list[str]:
@@ -262,7 +252,8 @@ def plot(results: dict[str, Any], path: str | Path) -> None:
         shift = APART * (i - (len(models) - 1) / 2)
         _line(axes, [p for p in results["points"] if p["model"] == model], magnitudes, shift, COLOURS[i % len(COLOURS)], name)
     axes.set_xticks(range(len(magnitudes)), [magnitude_name(m) for m in magnitudes])
-    axes.set(xlim=(-0.5, len(magnitudes) - 0.5), ylim=_limits(results["points"]), xlabel="magnitude (not to scale)")
+    top = min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in results["points"])))  # from 0: a fall looks as deep as it is
+    axes.set(xlim=(-0.5, len(magnitudes) - 0.5), ylim=(0.0, top), xlabel="magnitude (not to scale)")
     axes.set_ylabel("next tokens foreseen" if "loss" in results["points"][0] else "accuracy")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _frame(axes, results)
@@ -284,11 +275,6 @@ def _line(axes: Axes, points: list[dict[str, Any]], magnitudes: list[Any], shift
     axes.errorbar(x, y, yerr=[below, above], color=colour, linewidth=1.8, elinewidth=1.3, capsize=3.5, zorder=2, label=name)
     axes.scatter(x[1:], y[1:], s=34, color=colour, zorder=3)
     axes.scatter(x[:1], y[:1], s=62, facecolor="white", edgecolor=colour, linewidth=1.8, zorder=3)
-
-
-def _limits(points: list[dict[str, Any]]) -> tuple[float, float]:
-    """From 0, so that a fall looks as deep as it is, to a little above the highest bar."""
-    return 0.0, min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in points)))
 
 
 def _frame(axes: Axes, results: dict[str, Any]) -> None:

@@ -99,15 +99,8 @@ class Sweep:
             from shaketable.evaluate.vllm import VllmEvaluator
 
             plan = next(s.plan for s in self.settings if s.plan is not None)
-            evaluator = VllmEvaluator(
-                name,
-                self.task,
-                self.problems,
-                plan,
-                batch_size=size,
-                dtype=config.dtype,
-                engine_args=config.engine_args,
-            )
+            more: dict[str, Any] = {"batch_size": size, "dtype": config.dtype, "engine_args": config.engine_args}
+            evaluator = VllmEvaluator(name, self.task, self.problems, plan, **more)
             facts = evaluator.facts()
         else:
             model, tokenizer = self.load(name)
