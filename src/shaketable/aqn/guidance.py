@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
@@ -376,9 +376,7 @@ class Guidance:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it for JSON: the AQN file, the table with its reasons, and the mapping."""
-        rows = [
-            {"layer": x.layer, "sigma": x.sigma, "ratio": x.ratio, "label": x.label, "why": list(x.why)} for x in self.layers
-        ]
+        rows = [{**asdict(x), "why": list(x.why)} for x in self.layers]
         rules = self.mapping.model_dump(mode="json", exclude_none=True)
         made_from = {"medians": dict(self.medians), "notes": list(self.notes), "mapping": rules}
         return {"schema": SCHEMA, "kind": "guidance", **self.config(), "layers": rows, **made_from}

@@ -293,6 +293,12 @@ def _label(layers: Sequence[int], beyond: bool, count: int | None) -> str:
 
 KEYS = tuple(name for name in AQN.model_fields if name != "schedule")
 OWN = {"global_decay": ("stages",), "linear_decay": (), "epoch_aware": ("epochs",), "constant": ()}
+EXAMPLES = {
+    "global_decay": "global_decay:0.05-0.0005,stages=10",
+    "linear_decay": "linear_decay:0.05-0.0005",
+    "epoch_aware": "epoch_aware:0.05-0.01+0.01-0.0005",
+    "constant": "constant:0.01",
+}
 _NUMBER = r"\d*\.?\d+(?:[eE][+-]?\d+)?|\d+\."
 
 
@@ -324,40 +330,29 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _schedule(head: str, own: dict[str, str]) -> AnySchedule:
-    kind, colon, values = (part.strip() for part in head.partition(":"))
+    kind, _, values = (part.strip() for part in head.partition(":"))
     _one_of("schedule", kind, tuple(SCHEDULES))
-    if not colon:
-        raise ShaketableError(f"{kind} needs its σ, e.g. {_example(kind)}")
+    example = f"e.g. {EXAMPLES[kind]}"
+    if not values:
+        raise ShaketableError(f"{kind} needs its σ, {example}")
     if kind == "constant":
-        return Constant(_value(values, kind))
-    pairs = [_ends(text, kind) for text in re.split(r"(?<![eE])\+", values)]
+        if not re.fullmatch(_NUMBER, values):
+            raise ShaketableError(f"{values!r} is no σ; write a number of 0 or more, {example}")
+        return Constant(float(values))
+    decays = []
+    for text in re.split(r"(?<![eE])\+", values):
+        if not (match := re.fullmatch(rf"\s*({_NUMBER})\s*-\s*({_NUMBER})\s*", text)):
+            raise ShaketableError(f"{text.strip()!r} is not START-END of σ; write {example}")
+        decays.append((float(match[1]), float(match[2])))
     if kind == "epoch_aware" and "epochs" not in own:
-        return EpochAware(tuple(pairs))
-    if len(pairs) != 1:
-        raise ShaketableError(f"{kind}:{values} has several decays where one is expected, e.g. {_example(kind)}")
+        return EpochAware(tuple(decays))
+    if len(decays) != 1:
+        raise ShaketableError(f"{kind}:{values} has several decays where one is expected, {example}")
     if kind == "epoch_aware":
-        return EpochAware.between(*pairs[0], _whole("epochs", own["epochs"]))
+        return EpochAware.between(*decays[0], _whole("epochs", own["epochs"]))
     if kind == "linear_decay":
-        return LinearDecay(*pairs[0])
-    return GlobalDecay(*pairs[0], **{key: _whole(key, text) for key, text in own.items()})
-
-
-def _example(kind: str) -> str:
-    lines = {"constant": "constant:0.01", "epoch_aware": "epoch_aware:0.05-0.01+0.01-0.0005"}
-    return lines.get(kind, f"{kind}:0.05-0.0005" if kind == "linear_decay" else "global_decay:0.05-0.0005,stages=10")
-
-
-def _value(text: str, kind: str) -> float:
-    if not re.fullmatch(_NUMBER, text.strip()):
-        raise ShaketableError(f"{text.strip()!r} is no σ; write a number of 0 or more, e.g. {_example(kind)}")
-    return float(text)
-
-
-def _ends(text: str, kind: str) -> tuple[float, float]:
-    match = re.fullmatch(rf"\s*({_NUMBER})\s*-\s*({_NUMBER})\s*", text)
-    if not match:
-        raise ShaketableError(f"{text.strip()!r} is not START-END of σ; write e.g. {_example(kind)}")
-    return float(match[1]), float(match[2])
+        return LinearDecay(*decays[0])
+    return GlobalDecay(*decays[0], **{key: _whole(key, text) for key, text in own.items()})
 
 
 def _whole(key: str, text: str) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -98,21 +98,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it for JSON."""
-        return {
-            "difference": self.difference,
-            "interval": self.interval.to_dict(),
-            "level": self.level,
-            "p": self.p,
-            "adjusted": self.adjusted,
-            "distinguishable": self.distinguishable,
-            "method": self.method,
-            "over": self.over,
-            "problems": self.problems,
-            "seeds": list(self.seeds),
-            "detectable": self.detectable,
-            "note": self.note,
-            "sentence": self.sentence(),
-        }
+        told = {"distinguishable": self.distinguishable, "sentence": self.sentence()}
+        return {**asdict(self), "seeds": list(self.seeds), **told}
 
 
 def holm(ps: Sequence[float]) -> list[float]:
