@@ -203,18 +203,27 @@ def test_an_attribute_that_the_config_does_not_give(name, mode):
     assert name in diagnosis.sentence
 
 
-def test_an_attribute_that_one_of_the_layers_has_and_no_config_gives_is_named():
+@pytest.mark.parametrize(
+    ("name", "value", "other", "words"),
+    [
+        ("causal", True, False, "False where it is True"),
+        ("_scale", 1.0, 0.5, "0.5 where it is 1"),
+        ("window", (8, 8), (8, 4), "(8, 4) where it is (8, 8)"),
+        ("act", F.silu, F.relu, "relu where it is silu"),
+    ],
+)
+def test_an_attribute_that_one_of_the_layers_has_and_no_config_gives_is_named(name, value, other, words):
     class Scaled(Block):
         def __init__(self, step):
             super().__init__(step)
-            self.causal = True
+            setattr(self, name, value)
 
     model = gpt(block=Scaled)
-    assert "causal" not in located(model).sentence
-    model.h[1].causal = False
+    assert name not in located(model).sentence
+    setattr(model.h[1], name, other)
     diagnosis = located(model)
     assert diagnosis.verdict != "FAULT"
-    assert "h.1: its causal is False where it is True in the other layers" in diagnosis.sentence
+    assert f"h.1: its {name} is {words} in the other layers" in diagnosis.sentence
 
 
 CONFIG = {"rms_norm_eps": 1e-3, "hidden_act": "gelu", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
@@ -282,6 +291,14 @@ def test_frequencies_that_were_rounded_with_the_model_are_its_own():
     assert located(model).verdict != "HEALTHY"
 
 
+def test_a_buffer_of_a_reduced_dtype_that_is_nearly_the_config_s():
+    model = build("llama", torch.bfloat16)
+    assert located(model).verdict == "HEALTHY"
+    model.model.rotary_emb.inv_freq *= 1 + 2.0**-6
+    diagnosis = located(model)
+    assert (diagnosis.verdict, "inv_freq" in diagnosis.sentence) == ("INCONCLUSIVE", True), diagnosis.sentence
+
+
 # ---- code that is not the model's
 
 
@@ -314,6 +331,18 @@ def test_a_partial_of_the_model_s_own_function_is_named(name, monkeypatch):
     monkeypatch.setattr(modeling_llama, name, functools.partial(getattr(modeling_llama, name)))
     diagnosis = located(build("llama", attention="eager"))
     assert any(code.startswith(f"modeling_llama.{name}, which is") for code in diagnosis.foreign), diagnosis.sentence
+
+
+def test_names_of_a_star_import_are_the_file_s_own(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text("from torch.nn import *\nfrom functools import partial\nclass Own(Identity): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import own_model
+
+    model = gpt()
+    model.h[0].norm = nn.Sequential(model.h[0].norm, own_model.Own())
+    assert located(model, strict=True).foreign == []
+    monkeypatch.setattr(own_model, "Identity", nn.ReLU)
+    assert located(model).foreign == ["own_model.Identity, which is ReLU from torch.nn.modules.activation"]
 
 
 def test_strict_is_of_use_with_peft():
@@ -350,7 +379,14 @@ def test_a_method_of_tensors_that_was_patched_does_not_make_forwards_differ(monk
 
 def test_the_sentence_says_what_never_ran():
     sentence = located(build("llama")).sentence
-    for words in ("compiled graphs", "autocast", "training mode", "backward"):
+    for words in (
+        "compiled graphs",
+        "autocast",
+        "training mode",
+        "backward",
+        "padding",
+        "other tokens, lengths and batch sizes",
+    ):
         assert words in sentence
     assert "cached decoding" not in sentence.partition("Not run")[2]
     sentence = located(gpt()).sentence
@@ -593,6 +629,10 @@ def data_parallel(folder):
     return nn.DataParallel(loaded(folder)), str(folder)
 
 
+def data_parallel_around_compiled(folder):
+    return nn.DataParallel(torch.compile(loaded(folder))), str(folder)
+
+
 def resized(folder):
     model = loaded(folder)
     model.resize_token_embeddings(128)
@@ -619,11 +659,12 @@ ODD = [
     compiled,
     compiled_layer,
     data_parallel,
+    data_parallel_around_compiled,
     resized,
     another_model,
     more_layers,
 ]
-HEALTHY = {scripted, sparse_buffer, peft_with_the_base_as_source, compiled, compiled_layer, data_parallel}
+HEALTHY = {*ODD} - {quantized, resized, another_model, more_layers}
 
 
 @pytest.mark.parametrize("make", ODD, ids=lambda f: f.__name__)
@@ -768,7 +809,36 @@ def cache_that_is_off_by_one(monkeypatch):
     monkeypatch.setattr(DynamicLayer, "update", rolled)
 
 
+def method_of_another_model(monkeypatch):
+    from transformers.models.gemma import modeling_gemma
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", modeling_gemma.GemmaMLP.forward)
+
+
+def attention_of_another_model(monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.gemma2 import modeling_gemma2
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", modeling_gemma2.eager_attention_forward)
+
+
+def parameters_are_read_otherwise(monkeypatch):
+    real = nn.Module.__getattr__
+    monkeypatch.setattr(nn.Module, "__getattr__", lambda self, name: real(self, name))
+
+
 ELSEWHERE = {
+    "LlamaMLP.forward": method_of_another_model,
+    "attention.sdpa": attention_of_another_model,
+    "torch.nn.Module.__getattr__": parameters_are_read_otherwise,
+    "torch.linalg.vector_norm": lambda monkeypatch: monkeypatch.setattr(
+        torch.linalg, "vector_norm", functools.partial(torch.linalg.vector_norm)
+    ),
+    "torch.Tensor.mT": lambda monkeypatch: monkeypatch.setattr(
+        torch.Tensor, "mT", property(lambda x: x.transpose(-2, -1)), raising=False
+    ),
+    "torch.Tensor.tanh": lambda monkeypatch: monkeypatch.setattr(torch.Tensor, "tanh", functools.partialmethod(torch.sigmoid)),
     "modeling_llama.rotate_half": from_another_model,
     "modeling_llama.create_causal_mask": another_mask,
     "masking_utils.causal_mask_function": mask_that_shows_the_next_token,
@@ -781,10 +851,11 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_code_of_the_same_package_in_another_place_is_named(name, monkeypatch):
-    model = build("llama", attention="eager")
+    model = build("llama", attention="sdpa" if "sdpa" in name else "eager")
     assert located(model, strict=True).verdict == "HEALTHY"
     ELSEWHERE[name](monkeypatch)
     diagnosis = located(model)
+    assert "Code that is not the model's was trusted" in diagnosis.sentence
     assert any(code.startswith(f"{name}, which is") for code in diagnosis.foreign), diagnosis.sentence
     assert located(model, strict=True).verdict != "HEALTHY"
 

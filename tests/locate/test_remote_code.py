@@ -55,7 +55,7 @@ def test_a_model_that_has_been_used_is_not_called_faulty(name):
         model(input_ids=IDS.repeat(1, 2))
     found = st.locate(model, mode="host", input_ids=IDS)
     assert found.verdict != "FAULT" and not found.evidence, found.sentence
-    assert found.verdict == "HEALTHY" or "may be trained, or a cache" in found.sentence
+    assert found.verdict == "HEALTHY" or "may be trained, a cache" in found.sentence
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("Baichuan", "INCONCLUSIVE"), ("Performer", "HEALTHY")])

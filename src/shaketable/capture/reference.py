@@ -22,14 +22,15 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata as packages
 from pathlib import Path
-from typing import Any, cast
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shaketable.errors import ModelError
-from shaketable.numerics.intervals import UNIT, device_precision
+from shaketable.numerics.intervals import UNIT, RoundingInterval, device_precision
 from shaketable.numerics.operators import Leaf, leaf_of
 from shaketable.records.weight_hash import weights_hash
 from shaketable.sites.structure import canonical, find_layers
@@ -40,7 +41,9 @@ LOCAL |= {"attn_implementation", "_attn_implementation_internal"}
 
 
 _MISSING = object()
-_SWITCHES = {"training", "gradient_checkpointing", "name_or_path", "loss_type"}
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, partial)
+_PLAIN = (bool, int, float, str, torch.dtype, *_FUNCTIONS)
+_NOT_COMPUTED = {"training", "gradient_checkpointing", "name_or_path", "loss_type", "_is_hf_initialized", *vars(nn.Module())}
 """Attributes of modules that say how a model is used, and not what it computes."""
 _USAGE = LOCAL | {"use_cache", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id"}
 """Config keys of the same kind; so are token ids and dropouts."""
@@ -54,10 +57,9 @@ class ConfigDeviation:
     name: str
     text: str
     """In words."""
-    is_own: bool
-    """Whether it may be right: trained and saved, or written by the model's own code when it runs."""
-    is_switch: bool
-    """Whether it is neither a real number nor a buffer."""
+    status: Literal["wrong", "own", "unchecked"]
+    """`own`: a number that may be trained, written by the model's own code when it runs, or rounded otherwise. `unchecked`: a
+    switch of that kind."""
 
 
 class Reference:
@@ -206,29 +208,32 @@ class Reference:
             if any(path == s or path.startswith(f"{s}.") for s in skip) or isinstance(part, nn.Dropout):
                 continue
             full = ".".join(p for p in (prefix, path) if p)
-            for name, text in self._unlike(part, full):
+            for name, text, is_close in self._unlike(part, full):
                 if self._wrong_at_first is None or (full, name) in self._wrong_at_first:
-                    is_switch = not isinstance(getattr(part, name, None), float | Tensor)
-                    yield ConfigDeviation(path, name, text, self._may_be_right(part, name), is_switch)
+                    is_number = isinstance(getattr(part, name, None), float | Tensor)
+                    may_be_right = is_close or self._may_be_right(part, name)
+                    status = "wrong" if not may_be_right else "own" if is_number else "unchecked"
+                    yield ConfigDeviation(path, name, text, status)  # type: ignore[arg-type]
 
-    def _unlike(self, part: nn.Module, full: str) -> Iterator[tuple[str, str]]:
-        """The name of each, and how it differs in words."""
+    def _unlike(self, part: nn.Module, full: str) -> Iterator[tuple[str, str, bool]]:
+        """The name of each, how it differs in words, and whether it is only less exact than the config's."""
         expected = self.skeleton.get_submodule(full)
         for name in attributes_of(part) | attributes_of(expected):
             value = vars(part).get(name, getattr(part, name, _MISSING))
             given = vars(expected).get(name, getattr(type(expected), name, _MISSING))
-            if _is_plain(given) and not (_is_plain(value) and value == given):
-                yield name, f"its {name} is {_in_words(value)} where the config says {_in_words(given)}"
+            is_method = isinstance(given, _FUNCTIONS) and name not in vars(expected)
+            if _is_plain(given) and not is_method and not (_is_plain(value) and _comparable(value) == _comparable(given)):
+                yield name, f"its {name} is {_in_words(value)} where the config says {_in_words(given)}", False
         for text in self._unlike_own_config(vars(part).get("config"), vars(expected).get("config")):
-            yield "config", f"its own config is another: {text}"
+            yield "config", f"its own config is another: {text}", False
         for name in sorted(expected._buffers.keys() - part._buffers.keys()):
-            yield name, f"it has no buffer {name}, which the config gives it"
+            yield name, f"it has no buffer {name}, which the config gives it", False
         for name, buffer in part._buffers.items():
             given = self._given(part, full, name, expected._buffers.get(name))
             if buffer is None or given is None or buffer.layout != torch.strided or _agree(buffer, given):
                 continue
             if self._is_static(expected) or not any(_agree(buffer, other) for other in _rotations(part, expected)):
-                yield name, _unlike_buffer(name, buffer, given)
+                yield name, _unlike_buffer(name, buffer, given), _agree(buffer, given, UNIT.get(buffer.dtype, 0.0))
 
     def _unlike_own_config(self, own: Any, given: Any) -> Iterator[str]:
         """Keys of the config that a module holds, where it is not the model's own, that are not what they should be."""
@@ -247,11 +252,13 @@ class Reference:
         for path, attributes in parts[0].items():
             for name in attributes:
                 values = [part[path].get(name, _MISSING) if path in part else _MISSING for part in parts]
-                common = max(values, key=values.count)
-                odd = [i for i, value in enumerate(values) if value != common]
-                if len(odd) == 1 and values[odd[0]] is not _MISSING:
+                compared = [_comparable(value) for value in values]
+                common = max(compared, key=compared.count)
+                odd = [i for i, value in enumerate(compared) if value != common]
+                if len(odd) == 1 and values[odd[0]] is not _MISSING and not (callable(values[odd[0]]) and common is _MISSING):
                     where, value = ".".join(p for p in (self.paths[odd[0]], path) if p), values[odd[0]]
-                    yield f"{where}: its {name} is {_in_words(value)} where it is {_in_words(common)} in the other layers"
+                    usual = _in_words(values[compared.index(common)])
+                    yield f"{where}: its {name} is {_in_words(value)} where it is {usual} in the other layers"
 
     def _given(self, part: nn.Module, full: str, name: str, built: Tensor | None) -> Tensor | None:
         """Reference values of a buffer: from the file if it is saved there, else as the config's class makes it."""
@@ -266,7 +273,7 @@ class Reference:
         is_saved = buffer is not None and name not in part._non_persistent_buffers_set and self._files is None
         is_written = buffer is not None and buffer.untyped_storage().data_ptr() in self.written
         is_followed = buffer is not None and not self._is_static(part)
-        return is_saved or is_written or is_followed or sets_attribute(type(part), name)
+        return is_saved or is_written or is_followed or name[0] == "_" or sets_attribute(type(part), name)
 
     def _is_static(self, module: nn.Module) -> bool:
         """Whether a module's buffers stay what they were made: rotations that follow the length do not."""
@@ -278,21 +285,35 @@ class Reference:
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Numbers, switches and words that a module holds and that may change its results."""
+    """Numbers, switches, words and functions that a module holds and that may change its results."""
+    is_model = hasattr(module, "_from_config")
     return {
         name: value
         for name, value in vars(module).items()
-        if _is_plain(value) and name[0] != "_" and name not in _SWITCHES and "dropout" not in name
+        if _is_plain(value) and name not in _NOT_COMPUTED and "dropout" not in name and not (is_model and name[0] == "_")
     }
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+    if isinstance(value, tuple | list):
+        return all(_is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(_is_plain(v) for v in value.values())
+    return value is None or isinstance(value, _PLAIN)
+
+
+def _comparable(value: Any) -> Any:
+    """The same for functions of the same code."""
+    if isinstance(value, partial):
+        return _comparable(value.func), value.args, value.keywords
+    return value.__code__ if isinstance(value, FunctionType) else value
 
 
 def _in_words(value: Any) -> str:
     if value is _MISSING:
         return "missing"
+    if isinstance(value, _FUNCTIONS):
+        return str(getattr(value, "__name__", value))
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
@@ -406,14 +427,16 @@ def sets_attribute(kind: type, name: str) -> bool:
     )
 
 
-def _agree(buffer: Tensor, given: Tensor) -> bool:
-    """The same up to a few units in the last place: frequencies may have been computed on another device."""
+def _agree(buffer: Tensor, given: Tensor, unit: float = 2.0**-24) -> bool:
+    """Whether a buffer is the given one up to a few units: frequencies may have been computed on another device."""
     if buffer.shape != given.shape or given.device.type == "meta":
         return given.device.type == "meta"
-    expected, got = given.to(buffer.dtype), buffer.detach().cpu()
+    got, expected = buffer.detach().cpu(), given.to(torch.promote_types(buffer.dtype, given.dtype))
     if not buffer.is_floating_point():
-        return torch.equal(got, expected)
-    return torch.allclose(got.double(), expected.double(), rtol=8 * UNIT.get(buffer.dtype, 2.0**-24), atol=0.0, equal_nan=True)
+        return torch.equal(got, expected.to(got.dtype))
+    ends = [(expected.double() * (1 + sign * 8 * unit)).to(got.dtype) for sign in (-1, 1)]
+    allowed = RoundingInterval(torch.minimum(*ends), torch.maximum(*ends))
+    return not bool(allowed.outside(got).any())
 
 
 def _unlike_buffer(name: str, buffer: Tensor, given: Tensor) -> str:

@@ -260,8 +260,11 @@ def _healthy(d: Diagnosis) -> str:
     by = "twins on the device" if d.mode == "device" else "a replay on the host"
     text = f"HEALTHY: all {d.num_layers} layers compute what they should, as far as {by} can see{_not_replayed(d)}."
     text += f" Not run: {', '.join(d.not_run)}." if d.not_run else ""
-    text += f" Not checked: {'; '.join(d.believed)}." if d.believed else ""
-    return text + (f" Code that is not the model's was trusted: {_first(d.foreign)}." if d.foreign else "")
+    return text + (f" Not checked: {'; '.join(d.believed)}." if d.believed else "") + _trusted(d)
+
+
+def _trusted(d: Diagnosis) -> str:
+    return f" Code that is not the model's was trusted: {_first(d.foreign)}." if d.foreign else ""
 
 
 def _not_replayed(d: Diagnosis) -> str:
@@ -278,14 +281,15 @@ def _not_replayed(d: Diagnosis) -> str:
 def _suspect(d: Diagnosis) -> str:
     first = d.suspicions[0]
     text = f"INCONCLUSIVE: {_place(first['layer'])} is suspect ({first['probe']}: {first['text']})."
-    return text + (" Host mode decides." if d.mode == "device" else "")
+    return text + (" Host mode decides." if d.mode == "device" else "") + _trusted(d)
 
 
 def _fault(d: Diagnosis) -> str:
     where = d.op or ("output" if d.layer is not None else "the model")
     function = " ".join(part for part in (d.function, f"after {d.after}" if d.after else "") if part)
     where += f" ({function})" if function else ""
-    return f"FAULT: {_place(d.layer)}, {where}: {_channels(d)}{d.evidence[0].text} ({d.fault_class}).{_also_faulty(d)}"
+    text = f"FAULT: {_place(d.layer)}, {where}: {_channels(d)}{d.evidence[0].text} ({d.fault_class})."
+    return text + _also_faulty(d) + _trusted(d)
 
 
 def _channels(d: Diagnosis) -> str:

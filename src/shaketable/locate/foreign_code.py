@@ -5,9 +5,8 @@ it calls them: a hook that multiplies by two multiplies correctly. So code that 
 like the model's own, and named. `--strict` does not trust it. The same holds for functions and classes that the model finds
 by name: those of its own file, its attention, and torch's.
 
-The home of code is read off its globals: `functools.wraps` makes a wrapper look like the function it wraps, but not there. A
-name that a file imports is at home in the package it is imported from. Code that was made to deceive can always lie about it;
-this finds patches that were forgotten.
+A file's text says what its names stand for: a function or class that it defines, a name of the module that it imports from.
+Code that was made to deceive can always lie about its home; this finds patches that were forgotten.
 
 Hooks that transformers installs to collect hidden states return nothing and are left out.
 """
@@ -17,9 +16,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from importlib.util import resolve_name
 from types import FunctionType, ModuleType
 from typing import Any
@@ -31,9 +31,18 @@ from torch.nn.modules import module as modules
 from shaketable.capture.recorder import Recording
 from shaketable.capture.reference import Reference
 
-CALLS = ("forward", "__call__", "_call_impl")
 USED_BY_ALL = ("torch", "transformers", "accelerate", "safetensors", "typing_extensions")
 HARMLESS = ("transformers.utils.output_capturing", "torch._dynamo.")
+TORCH = {
+    "torch": torch,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.Tensor": torch.Tensor,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+    "torch.fft": torch.fft,
+    "torch._C._nn": torch._C._nn,
+    "torch.nn.Module": nn.Module,
+}
 
 
 def foreign_code(model: nn.Module, reference: Reference) -> list[str]:
@@ -47,7 +56,11 @@ def foreign_code(model: nn.Module, reference: Reference) -> list[str]:
             found += _of_module(path, module, reference)
         elif "_call_impl" in vars(module):  # a forward of its own is judged, what is put around the whole call is not
             found.append(f"a _call_impl of its own in {path}")
-    return list(dict.fromkeys([*found, *_functions(model)]))
+    for file, is_own in _files(model).items():
+        found += _replaced(file, is_own)
+    for where, owner in TORCH.items():
+        found += _replaced_in_torch(where, owner)
+    return list(dict.fromkeys([*found, *_replaced_attention(model)]))
 
 
 def _of_module(path: str, module: nn.Module, reference: Reference) -> Iterator[str]:
@@ -61,152 +74,190 @@ def _of_module(path: str, module: nn.Module, reference: Reference) -> Iterator[s
     expected = type(reference.skeleton.get_submodule(path))
     if type(module) is not expected:
         yield f"{where} is a {type(module).__name__} where the config makes a {expected.__name__}"
-    for name in CALLS:
-        owner = next(kind for kind in type(module).__mro__ if name in vars(kind))
-        if not _is_of(vars(owner)[name], owner.__module__):
-            yield f"{owner.__name__}.{name}, which is from {_home(vars(owner)[name])}"
 
 
-def _functions(model: nn.Module) -> Iterator[str]:
-    """Functions and classes that a model finds by name and that were replaced: in its files, what these import, and torch."""
-    files = sorted({type(module).__module__ for module in model.modules()} & sys.modules.keys())
-    for file in dict.fromkeys([*files, *sorted({used for own in files for used in _imported_files(own)})]):
-        bound, names = _bindings(file), vars(sys.modules[file])
-        if bound is not None:
-            yield from _replaced(file, names if file in files else _functions_of(names, bound), bound)
-            yield from _replaced_methods(
-                file, names, {home for several in bound.values() for one in several for home in one.packages()}
-            )
-    for where, owner in (("torch", torch), ("torch.nn.functional", torch.nn.functional), ("torch.Tensor", torch.Tensor)):
-        yield from _replaced_in_torch(where, owner)
-    if "transformers" in sys.modules:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def _replaced_attention(model: nn.Module) -> Iterator[str]:
+    """Functions in the tables of transformers for attention and masks that are not those of their name."""
+    if "transformers" not in sys.modules:
+        return
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        configs = [getattr(module, "config", None) for module in model.modules()]
-        for name in dict.fromkeys(str(getattr(config, "_attn_implementation", None)) for config in configs):
-            for table, kind in ((ALL_ATTENTION_FUNCTIONS, "attention"), (ALL_MASK_ATTENTION_FUNCTIONS, "mask")):
-                if name in table and not _is_of(table[name], "transformers"):
-                    yield f"{kind}.{name}, which is from {_home(table[name])}"
-
-
-def _replaced(file: str, names: dict[str, Any], bound: dict[str, set[Binding]]) -> Iterator[str]:
-    """Names of a file that no longer stand for the code that its text binds to them."""
-    for name, code in list(names.items()):
-        if isinstance(code, ModuleType) or not callable(code) or (name.startswith("__") and not isinstance(code, FunctionType)):
-            continue
-        known = bound.get(name, set()) | bound.get("*", set())
-        if not _is_of(code, file):
-            is_assigned = Binding("", "") in known and not isinstance(code, FunctionType | type)
-            if is_assigned or _home(code).partition(".")[0] in {home for one in known for home in one.packages()}:
-                continue
-        elif isinstance(code, FunctionType | type):
-            if not known or any(one.is_bound_to(code, name, file) for one in known):
-                continue
-        elif known != {Binding("", name)} and (not isinstance(code, functools.partial) or Binding("", "") in known):
-            continue
-        yield f"{file.rpartition('.')[2]}.{name}, which is {_origin(name, code)}"
-
-
-def _functions_of(names: dict[str, Any], bound: dict[str, set[Binding]]) -> dict[str, Any]:
-    """The functions under the names of those that a file defines."""
-    defined = {name for name, several in bound.items() if any(not one.module and one.name for one in several)}
-    return {name: code for name, code in names.items() if isinstance(code, FunctionType) and name in defined}
-
-
-def _replaced_methods(file: str, names: dict[str, Any], imported: set[str]) -> Iterator[str]:
-    """Methods of a file's own classes that are from a package it does not import."""
-    for kind in [code for code in names.values() if isinstance(code, type) and code.__module__ == file]:
-        for name, code in vars(kind).items():
-            if isinstance(code, FunctionType) and not _is_of(code, file) and _home(code).partition(".")[0] not in imported:
-                yield f"{kind.__name__}.{name}, which is from {_home(code)}"
+    tables = (
+        (ALL_ATTENTION_FUNCTIONS, "attention", "transformers.integrations."),
+        (ALL_MASK_ATTENTION_FUNCTIONS, "mask", "transformers.masking_utils"),
+    )
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    for name in dict.fromkeys(str(getattr(config, "_attn_implementation", None)) for config in configs):
+        for table, kind, home in tables:
+            own = re.sub(r"_\d+$", "", name.rpartition("|")[2])
+            if name in table and not (_home(table[name]).startswith(home) and _name(table[name]).startswith(own)):
+                yield f"{kind}.{name}, which is from {_home(table[name])}"
 
 
 def _replaced_in_torch(where: str, owner: Any) -> Iterator[str]:
     """Names of torch that stand for code from elsewhere, or for another function of torch."""
     for name, code in list(vars(owner).items()):
-        if isinstance(code, ModuleType) or not callable(code) or (name.startswith("__") and not isinstance(code, FunctionType)):
+        if isinstance(code, ModuleType) or not callable(_inner(code)):
             continue
         own = _name(code)
         is_another = (
             own != name and "_" not in (own[0], name[0]) and not isinstance(code, type) and getattr(owner, own, None) is code
         )
-        if isinstance(code, functools.partial):
+        if isinstance(code, functools.partial | functools.partialmethod):
             yield f"{where}.{name}, which is a partial of {own} from {_home(code)}"
         elif is_another or not _is_of(code, "torch"):
             yield f"{where}.{name}, which is {_origin(name, code)}"
 
 
-@dataclass(frozen=True)
-class Binding:
-    """A name in a file's text: imported from a module, or with an empty module defined or assigned there."""
+# ---- files: names and methods against the text that defines them
 
-    module: str
-    name: str
-    is_decorated: bool = False
 
+@dataclass
+class FileText:
+    """The names that a file's text binds."""
+
+    defined: dict[str, set[str]] = field(default_factory=dict)
+    """Functions and classes by their qualified names, with the packages of their decorators."""
+    decorated: set[str] = field(default_factory=set)
+    assigned: dict[str, set[str]] = field(default_factory=dict)
+    """With the packages of what they are made of."""
+    imported: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    """Module and name; the name is empty for a module, and * for all of one."""
+
+    @property
     def packages(self) -> set[str]:
-        """The package that a name is imported from, and the one that it is defined in when that package only passes it on."""
-        package = self.module.partition(".")[0]
-        value = getattr(sys.modules.get(self.module), self.name, None) if self.name else None
-        passed_on = package not in USED_BY_ALL and callable(value)
-        return {package, _home(value).partition(".")[0]} if passed_on else {package}
-
-    def is_bound_to(self, code: FunctionType | type, name: str, file: str) -> bool:
-        """Whether a function or class is the one that the text binds; a decorator may wrap it, an assignment bind any."""
-        if not self.module:
-            own = (code.__globals__.get("__name__"), code.__code__.co_name) if isinstance(code, FunctionType) else None
-            as_told = (code.__module__, code.__name__)
-            return not self.name or own == (file, name) or (as_told == (file, name) and (self.is_decorated or own is None))
-        return code.__name__ == self.name or getattr(sys.modules.get(self.module), self.name, None) is code
+        """Packages that the file imports from."""
+        return {module.partition(".")[0] for several in self.imported.values() for module, _ in several}
 
 
 @functools.cache
-def _bindings(file: str) -> dict[str, set[Binding]] | None:
-    """For every name that a file binds: where its value may be from. None without the file's text."""
+def _text(file: str) -> FileText | None:
+    """The text of a file that was imported; None where it cannot be read."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[file]))
     except (OSError, TypeError, SyntaxError):
         return None
-    found: dict[str, set[Binding]] = {}
+    found = FileText()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             package = sys.modules[file].__package__
             relative = node.level and package
             module = resolve_name("." * node.level + (node.module or ""), package) if relative else node.module or ""
             for alias in node.names:
-                found.setdefault(alias.asname or alias.name, set()).add(Binding(module, alias.name))
+                found.imported.setdefault(alias.asname or alias.name, set()).add((module, alias.name))
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                found.setdefault(alias.asname or alias.name.partition(".")[0], set()).add(Binding(alias.name, ""))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names, makers = [node.name], node.decorator_list
-        elif isinstance(node, ast.Assign):
-            names, makers = [t.id for t in node.targets if isinstance(t, ast.Name)], [node.value]
-        else:
-            continue
-        roots = [word.id for maker in makers for word in ast.walk(maker) if isinstance(word, ast.Name)]
-        homes = {Binding(one.module.partition(".")[0], "") for root in roots for one in found.get(root, ()) if one.module}
-        for name in names:
-            own = Binding("", "") if isinstance(node, ast.Assign) else Binding("", name, bool(makers))
-            found.setdefault(name, set()).update({*homes, own})
+                found.imported.setdefault(alias.asname or alias.name.partition(".")[0], set()).add((alias.name, ""))
+
+    def packages(*nodes: ast.AST) -> set[str]:
+        names = [word.id for node in nodes for word in ast.walk(node) if isinstance(word, ast.Name)]
+        return {module.partition(".")[0] for name in names for module, _ in found.imported.get(name, ())}
+
+    def define(node: ast.AST, prefix: str, around: set[str], is_decorated: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name, own = prefix + child.name, around | packages(*child.decorator_list)
+                found.defined.setdefault(name, set()).update(own)
+                if is_decorated or child.decorator_list:
+                    found.decorated.add(name)
+                if isinstance(child, ast.ClassDef):
+                    define(child, f"{name}.", own, name in found.decorated)
+            else:
+                if isinstance(child, ast.Assign) and not prefix:
+                    for target in child.targets:
+                        if isinstance(target, ast.Name):
+                            found.assigned.setdefault(target.id, set()).update(packages(child.value))
+                define(child, prefix, around, is_decorated)
+
+    define(tree, "", set(), False)
     return found
 
 
+def _files(model: nn.Module) -> dict[str, bool]:
+    """Files of a model's classes (True), and those of their packages that they import from."""
+    own = sorted({type(module).__module__ for module in model.modules()} & sys.modules.keys() - {"builtins"})
+    imported = sorted({used for file in own for used in _imported_files(file)})
+    return {file: file in own for file in [*own, *imported]}
+
+
 def _imported_files(file: str) -> set[str]:
-    """Modules of its own package that a file imports from; torch is looked at by itself."""
+    """Modules of its own package that a file imports from."""
     package = file.partition(".")[0]
-    if package == "torch":
-        return set()
-    used = {one.module for several in (_bindings(file) or {}).values() for one in several}
+    text = None if package == "torch" else _text(file)
+    used = {module for several in text.imported.values() for module, _ in several} if text else set()
     return {name for name in used if name.partition(".")[0] == package and name in sys.modules}
 
 
-def _is_of(code: Any, home: str) -> bool:
-    """Whether code is of a package, or of one that every package uses."""
+def _replaced(file: str, is_own: bool) -> Iterator[str]:
+    """Names of a file, and methods of its classes, that no longer stand for the code that its text binds to them."""
+    text, names = _text(file), vars(sys.modules[file])
+    if text is None:
+        return
+    for name, value in list(names.items()):
+        if isinstance(value, ModuleType) or not callable(value) or name.startswith("__"):
+            continue
+        if (is_own or (isinstance(value, FunctionType) and name in text.defined)) and not _is_bound(value, name, file, text):
+            yield f"{file.rpartition('.')[2]}.{name}, which is {_origin(name, value)}"
+        if isinstance(value, type) and value.__module__ == file:
+            for method, code in vars(value).items():
+                if isinstance(_inner(code), FunctionType) and not _is_method(
+                    code, f"{value.__qualname__}.{method}", file, text
+                ):
+                    yield f"{value.__name__}.{method}, which is from {_home(code)}"
+
+
+def _is_bound(value: Any, name: str, file: str, text: FileText) -> bool:
+    """Whether a name of a file stands for what its text binds to it."""
+    if name in text.defined and _is_defined(value, name, file, text):
+        return True
+    if any(_is_imported(value, name, *source) for source in (*text.imported.get(name, ()), *text.imported.get("*", ()))):
+        return True
+    if name in text.assigned and (not isinstance(value, FunctionType | type) or _is_of(value, file, text.assigned[name])):
+        return True
+    is_bound = "*" in text.imported or name in text.imported or name in text.defined or name in text.assigned
+    return not is_bound and _is_of(value, file)
+
+
+def _is_defined(value: Any, name: str, file: str, text: FileText) -> bool:
+    """Whether a function or class is the one that a file's text defines under a name, with the decorators that it has there."""
+    if isinstance(value, type):
+        return (value.__module__, value.__qualname__) == (file, name)
+    if isinstance(value, functools.partial) or not _is_of(value, file, text.defined[name]):
+        return False
+    wrapped = value
+    while wrapped is not None:
+        if isinstance(wrapped, FunctionType) and (_home(wrapped), wrapped.__code__.co_qualname) == (file, name):
+            return True
+        wrapped = getattr(wrapped, "__wrapped__", None)
+    return name in text.decorated and (not isinstance(value, FunctionType) or "<locals>" in value.__code__.co_qualname)
+
+
+def _is_imported(value: Any, name: str, module: str, source: str) -> bool:
+    """Whether a value is what a module has under a name, or had before that name was replaced."""
+    source = name if source == "*" else source
+    here = getattr(sys.modules.get(module), source, None)
+    if here is value:
+        return True
+    home = _home(value)
+    text = _text(home) if home in sys.modules else None
+    is_known = text is None or (source in text.defined and _is_defined(value, source, home, text))
+    return is_known and getattr(value, "__name__", None) == source and home in (module, _home(here))
+
+
+def _is_method(code: Any, name: str, file: str, text: FileText) -> bool:
+    """Whether a method is its class's own, or one that the class was given by a package that its file uses."""
+    function = _inner(code)
+    if name in text.defined:
+        return _is_defined(function, name, file, text)
+    return _is_of(function, file, text.packages) or _home(function) not in sys.modules
+
+
+def _is_of(code: Any, home: str, packages: Collection[str] = ()) -> bool:
+    """Whether code is of a package, of one that every package uses, or of some others."""
     found = _home(code).partition(".")[0]
-    return found in (home.partition(".")[0], *USED_BY_ALL) or (found in sys.stdlib_module_names and found != "functools")
+    allowed = {home.partition(".")[0], *USED_BY_ALL, *packages}
+    return found in allowed or (found in sys.stdlib_module_names and found != "functools")
 
 
 def unmade(recording: Recording, prefix: str = "") -> Iterator[str]:
@@ -226,7 +277,12 @@ def _full(prefix: str, path: str) -> str:
 
 
 def _inner(code: Any) -> Any:
-    return _inner(code.func) if isinstance(code, functools.partial) else code
+    """The function in a partial, a property, or a method of a class."""
+    if isinstance(code, functools.partial | functools.partialmethod):
+        return _inner(code.func)
+    if isinstance(code, property):
+        return code.fget
+    return getattr(code, "__func__", code)
 
 
 def _name(code: Any) -> str:
@@ -241,6 +297,5 @@ def _origin(name: str, code: Any) -> str:
 
 def _home(code: Any) -> str:
     inner = _inner(code)
-    inner = getattr(inner, "__func__", inner)
     module = getattr(inner, "__globals__", {}).get("__name__") or getattr(inner, "__module__", None)
     return str(module or type(inner).__module__)

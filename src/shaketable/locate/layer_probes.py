@@ -160,15 +160,17 @@ def weights(part: ProbedPart) -> Finding:
         worst = max(worst, float(differs.double().mean()))
         evidence.append(_weight_evidence(name, got, expected, differs, part))
     wrong = list(part.reference.unlike(part.module, part.prefix, part.others))
-    if certain := [one for one in wrong if not one.is_own]:
+    if certain := [one for one in wrong if one.status == "wrong"]:
         first = certain[0]
         found = Evidence(part.index, first.path or None, None, "weights", first.text, "attribute")
         return failed([*evidence, found], worst if evidence else 1.0)
     if evidence:
         return failed(evidence, worst)
-    if values := [one for one in wrong if not one.is_switch]:
+    if values := [one for one in wrong if one.status == "own"]:
         where = values[0].path or part.prefix or "the model"
-        return unknown(f"{where}: {values[0].text}; it may be trained, or a cache", 1.0, values[0].path or None)
+        return unknown(
+            f"{where}: {values[0].text}; it may be trained, a cache, or rounded otherwise", 1.0, values[0].path or None
+        )
     if own:
         return unknown(own)
     return passed() if part.reference.has_file else Finding(Result("skipped", reason="no file to compare with"))

@@ -46,7 +46,8 @@ STATISTICS_TOKENS = 128
 BATCH_TOKENS = 32
 """Length of the two sequences that are run as a batch."""
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-NEVER_RUN = ("compiled graphs", "autocast", "training mode", "backward")
+NEVER_RUN = ("compiled graphs", "autocast", "training mode", "backward", "padding", "other tokens, lengths and batch sizes")
+FAST_PATH = "the fast path of torch's own attention and encoder layers"
 
 
 def locate(
@@ -109,9 +110,9 @@ def locate(
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of torch.compile's, DataParallel's and DDP's wrappers."""
-    while inner := model._modules.get("_orig_mod") or (isinstance(model, WRAPPERS) and model._modules.get("module")):
-        model = inner
-    return model
+    name = "module" if isinstance(model, WRAPPERS) else "_orig_mod"
+    inner = model._modules.get(name)
+    return model if inner is None else unwrapped(inner)
 
 
 @contextmanager
@@ -269,8 +270,10 @@ class Locator:
 
     def _not_run(self, diagnosis: Diagnosis) -> list[str]:
         """Ways to use the model that were not judged, with the reason where there is one."""
+        has_fast_path = any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules())
+        never = [FAST_PATH, *NEVER_RUN] if has_fast_path else NEVER_RUN
         if self.mode not in ON_HOST:
-            return [*USES.values(), *NEVER_RUN]
+            return [*USES.values(), *never]
         found = []
         for name, words in USES.items():
             results = [p.results[name] for p in diagnosis.probes if name in p.results]
@@ -280,7 +283,7 @@ class Locator:
             elif reasons:
                 more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
                 found.append(f"{words} (in {reasons[0]}{more})")
-        return [*found, *NEVER_RUN]
+        return [*found, *never]
 
     def _device_forwards(self, diagnosis: Diagnosis) -> int:
         """One traced and one recorded; where they ran, other uses, a twin, another token, and two of the statistics."""
@@ -338,9 +341,6 @@ class Locator:
     def _describe(self, ids: Tensor) -> Diagnosis:
         config = getattr(self.model, "config", None)
         packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        notes = [self.precision.note] if self.precision.note else []
-        if any(isinstance(module, nn.MultiheadAttention) for module in self.model.modules()):
-            notes.append("the fast path of torch's own attention and encoder layers was off: it was not judged")
         return Diagnosis(
             model=str(self.reference.source or getattr(config, "name_or_path", "") or type(self.model).__name__),
             model_class=type(self.model).__name__,
@@ -355,7 +355,7 @@ class Locator:
             seed=self.seed,
             strict=self.strict,
             foreign=foreign_code(self.model, self.reference),
-            notes=notes,
+            notes=[self.precision.note] if self.precision.note else [],
             believed=self._unchecked(),
             doubts=self._doubts(),
         )
@@ -370,8 +370,8 @@ class Locator:
             unexplained = reference.unexplained
             why = f"{unexplained} is not what it gives" if unexplained else "the model cannot be built from one"
             found.append(f"classes, attributes and buffers of its modules against the config ({why})")
-        switches = [one for one in reference.unlike(self.model) if one.is_own and one.is_switch]
-        found += [*reference.unlike_siblings(), *(f"{one.path or 'the model'}: {one.text}" for one in switches)]
+        unchecked = [one for one in reference.unlike(self.model) if one.status == "unchecked"]
+        found += [*reference.unlike_siblings(), *(f"{one.path or 'the model'}: {one.text}" for one in unchecked)]
         found += [self._lowered(name) for name in reference.lowered() if not reference.is_rounded(name)]
         if reference.has_file and (own := [n for n, _ in self.model.named_parameters() if reference.is_trusted(n)]):
             found.append(f"{own[0]}, which is not in {reference.source}" + (f", and {len(own) - 1} more" if own[1:] else ""))
