@@ -63,10 +63,14 @@ def run(
 
 def _run_with_keys(command: list[str], options: tuple[object, ...]) -> int:
     from shaketable.integrations.job_keys import keys_of, run_with_keys
+    from shaketable.integrations.origin_configs.command_line import answer
 
     keys = keys_of(command, os.environ)
     if not keys:
-        raise PlanError(_without_plan(command))
+        if (instead := answer(command, os.environ)) is not None:
+            typer.echo(f"error: {instead}", err=True)  # several commands, one to a line
+            return 2
+        raise PlanError("no plan; write: shaketable run --plan PLAN -- python train.py, or give verl +shaketable.plan=PLAN")
     if any(option is not None for option in options):
         raise PlanError(f"--seed, --ledger and --json go with --plan; the job has its own {keys[0]}: use +shaketable.seed=…")
     return run_with_keys(command, keys)
@@ -77,14 +81,6 @@ def _refuse_two_plans(command: list[str]) -> None:
 
     if keys := keys_of(command, os.environ):
         raise PlanError(f"--plan and {keys[0]} both ask for faults; leave one out")
-
-
-def _without_plan(command: list[str]) -> str:
-    """The error for a command without a plan; commands of the origin study get their translation."""
-    from shaketable.integrations.origin_configs.command_line import answer
-
-    usual = "no plan; write: shaketable run --plan PLAN -- python train.py, or give verl +shaketable.plan=PLAN"
-    return answer(command, os.environ) or usual
 
 
 def _print(result: RunResult) -> None:

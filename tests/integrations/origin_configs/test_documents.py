@@ -10,6 +10,7 @@ import pytest
 import torch
 import typer
 import yaml
+from typer.testing import CliRunner
 
 import shaketable as st
 from shaketable.cli import app
@@ -195,7 +196,9 @@ def test_every_printed_script_is_answered(row):
 def test_the_four_phases_are_printed_with_his_paths_and_recipes_that_an_installed_package_has(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = {"MODEL_PATH": "/models/qwen", "TRAIN_DATA": "/data/gsm8k/train.parquet"}
-    _, diagnose, *train, add_a, add_b, report = answer(["python", "scripts/run_srdd_aqn_experiment.py"], files).splitlines()
+    done = CliRunner().invoke(app, ["run", "--", "python", "scripts/run_srdd_aqn_experiment.py"], env=files)
+    assert done.exit_code == 2
+    _, diagnose, *train, add_a, add_b, report = done.output.splitlines()
     assert diagnose.split()[:3] == ["shaketable", "locate", "/models/qwen"]
     assert all(line.startswith("  MODEL=/models/qwen DATA=/data/gsm8k OUT=runs/model-") for line in train)
     assert all("shaketable study add" in line for line in (add_a, add_b))
