@@ -48,9 +48,9 @@ class Sampler:
 
 @pytest.fixture
 def sampler(monkeypatch):
-    from shaketable.integrations.vllm import entry_points, refusals, worker
+    from shaketable.integrations.vllm import refusals, worker
 
-    for module in (worker, entry_points, refusals):
+    for module in (worker, refusals):
         for name in ("watch_requests", "watch_new_weights", "refuse_captured", "refuse_adapted"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *_: None)

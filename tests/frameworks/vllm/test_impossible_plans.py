@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 
 from shaketable.errors import PlanError, ShaketableError
-from shaketable.integrations.vllm import front_end, options
+from shaketable.integrations.vllm import options, refusals
 from tests.frameworks.vllm.small_engines import NANO, SHAPE, start
 from tests.frameworks.vllm.vllm_programs import FOLDER, printed, run, shaken
 
@@ -74,7 +74,7 @@ def test_activations_in_captured_graphs_are_refused_before_a_process_is_started(
     for mode, refused in (("NONE", False), ("PIECEWISE", True)):
         config.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode)[mode]
         with pytest.raises(PlanError, match="vLLM captures CUDA graphs") if refused else nullcontext():
-            front_end.check(config)
+            refusals.check(config)
 
 
 def test_a_program_that_knows_nothing_of_us_ends_with_one_line_before_a_process_is_started(monkeypatch, capsys):

@@ -33,7 +33,7 @@ from shaketable.plan import Plan
 def prepare_colocated(plan: Plan | None) -> None:
     """A vLLM that is made in this process from now on has the taps of the plan, which do nothing yet; None ends that."""
     if find_spec("vllm") is not None:
-        from shaketable.integrations.vllm.entry_points import prepare
+        from shaketable.integrations.vllm.worker import prepare
 
         prepare(None if plan is None or not can_act(plan) else Instructions(plan=plan.text(), seed=plan.seed, rank=this_rank()))
 

@@ -11,7 +11,7 @@ of `Extension`, over `collective_rpc`: that is how a trainer moves the step and 
 
 vLLM logs a plugin that fails, and goes on. A program that was told to shake and cannot must not go on: then `register` ends
 the process with one line, or makes vLLM refuse a config that has instructions. What a config shows to be impossible is
-refused before vLLM starts a process (`front_end.py`). Where vLLM does not load plugins
+refused before vLLM starts a process (`refusals.py`). Where vLLM does not load plugins
 (`VLLM_PLUGINS` names others), `shaketable run` and `options` still reach the workers: the one watches vLLM being imported, the
 other names an extension class whose module does what the plugin does, and raises.
 
@@ -39,9 +39,9 @@ NAMELESS = (
     "`python -m vllm.entrypoints.openai.api_server --model MODEL` in place of `vllm serve MODEL`"
 )
 PATCHED = {
-    "vllm.config": ("VllmConfig", "__init__", "shaketable.integrations.vllm.front_end.checked"),
-    "vllm.v1.engine.core_client": ("MPClient", "__init__", "shaketable.integrations.vllm.front_end.with_the_reason"),
-    "vllm.v1.executor.abstract": ("Executor", "__init__", "shaketable.integrations.vllm.front_end.without_traceback"),
+    "vllm.config": ("VllmConfig", "__init__", "shaketable.integrations.vllm.refusals.checked"),
+    "vllm.v1.engine.core_client": ("MPClient", "__init__", "shaketable.integrations.vllm.refusals.with_the_reason"),
+    "vllm.v1.executor.abstract": ("Executor", "__init__", "shaketable.integrations.vllm.refusals.without_traceback"),
     "vllm.v1.worker.worker_base": ("WorkerBase", "__init__", "shaketable.integrations.vllm.adopting"),
     "vllm.v1.engine.core": ("EngineCore", "collective_rpc", "shaketable.integrations.vllm.resetting"),
 }

@@ -1,28 +1,32 @@
-"""What cannot be done inside of vLLM: each is an error of one line, before anything is hooked.
+"""What cannot be done inside of vLLM is an error of one line, before anything is hooked.
 
-A plan that is accepted and then does nothing is what this project is against. vLLM has several places where a hook would never
-be called: replayed CUDA graphs, what was compiled without it, what its LoRA wrappers compute.
-
-What can be known from vLLM's config is refused in the process that the user has started (`front_end.py`). The rest needs the
-model, which is in a process that vLLM has started, and vLLM answers an error there by three tracebacks of which the last does
-not have it. So `refusing` writes the line to stderr, leaves it where the front end and `shaketable run` find it, and ends such
-a process without a traceback.
+vLLM has several places where a hook would never be called: replayed CUDA graphs, what was compiled without it, what its LoRA
+wrappers compute. Whatever the config alone shows (a plan that cannot be read, layers that the model does not have, activations
+in CUDA graphs) is refused in the process that the user has started, where vLLM makes that config (`checked`). The rest needs
+the model, in a process that vLLM has started. An error there comes out of vLLM as three tracebacks of which the last does not
+have the reason. So `refusing` leaves the line where the front end (`with_the_reason`) and `shaketable run` find it, and ends
+that process without a traceback.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shaketable.aqn.spec import AQN
 from shaketable.errors import PlanError, ShaketableError
 from shaketable.inject.injection import Injection, has_same_sites
+from shaketable.integrations.common.instructions import VARIABLES, Instructions
+from shaketable.integrations.vllm import EXTENSION
 from shaketable.launch.process import active
+from shaketable.launch.run import default_folder
 from shaketable.plan import Clause, Plan
 from shaketable.sites.match import check_range
 
@@ -30,20 +34,9 @@ WHY = "SHAKETABLE_WHY_NOT"
 """The file in which a front end looks for the reason why its engine did not start."""
 
 
-def is_written(clause: Clause) -> bool:
-    """Whether a clause is about weights alone, which need no hooks."""
-    return clause.site.level != "op" and set(clause.points) == {"weight"}
-
-
-def can_act(plan: Plan) -> bool:
-    """Whether anything of a plan can happen where nothing is trained."""
-    here = {"rollout", "eval"}
-    return any("forward" in c.site.directions and (not c.site.phase or here & {*c.site.phase}) for c in plan.clauses)
-
-
 @contextmanager
 def refusing() -> Iterator[None]:
-    """An error of ours inside keeps this process from starting: have it told in one line, wherever somebody looks."""
+    """An error of ours inside ends this process; the reason is one line, wherever somebody looks for it."""
     try:
         yield
     except ShaketableError as error:
@@ -64,6 +57,77 @@ def tell(error: ShaketableError) -> None:
         ledger.flush()
 
 
+def is_written(clause: Clause) -> bool:
+    """Whether a clause is about weights alone, which need no hooks."""
+    return clause.site.level != "op" and set(clause.points) == {"weight"}
+
+
+def can_act(plan: Plan) -> bool:
+    """Whether anything of a plan can happen where nothing is trained."""
+    here = {"rollout", "eval"}
+    return any("forward" in c.site.directions and (not c.site.phase or here & {*c.site.phase}) for c in plan.clauses)
+
+
+# ---- what a config shows
+
+
+def read_instructions(config: Any) -> Instructions | None:
+    """The instructions of vLLM's `additional_config`, or else of the environment.
+
+    Raises:
+        ShaketableError: Both have instructions, and not the same.
+    """
+    given = _own(config)
+    own = Instructions.from_mapping(given) if given else None
+    inherited = Instructions.from_env(os.environ)
+    if own is not None and inherited is not None and own.digest() != inherited.digest():
+        raise ShaketableError("additional_config and the environment order different plans; give one of them")
+    return own if own is not None else inherited
+
+
+def _own(config: Any) -> Any:
+    """The instructions that the config itself has."""
+    return config.additional_config.get("shaketable") if isinstance(config.additional_config, dict) else None
+
+
+def check(config: Any) -> None:
+    """Refuse what cannot be done in a vLLM with this config, and see to it that a ledger is kept.
+
+    Where instructions came by the environment the program does not know about us and ends; otherwise the caller gets the error.
+    """
+    if config.model_config is None:
+        return
+    try:
+        _check(config)
+    except ShaketableError as error:
+        if _own(config):
+            raise
+        tell(error)
+        raise SystemExit(2) from None
+
+
+def _check(config: Any) -> None:
+    instructions, extension = read_instructions(config), config.parallel_config.worker_extension_cls
+    if instructions is None:
+        return
+    if instructions.plan is not None:
+        plan = Plan.parse(instructions.plan)
+        if not os.environ.get(VARIABLES["plan"]):
+            refuse_idle(plan)
+        if isinstance(count := getattr(config.model_config.hf_text_config, "num_hidden_layers", None), int):
+            for clause in plan.clauses:
+                check_range(clause.site, count)
+        refuse_captured(plan, config)
+    if instructions.aqn is not None and extension in (None, "") and instructions.total_steps == 1:
+        refuse_standstill(AQN.load(instructions.aqn))
+    if instructions.ledger is None and active() is None and extension != EXTENSION:  # nobody could ask what it did
+        folder = str(default_folder().resolve())
+        if own := _own(config):
+            own["ledger"] = folder
+        else:
+            os.environ[VARIABLES["ledger"]] = folder
+
+
 def refuse_idle(plan: Plan) -> None:
     """A plan of a whole program may be about its trainer alone; one that was given to this engine may not."""
     if not can_act(plan):
@@ -79,13 +143,6 @@ def refuse_standstill(aqn: AQN) -> None:
         )
 
 
-def refuse_layers(plan: Plan, model: Any) -> None:
-    """A model that names the number of its layers has no others. What it has is looked at when it is there."""
-    if isinstance(count := getattr(model, "num_hidden_layers", None), int):
-        for clause in plan.clauses:
-            check_range(clause.site, count)
-
-
 def refuse_captured(plan: Plan, config: Any) -> None:
     """CUDA graphs run no Python: nothing but the weights can be faulty in them."""
     from vllm.platforms import current_platform
@@ -98,6 +155,9 @@ def refuse_captured(plan: Plan, config: Any) -> None:
             f"{hit[0].text()}: vLLM captures CUDA graphs, in which only faults of weights act; "
             "start it with enforce_eager=True or compilation_config={'cudagraph_mode': 'NONE'}"
         )
+
+
+# ---- what only a model shows
 
 
 def refuse_adapted(injection: Injection) -> None:
@@ -137,3 +197,57 @@ def is_for_one_fault(compiled: Injection) -> bool:
 def _shape(plan: Plan, rank: int) -> object:
     """All of a plan but its magnitudes, and whose it is."""
     return plan.seed, rank, [(c.site, c.fault.kind, tuple(c.fault.params().items())) for c in plan.clauses]
+
+
+# ---- around methods of vLLM, in the process that the user has started (`integrations.vllm.PATCHED`)
+
+
+def checked(init: Callable[..., None]) -> Callable[..., None]:
+    """`VllmConfig.__init__`, then `check`. In `__post_init__` pydantic would put a plan's error into one of its own."""
+
+    @functools.wraps(init)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        check(self)
+
+    return begin
+
+
+def with_the_reason(init: Callable[..., None]) -> Callable[..., None]:
+    """`MPClient.__init__`, which raises the reason why an engine did not start, if it is ours."""
+
+    @functools.wraps(init)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        with TemporaryDirectory(prefix="shaketable-") as folder:
+            file = Path(folder, "why")
+            os.environ[WHY] = str(file)
+            try:
+                init(self, *args, **kwargs)
+            except RuntimeError:
+                if not file.exists():
+                    raise
+                if not _own(self.vllm_config):
+                    raise SystemExit(2) from None
+                raise PlanError(file.read_text(encoding="utf-8")) from None
+            finally:
+                os.environ.pop(WHY, None)
+
+    return begin
+
+
+def without_traceback(init: Callable[..., None]) -> Callable[..., None]:
+    """`Executor.__init__`, which ends its engine's process quietly when a worker has told why it does not start.
+
+    Not `EngineCore.__init__`: vLLM loads plugins inside of it.
+    """
+
+    @functools.wraps(init)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except Exception:  # vLLM raises it bare
+            if not os.path.exists(os.environ.get(WHY, "")) or multiprocessing.parent_process() is None:
+                raise
+            raise SystemExit(2) from None
+
+    return begin

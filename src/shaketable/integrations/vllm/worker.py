@@ -1,16 +1,13 @@
-"""What happens inside of a vLLM worker that has instructions.
+"""A plan and AQN inside of a vLLM worker.
 
 The plan is attached right after the model was loaded: vLLM compiles at the first forward, and what is compiled carries the
 taps. It stays quiet while vLLM profiles and warms up, and is switched on at the first real request. Two things are checked,
 and each ends the engine with an error: the instructions match something in this model, and each clause fires in the first
-forward in which it acts (`_prove`). What could never act is refused before (`refusals.py`); `entry_points.py` is the
-way in.
+forward in which it acts (`_prove`). What could never act is refused before (`refusals.py`).
 
-Graphs. vLLM keeps compiled graphs on disk. Ours hold the numbers of taps, so what is kept is kept under a name that has the
-plan, and the last of those numbers, in it. A graph whose operators are hit is compiled under a torch function mode, which
-vLLM's ahead-of-time compiler cannot write to disk: it is switched off for such a plan. A CUDA graph replays kernels and no
-Python: a plan on activations would hit once, while it was captured, and never again. So such a plan is refused there; AQN
-and faults of weights are written into the weights and work in captured graphs too.
+Graphs. vLLM keeps compiled graphs on disk. Ours hold the numbers of taps, so they are kept under a name that has the plan, and
+the last of those numbers, in it. A graph whose operators are hit is compiled under a torch function mode, which vLLM's
+ahead-of-time compiler cannot write to disk: it is switched off for such a plan.
 
 On a CPU vLLM packs the weights of linears away. When a plan is about them, packing is left out, and the product is torch's.
 """
@@ -20,11 +17,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shaketable import __version__
@@ -37,21 +35,16 @@ from shaketable.inject.injection import Injection, exchange
 from shaketable.integrations.common.instructions import Instructions
 from shaketable.integrations.common.worker_report import WorkerReport
 from shaketable.integrations.names import check_object
-from shaketable.integrations.vllm.entry_points import (
-    follow_instructions,
-    instructions_of,
-    prepared,
-    watch_new_weights,
-    watch_requests,
-)
 from shaketable.integrations.vllm.refusals import (
     is_for_one_fault,
     is_written,
+    read_instructions,
     refuse_adapted,
     refuse_captured,
     refuse_idle,
     refuse_other_sites,
     refuse_standstill,
+    refusing,
     tell,
 )
 from shaketable.launch import process_identity
@@ -59,6 +52,17 @@ from shaketable.launch.process import active
 from shaketable.plan import PHASES, Plan
 
 GRAPHS = "shaketable_graphs"
+LOOP = ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens")
+"""What an engine does with its model; a plan on the whole process stands aside."""
+_WATCHED = "_shaketable_watched"
+_prepared: Instructions | None = None
+
+
+def prepare(instructions: Instructions | None) -> None:
+    """Have the taps of a plan compiled into every vLLM that is made in this process from now on; they do nothing until
+    `set_plan` asks for that plan. For trainers that make their vLLM before they can say what it is for."""
+    global _prepared
+    _prepared = instructions
 
 
 class Shaker:
@@ -67,7 +71,10 @@ class Shaker:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.config = worker.vllm_config
-        self.instructions = instructions_of(self.config)
+        self.instructions = read_instructions(self.config)
+        given = self.config.additional_config
+        if isinstance(given, dict) and given.get("shaketable"):  # vLLM names its graphs by its whole config
+            given["shaketable"] = {key: value for key, value in given["shaketable"].items() if key != "ledger"}
         self.told_rank: int | None = None
         self.plan: Injection | None = None
         self.compiled: Injection | None = None
@@ -86,7 +93,7 @@ class Shaker:
         self.is_stale = False
         """Whether new weights have come since faults were last written into them."""
         self.file: WorkerReport | None = None
-        if (instructions := self.instructions or prepared()) is not None:
+        if (instructions := self.instructions or _prepared) is not None:
             check_object("vllm worker", worker)
             follow_instructions(self, instructions)
 
@@ -109,7 +116,7 @@ class Shaker:
         """Which copy of the model this is: tensor-parallel workers are one copy, and share it."""
         if self.told_rank is not None:
             return self.told_rank
-        instructions = self.instructions or prepared()
+        instructions = self.instructions or _prepared
         if instructions is not None and instructions.rank is not None:
             return instructions.rank
         if given := os.environ.get("SHAKETABLE_RANK"):
@@ -414,3 +421,102 @@ class Shaker:
             "sigma": self.aqn.sigma if self.aqn is not None and self._samples_noisily(self.aqn) else 0.0,
             "sigmas": self._sigmas(),
         }
+
+
+# ---- methods of the worker that are ours while it lives
+
+
+def follow_instructions(shaker: Shaker, instructions: Instructions) -> None:
+    """Attach when the model has been loaded, and switch on at the first request."""
+    worker = shaker.worker
+    if instructions.plan is not None and any(c.site.level == "op" for c in Plan.parse(instructions.plan).clauses):
+        os.environ["VLLM_USE_AOT_COMPILE"] = "0"
+    for name in LOOP:
+        if (method := getattr(worker, name, None)) is not None:
+            worker.__dict__[name] = _standing_aside(method)
+    load, stop = worker.load_model, worker.shutdown
+
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        with _unpacked() if shaker.instructions and _is_about_linear_weights(instructions) else nullcontext():
+            result = load(*args, **kwargs)
+        with refusing():
+            shaker.on_loaded(instructions)
+        return result
+
+    def shutdown() -> None:
+        shaker.flush()
+        stop()
+
+    worker.__dict__.update(load_model=load_model, shutdown=shutdown)
+    watch_requests(shaker)
+
+
+def _standing_aside(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the worker, during which a plan on the whole process does nothing: the worker has its own."""
+
+    def quietly(*args: Any, **kwargs: Any) -> Any:
+        file = active()
+        with file.process.standing_aside() if file is not None else nullcontext():
+            return call(*args, **kwargs)
+
+    return quietly
+
+
+def _is_about_linear_weights(instructions: Instructions) -> bool:
+    """Whether linears must keep their weights: the plan, or AQN, is about them."""
+    plan = Plan.parse(instructions.plan, seed=instructions.seed) if instructions.plan is not None else None
+    of_plan = plan is not None and any("weight" in clause.points for clause in plan.clauses)
+    return of_plan or (instructions.aqn is not None and "linear" in AQN.load(instructions.aqn).roles)
+
+
+@contextmanager
+def _unpacked() -> Iterator[None]:
+    """While a model is loaded: linears keep their weights, and multiply as torch does."""
+    import vllm.model_executor.layers.utils as layers
+
+    def keep(layer: nn.Module, remove_weight: bool) -> None:
+        layer.__dict__["cpu_linear"] = torch.nn.functional.linear
+
+    pack = layers.dispatch_cpu_unquantized_gemm
+    layers.dispatch_cpu_unquantized_gemm = keep
+    try:
+        yield
+    finally:
+        layers.dispatch_cpu_unquantized_gemm = pack
+
+
+def watch_requests(shaker: Shaker) -> None:
+    """Be told before and after each request, and before vLLM reads its weights again. Does nothing the second time."""
+    worker = shaker.worker
+    if _WATCHED in worker.__dict__:
+        return
+    worker.__dict__[_WATCHED] = True
+    execute, reload = worker.execute_model, getattr(worker, "reload_weights", None)
+
+    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scheduled.total_num_scheduled_tokens:
+            return execute(scheduled, *args, **kwargs)
+        with shaker.serving():
+            return execute(scheduled, *args, **kwargs)
+
+    worker.__dict__["execute_model"] = execute_model
+    if reload is not None:
+        worker.__dict__["reload_weights"] = _told_before(shaker, reload)
+
+
+def watch_new_weights(shaker: Shaker) -> None:
+    """Weights reach a running engine through the model's `load_weights`, whoever sends them."""
+    model = shaker.model
+    if "load_weights" in model.__dict__ or not hasattr(model, "load_weights"):
+        return
+    model.__dict__["load_weights"] = _told_before(shaker, model.load_weights)  # type: ignore[arg-type]
+
+
+def _told_before(shaker: Shaker, load: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that replaces weights: those that are there are clean when it begins."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shaker.before_new_weights()
+        return load(*args, **kwargs)
+
+    return run
