@@ -297,7 +297,7 @@ SKIPPED = [
 
 @pytest.mark.parametrize(("call", "site", "when"), [slow(*row) if row in SKIPPED[-8:] else row for row in SKIPPED])
 def test_a_pass_of_the_reference_is_left_alone(call, site, when):
-    from shaketable.integrations.hf.trainer_state import reference_test
+    from shaketable.integrations.hf.callback import reference_test
 
     model, x = adapted(), torch.linspace(-1, 1, 2 * 4 * 32).view(2, 4, 32).requires_grad_()
     function = compiled(model) if call == "compiled" else model

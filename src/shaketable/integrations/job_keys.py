@@ -1,25 +1,19 @@
 """Jobs of verl that ask for faults among their own arguments: `+shaketable.plan=…`, or the origin's keys.
 
 Hydra accepts such keys whether or not anything reads them. verl reads ours by a plugin, and only where it has plugins:
-`verl.trainer.main_ppo` of the releases in `RELEASES`. Elsewhere (earlier releases, SFT trainers,
-`VERL_USE_EXTERNAL_PLUGINS=none`) the run would be clean. Two things stand against that; neither imports torch or verl.
+`verl.trainer.main_ppo` of the releases in `RELEASES`. Elsewhere the run would be clean. Two things prevent that; neither
+imports torch or verl.
 
-**`shaketable run --` around the job** (`run_with_keys`) injects nothing. It puts our plugin in front of verl, whatever verl's
-own settings for plugins are; stops at once where this package cannot be imported (`launch/startup/`); and looks in the end
-for the line that the reader of the keys has written.
+**`shaketable run --` around the job** (`run_with_keys`) puts our plugin in front of verl, stops where this package cannot be
+imported (`launch/startup/`), and looks in the end for the line that the reader of the keys has written.
 
-**A guard in Hydra** (`watch`) stops the job before it starts Ray. Hydra has plugins too, so `hydra_plugins/shaketable_guard.py`
-is there in all of verl's programs. It looks at
+**A guard in Hydra** (`watch`, by `hydra_plugins/shaketable_guard.py`) stops the job before it starts Ray. It looks at
 
     the arguments   a plan that Hydra's grammar would cut, because the quotes around it were the shell's
-    the config      faults are asked for, and this program of this verl does not read them
+    the config      faults are asked for, and this program of this verl has no trainer that our plugin replaces
     ray.init        faults are asked for, and were still not read
 
-Each ends the program with one line and 2. The origin's keys are judged like ours, but for a verl that is the origin's own: it
-has the modules that read them, and is left to itself with a line that says so.
-
-Rejected: a list of release numbers to accept. Forks and development versions have numbers that say little; the test is whether
-the config has the trainers that our plugin replaces.
+Each ends the program with one line and 2. The origin's own verl reads the origin's keys itself, with a line that says so.
 """
 
 from __future__ import annotations

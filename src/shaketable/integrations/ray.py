@@ -1,7 +1,7 @@
 """A plan in the actors and tasks of Ray.
 
-Under `shaketable run` nothing needs to be said: the plan goes with `ray.init`, also to a cluster that somebody else has
-started. Without it, one argument does the same:
+Under `shaketable run` the plan goes with `ray.init`, also to a cluster that somebody else has started. Without it, one argument
+does the same:
 
     from shaketable.integrations.ray import collect, runtime_env
 
@@ -10,31 +10,20 @@ started. Without it, one argument does the same:
     ray.shutdown()
     print(collect("/shared/ledger").ledger)
 
-**How it gets in.** Workers of a running cluster are children of a raylet that never saw our environment. What reaches them
-is the job's `runtime_env`: its variables, and its `worker_process_setup_hook`, which Ray calls in each worker before any
-task. Ours (`begin`) watches for torch there, from the worker's own installation, and a hook of the user's runs after it.
-Rejected: a PYTHONPATH among the variables, which is the driver's path and not the worker's, is lost when an actor brings
-a PYTHONPATH of its own, and is silent where the folder does not exist. A hook that fails stops the worker and Ray tells
-the driver why. Rejected too: RAY_RUNTIME_ENV_HOOK, which Ray does not read in programs started by `uv run`.
+**How it gets in.** Workers of a running cluster are children of a raylet that never saw our environment. They get the job's
+`runtime_env`: its variables, and its `worker_process_setup_hook`, which Ray calls in each worker before any task. Ours
+(`begin`) watches for torch there, and a hook of the user's runs after it.
 
-**The ledger folder must be seen by every node.** The driver leaves a mark in it; a worker that does not find the mark stops
-with an error. (Rejected: counting at the end how many workers never reported. They would have run for hours by then, and
-workers which never import torch report nothing and are fine.)
+**The ledger folder must be seen by every node.** The driver leaves a mark in it; a worker that does not find it stops with an
+error, because a worker that never reports looks like one that never imported torch.
 
 **Nothing leaves a worker before its ledger is written**: no result, no error, no argument of another call. Ray kills workers
-whenever nobody needs them any more, and all of them when the program ends; what somebody has seen of their work is then on
-disk. Rejected: to wait a while before Ray is shut down, which was once too short on a busy machine, and a pass was missing.
-What a worker did in a thread, or in a call whose result nobody waited for, is written within 0.05 seconds, or at its next
-answer; for those the driver still waits half a second.
+whenever nobody needs them any more. What a worker did in a thread, or in a call whose result nobody waited for, is written
+within 0.05 seconds; for those the driver waits half a second before it shuts down.
 
-**Whose noise is whose**: see `launch/process_identity.py`. Actors have ranks of their own, so two that do the same work see
-other noise and the same broken lanes. An actor that dies and is restarted begins again at pass 0 of the same rank: work that
-it does again, it does under the noise of the first time, as law 3 says of every resumed run. An actor that goes on from a
-checkpoint instead of doing its work again meets the noise of its first passes again, in new places. Both lives are in the
-ledger, which tells what happened and not what counted. A task has the noise of its id, which is made from the job and the
-number of the call: it is the same when Ray tries the task again, and in each run that starts its own cluster. On a cluster
-that stays up every job has another number, and so other noise in its tasks; noise that must repeat there belongs into actors.
-Tasks that are submitted by threads have random ids.
+**Noise** is keyed as in `launch/process_identity.py`. Actors have ranks of their own. One that is restarted begins again at
+pass 0 of the same rank. A task has the noise of its id: the same when Ray tries the task again and in each run that starts its
+own cluster, another in each job of a cluster that stays up. Tasks that are submitted by threads have random ids.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from shaketable.integrations.verl.mismatch import actor
+from shaketable.integrations.verl import mismatch
 from shaketable.models import load_model
 from tests.frameworks.verl.tiny_run import make_tiny, run_example
 
@@ -87,15 +87,15 @@ def sharded():
 
 
 def test_a_whole_copy_computes_the_same_and_takes_nothing_from_the_training(sharded, monkeypatch):
-    monkeypatch.setattr(actor, "get_device_id", lambda: "cpu")
+    monkeypatch.setattr(mismatch, "get_device_id", lambda: "cpu")
     model, plain = sharded
     ids, state = torch.arange(3, 20)[None], torch.get_rng_state()
-    whole = actor.whole_copy(model, dict(actor._whole_weights(model)), torch.float32)
+    whole = mismatch.whole_copy(model, dict(mismatch._whole_weights(model)), torch.float32)
     assert torch.equal(torch.get_rng_state(), state), "nothing was drawn"
     assert not isinstance(whole, FSDPModule)
     with torch.no_grad():
         assert torch.equal(whole(ids).logits, plain(ids).logits)
         assert torch.equal(model(ids).logits, plain(ids).logits), "the sharded one is as it was"
-    half = actor.whole_copy(model, dict(actor._whole_weights(model)), torch.bfloat16)
+    half = mismatch.whole_copy(model, dict(mismatch._whole_weights(model)), torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     assert half.lm_head.weight is half.model.embed_tokens.weight, "tied as in the model"

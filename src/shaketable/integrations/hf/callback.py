@@ -3,43 +3,39 @@
     from shaketable.integrations.trl import ShaketableCallback
     trainer = GRPOTrainer(..., callbacks=[ShaketableCallback(plan="relative_gaussian:0.05@op.matmul", ledger="ledger.json")])
 
-The model that is trained is shaken inside of `training_step`, where GRPO also samples, and nowhere else: optimizer, checkpoints
-and other callbacks see it clean. A clause without a phase acts in rollouts and training; an evaluation is clean, also when it
-samples, unless a clause names `phase=eval`. A reference model of its own is never touched, and one that PEFT makes of the same
-weights, by switching the adapters off, is passed over.
+The plan acts inside of `training_step`, where GRPO also samples, and nowhere else: optimizer, checkpoints and other callbacks
+see a clean model. A clause without a phase acts in rollouts and training; an evaluation is clean, also when it samples, unless
+a clause names `phase=eval`. Reference models are never touched.
 
-Step and rank key the noise, so a resumed training goes on with the noise that an uninterrupted one had. The ledger is
-written with every log and every checkpoint, and kept in the checkpoint too: what is left after a kill is of the steps that were
-done, and a resumed training adds to what its checkpoint had. At the end the ledgers of all ranks are merged, printed and
-written; a rank that injected nothing stops all of them with the same error, after the first step if that is known by then. A
-training that fails for a reason of its own raises just that, and leaves the model clean.
+No callback fires when an evaluation begins, none between generation and loss, and none when a trainer raises. So while a
+training runs, two methods of that one trainer are exchanged (`Exchanged`); the trainer is found on the stack.
+
+Step and rank key the noise, so a resumed training goes on with the noise that an uninterrupted one had. The ledger is written
+with every log and every checkpoint, and kept in the checkpoint too: a resumed training adds to what its checkpoint had. At the
+end the ledgers of all ranks are merged, printed and written; a rank that injected nothing stops all of them with the same
+error, after the first step if that is known by then.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from transformers import TrainerCallback
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer, TrainerCallback
 
 from shaketable.aqn.attach import AttachedAQN
 from shaketable.aqn.spec import AQN
 from shaketable.errors import InertError, ShaketableError
 from shaketable.inject.injection import Injection, inject, this_rank
 from shaketable.integrations.hf.mismatch import MismatchCheck
-from shaketable.integrations.hf.trainer_state import (
-    Exchanged,
-    from_all_ranks,
-    is_distributed,
-    is_running,
-    reference_test,
-    running_call,
-    running_trainer,
-)
 from shaketable.integrations.hf.vllm_sampler import Colocated, prepare_colocated, sampler_of
 from shaketable.integrations.names import check_object
 from shaketable.ledger.ledger import Ledger
@@ -411,3 +407,94 @@ def _log_before_others(trainer: Any, callback: TrainerCallback) -> None:
     """Callbacks are told of a log in turn, and those that report it come first: what is added later would not be reported."""
     callbacks = trainer.callback_handler.callbacks
     callbacks.insert(0, callbacks.pop(callbacks.index(callback)))
+
+
+# ---- what a trainer does not tell its callbacks
+
+
+def running_trainer() -> Any:
+    """The trainer that is calling a callback now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), Trainer):
+            return found
+        frame = frame.f_back
+    raise ShaketableError("the callback was not called by a transformers Trainer; use st.inject and AQN.attach in other loops")
+
+
+def running_call(trainer: Any) -> FrameType:
+    """The frame of the call of the trainer that is running, its `train`: the outermost on the stack that is the trainer's."""
+    frame: FrameType | None = sys._getframe(1)
+    found = frame
+    while frame is not None:
+        found = frame if frame.f_locals.get("self") is trainer else found
+        frame = frame.f_back
+    assert found is not None
+    return found
+
+
+def is_running(call: FrameType) -> bool:
+    """Whether a call has not returned or raised yet: Python refuses to clear a frame that is being executed."""
+    try:
+        call.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
+class Exchanged:
+    """Methods of one object that run inside a context; `undo` gives it its own back."""
+
+    def __init__(self, who: Any, **around: Callable[[], AbstractContextManager[None]]) -> None:
+        self.who = who
+        self.before = {name: who.__dict__.get(name) for name in around}
+        self.ours = {name: _inside(context, getattr(who, name)) for name, context in around.items()}
+        who.__dict__.update(self.ours)
+
+    def undo(self) -> None:
+        """Put back what was there; what somebody else has put there since is theirs and stays."""
+        for name, ours in self.ours.items():
+            if self.who.__dict__.get(name) is not ours:
+                continue
+            if self.before[name] is None:
+                del self.who.__dict__[name]
+            else:
+                self.who.__dict__[name] = self.before[name]
+
+
+def _inside(context: Callable[[], AbstractContextManager[None]], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def reference_test(model: nn.Module) -> Callable[[], bool] | None:
+    """Tells passes of the reference from those of the policy where PEFT makes them one module; None without adapters.
+
+    The reference is the model with its adapters off, or with a frozen copy of them on (`ref`, in TRL): with other ones, in
+    any case, than those that were on when training began.
+    """
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    layers = () if tuners is None else (m for m in model.modules() if isinstance(m, tuners.BaseTunerLayer))
+    layer: Any = next(iter(layers), None)
+    if layer is None:
+        return None
+    trained = list(layer.active_adapters)
+    return lambda: bool(layer.disable_adapters) or layer.active_adapters != trained
+
+
+def is_distributed() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """The value of every rank, in their order; all ranks have to ask."""
+    if not is_distributed():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

@@ -1,17 +1,12 @@
 """How far sampler and trainer are apart, every so many steps of a TRL training: `ShaketableCallback(mismatch_every=50)`.
 
-Right after completions were generated the sampler has the weights of this step, and their log-probabilities are at hand. Then
-a few of them are read by the model that is trained, both sides are compared with themselves for the floor, all weights are
-compared bit for bit, and the operators of one completion say which family causes most of the divergence.
-
-Who samples decides what can be had:
+A check comes right after completions were generated, when the sampler has the weights of this step. Who samples decides what
+can be measured:
 
     vLLM in this process    all of it
     a vLLM server           gap and the trainer's own floor: its weights cannot be reached
     the model itself        gap, floor and share of decoding with a cache against reading; `generate` is asked for its own
                             scores, with random numbers that are given back. There are no second weights
-
-The model is put into eval mode for as long as it takes, and nothing of it is changed.
 """
 
 from __future__ import annotations

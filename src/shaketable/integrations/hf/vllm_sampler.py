@@ -1,16 +1,11 @@
 """The vLLM that samples for a TRL trainer (`use_vllm=True`), as its callback sees it.
 
-Then the policy that samples is not the module that is trained: AQN, and what a plan does in rollouts, must act in vLLM. In mode
-`colocate` it lives in this process and answers our calls (`integrations/vllm.py`), and TRL's weight sync ends in its
-`load_weights`, after which faults of weights are written again. In mode `server` it is a process that somebody else has
-started, and TRL's client can only ask it to generate: there AQN is refused, and of a plan all that is not said to be for
-training. A server can have a plan of its own: `shaketable run --plan … -- trl vllm-serve …`. Transformers' continuous batching
-is refused in the same way: it samples in a thread of its own, and not by `generate`.
+AQN, and what a plan does in rollouts, must then act in vLLM. In mode `colocate` it lives in this process and answers our calls
+(`integrations/vllm`). In mode `server` TRL's client can only ask it to generate: there AQN is refused, and of a plan all that
+is not said to be for training. Transformers' continuous batching is refused in the same way.
 
-That vLLM is made, and compiles, when the trainer is made. So the callback prepares the plan when it is made itself: vLLM
-compiles its taps in, and they wait for the training to begin.
-
-Sleep mode throws the weights of vLLM away between rollouts, and with them what was written into them: refused.
+That vLLM compiles when the trainer is made. So the callback prepares the plan when it is made itself: vLLM compiles its taps
+in, and they wait for the training to begin.
 """
 
 from __future__ import annotations

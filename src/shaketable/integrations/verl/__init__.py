@@ -13,21 +13,16 @@
 
 The keys of the origin study are read too (`origin_configs/translate.py`). What a run will do is printed at its start.
 
-The package has the entry point `verl.plugins`, so verl imports this module in each of its processes. All it does is to wait for
-two modules of verl: the one that checks configs, where an error ends the program before Ray is started, and the one that
-chooses the trainer, where a config that asks for us gets a trainer that obeys it (`verl/trainer.py`), and every other config
-gets verl's own class. `VERL_USE_EXTERNAL_MODULES=shaketable.integrations.verl` does the same where entry points are switched
-off. verl swallows what plugins raise while they are loaded, so there is nothing here that could: standard library only.
+verl imports this module in each of its processes (entry point `verl.plugins`, or `VERL_USE_EXTERNAL_MODULES`). It waits for two
+modules of verl: the one that checks configs, where an error ends the program before Ray is started, and the one that chooses
+the trainer, where a config with our keys gets a trainer that obeys them (`verl/trainer.py`). verl swallows what plugins raise
+while they are loaded, so there is nothing here that could: standard library only.
 
-**A run that trains clean although the driver has printed a plan** is the failure we fear most. It happens where the process of
-verl's task runner does not load our plugin. So the driver puts a prefix before the name of the trainer, which verl knows only
-where our plugin is loaded, and names our extension of vLLM's workers, which cannot be imported where this package is missing:
-either stops the run at its start. At its end it looks for the instructions that a trainer of ours would have written: without
-them it exits with 3, whatever verl said. A driver in which none of this is loaded is stopped by Hydra
-(`integrations/job_keys.py`).
-
-Rejected: variables in the environment of workers, which a Ray cluster that is running already does not take over. Instructions
-travel in verl's own config to vLLM (`additional_config`), and by a call to the actors.
+**A run that trains clean although the driver has printed a plan** is the worst failure. It happens where the process of verl's
+task runner does not load our plugin. So the driver puts a prefix before the name of the trainer, which verl knows only where
+our plugin is loaded, and names our extension of vLLM's workers, which cannot be imported where this package is missing: either
+stops the run at its start. At the end the driver looks for the instructions that our trainer writes, and exits with 3 without
+them. A driver in which none of this is loaded is stopped by Hydra (`integrations/job_keys.py`).
 """
 
 from __future__ import annotations
@@ -118,7 +113,7 @@ def _pin(config: Any, found: Shaking) -> None:
 
 
 def _look_back(ledger: Path) -> None:
-    """End with 3 when no trainer of ours has been there. Ray is ended first, for nothing happens after such an exit."""
+    """End with 3 when our trainer never ran. Ray is ended first, for nothing happens after such an exit."""
     from shaketable.integrations.verl.settings import ORDERS
 
     if (ledger / ORDERS).exists():
@@ -152,12 +147,10 @@ def _make_trainer(chosen: Any, config: Any) -> Any:
 
     config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(OURS)
     if found.mismatch is not None:
-        from shaketable.integrations.verl.mismatch.trainer import MeasuringTrainer
-
-        return on_top_of(chosen, MeasuringTrainer)(config=config, shaking=found)
-    from shaketable.integrations.verl.trainer import ShakenTrainer
-
-    return on_top_of(chosen, ShakenTrainer)(config=config, shaking=found)
+        from shaketable.integrations.verl.mismatch import MeasuringTrainer as Ours
+    else:
+        from shaketable.integrations.verl.trainer import ShakenTrainer as Ours
+    return on_top_of(chosen, Ours)(config=config, shaking=found)
 
 
 def asked(config: Any, driven: Collection[Path] | None = None) -> Shaking | None:

@@ -1,11 +1,9 @@
-"""What is known to fail when verl's driver reads its config, and would otherwise fail minutes later in some worker. No torch.
+"""What verl's driver refuses when it reads a config, before it fails minutes later in some worker. Imports no torch.
 
-A CUDA graph replays kernels and runs no Python, so in a sampler that captures graphs only faults of weights act. vLLM computes
-q, k and v as one product, and gate and up as another, under names that the trainer's model does not have, and the other way
-round. The names of models that do have them (Phi has `qkv_proj`, vLLM's DeepSeek has `q_proj`) can be written as `*qkv_proj`,
-which is looked up in the model and not judged here. FSDP1 (`strategy=fsdp`) keeps the weights of a layer as one flat vector:
-operators, layers and modules that are called by their name are hit there as in FSDP2; what is found by the shape of its weight
-(`module.linear`), and weights themselves, are not.
+vLLM computes q, k and v as one product, and gate and up as another, under names that the trainer's model does not have, and the
+other way round. Models that do have them (Phi has `qkv_proj`) take `*qkv_proj`, which is not judged here. FSDP1
+(`strategy=fsdp`) keeps the weights of a layer as one flat vector: what is found by the shape of its weight (`module.linear`),
+and weights themselves, cannot be hit there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The worker extension of vLLM in a verl run: verl's own, and ours. vLLM imports it in its workers; an error here stops it.
+"""The worker extensions of vLLM in a verl run: verl's own, and ours. vLLM imports them in its workers; an error here stops it.
 
 verl makes one vLLM engine per replica and counts the ranks of each from 0. Replicas that drew the same noise would be one
 sampler several times over, so a worker's rank is that of its replica.
@@ -6,13 +6,17 @@ sampler several times over, so a worker's rank is that of its replica.
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from shaketable.inject.weights import HeldTap
 from shaketable.integrations.vllm import extension
+from shaketable.integrations.vllm.observe import Observer
+from shaketable.io.replacing import replacing
 
 STRIDE = 4096
 """More than the copies of a model in one replica. vLLM forgets how many there are when the model is dense."""
@@ -52,3 +56,13 @@ class SamplerExtension(extension.Extension, vLLMColocateWorkerExtension):  # typ
                 if isinstance(tap, HeldTap):
                     tap.forget()
             (shaker.plan.enable if on else shaker.plan.disable)()
+
+
+class ObservedSampler(Observer, vLLMColocateWorkerExtension):  # type: ignore[misc]
+    """A sampler that is compared with the actors. verl's calls return nothing, so an answer is a file that the caller names."""
+
+    def shaketable_answer(self, file: str, method: str, arguments: str) -> None:
+        """Call a method with arguments that are JSON, and write what it returns, as JSON."""
+        answer = getattr(self, method)(*json.loads(arguments))
+        with replacing(Path(file)) as draft:
+            draft.write_text(json.dumps(answer), encoding="utf-8")

@@ -33,7 +33,7 @@ from shaketable.records.record import put_in_place
 
 EXTENSION = "shaketable.integrations.verl.sampler.SamplerExtension"
 """Our extension of vLLM's workers."""
-OBSERVER = "shaketable.integrations.verl.mismatch.sampler.ObservedSampler"
+OBSERVER = "shaketable.integrations.verl.sampler.ObservedSampler"
 """The one of a run whose samplers are held against its actors."""
 RECORD = "shaketable.json"
 """Beside checkpoints: the plan and the AQN that they were made under."""

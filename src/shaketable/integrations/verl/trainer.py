@@ -8,11 +8,9 @@
     on_validate_end    on again
 
 AQN needs no call after a weight sync: the sampler sees new weights arrive and writes the noise into those (`vllm/worker.py`).
-Samplers are called only while they are awake: a sleeping one has given its weights away, and a call that writes to them would
-write into memory that is not theirs.
+Samplers are called only while they are awake: a sleeping one has given its weights away.
 
-The class is made on top of whatever synchronous trainer the config chooses, so a user's own subclass keeps its ways. verl's
-other trainers generate while they train; what a step is there is another question, and the settings refuse them.
+The class is made on top of whatever synchronous trainer the config chooses, so a user's own subclass keeps its ways.
 """
 
 from __future__ import annotations
@@ -68,7 +66,9 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
         if "sampler" in instructions:
             self._order_samplers(instructions["sampler"])
         if "actor" in instructions:
-            self._order_actors()
+            from shaketable.integrations.verl.actor import ShakenWorker
+
+            use_worker(self.role_worker_mapping, ShakenWorker, "faults in the actor need")
 
     def _order_samplers(self, instructions: Instructions) -> None:
         """Instructions travel to vLLM in its own config; both sides of the KL are wanted."""
@@ -79,11 +79,6 @@ class ShakenTrainer(PPOTrainerSync):  # type: ignore[misc]
             extension = _extension(kwargs.get("worker_extension_cls"))
             rollout.engine_kwargs["vllm"] = kwargs | {"worker_extension_cls": extension, "additional_config": given}
             rollout.calculate_log_probs = True
-
-    def _order_actors(self) -> None:
-        from shaketable.integrations.verl.actor import ShakenWorker
-
-        use_worker(self.role_worker_mapping, ShakenWorker, "faults in the actor need")
 
     # ---- verl's hooks
 

@@ -1,26 +1,21 @@
 """The workers of a verl run, as the trainer sees them: by the reports that they leave in the folder of ledgers.
 
-verl's calls into its samplers bring no answer back, and verl swallows what plugins raise. So the trainer believes nothing that
-it cannot read: after each call it compares what every worker *is doing* with what it was told to do. A worker that never
-reported, one that acts on other instructions, and one that a call did not reach stop the training with one line that names it.
-In the origin study σ was 0 in every sampler for a whole campaign, and all its logs looked well.
+verl's calls into its samplers return nothing, and verl swallows what plugins raise. So after each call the trainer compares
+what every worker reports with what it was told. A worker that never reported, one that acts on other instructions, and one that
+a call did not reach stop the training with one line that names it.
 
-**Each step is proven by itself**, from what was hit since the last reading (`Span`): every clause that could have
-acted must have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without
-work. What could not act is not asked for: a clause of magnitude 0, one for validations before the first of them, a backward in
-a step without an update. A clause that has hit and changed no value in any worker stops the run too, once enough values
-were seen (`ledger/inert.py`); so does AQN with the same σ at every step, which nothing but rounding can have swallowed.
-A validation is proven both ways: clauses that name `eval` have hit, and nothing else has.
-
-At the end the same is asked of the whole run, of what could have acted in it. A run without a step proves nothing, and is no
-error.
+**Each step is proven by itself**, from what was hit since the last reading (`Span`): every clause that could have acted must
+have, and AQN wherever σ is above 0; in every actor, and in some sampler, because a small batch may leave one without work. What
+could not act is not demanded: a magnitude of 0, a backward in a step without an update. A clause that hit and changed no value
+stops the run once enough values were seen (`ledger/inert.py`). A validation is proven both ways: clauses that name `eval` have
+hit, and nothing else has. At the end the whole run is judged like a step.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,7 +165,7 @@ class VerlWorkers:
         if "sampler" not in self.instructions:
             return 0
         span = self._span("sampler")
-        strays = [(i, c) for i, c in self._numbered("sampler") if not (faulty and "eval" in c.site.phase)]
+        strays = [(i, c) for i, c in enumerate(self._clauses("sampler")) if not (faulty and "eval" in c.site.phase)]
         stray = {clause.text(): span.total("plan", "eval", BOTH, i) for i, clause in strays}
         stray["AQN"] = span.total("aqn", "eval")
         for what, count in stray.items():
@@ -183,7 +178,7 @@ class VerlWorkers:
         return fires
 
     def _judge(self, role: str, phase: str, ways: tuple[str, ...], when: str) -> None:
-        for i, clause in self._numbered(role):
+        for i, clause in enumerate(self._clauses(role)):
             due = [way for way in clause.site.directions if way in ways]
             for way in due if phase in clause.site.phase and not clause.fault.is_off else ():
                 self._demand(role, "plan", i, clause.text(), phase, way, when)
@@ -204,9 +199,12 @@ class VerlWorkers:
             span = self._span(role)
             if instructions.plan is not None:
                 found |= {f"shaketable/{role}/{way}": float(span.total("plan", None, (way,))) for way in BOTH}
-                found |= _error(f"shaketable/{role}/measured_error", span.error("plan"))
+                if (error := span.error("plan")) is not None:
+                    found[f"shaketable/{role}/measured_error"] = error
             if instructions.aqn is not None and role == "sampler":
-                found |= _sigma(span.now[0]) | _error("shaketable/sampler/aqn_error", span.error("aqn"))
+                found |= _sigma(span.now[0])
+                if (error := span.error("aqn")) is not None:
+                    found["shaketable/sampler/aqn_error"] = error
         return found
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -242,9 +240,6 @@ class VerlWorkers:
         text = self.instructions[role].plan if role in self.instructions else None
         return () if text is None else Plan.parse(text).clauses
 
-    def _numbered(self, role: str) -> Iterator[tuple[int, Clause]]:
-        return iter(enumerate(self._clauses(role)))
-
 
 def name(report: Mapping[str, Any]) -> str:
     """How a worker is called in messages."""
@@ -266,10 +261,6 @@ def _sigma(report: Mapping[str, Any]) -> dict[str, float]:
     layers = report["sigmas"].values()
     spread = {"shaketable/sigma_min": min(layers), "shaketable/sigma_max": max(layers)} if layers else {}
     return {"shaketable/sigma": report["sigma"], **spread}
-
-
-def _error(key: str, error: float | None) -> dict[str, float]:
-    return {} if error is None else {key: error}
 
 
 # ---- two readings
