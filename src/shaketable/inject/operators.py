@@ -192,13 +192,15 @@ class ExcludedWeights:
     """Weights of the modules that operator plans leave out: a head, a router, an adapter.
 
     What a weight belongs to decides, not which module is running: trainers multiply by the weight of a head outside of its
-    module. A weight is known by its memory, which its views and transposes share.
+    module. A weight is known by its memory, in which its views and transposes begin: one storage may hold many weights, as
+    flat buffers of optimizers do.
     """
 
     def __init__(self) -> None:
         self._modules: dict[int, list[tuple[nn.Module, str]]] = {}
         self._heads: list[nn.Linear | nn.Embedding] = []
-        self._known: dict[int, str] = {}
+        self._known: dict[int, list[tuple[int, int, str]]] = {}
+        """By storage: where weights begin and end in it, and why they are left out."""
         self._cast: tuple[Tensor, int, str] | None = None
         """The last one that was cast, held so that nothing else gets its memory."""
         self._firsts: tuple[int, ...] = ()
@@ -215,10 +217,12 @@ class ExcludedWeights:
         self._cast = None
         found = (next(self._weights(owner), None) for owner in self._modules)
         heads = (module.weight for module in self._heads if type(module.weight) in _PLAIN)
-        firsts = *(_address(first[0]) for first in found if first is not None), *map(_address, heads)
+        firsts = *(first[0].data_ptr() for first in found if first is not None), *(head.data_ptr() for head in heads)
         if firsts != self._firsts:
             self._firsts = firsts
-            self._known = {_address(p): why for owner in self._modules for p, why in self._weights(owner)}
+            self._known = {}
+            for p, why in (found for owner in self._modules for found in self._weights(owner)):
+                self._known.setdefault(_storage(p), []).append((p.data_ptr(), p.data_ptr() + p.nbytes, why))
 
     def _weights(self, owner: int) -> Iterator[tuple[Tensor, str]]:
         modules = self._modules[owner]
@@ -230,17 +234,18 @@ class ExcludedWeights:
             return None
         for x in tensors:
             if type(x) in _PLAIN:
-                address = _address(x)
-                if (found := self._known.get(address)) is not None:
-                    return found
-                if self._cast is not None and self._cast[1] == address:
+                storage = _storage(x)
+                for start, end, why in self._known.get(storage, ()):
+                    if start <= x.data_ptr() < end:
+                        return why
+                if self._cast is not None and self._cast[1] == storage:
                     return self._cast[2]
         return None
 
     def cast(self, x: Any, result: Any) -> Any:
         """What was cast: of a weight that is left out it is left out too."""
         if self._known and type(x) in _PLAIN and type(result) is Tensor and (why := self.owner([x])) is not None:
-            self._cast = result, _address(result), why
+            self._cast = result, _storage(result), why
         return result
 
     @property
@@ -267,7 +272,7 @@ def _function_by_hand() -> str | None:
     return None
 
 
-def _address(x: Tensor) -> int:
+def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
