@@ -2,10 +2,12 @@
 
 import copy
 
+import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import shaketable as st
+from shaketable.errors import PlanError
 
 PLAN = "relative_gaussian:0.05@op.matmul;mxfp4@module.o_proj,point=weight"
 
@@ -26,3 +28,9 @@ def test_a_plan_acts_on_weights_in_one_buffer_as_on_any_others(tiny_llama):
     assert torch.equal(loss, same) and all(torch.equal(gradients[name], again[name]) for name in gradients)
     assert (found.forward, found.backward) == (ledger.forward, ledger.backward)
     assert found.forward > 7
+
+
+def test_zero_3_is_refused(tiny_llama):
+    next(tiny_llama.parameters()).ds_id = 0
+    with pytest.raises(PlanError, match="ZeRO-3"):
+        st.inject(tiny_llama, PLAN)
