@@ -167,3 +167,18 @@ def test_the_page_names_every_key(run):
     page = (ROOT / "docs/sweep.md").read_text()
     for key in set(numbers("a.json")[1]) - {"method", "distinguishable"}:
         assert f"`{key}`" in page, key
+
+
+def test_formats_stand_side_by_side_in_one_table_and_one_figure(run, tmp_path):
+    plans = ["mxfp4@module.linear", "gain:0.5@op.silu"]
+    words = [w for plan in plans for w in ("--plan", plan)]
+    code, out, err = run(
+        "nano", "--task", "text", *words, "--json", "a.json", "--png", "a.png", "--html", "a.html", "--out", "run"
+    )
+    assert code == 0, err
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [p["name"] for p in found["points"]] == ["clean", *plans]
+    assert all(p["loss"] > 0 and p["kl"] > 0 for p in found["points"][1:])
+    assert all(plan in out and plan in (tmp_path / "a.html").read_text() for plan in plans)
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert run("--resume", "run")[0] == 0

@@ -17,7 +17,7 @@ from shaketable.cli.recorded_runs import RecordedRuns
 from shaketable.cli.terminal import console, progress_bar, say
 from shaketable.cli.verb import ForceOption, HtmlOption, JsonOption, ResumeOption, RunFolderOption, options_of
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.sweep.config import SweepConfig, magnitude_name
+from shaketable.evaluate.sweep.config import SweepConfig
 
 if TYPE_CHECKING:
     from shaketable.records.record import RunRecord
@@ -30,7 +30,7 @@ Facts = dict[str, Any]
     SweepConfig,
     *OPTIONS,
     metavar={"magnitudes": "NUMBERS", "engine_args": "JSON"},
-    default=dict.fromkeys(OPTIONS) | {"device": "auto"},
+    default=dict.fromkeys(OPTIONS) | {"plan": (), "device": "auto"},
     flag={"n": ("-n", "--limit")},
     text=("magnitudes", "engine_args"),
 )
@@ -51,9 +51,11 @@ def sweep(
     """Measure how a model's accuracy falls as a fault grows: intervals, paired differences, KL, and proof of the fault.
 
     shaketable sweep nano --task arithmetic,level=3 --plan relative_gaussian@op.matmul --magnitudes 0,0.05,0.1
+
+    Repeat --plan to compare formats: shaketable sweep nano --task text --plan mxfp4@module.linear --plan nvfp4@module.linear
     """
     asked = {"models": tuple(models or ()), **fields}
-    given = {key: value for key, value in asked.items() if value not in (None, (), "auto")}
+    given = {key: value for key, value in asked.items() if value not in (None, (), [], "auto")}
     outputs = OutputFiles("sweep", " ".join(models or ()), json_file, html_file, others=[png_file], of_run=True, force=force)
     runs = RecordedRuns("sweep", SweepConfig, _run, lambda record, outputs: _show(record, outputs, png_file))
     if resume is not None:
@@ -76,14 +78,14 @@ def sweep(
 
 def _config(given: Facts) -> SweepConfig:
     """The sweep that was asked for, checked as far as it can be before anything is loaded."""
-    from shaketable.evaluate.sweep.config import parse_magnitudes, resolve_plan
+    from shaketable.evaluate.sweep.config import parse_magnitudes, resolve_plans
     from shaketable.models import chosen_device
 
     needed = {"models": "MODEL", "task": "--task", "plan": "--plan"}
     if missing := [name for key, name in needed.items() if key not in given]:
         raise ShaketableError(f"a sweep needs {' and '.join(missing)} (or --resume DIR)")
     scale = parse_magnitudes(given.pop("magnitudes")) if "magnitudes" in given else None
-    plan = resolve_plan(given.pop("plan"), scale)
+    plan = resolve_plans(given.pop("plan"), scale)
     if given.get("engine") != "vllm":
         given["device"] = chosen_device(given.get("device"))
     config = SweepConfig.checked(**{"n": 1} | given, plan=plan, magnitudes=scale)
@@ -142,15 +144,15 @@ def _page(found: Facts) -> str:
     config, faulty = found["config"], [p for p in found["points"] if p["magnitude"] != 0]
     shown = [p for p in faulty if p["distinguishable"]]
     sentence = f"{len(shown)} of {len(faulty)} faulty points can be told from clean."
-    facts = {"plan": config["plan"], "task": config["task"], "problems": str(config["n"]), "engine": config["engine"]}
+    plan = config["plan"] if isinstance(config["plan"], str) else "; ".join(config["plan"])
+    facts = {"plan": plan, "task": config["task"], "problems": str(config["n"]), "engine": config["engine"]}
     lines = [*(_sentence(found, p) for p in faulty), *found["notes"]]
     tables = [("Points", _table(found))]
     return page("sweep", ", ".join(config["models"]), "CURVE", sentence, tables, facts=facts, lines=lines)
 
 
 def _sentence(found: Facts, point: Facts) -> str:
-    name = magnitude_name(point["magnitude"])
-    where = f"{point['model']} at {name}" if len(found["config"]["models"]) > 1 else name
+    where = f"{point['model']} at {point['name']}" if len(found["config"]["models"]) > 1 else point["name"]
     return f"{where}: {point['sentence']}{_loss(point)}"
 
 
@@ -164,8 +166,10 @@ def _table(found: Facts, model: str | None = None) -> Table:
     columns = {name: cell for name, cell in COLUMNS.items() if name != "loss" or "loss" in points[0]}
     if not narrow:
         table.add_column("model", overflow="fold")
+    several = isinstance(found["config"]["plan"], list)
     for name in columns:
-        table.add_column(SHORT.get(name, name) if narrow else name, justify="right", overflow="fold")
+        head = "plan" if several and name == "magnitude" else SHORT.get(name, name) if narrow else name
+        table.add_column(head, justify="right", overflow="fold")
     for point, after in zip(points, [*points[1:], None], strict=True):
         cells = [cell(point).replace(" (", "\n(" if narrow else " (") for cell in columns.values()]
         style, last = "bold" if point["distinguishable"] else "", after is None or after["model"] != point["model"]
@@ -175,7 +179,8 @@ def _table(found: Facts, model: str | None = None) -> Table:
 
 def _title(found: Facts) -> str:
     config, runs = found["config"], max((len(p["seeds"]) for p in found["points"]), default=1)
-    return f"{config['plan']}\n{config['task']}, n = {config['n']}, {runs} noise seed{'s' * (runs > 1)}"
+    plan = config["plan"] if isinstance(config["plan"], str) else f"{len(config['plan'])} plans"
+    return f"{plan}\n{config['task']}, n = {config['n']}, {runs} noise seed{'s' * (runs > 1)}"
 
 
 def _loss(point: Facts) -> str:
@@ -207,7 +212,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 COLUMNS: dict[str, Callable[[Facts], str]] = {
-    "magnitude": lambda p: magnitude_name(p["magnitude"]),
+    "magnitude": lambda p: str(p["name"]),
     "accuracy (95 %)": _accuracy,
     "loss": lambda p: _number(p["loss"], ".3f"),
     "difference (95 %)": lambda p: "" if p["magnitude"] == 0 else _difference(p),

@@ -3,7 +3,7 @@
 import pytest
 
 from shaketable.errors import ShaketableError
-from shaketable.evaluate.sweep.config import SweepConfig, magnitude_name, resolve_plan
+from shaketable.evaluate.sweep.config import SweepConfig, resolve_plans
 
 NOISE = "relative_gaussian@op.matmul"
 
@@ -46,7 +46,7 @@ def test_a_plan_that_no_seed_changes_runs_once(plan, magnitudes, count):
 def test_a_format_is_a_point_without_a_magnitude():
     made = config(plan="mxfp4@module.linear", magnitudes=None)
     assert runs(made) == [(0.0, 0, None), (None, 0, "mxfp4@module.linear")]
-    assert [magnitude_name(s.magnitude) for s in made.settings()] == ["clean", "plan"]
+    assert [s.name for s in made.settings()] == ["clean", "plan"]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,18 @@ def test_what_makes_no_sense_is_refused_in_one_line(fields, message):
 
 def test_a_file_is_written_out(tmp_path):
     (tmp_path / "p.yaml").write_text("plan:\n  - fault: gain\n    magnitude: 0.1\n    site: layer.1\n    phase: rollout\n")
-    assert resolve_plan(str(tmp_path / "p.yaml"), None) == "gain:0.1@layer.1,phase=rollout"
+    assert resolve_plans([str(tmp_path / "p.yaml")], None) == ("gain:0.1@layer.1,phase=rollout",)
 
 
 def test_vllm_is_refused_without_a_fault_to_start_with():
     with pytest.raises(ShaketableError, match="engine vllm needs a magnitude above 0"):
         config(magnitudes=(0.0,), engine="vllm")
+
+
+def test_several_plans_are_points_of_one_sweep_with_the_plan_as_their_name():
+    plans = ["mxfp4@module.linear", "gain@module.linear", "nvfp4@module.linear"]
+    made = config(plan=plans, magnitudes=(0.0, 0.5), seeds=3)
+    assert [s.name for s in made.settings()] == ["clean", plans[0], "gain:0.5@module.linear", plans[2]]
+    assert SweepConfig(**made.model_dump()) == made and made.model_dump()["plan"] == plans
+    with pytest.raises(ShaketableError, match="is given twice"):
+        config(plan=plans[:1] * 2, magnitudes=None)

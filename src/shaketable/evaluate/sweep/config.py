@@ -1,8 +1,8 @@
 """What `shaketable sweep` is asked to do. Imports no torch.
 
-A sweep is models × magnitudes × noise seeds on one sample of problems. Clauses of the plan that name no magnitude take each of
-the swept ones; 0 is the clean model, without any clause, and is always measured, because every difference is one to it. A plan
-with nothing to fill in (a format, or magnitudes in every clause) is one point of its own, whose magnitude is None.
+A sweep is models × plans × magnitudes × noise seeds on one sample of problems. Clauses that name no magnitude take each
+of the swept ones; 0 is the clean model, without any clause, and is always measured, because every difference is one to it. A
+plan with nothing to fill in (a format, or magnitudes in every clause) is one point of its own, whose magnitude is None.
 
 Seeds key the noise and, where only some channels are faulty, which ones. A plan without either gives the same bits under
 every seed, so it is run with one: three equal runs would look like evidence.
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from shaketable.errors import PlanError, ShaketableError
 from shaketable.io.config_model import ConfigModel
@@ -28,16 +29,15 @@ class Setting:
 
     magnitude: float | None
     """0 is clean; None is a plan with nothing to fill in."""
+    plan_index: int
+    """Which of the sweep's plans it belongs to."""
+    name: str
+    """`clean`, `plan` or the magnitude; the plan itself where there are several."""
     seed: int
     plan: Plan | None
     """None is clean."""
     is_first: bool
     """Whether this is the first seed of its point."""
-
-    @property
-    def name(self) -> str:
-        """`clean`, `plan` or the magnitude."""
-        return magnitude_name(self.magnitude)
 
 
 def magnitude_name(magnitude: float | None) -> str:
@@ -52,8 +52,9 @@ class SweepConfig(ConfigModel):
     """Folders, Hugging Face ids, nano or smollm2-135m."""
     task: str
     """gsm8k, arithmetic,level=3, text, or a file of your own problems."""
-    plan: str
-    """The faults: a line or a YAML file. A clause without a magnitude takes each of --magnitudes."""
+    plan: tuple[str, ...] = Field(min_length=1)
+    """The faults: a line or a YAML file. A clause without a magnitude takes each of --magnitudes. Repeat it to compare
+    several plans."""
     magnitudes: tuple[float, ...] | None = None
     """A list such as 0,0.05,0.1. 0 is the clean model, which is always measured."""
     n: int = Field(ge=1)
@@ -79,6 +80,16 @@ class SweepConfig(ConfigModel):
         if twice := next((m for m in models if models.count(m) > 1), None):
             raise ValueError(f"{twice} is named twice")
         return models
+
+    @field_validator("plan", mode="before")
+    @classmethod
+    def _are_plans(cls, given: object) -> object:
+        return (given,) if isinstance(given, str) else given
+
+    @field_serializer("plan")
+    def _plan_alone(self, plan: tuple[str, ...]) -> str | list[str]:
+        """One plan as the line that it is, as in records of sweeps that had no other."""
+        return plan[0] if len(plan) == 1 else list(plan)
 
     @field_validator("engine_args", mode="before")
     @classmethod
@@ -106,7 +117,7 @@ class SweepConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> SweepConfig:
-        resolve_plan(self.plan, self.magnitudes)
+        resolve_plans(self.plan, self.magnitudes)
         if self.engine_args and self.engine == "hf":
             raise ValueError("engine_args are for engine vllm")
         if taken := {"enforce_eager", "additional_config", "worker_extension_cls"} & self.engine_args.keys():
@@ -114,31 +125,23 @@ class SweepConfig(ConfigModel):
         plans = [s.plan for s in self.settings() if s.plan is not None]
         if self.engine == "vllm" and not plans:
             raise ValueError("engine vllm needs a magnitude above 0: its workers start with a faulty plan")
-        for plan in plans[:1]:
+        for plan in plans:
             if clause := next((c for c in plan.clauses if "forward" not in c.site.directions), None):
                 raise PlanError(f"{clause.text()} acts backward only, and a sweep runs no backward pass")
         return self
 
     def settings(self) -> list[Setting]:
         """Every run of a model, clean first."""
-        found = [Setting(0.0, self.seed, None, True)]
-        for magnitude in self.faulty_magnitudes:
-            found += [Setting(magnitude, s, self.plan_at(magnitude, s), s == self.seed) for s in self.seeds_at(magnitude)]
+        found = [Setting(0.0, 0, "clean", self.seed, None, True)]
+        for index, source in enumerate(self.plan):
+            magnitudes = [None] if _closed(source) is not None else [m for m in self.magnitudes or () if m > 0]
+            for magnitude in magnitudes:
+                plan = Plan.parse(source, seed=self.seed, magnitude=magnitude)
+                name = magnitude_name(magnitude) if len(self.plan) == 1 else plan.text()
+                for seed in range(self.seed, self.seed + (self.seeds if depends_on_seed(plan) else 1)):
+                    seeded = plan.model_copy(update={"seed": seed})
+                    found.append(Setting(magnitude, index, name, seed, seeded, seed == self.seed))
         return found
-
-    @property
-    def faulty_magnitudes(self) -> list[float | None]:
-        """All but clean."""
-        return [None] if self.magnitudes is None else [m for m in self.magnitudes if m > 0]
-
-    def plan_at(self, magnitude: float | None, seed: int) -> Plan:
-        """The plan of one point."""
-        return Plan.parse(self.plan, seed=seed, magnitude=magnitude)
-
-    def seeds_at(self, magnitude: float | None) -> range:
-        """The noise seeds of one point: a single one where no seed makes a difference."""
-        many = magnitude != 0 and depends_on_seed(self.plan_at(magnitude, self.seed))
-        return range(self.seed, self.seed + (self.seeds if many else 1))
 
 
 def depends_on_seed(plan: Plan) -> bool:
@@ -154,20 +157,24 @@ def parse_magnitudes(text: str) -> tuple[float, ...]:
         raise ShaketableError(f"--magnitudes {text!r} is not a list of numbers such as 0,0.05,0.1") from None
 
 
-def resolve_plan(source: str, magnitudes: tuple[float, ...] | None) -> str:
-    """The plan in one line, when it and the magnitudes fit together.
+def resolve_plans(sources: Sequence[str], magnitudes: tuple[float, ...] | None) -> tuple[str, ...]:
+    """The plans, each in one line, when they and the magnitudes fit together.
 
     Args:
-        source: A line of the plan language, or the path of a YAML file.
+        sources: Each a line of the plan language, or the path of a YAML file.
         magnitudes: For clauses without one; None when none were given.
     """
-    closed = _closed(source)
-    if closed is not None and magnitudes is not None:
+    closed = [_closed(source) for source in sources]
+    if magnitudes is not None and all(plan is not None for plan in closed):
         what = "no clause of the plan is left to take --magnitudes: drop them, or drop the magnitude of a clause"
         raise ShaketableError(f"{what}, e.g. relative_gaussian@op.matmul")
-    if closed is None and magnitudes is None:
-        raise ShaketableError(f"the plan {source} leaves a magnitude open: write it, or give e.g. --magnitudes 0,0.05,0.1")
-    return source.strip() if closed is None else closed.text()
+    for source, plan in zip(sources, closed, strict=True):
+        if plan is None and magnitudes is None:
+            raise ShaketableError(f"the plan {source} leaves a magnitude open: write it, or give e.g. --magnitudes 0,0.05,0.1")
+    found = tuple(s.strip() if plan is None else plan.text() for s, plan in zip(sources, closed, strict=True))
+    if twice := next((plan for plan in found if found.count(plan) > 1), None):
+        raise ShaketableError(f"the plan {twice} is given twice")
+    return found
 
 
 def _closed(source: str) -> Plan | None:

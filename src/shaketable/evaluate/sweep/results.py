@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from shaketable.evaluate.statistics import Comparison, Interval, corrected, mcnemar, paired, wilson
-from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed, magnitude_name
+from shaketable.evaluate.sweep.config import SweepConfig, depends_on_seed
 from shaketable.records.record import RunRecord
 
 if TYPE_CHECKING:
@@ -35,9 +35,10 @@ MEASURED = ("measured_error", "measured_magnitude", "changed_fraction", "surviva
 
 @dataclass(frozen=True)
 class Point:
-    """One model at one magnitude: the runs of all seeds, and the clean run it is compared with."""
+    """One model under one plan at one magnitude: the runs of all seeds, and the clean run it is compared with."""
 
     model: str
+    name: str
     magnitude: float | None
     runs: list[Event]
     clean: Event
@@ -66,7 +67,7 @@ def results(record: RunRecord) -> dict[str, Any]:
     each = [paired(_scores(p.clean), p.scores, seed=config.seed) for p in faulty]
     compared = dict(zip(map(id, faulty), corrected(each), strict=True))
     points = [_clean(p) if p.is_clean else _faulty(p, compared[id(p)]) for p in found]
-    wanted = len(config.models) * (1 + len(config.faulty_magnitudes))
+    wanted = len(config.models) * sum(s.is_first for s in config.settings())
     return {
         "schema": SCHEMA,
         "id": record.head["id"],
@@ -82,15 +83,16 @@ def results(record: RunRecord) -> dict[str, Any]:
 
 
 def _points(config: SweepConfig, events: Sequence[Event]) -> list[Point]:
-    runs = {(e["model"], e["magnitude"], e["seed"]): e for e in reversed(events)}
-    found = []
+    runs = {(e["model"], e.get("plan_index", 0), e["magnitude"], e["seed"]): e for e in reversed(events)}
+    settings, found = config.settings(), []
     for model in config.models:
-        clean = runs.get((model, 0.0, config.seed))
-        for magnitude in (0.0, *config.faulty_magnitudes):
-            mine = [runs.get((model, magnitude, seed)) for seed in config.seeds_at(magnitude)]
+        clean = runs.get((model, 0, 0.0, config.seed))
+        for first in (s for s in settings if s.is_first):
+            seeds = [s.seed for s in settings if (s.plan_index, s.magnitude) == (first.plan_index, first.magnitude)]
+            mine = [runs.get((model, first.plan_index, first.magnitude, seed)) for seed in seeds]
             whole = [run for run in mine if run is not None]
             if clean is not None and len(whole) == len(mine):
-                found.append(Point(model, magnitude, whole, clean))
+                found.append(Point(model, first.name, first.magnitude, whole, clean))
     return found
 
 
@@ -136,6 +138,7 @@ def _facts(point: Point) -> dict[str, Any]:
     sites = merged_sites([run["ledger"] for run in runs])
     return {
         "model": point.model,
+        "name": point.name,
         "magnitude": point.magnitude,
         "plan": runs[0]["plan"],
         "accuracy": accuracy,
@@ -212,10 +215,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _notes(config: SweepConfig, points: list[dict[str, Any]]) -> list[str]:
     """What a reader of the numbers has to know."""
-    plans = [config.plan_at(m, config.seed) for m in config.faulty_magnitudes]
     found = []
-    if plans and not depends_on_seed(plans[0]) and config.seeds > 1:
-        found.append("the fault is deterministic: every seed gives the same numbers, so it ran with one")
+    steady = [s for s in config.settings() if s.plan is not None and not depends_on_seed(s.plan)]
+    if steady and config.seeds > 1:
+        which = "" if len(config.plan) == 1 else f" ({', '.join(s.name for s in steady)})"
+        found.append(f"the fault is deterministic{which}: every seed gives the same numbers, so it ran with one")
     for point in points:
         if point["magnitude"] == 0 and point.get("cut"):
             found.append(f"{point['model']}: {point['cut']} of {point['n']} texts exceed its context; their beginning was read")
@@ -236,26 +240,41 @@ APART = 0.09
 
 
 def plot(results: dict[str, Any], path: str | Path) -> None:
-    """Draw what `results` gave into a PNG: accuracy with intervals over the magnitudes, one line per model.
+    """Draw what `results` gave into a PNG: the score with intervals over the points, one line per model, and the KL below.
 
-    Magnitudes stand at equal distances and are named, since they span decades and 0 has no place on a logarithm. Models are
-    set a little apart, so that bars do not hide each other; the clean score goes through as a dotted line.
+    Points stand at equal distances and are named, since magnitudes span decades and 0 has no place on a logarithm. The score is
+    accuracy, or of texts the loss. Models are set a little apart, so that bars do not hide each other; the clean score goes
+    through as a dotted line.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    magnitudes = list(dict.fromkeys(p["magnitude"] for p in results["points"]))
-    models = list(dict.fromkeys(p["model"] for p in results["points"]))
-    figure = Figure(figsize=(max(6.4, 2.2 + 0.9 * len(magnitudes)), 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    points = results["points"]
+    names, models = (list(dict.fromkeys(p[key] for p in points)) for key in ("name", "model"))
+    reads, has_kl = "loss" in points[0], any(p["kl"] for p in points)
+    figure = Figure(figsize=(max(6.4, 2.2 + 0.9 * len(names)), 6.4 if has_kl else 4.2), layout="constrained")
+    axes, *below = figure.subplots(1 + has_kl, sharex=True, squeeze=False, height_ratios=[2, 1][: 1 + has_kl])[:, 0]
+    several = isinstance(results["config"]["plan"], list)
     for i, (model, name) in enumerate(zip(models, short_names(models), strict=True)):
-        shift = APART * (i - (len(models) - 1) / 2)
-        _line(axes, [p for p in results["points"] if p["model"] == model], magnitudes, shift, COLOURS[i % len(COLOURS)], name)
-    axes.set_xticks(range(len(magnitudes)), [magnitude_name(m) for m in magnitudes])
-    top = min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in results["points"])))  # from 0: a fall looks as deep as it is
-    axes.set(xlim=(-0.5, len(magnitudes) - 0.5), ylim=(0.0, top), xlabel="magnitude (not to scale)")
-    axes.set_ylabel("next tokens foreseen" if "loss" in results["points"][0] else "accuracy")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        shift, colour = APART * (i - (len(models) - 1) / 2), COLOURS[i % len(COLOURS)]
+        mine = [p for p in points if p["model"] == model]
+        _line(axes, mine, names, shift, colour, name, "loss" if reads else "accuracy", "none" if several else "-")
+        for panel in below:
+            known = [p for p in mine if p["kl"]]
+            x = [names.index(p["name"]) + shift for p in known]
+            panel.semilogy(x, [p["kl"] for p in known], marker="o", color=colour, linestyle="none" if several else "-")
+    axes.set_ylabel("loss, nats per token" if reads else "accuracy")
+    if not reads:
+        axes.set_ylim(
+            0.0, min(1.05, max(0.01, 1.12 * max(p["ci_high"] for p in points)))
+        )  # from 0: a fall looks as deep as it is
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    for panel in below:
+        panel.set_ylabel("KL to clean, nats per token")
+        _tidy(panel)
+    last = below[-1] if below else axes
+    last.set_xticks(range(len(names)), [n.replace("@", "\n@") for n in names], fontsize=8 if several else 10)
+    last.set(xlim=(-0.5, len(names) - 0.5), xlabel="plan" if several else "magnitude (not to scale)")
     _frame(axes, results)
     figure.savefig(path, dpi=150, format="png")
 
@@ -266,29 +285,35 @@ def short_names(models: list[str]) -> list[str]:
     return names if len(set(names)) == len(names) else list(models)
 
 
-def _line(axes: Axes, points: list[dict[str, Any]], magnitudes: list[Any], shift: float, colour: str, name: str) -> None:
-    x = [magnitudes.index(p["magnitude"]) + shift for p in points]
-    y = [p["accuracy"] for p in points]
-    below = [max(0.0, p["accuracy"] - p["ci_low"]) for p in points]
-    above = [max(0.0, p["ci_high"] - p["accuracy"]) for p in points]
+def _line(
+    axes: Axes, points: list[dict[str, Any]], names: list[str], shift: float, colour: str, label: str, key: str, style: str
+) -> None:
+    x = [names.index(p["name"]) + shift for p in points]
+    y = [math.nan if p[key] is None else p[key] for p in points]
+    bars = [[max(0.0, p["accuracy"] - p["ci_low"]) for p in points], [max(0.0, p["ci_high"] - p["accuracy"]) for p in points]]
+    look: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1.8, "elinewidth": 1.3, "capsize": 3.5}
     axes.axhline(y[0], color=colour, linestyle=(0, (1, 3)), linewidth=1.2, zorder=1)
-    axes.errorbar(x, y, yerr=[below, above], color=colour, linewidth=1.8, elinewidth=1.3, capsize=3.5, zorder=2, label=name)
-    axes.scatter(x[1:], y[1:], s=34, color=colour, zorder=3)
+    axes.errorbar(x, y, yerr=bars if key == "accuracy" else None, zorder=2, **look)
+    axes.scatter(x[1:], y[1:], s=34, color=colour, zorder=3, label=label)
     axes.scatter(x[:1], y[:1], s=62, facecolor="white", edgecolor=colour, linewidth=1.8, zorder=3)
 
 
 def _frame(axes: Axes, results: dict[str, Any]) -> None:
-    config = results["config"]
-    axes.set_title(
-        textwrap.fill(config["plan"], 70, break_on_hyphens=False), fontsize=11, loc="left", fontweight="bold", pad=22
-    )
-    unit, runs = ("texts" if "loss" in results["points"][0] else "problems"), max(len(p["seeds"]) for p in results["points"])
-    head = f"{config['task']}, {results['points'][0]['n']} {unit}, {runs} noise seed{'s' * (runs > 1)}, 95 % intervals"
+    config, points = results["config"], results["points"]
+    plan = config["plan"] if isinstance(config["plan"], str) else f"{len(config['plan'])} plans"
+    axes.set_title(textwrap.fill(plan, 70, break_on_hyphens=False), fontsize=11, loc="left", fontweight="bold", pad=22)
+    unit, runs = ("texts" if "loss" in points[0] else "problems"), max(len(p["seeds"]) for p in points)
+    intervals = "" if "loss" in points[0] else ", 95 % intervals"
+    head = f"{config['task']}, {points[0]['n']} {unit}, {runs} noise seed{'s' * (runs > 1)}{intervals}"
     axes.annotate(head, (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9, color="#555555")
+    _tidy(axes)
+    axes.legend(frameon=False, fontsize=9, loc="best")
+
+
+def _tidy(axes: Axes) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#999999")
-    axes.legend(frameon=False, fontsize=9, loc="best")

@@ -49,7 +49,7 @@ def check(config: SweepConfig) -> None:
         has_weights = path.is_dir() and (any(path.glob("*.safetensors")) or sharded_folder(path) is not None)
         if path.exists() and not has_weights:
             raise ModelError(f"model {name!r} holds no weights: there are no safetensors in it")
-        for plan in plans[:1]:
+        for plan in {plan.text(): plan for plan in plans}.values():
             inject(skeleton, plan).close(check=False)
 
 
@@ -68,7 +68,7 @@ class Sweep:
         self.task = load_task(config.task)
         self.problems = draw(self.task, config.n, config.seed)
         self.settings = config.settings()
-        self.done = {(e["model"], e["magnitude"], e["seed"]) for e in record.events("point")}
+        self.done = {(e["model"], e.get("plan_index", 0), e["magnitude"], e["seed"]) for e in record.events("point")}
         known, content = self._recorded("sample"), digest(self.problems)
         if not known:
             record.append("sample", task=self.task.describe(), n=len(self.problems), sha256=content)
@@ -78,15 +78,16 @@ class Sweep:
     def run(self) -> None:
         """Measure every point that is not recorded yet."""
         for name in self.config.models:
-            left = [s for s in self.settings if (name, s.magnitude, s.seed) not in self.done]
+            left = [s for s in self.settings if (name, s.plan_index, s.magnitude, s.seed) not in self.done]
             if not left:
                 continue
             self._told(0, f"loading {name}")
             evaluator = self._evaluator(name)
             for setting in left:
                 facts = self._point(name, setting, evaluator)
-                self.record.append("point", model=name, magnitude=setting.magnitude, seed=setting.seed, **facts)
-                self.done.add((name, setting.magnitude, setting.seed))
+                which = {"plan_index": setting.plan_index, "magnitude": setting.magnitude, "seed": setting.seed}
+                self.record.append("point", model=name, **which, **facts)
+                self.done.add((name, setting.plan_index, setting.magnitude, setting.seed))
         if not self.record.events("finished"):
             self.record.append("finished")
 
