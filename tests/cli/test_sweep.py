@@ -152,7 +152,7 @@ def test_help_imports_no_torch():
 
 def test_the_page_runs(run, tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs/sweep.md").read_text()
-    first, second = (shlex.split(block) for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    first, _, second = (shlex.split(block) for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     code, _, err = run(*first[2:])
     assert code == 0, err
     Path(second[3]).parent.mkdir(exist_ok=True)
